@@ -1,0 +1,207 @@
+"""The ragged training batch: sequences laid end to end, no padding.
+
+Legend: T tokens of all sequences (prompt and response), B sequences.
+Alignment: value i of a token-level tensor belongs to token i. `logprobs[i]` is the log-probability of input_ids[i] given what
+precedes it in its own sequence; a sequence's first token has none (mask 0, value 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from skyrl_train.data.trajectory import OK, TrajectoryGroup
+
+TOKEN_FIELDS = (
+    "input_ids",
+    "position_ids",
+    "loss_mask",
+    "rollout_logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "values",
+    "advantages",
+    "returns",
+)
+SEQUENCE_FIELDS = ("prompt_lengths", "group_ids", "rewards", "temperature", "status", "min_versions", "max_versions")
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Token level [T], sequence level [B]; optional tensors are None until somebody computed them.
+
+    Example: sequences (5 6 | 7 2) and (5 6 | 8): input_ids=[5,6,7,2,5,6,8], position_ids=[0,1,2,3,0,1,2],
+    loss_mask=[0,0,1,1,0,0,1], offsets=[0,4,7], prompt_lengths=[2,2].
+    """
+
+    input_ids: Tensor
+    """[T] int64"""
+    position_ids: Tensor
+    """[T] int64, restarting at 0 in every sequence."""
+    loss_mask: Tensor
+    """[T] bool: sampled tokens of sequences that count."""
+    offsets: Tensor
+    """[B+1] int64: sequence b is tokens offsets[b]:offsets[b+1]."""
+    prompt_lengths: Tensor
+    """[B] int64"""
+    group_ids: Tensor
+    """[B] int64: equal for the samples of one prompt."""
+    rewards: Tensor
+    """[B] float32"""
+    temperature: Tensor
+    """[B] float32: what the rollout was sampled at; log-probs are taken at the same."""
+    status: Tensor
+    """[B] bool: False for failed and cut sequences, whose loss_mask is all 0."""
+    min_versions: Tensor
+    """[B] int64 weight version of the oldest sampled token."""
+    max_versions: Tensor
+    """[B] int64"""
+    rollout_logprobs: Tensor | None = None
+    """[T] float32 nats: the engine's, at `temperature`, before truncation by top-p or top-k."""
+    old_logprobs: Tensor | None = None
+    """[T] float32 nats: the trainer's, before this step's first update."""
+    ref_logprobs: Tensor | None = None
+    """[T] float32 nats"""
+    values: Tensor | None = None
+    advantages: Tensor | None = None
+    """[T] float32"""
+    returns: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.prompt_lengths)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] tokens of each sequence, prompt included."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """[T] the sequence that each token belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self), device=self.offsets.device), self.lengths)
+
+    def per_token(self, per_sequence: Tensor) -> Tensor:
+        """[B] -> [T], each sequence's value on all of its tokens."""
+        return torch.repeat_interleave(per_sequence, self.lengths)
+
+    def per_sequence_sum(self, per_token: Tensor) -> Tensor:
+        """[T] -> [B], summed within sequences."""
+        zeros = torch.zeros(len(self), dtype=per_token.dtype, device=per_token.device)
+        return zeros.index_add(0, self.sequence_ids, per_token)
+
+    def select(self, rows: Sequence[int] | Tensor) -> TrainBatch:
+        """The given sequences in the given order."""
+        rows = torch.as_tensor(rows, dtype=torch.int64)
+        lengths = self.lengths[rows]
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        starts = torch.repeat_interleave(self.offsets[:-1][rows] - offsets[:-1], lengths)
+        tokens = starts + torch.arange(int(offsets[-1]))
+        picked: dict[str, Tensor | None] = {"offsets": offsets}
+        for name in TOKEN_FIELDS:
+            value = getattr(self, name)
+            picked[name] = None if value is None else value[tokens]
+        for name in SEQUENCE_FIELDS:
+            picked[name] = getattr(self, name)[rows]
+        return TrainBatch(**picked)  # type: ignore[arg-type]
+
+    def with_tokens(self, **tensors: Tensor | None) -> TrainBatch:
+        """The same sequences with token-level tensors added or replaced."""
+        for name, tensor in tensors.items():
+            assert name in TOKEN_FIELDS and (tensor is None or tensor.shape == self.input_ids.shape), name
+        return replace(self, **tensors)  # type: ignore[arg-type]
+
+    def to(self, device: torch.device | str) -> TrainBatch:
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return TrainBatch(**{name: None if value is None else value.to(device) for name, value in moved.items()})
+
+    def split(self, *, max_sequences: int | None = None, token_budget: int | None = None) -> list[TrainBatch]:
+        """Micro-batches in order, closed before either bound would be passed; a sequence longer than the budget stands alone."""
+        return [self.select(rows) for rows in pack(self.lengths.tolist(), max_sequences, token_budget)]
+
+    def shard(self, ranks: int, cost: Tensor | None = None) -> list[list[int]]:
+        """Rows for each of `ranks`, balanced by `cost` [B] (tokens where None): longest first onto the lightest rank.
+
+        A rank may get none when there are fewer sequences than ranks.
+        """
+        weights = (self.lengths if cost is None else cost).tolist()
+        load = [0.0] * ranks
+        rows: list[list[int]] = [[] for _ in range(ranks)]
+        for row in sorted(range(len(self)), key=lambda r: (-weights[r], r)):
+            lightest = load.index(min(load))
+            load[lightest] += weights[row]
+            rows[lightest].append(row)
+        return [sorted(of_rank) for of_rank in rows]
+
+    def padded(self, per_token: Tensor, fill: float = 0.0) -> Tensor:
+        """[T] -> (B, longest sequence), right-padded with `fill`, for whoever truly needs a rectangle."""
+        width = int(self.lengths.max()) if len(self) else 0
+        rectangle = per_token.new_full((len(self), width), fill)
+        rectangle[self.sequence_ids, self.position_ids] = per_token
+        return rectangle
+
+
+def pack(lengths: Sequence[int], max_sequences: int | None, token_budget: int | None) -> list[list[int]]:
+    """Consecutive rows into bins bounded by a number of sequences and of tokens, whichever is reached first."""
+    bins: list[list[int]] = []
+    used = 0
+    for row, length in enumerate(lengths):
+        full = not bins or (max_sequences is not None and len(bins[-1]) >= max_sequences)
+        if full or (token_budget is not None and used + length > token_budget):
+            bins.append([])
+            used = 0
+        bins[-1].append(row)
+        used += length
+    return bins
+
+
+def cat(batches: Sequence[TrainBatch]) -> TrainBatch:
+    """Sequences of several batches after one another; an optional tensor must be in all of them or in none."""
+    joined: dict[str, Tensor | None] = {}
+    for name in (*TOKEN_FIELDS, *SEQUENCE_FIELDS):
+        values = [getattr(batch, name) for batch in batches]
+        assert len({value is None for value in values}) == 1, f"{name} is in some batches only"
+        joined[name] = None if values[0] is None else torch.cat(values)
+    lengths = torch.cat([batch.lengths for batch in batches])
+    joined["offsets"] = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    return TrainBatch(**joined)  # type: ignore[arg-type]
+
+
+def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
+    """Groups to one ragged batch on the CPU: trajectories in group order, group_ids counting groups.
+
+    Failed and cut trajectories keep their place with an all-zero loss mask, so that row counts and groups stay what they were.
+    """
+    trajectories = [(index, item) for index, group in enumerate(groups) for item in group.trajectories]
+    assert trajectories, "a batch needs at least one trajectory"
+    ids: list[int] = []
+    positions: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    offsets = [0]
+    for _, item in trajectories:
+        counts = item.status == OK
+        prompt_length = len(item.prompt_ids)
+        ids += item.prompt_ids + item.response_ids
+        positions += range(prompt_length + len(item.response_ids))
+        mask += [False] * prompt_length + [bool(m) and counts for m in item.loss_mask]
+        logprobs += [0.0] * prompt_length + item.logprobs
+        offsets.append(len(ids))
+        assert len(mask) == len(logprobs) == len(ids), f"prompt {item.prompt.uid}: token fields differ in length"
+    items = [item for _, item in trajectories]
+    return TrainBatch(
+        input_ids=torch.tensor(ids, dtype=torch.int64),
+        position_ids=torch.tensor(positions, dtype=torch.int64),
+        loss_mask=torch.tensor(mask, dtype=torch.bool),
+        offsets=torch.tensor(offsets, dtype=torch.int64),
+        prompt_lengths=torch.tensor([len(item.prompt_ids) for item in items], dtype=torch.int64),
+        group_ids=torch.tensor([index for index, _ in trajectories], dtype=torch.int64),
+        rewards=torch.tensor([item.reward for item in items], dtype=torch.float32),
+        temperature=torch.tensor([item.temperature for item in items], dtype=torch.float32),
+        status=torch.tensor([item.status == OK for item in items], dtype=torch.bool),
+        min_versions=torch.tensor([item.min_version for item in items], dtype=torch.int64),
+        max_versions=torch.tensor([item.max_version for item in items], dtype=torch.int64),
+        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+    )

@@ -1,0 +1,94 @@
+"""What an episode is made of. Plain Python: environments and tools need no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+"""A chat message: {"role": "user", "content": "..."}, with whatever else the chat template reads."""
+
+OK = "ok"
+FAILED = "failed"
+"""The episode raised, hung or was lost: masked, counted under `error`, never scored 0."""
+CUT = "cut"
+"""Left out by over-provisioning or a filter: not trained on, and nobody's fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of a dataset.
+
+    Example:
+        Prompt(uid="0", messages=[{"role": "user", "content": "2 + 3 = ?"}], env_class="gsm8k",
+               env_extras={"reward_spec": {"method": "rule", "ground_truth": "5"}}, data_source="toy")
+    """
+
+    uid: str
+    """Unique in its dataset and stable over runs: row number, so seeds and resume do not depend on timing."""
+    messages: list[Message]
+    env_class: str
+    env_extras: dict[str, Any] = field(default_factory=dict)
+    """Every other column of the row; environments get it as `extras`."""
+    data_source: str = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One generation inside an episode: response tokens [start, stop) were sampled, then the environment answered."""
+
+    start: int
+    stop: int
+    reward: float
+    stop_reason: str
+    """stop | length | abort, from the engine."""
+    min_version: int
+    max_version: int
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One episode as tokens. L is the number of response tokens, environment turns included.
+
+    Example, one turn: prompt_ids=[5, 6], response_ids=[7, 2], loss_mask=[1, 1], logprobs=[-0.1, -0.3],
+    turns=[Turn(0, 2, reward=1.0, stop_reason="stop", min_version=3, max_version=3)], reward=1.0
+    """
+
+    prompt: Prompt
+    sample: int
+    """Which of the group's n samples."""
+    prompt_ids: list[int]
+    response_ids: list[int]
+    """[L], verbatim what was sampled and what was rendered between turns; never re-tokenised."""
+    loss_mask: list[int]
+    """[L], 1 on sampled tokens."""
+    logprobs: list[float]
+    """[L], nats, temperature-scaled, before top-p and top-k (`Completion.full_logprobs`); 0.0 where loss_mask is 0."""
+    turns: list[Turn]
+    reward: float
+    """Sum over turns; 0.0 and meaningless unless status is ok."""
+    stop_reason: str
+    temperature: float
+    env_metrics: dict[str, float] = field(default_factory=dict)
+    status: str = OK
+    error: str | None = None
+    """The name a failure is counted under: an environment's exception class, "timeout", "bad_reward", "engine"..."""
+    text: str = ""
+    """Decoded response, for people; nothing is ever parsed back from it."""
+
+    @property
+    def min_version(self) -> int:
+        return min((turn.min_version for turn in self.turns), default=0)
+
+    @property
+    def max_version(self) -> int:
+        return max((turn.max_version for turn in self.turns), default=0)
+
+
+@dataclass(slots=True)
+class TrajectoryGroup:
+    """The n trajectories of one prompt: what an advantage compares."""
+
+    prompt: Prompt
+    trajectories: list[Trajectory]
+    status: str = OK

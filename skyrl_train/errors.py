@@ -1,0 +1,83 @@
+"""Every error a user can cause or must act on.
+
+    SkyRLError
+    ├── ConfigError            also ValueError: a person's mistake; entrypoints print it and exit 2
+    │   ├── DataError          a dataset that cannot be used as it is; names the file and the row
+    │   └── RunDirectoryError  a run folder that is in use, of another run, or not writable
+    ├── DeadlineExceeded       also TimeoutError: a wait passed its deadline; says who was waited for
+    ├── EngineError            an inference engine refused or died; names the engine
+    │   └── UnsupportedParameter  a sampling parameter or call this engine cannot honour
+    ├── WeightSyncError        a transfer that is stale, partial or corrupt; names the tensor
+    ├── EnvironmentFailure     an episode's environment raised, lied or hung; the trajectory is masked, not the run stopped
+    ├── RolloutsFailed         too many episodes of a step failed; the run stops instead of training on zeros
+    ├── NonFiniteUpdate        loss or gradient was not finite too many times in a row
+    └── CheckpointError        a checkpoint is torn or corrupt and nothing older can replace it
+
+Bugs are not here: they stay `assert`, `TypeError`, or whatever the library raised, with their traceback.
+"""
+
+from __future__ import annotations
+
+
+class SkyRLError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(SkyRLError, ValueError):
+    """A wrong key, value or combination. The message says key, value got, what is allowed, what to do."""
+
+
+class DataError(ConfigError):
+    """A dataset that cannot be used; the message names file, row and what to change."""
+
+
+class RunDirectoryError(ConfigError):
+    """An output folder that belongs to another run, is in use, or cannot be written."""
+
+
+class DeadlineExceeded(SkyRLError, TimeoutError):
+    """A wait passed its deadline."""
+
+    def __init__(self, waited_for: str, seconds: float):
+        super().__init__(waited_for, seconds)
+        self.waited_for = waited_for
+        self.seconds = seconds
+
+    def __str__(self) -> str:
+        return f"{self.waited_for} did not finish within {self.seconds:g} s"
+
+
+class EngineError(SkyRLError):
+    """An inference engine refused a call, is torn, or died; the message names it."""
+
+
+class UnsupportedParameter(EngineError):
+    """A parameter that the named engine cannot honour; it is never dropped silently."""
+
+
+class WeightSyncError(SkyRLError):
+    """Weights that did not arrive whole: the message names the tensor and what differed."""
+
+
+class EnvironmentFailure(SkyRLError):
+    """An episode that cannot be scored; `kind` is the name it is counted under."""
+
+    def __init__(self, kind: str, detail: str = ""):
+        super().__init__(kind, detail)
+        self.kind = kind
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}" if self.detail else self.kind
+
+
+class RolloutsFailed(SkyRLError):
+    """Too many failed episodes in one step, or too many failed steps in a row."""
+
+
+class NonFiniteUpdate(SkyRLError):
+    """Loss or gradient stayed NaN or infinite."""
+
+
+class CheckpointError(SkyRLError):
+    """No checkpoint of the run can be loaded."""

@@ -1,0 +1,72 @@
+"""Weighted sums by name. A mean exists only at flush, so uneven micro-batches and ranks stay exact."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+
+class Metrics:
+    """Accumulates means (sum, weight), plain totals and maxima by name.
+
+    Example:
+        m = Metrics()
+        m.add("reward", 1.0, weight=3); m.add("reward", 0.0)
+        m.flush()  # {"reward": 0.75}
+    """
+
+    def __init__(self) -> None:
+        self._sum: dict[str, float] = defaultdict(float)
+        self._weight: dict[str, float] = defaultdict(float)
+        self._total: dict[str, float] = defaultdict(float)
+        self._max: dict[str, float] = {}
+
+    def add(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Add `value` with `weight` to the mean called `name`."""
+        self._sum[name] += value * weight
+        self._weight[name] += weight
+
+    def add_sum(self, name: str, total: float, weight: float) -> None:
+        """Add an already weighted total: what a masked tensor sum and its mask's sum give."""
+        self._sum[name] += total
+        self._weight[name] += weight
+
+    def count(self, name: str, amount: float = 1.0) -> None:
+        """Add to a plain total: it is reported as the sum, not as a mean."""
+        self._total[name] += amount
+
+    def maximum(self, name: str, value: float) -> None:
+        self._max[name] = max(value, self._max.get(name, value))
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Wall seconds of a block, summed under timing/<name>_s."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.count(f"timing/{name}_s", time.perf_counter() - start)
+
+    def state(self) -> dict[str, dict[str, float]]:
+        """Plain numbers to send to another process; see `merge`."""
+        return {"sum": dict(self._sum), "weight": dict(self._weight), "total": dict(self._total), "max": dict(self._max)}
+
+    def merge(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Add what another accumulator holds: exact, because sums, weights and totals add up."""
+        for name, value in state["sum"].items():
+            self._sum[name] += value
+            self._weight[name] += state["weight"][name]
+        for name, value in state["total"].items():
+            self._total[name] += value
+        for name, value in state["max"].items():
+            self.maximum(name, value)
+
+    def flush(self) -> dict[str, float]:
+        """Means of everything with weight, totals and maxima as they are; then forget."""
+        values = {name: total / self._weight[name] for name, total in self._sum.items() if self._weight[name]}
+        values |= self._total | self._max
+        for table in (self._sum, self._weight, self._total, self._max):
+            table.clear()
+        return values

@@ -1,0 +1,73 @@
+"""Models and tokenizers small enough for a test, made on the spot: no hub needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ message['content'] + '<|im_end|>' + '\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte plus ChatML's three: any text round-trips, ids are 0-258."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
+    )
+    fast.chat_template = CHATML
+    return fast
+
+
+def tiny_model(
+    kind: str = "qwen2",
+    *,
+    vocab_size: int = 320,
+    hidden_size: int = 64,
+    layers: int = 2,
+    tied: bool = True,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """A randomly initialised model of a real architecture: qwen2, qwen3, llama, gemma, mistral...
+
+    Weights are drawn wider than usual, so that different tokens get visibly different probabilities.
+    """
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=max(32, hidden_size // 4),
+        max_position_embeddings=4096,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def save_tiny_model(directory: Path, kind: str = "qwen2", **options: object) -> str:
+    """Model and byte tokenizer as a Hugging Face folder; returns its path."""
+    tiny_model(kind, **options).save_pretrained(directory)  # type: ignore[arg-type]
+    byte_tokenizer().save_pretrained(directory)
+    return str(directory)
