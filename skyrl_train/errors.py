@@ -5,6 +5,7 @@
     │   ├── DataError          a dataset that cannot be used as it is; names the file and the row
     │   └── RunDirectoryError  a run folder that is in use, of another run, or not writable
     ├── DeadlineExceeded       also TimeoutError: a wait passed its deadline; says who was waited for
+    ├── WorkerDied             a worker process ended; names it and how
     ├── EngineError            an inference engine refused or died; names the engine
     │   └── UnsupportedParameter  a sampling parameter or call this engine cannot honour
     ├── WeightSyncError        a transfer that is stale, partial or corrupt; names the tensor
@@ -45,6 +46,10 @@ class DeadlineExceeded(SkyRLError, TimeoutError):
 
     def __str__(self) -> str:
         return f"{self.waited_for} did not finish within {self.seconds:g} s"
+
+
+class WorkerDied(SkyRLError):
+    """A worker process ended in the middle of a call; the message names it."""
 
 
 class EngineError(SkyRLError):

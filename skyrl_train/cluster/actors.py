@@ -1,0 +1,127 @@
+"""Ray actors as thin shells round plain classes, and what a driver holds of them. Both ends of a call are in this file."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from skyrl_train.cluster.placement import Slots
+from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.errors import DeadlineExceeded, SkyRLError, WorkerDied
+from skyrl_train.registry import load_object
+
+
+class _Shell:
+    """Holds one object of any class; one call at a time."""
+
+    def __init__(self, target: str, kwargs: Mapping[str, Any], plugins: Sequence[str]):
+        for module in plugins:
+            importlib.import_module(module)
+        self._object = load_object(target)(**kwargs)
+
+    def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return getattr(self._object, method)(*args, **kwargs)
+
+    def read(self, attribute: str) -> Any:
+        return getattr(self._object, attribute)
+
+
+class _AsyncShell(_Shell):
+    """Holds one object with coroutine methods; many calls at a time."""
+
+    async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # type: ignore[override]
+        result = getattr(self._object, method)(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+
+
+class Remote:
+    """A plain object in another process: `await remote.method(...)` runs there.
+
+    An exception raised there is raised here as itself. Death of the process raises `died`; silence longer than `deadline_s`
+    raises DeadlineExceeded naming the process and the method.
+    """
+
+    def __init__(
+        self, handle: ActorHandle, name: str, deadline_s: float, died: type[SkyRLError] = WorkerDied, **known: Any
+    ):
+        self._handle = handle
+        self._name = name
+        self._deadline_s = deadline_s
+        self._died = died
+        self.__dict__.update(known)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("__"):
+            raise AttributeError(method)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return await self._wait(self._handle.call.remote(method, args, kwargs), method, self._deadline_s)
+
+        return call
+
+    async def call_within(self, deadline_s: float, method: str, *args: Any, **kwargs: Any) -> Any:
+        """A call with a deadline of its own."""
+        return await self._wait(self._handle.call.remote(method, args, kwargs), method, deadline_s)
+
+    async def read(self, attribute: str) -> Any:
+        """An attribute's value; the first one waits for the constructor."""
+        return await self._wait(self._handle.read.remote(attribute), "start", self._deadline_s)
+
+    def kill(self) -> None:
+        ray.kill(self._handle, no_restart=True)
+
+    async def _wait(self, reference: Any, method: str, deadline_s: float) -> Any:
+        future = asyncio.wrap_future(reference.future())
+        try:
+            return await asyncio.wait_for(future, deadline_s)
+        except RayTaskError as error:
+            raise error.cause from error
+        except RayActorError as error:
+            raise self._died(f"{self._name} died during {method}: {_first_cause(error)}") from error
+        except (TimeoutError, GetTimeoutError) as error:
+            if isinstance(error, SkyRLError):
+                raise
+            raise DeadlineExceeded(f"{self._name}.{method}", deadline_s) from error
+
+
+def _first_cause(error: RayActorError) -> str:
+    """The line of Ray's message that says why: a constructor's exception, or how the process ended."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if "Error" in line and not line.startswith(("File", "The actor"))]
+    return (named or lines or ["no reason given"])[-1]
+
+
+def spawn(
+    cluster: Cluster,
+    target: str,
+    kwargs: Mapping[str, Any],
+    *,
+    slots: Slots,
+    index: int,
+    name: str,
+    concurrent: bool,
+    deadline_s: float,
+    died: type[SkyRLError] = WorkerDied,
+) -> Remote:
+    """Start "module:Class"(**kwargs) in slot `index`; returns at once, the first awaited call waits for the constructor."""
+    shell = ray.remote(_AsyncShell if concurrent else _Shell)
+    handle = shell.options(
+        num_cpus=slots.cpus / slots.tenants if not slots.gpus else 0,
+        num_gpus=slots.gpus / slots.tenants,
+        max_concurrency=1000 if concurrent else 1,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(slots.group, placement_group_bundle_index=index),
+    ).remote(target, dict(kwargs), cluster.plugins)
+    cluster.owns_actor(handle)
+    return Remote(handle, name, deadline_s, died)

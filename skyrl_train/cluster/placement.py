@@ -1,0 +1,57 @@
+"""Slots: one placement-group bundle each, holding the accelerator (or the share of the CPUs) that one rank or engine runs on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Slots:
+    """`count` bundles of one placement group; `tenants` actors share each of them."""
+
+    group: PlacementGroup
+    count: int
+    cpus: float
+    """Reserved by each slot, shared by its tenants."""
+    gpus: float
+    tenants: int
+
+
+def cpus_per_slot(cluster_cpus: float, total_slots: int) -> float:
+    """What a CPU slot reserves: one CPU, or less where the cluster is small; one share stays for the driver and its environments."""
+    return round(min(1.0, cluster_cpus / (total_slots + 1)), 3)
+
+
+def reserve(
+    cluster: Cluster, *, count: int, tenants: int, device: str, total_slots: int, deadline_s: float, key: str
+) -> Slots:
+    """Reserve `count` slots, packed onto as few nodes as possible.
+
+    `total_slots` counts every slot of the run, so that all of them together fit the CPUs. `key` names the configuration
+    that asked, for the error.
+
+    Raises ConfigError when the cluster has not got them within `deadline_s` seconds.
+    """
+    gpus = 1.0 if device == "cuda" else 0.0
+    cpus = 1.0 if gpus else cpus_per_slot(cluster.cpus, total_slots)
+    need = f"{key}: needs {count} slots" + (f" of 1 GPU, {count} GPUs" if gpus else f" of {cpus:g} CPU")
+    have = f"the Ray cluster has {cluster.cpus:g} CPUs and {cluster.gpus:g} GPUs in all"
+    advice = "Ask for fewer ranks or engines, colocate them (trainer.placement.colocate_all=true), or add nodes."
+    if gpus * total_slots > cluster.gpus:
+        raise ConfigError(f"{need} ({total_slots} in the whole run); {have}. {advice}")
+    bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+    group = placement_group([bundle] * count, strategy="PACK")
+    ready, _ = ray.wait([group.ready()], timeout=deadline_s)
+    if not ready:
+        remove_placement_group(group)
+        free = ray.available_resources()
+        idle = f"{free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are free now"
+        raise ConfigError(f"{need}; {have}, {idle}; not placed within {deadline_s:g} s. {advice}")
+    cluster.owns_group(group)
+    return Slots(group, count, cpus, gpus, tenants)

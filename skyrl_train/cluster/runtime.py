@@ -1,0 +1,97 @@
+"""A Ray cluster for the length of a run: the one that RAY_ADDRESS names, or one of our own."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+_OWN_CLUSTER_ENV = {
+    # A driver under `uv run` would make every worker run `uv run` again; they share its environment already.
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # Keep CUDA_VISIBLE_DEVICES as it is for actors without a GPU (Ray's announced future default).
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+OBJECT_STORE_BYTES = 2 << 30
+"""Batches and weight buckets pass through the object store one at a time; Ray's own default is 30 % of memory."""
+
+
+class Cluster:
+    """Connects on enter; on exit kills what this run started, gives its slots back and disconnects.
+
+    A cluster that we started ourselves ends with its driver, also after kill -9 (Ray's processes die with their parent).
+    """
+
+    def __init__(self, plugins: Sequence[str] = ()):
+        self._plugins = tuple(plugins)
+        self._actors: list[ActorHandle] = []
+        self._groups: list[PlacementGroup] = []
+        self._connected_here = False
+
+    def __enter__(self) -> Cluster:
+        if ray.is_initialized():
+            return self
+        self._connected_here = True
+        address = os.environ.get("RAY_ADDRESS")
+        if address:
+            ray.init(address=address, runtime_env=self._runtime_env(), logging_level=logging.WARNING)
+        else:
+            os.environ.update({key: os.environ.get(key, value) for key, value in _OWN_CLUSTER_ENV.items()})
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                logging_level=logging.WARNING,
+            )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not ray.is_initialized():
+            return
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        for group in self._groups:
+            remove_placement_group(group)
+        if self._connected_here:
+            ray.shutdown()
+
+    @property
+    def cpus(self) -> float:
+        return float(ray.cluster_resources().get("CPU", 0.0))
+
+    @property
+    def gpus(self) -> float:
+        return float(ray.cluster_resources().get("GPU", 0.0))
+
+    @property
+    def nodes(self) -> int:
+        return sum(bool(node["Alive"]) for node in ray.nodes())
+
+    @property
+    def plugins(self) -> tuple[str, ...]:
+        return self._plugins
+
+    def owns_actor(self, actor: ActorHandle) -> None:
+        """Kill it when the run ends."""
+        self._actors.append(actor)
+
+    def owns_group(self, group: PlacementGroup) -> None:
+        """Remove it when the run ends."""
+        self._groups.append(group)
+
+    def _runtime_env(self) -> Mapping[str, Any]:
+        """Users' modules travel to a cluster that does not share our disk."""
+        roots = {name.partition(".")[0] for name in self._plugins}
+        found = [importlib.util.find_spec(root) for root in sorted(roots)]
+        files = [Path(spec.origin) for spec in found if spec is not None and spec.origin is not None]
+        modules = [str(path.parent if path.name == "__init__.py" else path) for path in files]
+        return {"py_modules": modules} if modules else {}
