@@ -1,0 +1,147 @@
+"""generator: engines, sampling and how conversations are rolled out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyrl_train.config.section import Section, interpolation
+
+
+@dataclass
+class SamplingConfig(Section):
+    """How responses are sampled."""
+
+    max_generate_length: int = 1024
+    """Tokens per turn at most; `max_new_tokens` is accepted as another name."""
+    repetition_penalty: float = 1.0
+    """Divides the logits of tokens already seen; 1 is off."""
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy."""
+    top_p: float = 1.0
+    """Samples from the smallest set of tokens with this probability; 1 is off."""
+    min_p: float = 0.0
+    """Samples from tokens with at least this share of the likeliest token's probability; 0 is off."""
+    top_k: int = -1
+    """Samples from this many likeliest tokens; -1 is off."""
+    logprobs: int | None = 1
+    """Log-probs of the sampled tokens are always returned here."""
+    stop: list[str] | None = None
+    """Strings that end a turn."""
+
+
+@dataclass
+class EvalSamplingConfig(SamplingConfig):
+    """How responses are sampled in evaluation: greedy unless told otherwise."""
+
+    max_generate_length: int = interpolation("generator.sampling_params.max_generate_length")
+    """Tokens per turn at most."""
+    temperature: float = 0.0
+    """Divides the logits; 0 is greedy."""
+
+
+@dataclass
+class ChatTemplateConfig(Section):
+    """Which chat template renders conversations."""
+
+    source: str = "name"
+    """`name` looks `name_or_path` up among the built-in ones, `file` reads it from that path."""
+    name_or_path: str | None = None
+    """null uses the tokenizer's own template."""
+
+
+@dataclass
+class GeneratorConfig(Section):
+    """Engines and the rollouts they serve."""
+
+    model_name: str = interpolation("trainer.policy.model.path")
+    """Name of the model for tokenizers and engines; follows the policy."""
+    model_dtype: str = "bfloat16"
+    """Data type of the engines' weights: `bfloat16`, `float16` or `float32`."""
+    run_engines_locally: bool = True
+    """Start engines in this cluster; false uses the servers at `remote_inference_engine_urls`."""
+    num_inference_engines: int = 1
+    """Engines to start."""
+    backend: str = "vllm"
+    """Which engine: `transformers`, ..."""
+    weight_sync_backend: str = "nccl"
+    """Collectives that carry weights to the engines: `nccl` or `gloo`."""
+    weight_sync_check: str = "fingerprint"
+    """Proof that weights arrived: `off`, `fingerprint` (sums of bit patterns) or `probe` (log-probs of a text too)."""
+    weight_transfer_threshold_cuda_ipc_GB: float = 1.0
+    """Size (GB) of the buckets in which weights travel."""
+    external_proxy_url: str | None = None
+    """A router in front of external servers."""
+    external_server_urls: list[str] | None = None
+    """External servers."""
+    inference_engine_tensor_parallel_size: int = 1
+    """Accelerators that a layer of an engine is split over; `tensor_parallel_size` is accepted as another name."""
+    inference_engine_pipeline_parallel_size: int = 1
+    """Stages that an engine's layers are split into."""
+    inference_engine_expert_parallel_size: int = 1
+    """Accelerators that an engine's experts are split over."""
+    inference_engine_data_parallel_size: int = 1
+    """Copies inside one engine."""
+    n_samples_per_prompt: int = 5
+    """Responses per prompt: the size of a group."""
+    async_engine: bool = True
+    """Engines are always asynchronous here."""
+    batched: bool = False
+    """Requests are always batched by the engine here."""
+    max_input_length: int = interpolation("trainer.max_prompt_length")
+    """Tokens of a conversation at most before its next turn is sampled."""
+    vllm_v1_disable_multiproc: bool = True
+    """Run vLLM's scheduler in the engine's own process."""
+    enable_prefix_caching: bool = True
+    """Reuse the cache of prompts that begin the same."""
+    enable_chunked_prefill: bool = True
+    """Split long prompts so that they do not hold up sampling."""
+    max_num_batched_tokens: int = 8192
+    """Tokens per engine step at most."""
+    enforce_eager: bool = True
+    """Run the engine without CUDA graphs."""
+    fully_sharded_loras: bool = False
+    """Shard adapters over tensor-parallel ranks."""
+    enable_ray_prometheus_stats: bool = False
+    """Export vLLM's statistics through Ray."""
+    gpu_memory_utilization: float = 0.8
+    """Share of an accelerator's memory that an engine may take."""
+    max_num_seqs: int = 1024
+    """Sequences in an engine's batch at most."""
+    remote_inference_engine_urls: list[str] = field(default_factory=lambda: ["127.0.0.1:8001"])
+    """Servers for `run_engines_locally=false`."""
+    enable_http_endpoint: bool = False
+    """Serve the engines over HTTP."""
+    http_endpoint_host: str = "127.0.0.1"
+    """Address of that endpoint."""
+    http_endpoint_port: int = 8000
+    """Port of that endpoint."""
+    served_model_name: str | None = None
+    """Name of the model at that endpoint."""
+    max_turns: int = 1
+    """Turns of a conversation at most."""
+    chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables for the chat template, e.g. `+generator.chat_template_kwargs.enable_thinking=false`."""
+    engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments handed to the engine as they are."""
+    override_existing_update_group: str = "auto"
+    """Replace a remote server's weight-update group: `auto`, `enable` or `disable`."""
+    sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
+    use_conversation_multi_turn: bool = True
+    """Every turn is a message of its own; false writes all turns into one assistant message."""
+    append_eos_token_after_stop_str_in_multi_turn: bool = True
+    """End a turn that a stop string ended with the end-of-sequence token."""
+    eval_sampling_params: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
+    eval_n_samples_per_prompt: int = 1
+    """Responses per prompt in evaluation."""
+    zero_reward_on_non_stop: bool = False
+    """A response that did not end by itself gets reward 0."""
+    apply_overlong_filtering: bool = False
+    """A response that was cut by length is masked out of the loss."""
+    rope_scaling: dict[str, Any] | None = field(default=interpolation("trainer.rope_scaling"))
+    """Rotary embedding scaling of the engines' model; follows the trainer."""
+    rope_theta: float | None = interpolation("trainer.rope_theta")
+    """Rotary embedding base of the engines' model; follows the trainer."""
+    step_wise_trajectories: bool = False
+    """Train on every turn as a sequence of its own."""
