@@ -1,0 +1,86 @@
+"""Evaluation: mean reward and pass@n per data source."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from skyrl_train.data.trajectory import OK, Prompt, TrajectoryGroup
+
+PASSED = 1.0
+"""Reward from which a sample counts as a pass."""
+
+
+class Evaluator:
+    """Runs a rollout for every evaluation prompt, `batch_size` prompts at a time, in order."""
+
+    def __init__(
+        self,
+        rollout: Callable[[Prompt, int], Awaitable[TrajectoryGroup]],
+        prompts: Sequence[Prompt],
+        batch_size: int,
+        dump_to: Path | None,
+    ):
+        self._rollout = rollout
+        self._prompts = prompts
+        self._batch_size = batch_size
+        self._dump_to = dump_to
+
+    async def run(self, step: int) -> dict[str, float]:
+        """eval/<source>/avg_score, pass_at_<n> and num_failed; eval/all/... where there are several sources.
+
+        A failed episode counts as reward 0: an evaluation has no mask, and leaving it out would flatter the model.
+        """
+        groups: list[TrajectoryGroup] = []
+        for start in range(0, len(self._prompts), self._batch_size):
+            batch = self._prompts[start : start + self._batch_size]
+            groups += await asyncio.gather(*(self._rollout(prompt, start + i) for i, prompt in enumerate(batch)))
+        if self._dump_to is not None:
+            self._dump(groups, self._dump_to / f"global_step_{step}_evals")
+        by_source: dict[str, list[TrajectoryGroup]] = defaultdict(list)
+        for group in groups:
+            by_source[group.prompt.data_source].append(group)
+        if len(by_source) > 1:
+            by_source["all"] = groups
+        return {
+            f"eval/{source}/{name}": value
+            for source, of_source in by_source.items()
+            for name, value in scores(of_source).items()
+        }
+
+    def _dump(self, groups: Sequence[TrajectoryGroup], folder: Path) -> None:
+        """One JSON line a trajectory, a file a data source."""
+        folder.mkdir(parents=True, exist_ok=True)
+        lines: dict[str, list[str]] = defaultdict(list)
+        for group in groups:
+            for item in group.trajectories:
+                row = {
+                    "uid": group.prompt.uid,
+                    "sample": item.sample,
+                    "prompt": group.prompt.messages,
+                    "response": item.text,
+                    "reward": item.reward,
+                    "stop_reason": item.stop_reason,
+                    "status": item.status,
+                    "error": item.error,
+                }
+                lines[group.prompt.data_source].append(json.dumps(row, ensure_ascii=False))
+        for source, rows in lines.items():
+            name = "".join(c if c.isalnum() or c in "-_." else "_" for c in source)
+            (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+
+def scores(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Mean reward over all samples, share of prompts with at least one pass, number of failed episodes."""
+    trajectories = [item for group in groups for item in group.trajectories]
+    rewards = [item.reward if item.status == OK else 0.0 for item in trajectories]
+    passed = [any(item.status == OK and item.reward >= PASSED for item in group.trajectories) for group in groups]
+    samples = max(len(group.trajectories) for group in groups)
+    return {
+        "avg_score": sum(rewards) / len(rewards),
+        f"pass_at_{samples}": sum(passed) / len(passed),
+        "num_failed": float(sum(item.status != OK for item in trajectories)),
+    }

@@ -1,0 +1,221 @@
+"""One rank of a model being trained (or frozen, as the reference): a plain class, usually living in an actor."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.algorithms.reductions import Denominators
+from skyrl_train.metrics import Metrics
+from skyrl_train.models.loading import export_hf, load_causal_lm, load_tokenizer
+from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.registry import load_object
+from skyrl_train.strategies.process_group import close_process_group, init_process_group
+from skyrl_train.weight_sync.sender import WeightSender
+from skyrl_train.weight_sync.wire import Manifest
+
+
+class Objective(Protocol):
+    """Scored tokens to a loss whose gradient is summed over micro-batches and ranks."""
+
+    wants_entropy: bool
+
+    def __call__(
+        self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None, denominators: Denominators, metrics: Metrics
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class LearnerSpec:
+    """All that a rank needs to build its part of one model."""
+
+    model_path: str
+    strategy: str
+    """"module:Class" of a Strategy."""
+    device: str
+    dtype: str
+    """Compute dtype, e.g. "float32" or "bfloat16"; trained weights are kept in float32 either way."""
+    seed: int
+    threads: int | None
+    """CPU threads of this process; None leaves torch's own choice (on accelerators)."""
+    fsdp: FSDPConfig
+    optimizer: OptimizerConfig | None
+    """None for a frozen model."""
+    total_steps: int | None
+    """Optimizer steps of the whole run, for the schedule."""
+    objective: Objective | None
+    gradient_checkpointing: bool
+    gradient_checkpointing_use_reentrant: bool
+    model_config_kwargs: dict[str, Any]
+    rendezvous_s: float
+    wire_dtype: str
+    bucket_bytes: int
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """One rank's share of one optimizer step."""
+
+    micro_batches: list[TrainBatch]
+    num_micro_batches: int
+    """The same on every rank; a rank with fewer fills up with one-token, zero-weight ones."""
+    denominators: Denominators
+    """Of the whole mini-batch, all ranks together."""
+
+
+class LearnerWorker:
+    """Rank `rank` of `world_size`. `address` on rank 0, then `setup` on all ranks at once, then the rest."""
+
+    def __init__(self, spec: LearnerSpec, rank: int, world_size: int):
+        self.spec = spec
+        self.rank = rank
+        self.world_size = world_size
+        if spec.threads:
+            torch.set_num_threads(spec.threads)
+
+    def address(self) -> tuple[str, int]:
+        """(host, free port) where the ranks meet."""
+        with closing(socket.socket()) as probe:
+            probe.bind(("", 0))
+            return socket.gethostbyname(socket.gethostname()), probe.getsockname()[1]
+
+    def setup(self, address: str, port: int) -> int:
+        """Join the other ranks, load and shard the model; returns its number of parameters."""
+        spec = self.spec
+        random.seed(spec.seed)
+        torch.manual_seed(spec.seed)
+        if spec.device == "cuda":
+            torch.cuda.set_device(0)
+        backend = "nccl" if spec.device == "cuda" else "gloo"
+        init_process_group(self.rank, self.world_size, address, port, backend, spec.rendezvous_s)
+        model = load_causal_lm(
+            spec.model_path,
+            dtype=torch.float32 if spec.optimizer else getattr(torch, spec.dtype),
+            device=spec.device,
+            model_config_kwargs=spec.model_config_kwargs,
+        )
+        if spec.gradient_checkpointing and spec.optimizer:
+            model.gradient_checkpointing_enable({"use_reentrant": spec.gradient_checkpointing_use_reentrant})
+        self._hf_config = model.config
+        count = sum(parameter.numel() for parameter in model.parameters())
+        self.strategy = load_object(spec.strategy)(
+            optimizer=spec.optimizer,
+            fsdp=spec.fsdp,
+            device=spec.device,
+            compute_dtype=getattr(torch, spec.dtype),
+            rank=self.rank,
+            world_size=self.world_size,
+        )
+        self.scorer = self.strategy.prepare(TokenScorer(model), spec.total_steps)
+        self.sender = WeightSender(
+            self.strategy.full_parameters, wire_dtype=spec.wire_dtype, bucket_bytes=spec.bucket_bytes, rank=self.rank
+        )
+        return count
+
+    def score(self, micro_batches: list[TrainBatch], num_micro_batches: int) -> Tensor:
+        """[T] log-probs (nats) of the micro-batches' tokens one after another, without gradient, on the CPU."""
+        self.scorer.eval()
+        parts = []
+        with torch.no_grad():
+            for batch, is_filler in self._fill(micro_batches, num_micro_batches):
+                logprobs, _ = self._scored(batch, wants_entropy=False)
+                if not is_filler:
+                    parts.append(logprobs.float().cpu())
+        return torch.cat(parts) if parts else torch.zeros(0)
+
+    def update(self, mini_batches: list[MiniBatch]) -> dict[str, Any]:
+        """One optimizer step a mini-batch; returns `Metrics.state()` of this rank."""
+        assert self.spec.objective is not None
+        metrics = Metrics()
+        self.scorer.train()
+        for mini_batch in mini_batches:
+            count = mini_batch.num_micro_batches
+            for index, (batch, is_filler) in enumerate(self._fill(mini_batch.micro_batches, count)):
+                logprobs, entropy = self._scored(batch, self.spec.objective.wants_entropy)
+                ignored = Metrics() if is_filler else metrics
+                loss = self.spec.objective(batch, logprobs, entropy, mini_batch.denominators, ignored)
+                self.strategy.backward(loss, last=index == count - 1)
+            for name, value in self.strategy.step().items():
+                metrics.add(f"policy/{name}", value)
+        if self.spec.device == "cuda":
+            metrics.maximum("memory/learner_peak_gib", torch.cuda.max_memory_allocated() / 2**30)
+        return metrics.state()
+
+    def manifest(self, version: int) -> Manifest:
+        """What a sync of `version` will send; all ranks call it."""
+        return self.sender.manifest(version)
+
+    def connect_weights(self, route: str, address: str, port: int, world_size: int, timeout_s: float) -> None:
+        """Rank 0 joins the transfer group as its root."""
+        self.sender.connect(route, address, port, world_size, timeout_s)
+
+    def save(self, directory: str) -> None:
+        """This rank's part of weights and optimizer, and its random state."""
+        self.strategy.save(Path(directory))
+
+    def load(self, directory: str) -> None:
+        self.strategy.load(Path(directory))
+
+    def export(self, directory: str) -> None:
+        """A Hugging Face folder with the full weights; all ranks call it, rank 0 writes."""
+        tokenizer = load_tokenizer(self.spec.model_path)
+        export_hf(self._hf_config, self.strategy.full_parameters(), tokenizer, Path(directory), write=self.rank == 0)
+
+    def offload(self) -> int:
+        return self.strategy.offload()
+
+    def onload(self) -> None:
+        self.strategy.onload()
+
+    def close(self) -> None:
+        self.sender.close()
+        close_process_group()
+
+    def _fill(self, micro_batches: list[TrainBatch], count: int) -> Iterator[tuple[TrainBatch, bool]]:
+        """Exactly `count` micro-batches: sharded models run every forward and backward on all ranks together."""
+        yield from ((batch, False) for batch in micro_batches)
+        for _ in range(count - len(micro_batches)):
+            yield filler(), True
+
+    def _scored(self, batch: TrainBatch, wants_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        batch = batch.to(self.spec.device)
+        return self.scorer(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            offsets=batch.offsets,
+            temperature=batch.temperature,
+            score_mask=batch.loss_mask,
+            wants_entropy=wants_entropy,
+        )
+
+
+def filler() -> TrainBatch:
+    """One token that nothing is learnt from, for a rank that has run out of sequences."""
+    one = torch.zeros(1, dtype=torch.int64)
+    return TrainBatch(
+        input_ids=one,
+        position_ids=one,
+        loss_mask=torch.zeros(1, dtype=torch.bool),
+        offsets=torch.tensor([0, 1]),
+        prompt_lengths=one + 1,
+        group_ids=one,
+        rewards=torch.zeros(1),
+        temperature=torch.ones(1),
+        status=torch.zeros(1, dtype=torch.bool),
+        min_versions=one,
+        max_versions=one,
+        rollout_logprobs=torch.zeros(1),
+        old_logprobs=torch.zeros(1),
+        ref_logprobs=torch.zeros(1),
+        advantages=torch.zeros(1),
+    )
