@@ -1,0 +1,115 @@
+"""What a policy update minimises: the clipped surrogate, KL and entropy of one micro-batch, summed to a scalar."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.kl import k3
+from skyrl_train.algorithms.reductions import Denominators
+from skyrl_train.algorithms.registry import KLEstimator, PolicyLoss, Reduction
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """loss = sum_t w_t (policy_loss_t + kl_coef kl_t - entropy_coef H_t), w from the reduction. Picklable: functions by name."""
+
+    policy_loss: PolicyLoss
+    eps_clip_low: float
+    eps_clip_high: float
+    reduction: Reduction
+    max_seq_len: int | None = None
+    """Tokens; read by seq_mean_token_sum_norm only."""
+    kl_estimator: KLEstimator | None = None
+    """None: no KL in the loss, and no reference model is asked for."""
+    kl_coef: float = 0.0
+    entropy_coef: float | None = None
+    """None: no entropy bonus; entropy is then reported where the caller has it."""
+
+    @property
+    def wants_entropy(self) -> bool:
+        """Whether `entropy` must come with a gradient."""
+        return self.entropy_coef is not None
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_estimator is not None
+
+    def __call__(
+        self,
+        batch: TrainBatch,
+        logprobs: Tensor,
+        entropy: Tensor | None,
+        denominators: Denominators,
+        metrics: Metrics,
+    ) -> Tensor:
+        """A scalar to be backpropagated, added over micro-batches and ranks. logprobs, entropy: [T], nats, of loss_mask tokens.
+
+        Without old_logprobs the batch is on-policy: the ratio is 1 and its gradient that of the log-probability.
+        """
+        mask = batch.loss_mask
+        assert batch.advantages is not None, "advantages come before the update"
+        old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        weights = self.reduction(mask, batch.offsets, denominators, self.max_seq_len)
+        values, clipped = self.policy_loss(
+            logprobs, old_logprobs, batch.advantages, mask, eps_low=self.eps_clip_low, eps_high=self.eps_clip_high
+        )
+        policy_loss = (values * weights).sum()
+        terms = [policy_loss]
+        token_sums = {"policy/clip_ratio": clipped}
+        if self.kl_estimator is not None:
+            assert batch.ref_logprobs is not None, "KL in the loss needs the reference's log-probs"
+            kl = self.kl_estimator(logprobs, batch.ref_logprobs, mask)
+            terms.append(self.kl_coef * (kl * weights).sum())
+            token_sums["policy/kl"] = kl.detach()
+        if entropy is not None:
+            entropy = torch.where(mask, entropy, 0.0)
+            token_sums["policy/entropy"] = entropy.detach()
+        if self.entropy_coef is not None:
+            assert entropy is not None, "an entropy bonus needs the entropy"
+            terms.append(-self.entropy_coef * (entropy * weights).sum())
+        loss = torch.stack(terms).sum()
+        with torch.no_grad():
+            losses = {"policy/policy_loss": policy_loss, "policy/loss": loss}
+            _record(batch, logprobs, old_logprobs, losses, token_sums, denominators, metrics)
+        return loss
+
+
+def _record(
+    batch: TrainBatch,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    losses: dict[str, Tensor],
+    token_sums: dict[str, Tensor],
+    denominators: Denominators,
+    metrics: Metrics,
+) -> None:
+    """Token means weighted by tokens; losses by this micro-batch's share of the mini-batch, so that they add up to its loss.
+
+    rollout/*: the engine's log-probs against the trainer's for the same tokens: what importance ratios silently absorb.
+    """
+    mask = batch.loss_mask
+    ratio = torch.where(mask, logprobs - old_logprobs, 0.0).exp()
+    sums = {name: values.sum() for name, values in token_sums.items()}
+    sums["policy/ratio"] = torch.where(mask, ratio, 0.0).sum()
+    maxima = {"policy/ratio_max": torch.where(mask, ratio, 0.0)}
+    if batch.rollout_logprobs is not None:
+        mismatch = torch.where(mask, batch.rollout_logprobs - old_logprobs, 0.0)
+        sums["rollout/logprob_diff"] = mismatch.abs().sum()
+        sums["rollout/kl"] = k3(batch.rollout_logprobs, old_logprobs, mask).sum()
+        maxima["rollout/logprob_diff_max"] = mismatch.abs()
+    numbers = [mask.sum(), *losses.values(), *sums.values(), *(values.max() for values in maxima.values())]
+    tokens, *read = torch.stack([number.double() for number in numbers]).tolist()  # one wait for the device
+    if not tokens:
+        return
+    found = iter(read)
+    for name in losses:
+        metrics.add_sum(name, next(found), weight=tokens / denominators.tokens)
+    for name in sums:
+        metrics.add_sum(name, next(found), weight=tokens)
+    for name in maxima:
+        metrics.maximum(name, next(found))
