@@ -1,7 +1,9 @@
 """How per-token values become one number: a weight per token whose denominators belong to the whole mini-batch.
 
-`loss = (values * weights).sum()`. A micro-batch or a rank sees only its own tokens but divides by everybody's, so sums of
-losses and of gradients are those of one large batch, however it was cut. Sequences are never cut.
+`loss = (values * weights).sum()`. A micro-batch or a rank sees only its own tokens but divides by everybody's, so sums
+of losses and of gradients are those of one large batch, however it was cut. Sequences are never cut.
+
+mask is [T] bool, offsets [B+1]; weights are [T] float64: cheap beside the model, and sums keep their digits.
 """
 
 from __future__ import annotations
@@ -33,21 +35,21 @@ class Denominators:
 
 
 def token_mean(mask: Tensor, offsets: Tensor, denominators: Denominators, max_seq_len: int | None) -> Tensor:
-    """Every token weighs the same: 1 / tokens (DAPO, arXiv:2503.14476, eq. 12). mask [T] bool, offsets [B+1] -> [T]."""
-    return mask.float() / max(denominators.tokens, 1)
+    """Every token weighs the same: 1 / tokens (DAPO, arXiv:2503.14476, eq. 12)."""
+    return mask.double() / max(denominators.tokens, 1)
 
 
 def sequence_mean(mask: Tensor, offsets: Tensor, denominators: Denominators, max_seq_len: int | None) -> Tensor:
-    """Every sequence weighs the same: 1 / (its tokens * sequences) (GRPO, arXiv:2402.03300, eq. 3). -> [T]"""
+    """Every sequence weighs the same: 1 / (its tokens * sequences) (GRPO, arXiv:2402.03300, eq. 3)."""
     lengths = offsets[1:] - offsets[:-1]
     ids = torch.repeat_interleave(torch.arange(len(lengths), device=mask.device), lengths)
-    counts = torch.zeros(len(lengths), device=mask.device).index_add(0, ids, mask.float())
-    return mask.float() / (counts.clamp(min=1)[ids] * max(denominators.sequences, 1))
+    counts = torch.zeros(len(lengths), dtype=torch.float64, device=mask.device).index_add(0, ids, mask.double())
+    return mask.double() / (counts.clamp(min=1)[ids] * max(denominators.sequences, 1))
 
 
 def seq_mean_token_sum_norm(
     mask: Tensor, offsets: Tensor, denominators: Denominators, max_seq_len: int | None
 ) -> Tensor:
-    """Sums over tokens by a constant, mean over sequences: 1 / (max_seq_len * sequences) (Dr. GRPO, arXiv:2503.20783). -> [T]"""
+    """A token weighs 1 / (max_seq_len * sequences), however long its sequence (Dr. GRPO, arXiv:2503.20783)."""
     assert max_seq_len, "seq_mean_token_sum_norm needs max_seq_len"
-    return mask.float() / (max_seq_len * max(denominators.sequences, 1))
+    return mask.double() / (max_seq_len * max(denominators.sequences, 1))

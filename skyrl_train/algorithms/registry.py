@@ -1,4 +1,7 @@
-"""The algorithms that configuration can name. A user's own join by decorator, from a module listed in `trainer.plugins`."""
+"""The algorithms that configuration can name.
+
+A user's own join by decorator, from a module listed in `trainer.plugins`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class AdvantageEstimator(Protocol):
 
 
 class PolicyLoss(Protocol):
-    """Ragged [T] tensors to (loss [T], was_clipped [T]); both 0 where mask is False, gradient through `logprobs` only."""
+    """Ragged [T] tensors to (loss [T], was_clipped [T]); both 0 outside the mask, gradient through `logprobs` only."""
 
     def __call__(
         self,

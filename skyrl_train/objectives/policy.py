@@ -16,7 +16,10 @@ from skyrl_train.metrics import Metrics
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """loss = sum_t w_t (policy_loss_t + kl_coef kl_t - entropy_coef H_t), w from the reduction. Picklable: functions by name."""
+    """loss = sum_t w_t (policy_loss_t + kl_coef kl_t - entropy_coef H_t), w from the reduction.
+
+    It travels to workers as it is: module-level functions pickle by name.
+    """
 
     policy_loss: PolicyLoss
     eps_clip_low: float
@@ -47,9 +50,9 @@ class PolicyObjective:
         denominators: Denominators,
         metrics: Metrics,
     ) -> Tensor:
-        """A scalar to be backpropagated, added over micro-batches and ranks. logprobs, entropy: [T], nats, of loss_mask tokens.
+        """A scalar to be backpropagated, added over micro-batches and ranks. logprobs and entropy are [T], in nats.
 
-        Without old_logprobs the batch is on-policy: the ratio is 1 and its gradient that of the log-probability.
+        Values outside loss_mask are not read. Without old_logprobs the batch is on-policy: ratio 1.
         """
         mask = batch.loss_mask
         assert batch.advantages is not None, "advantages come before the update"
@@ -88,9 +91,9 @@ def _record(
     denominators: Denominators,
     metrics: Metrics,
 ) -> None:
-    """Token means weighted by tokens; losses by this micro-batch's share of the mini-batch, so that they add up to its loss.
+    """Token means weighted by tokens; losses by this micro-batch's share of the mini-batch: they add up to its loss.
 
-    rollout/*: the engine's log-probs against the trainer's for the same tokens: what importance ratios silently absorb.
+    rollout/*: the engine's log-probs against the trainer's for the same tokens, which importance ratios absorb.
     """
     mask = batch.loss_mask
     ratio = torch.where(mask, logprobs - old_logprobs, 0.0).exp()
