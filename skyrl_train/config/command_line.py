@@ -1,0 +1,120 @@
+"""The command line, checked before anything is composed: grammar, keys, types, sweeps, flags that are off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.config.hydra import Override, parse_flags, parse_override, presets_dir
+from skyrl_train.config.inspection import inspect, unknown_key_advice
+from skyrl_train.config.keys import ALIASES, find
+from skyrl_train.config.problems import Problem, UnknownKey, show
+from skyrl_train.config.safety import unsafe
+
+INFORMATION_FLAGS = ("help", "hydra_help", "cfg", "info", "shell_completion")
+
+
+@dataclass(frozen=True)
+class FlagProblem(Problem):
+    """A flag of Hydra that is off here, or a text that is no `key=value`."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.allowed}. {self.advice}".rstrip()
+
+
+@dataclass
+class CommandLine:
+    """A command line that was read: what to compose, and what is wrong with the rest."""
+
+    flags: dict[str, Any]
+    overrides: list[str] = field(default_factory=list)
+    """The good ones, as Hydra should see them."""
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def asks_for_information(self) -> bool:
+        """Whether Hydra should print something instead of running."""
+        return any(self.flags[name] for name in INFORMATION_FLAGS)
+
+
+def check_command_line(argv: Sequence[str]) -> list[Problem]:
+    """Everything wrong with `key=value` arguments that can be known without composing; raises nothing.
+
+    Unknown keys (with `+`, `++` and `~` as well) with the nearest match, wrong types, NaN and infinity, code to run,
+    secrets. Exits with 2 on an unknown flag, as argparse does.
+    """
+    return read_command_line(argv).problems
+
+
+def read_command_line(argv: Sequence[str]) -> CommandLine:
+    """The same, with what is good about it."""
+    flags, texts = parse_flags(argv)
+    line = CommandLine(flags, problems=list(_refused_flags(flags)))
+    folders = [presets_dir(), *([Path(flags["config_dir"])] if flags["config_dir"] else [])]
+    given: dict[str, Override] = {}
+    for text in texts:
+        override = parse_override(text)
+        if _is_group(override, folders):
+            line.overrides.append(text)
+            continue
+        problems = list(_override_problems(override, given))
+        line.problems += problems
+        given[override.key] = override
+        if not problems:
+            line.overrides.append(override.for_hydra)
+    return line
+
+
+def _refused_flags(flags: dict[str, Any]) -> Iterator[Problem]:
+    if flags["multirun"]:
+        yield FlagProblem("--multirun", True, "is off", "Start one run per setting, from a shell loop or a scheduler.")
+    if flags["config_path"]:
+        yield FlagProblem("--config-path", flags["config_path"], "is off", "Use --config-dir, which adds a folder.")
+    if flags["experimental_rerun"]:
+        value = flags["experimental_rerun"]
+        yield FlagProblem("--experimental-rerun", value, "is off", "A saved config.yaml is started with --config-name.")
+
+
+def _is_group(override: Override, folders: Sequence[Path]) -> bool:
+    """Whether the text chooses a file (`optimizer=adam` with a folder of that name) and not a value."""
+    name = override.key.partition("@")[0]
+    if override.error or override.key.startswith("hydra/"):
+        return not override.error
+    return find(name) is None and "." not in name and any((folder / name).is_dir() for folder in folders)
+
+
+def _override_problems(override: Override, given: dict[str, Override]) -> Iterator[Problem]:
+    key, value = override.key, override.value
+    known = find(key)
+    if override.error:
+        if "=" not in override.text:
+            yield FlagProblem(override.text, None, "is no key=value", unknown_key_advice(key) if key else "")
+        else:
+            yield FlagProblem(override.text, None, "cannot be read", f"{override.error}. Quote special characters.")
+    elif key.startswith("hydra."):
+        yield from unsafe(key, value)
+    elif override.deletes:
+        if known is None:
+            yield UnknownKey(key, value, "a known key", unknown_key_advice(key))
+        elif not known.is_free or key == known.name:
+            yield Problem(key, value, "set, not deleted", f"Write {key}=VALUE.")
+    elif override.sweeps:
+        if known is None:
+            yield UnknownKey(key, value, "a known key", unknown_key_advice(key))
+        else:
+            yield Problem(key, value, "one value", f"Write a list as \"{key}=['a','b']\" and quote commas in text.")
+    else:
+        yield from inspect(key, value)
+        yield from _contradiction(override, given)
+
+
+def _contradiction(override: Override, given: dict[str, Override]) -> Iterator[Problem]:
+    """Two names of one setting with different values."""
+    name = ALIASES.get(override.key, override.key)
+    for key, other in given.items():
+        same_setting = key != override.key and ALIASES.get(key, key) == name
+        if same_setting and other.value != override.value:
+            advice = "They are one setting: give one."
+            yield Problem(override.key, override.value, f"the same as {key}={show(other.value)}", advice)

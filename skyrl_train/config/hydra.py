@@ -1,0 +1,225 @@
+"""Where Hydra and OmegaConf end: the command-line grammar, composing YAML, interpolation, and nothing else of them.
+
+Hydra sees the defaults of the dataclasses as plain mappings, so that every wrong key and type can be reported at once
+by this package instead of one at a time by Hydra. Its run folders, log files and `chdir` are off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import skyrl_train
+from skyrl_train.config.convert import Unfit, build, convert
+from skyrl_train.config.inspection import inspect
+from skyrl_train.config.keys import ALIASES, all_keys
+from skyrl_train.config.problems import Problem, raise_all
+from skyrl_train.config.safety import redact
+from skyrl_train.config.schema import Config
+from skyrl_train.config.section import Section, freeze
+from skyrl_train.errors import ConfigError
+
+BASE = "ppo_base_config"
+SCHEMA = "skyrl_schema"
+
+
+def presets_dir() -> Path:
+    """The folder of the YAML presets: inside the package when installed, `config/` next to it in a checkout."""
+    package = Path(skyrl_train.__file__).resolve().parent
+    for folder in (package / "presets", package.parent / "config"):
+        if (folder / f"{BASE}.yaml").is_file():
+            return folder
+    raise ConfigError(f"{BASE}.yaml was not found next to {package}: the installation is incomplete; reinstall it.")
+
+
+def plain(section: Section) -> dict[str, Any]:
+    """A section as nested plain values (lists, not tuples)."""
+    return {item.name: _plain(getattr(section, item.name)) for item in dataclasses.fields(section)}  # type: ignore[arg-type]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Section):
+        return plain(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+ConfigStore.instance().store(name=SCHEMA, node=plain(Config()), provider="skyrl_train")
+
+
+@dataclass(frozen=True)
+class Override:
+    """One `key=value` of the command line as Hydra's grammar reads it."""
+
+    text: str
+    key: str
+    value: Any
+    deletes: bool = False
+    sweeps: bool = False
+    error: str = ""
+    """Why the grammar refused it."""
+
+    @property
+    def for_hydra(self) -> str:
+        """The text that sets the key whether or not Hydra's mapping has it already: it is this package that checks keys."""
+        if self.deletes or self.error or self.key.startswith(("hydra.", "hydra/")):
+            return self.text
+        return f"++{ALIASES.get(self.key, self.key)}={self.text.partition('=')[2]}"
+
+
+def parse_override(text: str) -> Override:
+    """Never raises: a text that Hydra's grammar refuses comes back with `error`."""
+    key, _, value = text.partition("=")
+    try:
+        parsed = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        return Override(text, key.lstrip("+~"), value, error=str(error).strip().splitlines()[0])
+    name = parsed.key_or_group if parsed.package is None else f"{parsed.key_or_group}@{parsed.package}"
+    sweeps = parsed.is_sweep_override()
+    return Override(text, name, value if sweeps else parsed.value(), parsed.is_delete(), sweeps)
+
+
+def parse_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Hydra's own flags by name, and the overrides. Exits with 2 on a flag that Hydra does not know, as argparse does."""
+    flags = vars(get_args_parser().parse_intermixed_args(list(argv)))
+    return flags, flags.pop("overrides")
+
+
+def compose(overrides: Sequence[str], name: str | None = None, directory: str | None = None) -> DictConfig:
+    """The raw configuration, interpolations unresolved. Raises ConfigError for what Hydra cannot compose."""
+    extra = [str(Path(directory).resolve())] if directory else []
+    given = [parse_override(text) for text in overrides if text.lstrip("+").startswith("hydra.searchpath=")]
+    extra += [folder for override in given for folder in override.value or []]
+    rest = [text for text in overrides if text not in {override.text for override in given}]
+    if directory and not Path(directory).is_dir():
+        raise ConfigError(f"--config-dir={directory}: must be a folder that exists.")
+    try:
+        with hydra.initialize_config_dir(str(presets_dir()), version_base="1.3", job_name="skyrl_train"):
+            return hydra.compose(name or BASE, [*rest, f"hydra.searchpath={extra}"] if extra else rest)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        raise ConfigError(f"The configuration {name or BASE} cannot be composed: {text}") from error
+
+
+def unresolved(raw: DictConfig) -> dict[str, Any]:
+    """Nested plain values with interpolations as text; Hydra's own section left out."""
+    content = OmegaConf.to_container(raw, resolve=False, throw_on_missing=False)
+    assert isinstance(content, dict)
+    content.pop("hydra", None)
+    return {str(key): value for key, value in content.items()}
+
+
+def rename_aliases(content: dict[str, Any]) -> Iterator[Problem]:
+    """Move values under other names (see keys.ALIASES) to the keys themselves, in place."""
+    for alias, name in ALIASES.items():
+        section: Any = content
+        *path, last = alias.split(".")
+        for part in path:
+            section = section.get(part) if isinstance(section, dict) else None
+        if not isinstance(section, dict) or last not in section:
+            continue
+        value, key = section.pop(last), name.rpartition(".")[2]
+        if section.get(key, all_keys()[name].default) not in (all_keys()[name].default, value):
+            yield Problem(alias, value, f"the same as {name}={section[key]}", "They are one setting: give one.")
+        section[key] = value
+
+
+def resolve(content: dict[str, Any], skip: Sequence[str] = ()) -> tuple[Config, list[Problem]]:
+    """The dataclasses, interpolations resolved. Keys in `skip` and values that are problems keep their defaults.
+
+    So one mistake does not hide the next: the rest can still be checked.
+    """
+    problems: list[Problem] = []
+    defaults = OmegaConf.create(plain(Config()))
+    merged = OmegaConf.merge(defaults, _without(content, skip))
+
+    def leaf(key: str, hint: Any, default: Any) -> Any:
+        try:
+            return convert(_select(merged, key), hint)
+        except Unfit as unfit:
+            problems.append(Problem(key, _select(merged, key), unfit.allowed, unfit.advice))
+        except (OmegaConfBaseException, RecursionError) as error:
+            reason = str(error).splitlines()[0] if str(error) else "It refers to itself."
+            problems.append(Problem(key, _written(merged, key), "resolvable", reason))
+        try:
+            return convert(_select(defaults, key), hint)
+        except (Unfit, OmegaConfBaseException):
+            return default
+
+    return build(Config, leaf), problems
+
+
+def _select(config: DictConfig | ListConfig, key: str) -> Any:
+    value = OmegaConf.select(config, key, throw_on_missing=True)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _written(config: DictConfig | ListConfig, key: str) -> Any:
+    """The value before resolution, for messages."""
+    value: Any = OmegaConf.to_container(config, resolve=False)
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else value
+    return value
+
+
+def _without(content: dict[str, Any], skip: Sequence[str], prefix: str = "") -> dict[str, Any]:
+    """The same mapping without the keys that are named."""
+    return {
+        name: _without(value, skip, f"{prefix}{name}.") if isinstance(value, dict) else value
+        for name, value in content.items()
+        if f"{prefix}{name}" not in skip
+    }
+
+
+def finish(raw: DictConfig) -> tuple[Config, list[Problem]]:
+    """A composed configuration -> the dataclasses, not frozen, and everything that is wrong with keys and types."""
+    content = unresolved(raw)
+    problems = [*rename_aliases(content), *inspect("", content)]
+    config, more = resolve(content, [problem.key for problem in problems])
+    return config, [*problems, *more]
+
+
+def load(overrides: Sequence[str] = (), preset: str | None = None) -> Config:
+    """The frozen configuration of a preset and overrides, as written: neither fitted to a device nor validated.
+
+    Raises ConfigError for unknown keys and wrong types. Entrypoints use `prepare`, which does all the rest too.
+    """
+    config, problems = finish(compose([parse_override(text).for_hydra for text in overrides], preset))
+    raise_all(problems)
+    return freeze(config)
+
+
+def save_resolved(config: Config, path: Path) -> None:
+    """Write the configuration as YAML, whole or not at all, without the contents of credential variables.
+
+    `--config-dir FOLDER --config-name NAME` starts from it again.
+    """
+    text = yaml.safe_dump({"defaults": [BASE, "_self_"], **redact(plain(config))}, sort_keys=False, allow_unicode=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)
+
+
+def show_information(argv: Sequence[str], overrides: Sequence[str]) -> None:
+    """What Hydra's own flags print (`--help`, `--cfg job`, `--info`, ...): the overrides are already checked."""
+    given = list(argv)
+    kept = [text for text in given if text not in set(parse_flags(given)[1])]
+    sys.argv = [sys.argv[0], *kept, *overrides]
+    hydra.main(version_base="1.3", config_path=str(presets_dir()), config_name=BASE)(lambda _: None)()

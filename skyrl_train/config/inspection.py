@@ -1,0 +1,38 @@
+"""Keys and types of nested plain values, from the command line or from YAML: every problem, nothing raised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from skyrl_train.config.convert import Unfit, convert
+from skyrl_train.config.keys import find, nearest
+from skyrl_train.config.problems import Problem, UnknownKey
+from skyrl_train.config.safety import is_reference, unsafe
+
+
+def inspect(key: str, value: Any) -> list[Problem]:
+    """What is wrong with a key and everything below it, before interpolations are resolved; "" is the root."""
+    return [*unsafe(key, value), *_misplaced(key, value)]
+
+
+def _misplaced(key: str, value: Any) -> Iterator[Problem]:
+    known = find(key)
+    if key and known is None:
+        yield UnknownKey(key, value, "a known key", unknown_key_advice(key))
+    elif known is None or known.is_section:
+        if isinstance(value, Mapping):
+            for name, item in value.items():
+                yield from _misplaced(f"{key}.{name}" if key else str(name), item)
+        elif not is_reference(value):
+            yield Problem(key, value, "a section", f"Set the keys below it, {key}.KEY=VALUE.")
+    elif not is_reference(value) and not (known.is_free and key != known.name):
+        try:
+            convert(value, known.hint)
+        except Unfit as unfit:
+            yield Problem(key, value, unfit.allowed, unfit.advice)
+
+
+def unknown_key_advice(key: str) -> str:
+    close = nearest(key)
+    return f"Did you mean {close}?" if close else "docs/configuration.md lists all keys."

@@ -1,0 +1,106 @@
+"""Every key of the configuration, read from the dataclasses: name, type, default; other names; the nearest match."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_train.config.schema import Config
+from skyrl_train.config.section import Section
+
+ALIASES = {
+    "generator.sampling_params.max_new_tokens": "generator.sampling_params.max_generate_length",
+    "generator.eval_sampling_params.max_new_tokens": "generator.eval_sampling_params.max_generate_length",
+    "generator.tensor_parallel_size": "generator.inference_engine_tensor_parallel_size",
+}
+"""Other names of keys that are accepted; giving both with different values is an error."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key. `default` may be an interpolation; a section's is None."""
+
+    name: str
+    hint: Any
+    default: Any
+
+    @property
+    def is_section(self) -> bool:
+        return isinstance(self.hint, type) and issubclass(self.hint, Section)
+
+    @property
+    def is_free(self) -> bool:
+        """A free-form mapping: what is below it is not checked."""
+        return any(typing.get_origin(arm) is dict for arm in arms(self.hint))
+
+
+def arms(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a union type, or the type itself."""
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+@functools.cache
+def hints(section: type[Section]) -> dict[str, Any]:
+    """Types of a section's fields, in order."""
+    resolved = typing.get_type_hints(section)
+    return {item.name: resolved[item.name] for item in dataclasses.fields(section)}  # type: ignore[arg-type]
+
+
+@functools.cache
+def all_keys() -> dict[str, Key]:
+    """Sections and leaves by dotted name, in the order of the dataclasses."""
+    return {key.name: key for key in _walk("", Config())}
+
+
+def _walk(prefix: str, section: Section) -> Iterator[Key]:
+    for name, hint in hints(type(section)).items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield Key(prefix + name, type(value), None)
+            yield from _walk(f"{prefix}{name}.", value)
+        else:
+            yield Key(prefix + name, hint, value)
+
+
+def leaves() -> dict[str, Key]:
+    """The keys that hold a value."""
+    return {name: key for name, key in all_keys().items() if not key.is_section}
+
+
+def find(name: str) -> Key | None:
+    """The key of that name, or the free-form mapping it lies in; None when nothing reads it."""
+    name = ALIASES.get(name, name)
+    while name:
+        if key := all_keys().get(name):
+            return key
+        name = name.rpartition(".")[0]
+        if (key := all_keys().get(name)) and not key.is_free:
+            return None
+    return None
+
+
+def nearest(name: str) -> str | None:
+    """The known key that was probably meant: by spelling, or by its last part when the rest is missing."""
+    known = [*all_keys(), *ALIASES]
+    leaf = name.rpartition(".")[2]
+    same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
+    if close := difflib.get_close_matches(name, same_leaf or known, n=1, cutoff=0.3 if same_leaf else 0.75):
+        return close[0]
+    by_leaf = {key.rpartition(".")[2]: key for key in reversed(known)}
+    if close := difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.8):
+        return by_leaf[close[0]]
+    return None
+
+
+def value_at(config: Config, name: str) -> Any:
+    """The value of a key in a configuration; a key below a free-form mapping too."""
+    value: Any = config
+    for part in name.split("."):
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
+    return value

@@ -1,0 +1,50 @@
+"""One thing that is wrong with a configuration, in one line: key, value got, what is allowed, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_train.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A wrong key, value or combination."""
+
+    key: str
+    value: Any
+    allowed: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.key}={show(self.value)}: must be {self.allowed}."
+        return f"{text} {self.advice}".rstrip()
+
+
+@dataclass(frozen=True)
+class UnknownKey(Problem):
+    """A key that nothing reads."""
+
+    def __str__(self) -> str:
+        return f"{self.key}={show(self.value)}: unknown key. {self.advice}".rstrip()
+
+
+def show(value: Any) -> str:
+    """A value as it is written on the command line; long ones are cut."""
+    if value is None or isinstance(value, bool):
+        text = {None: "null", True: "true", False: "false"}[value]
+    elif isinstance(value, str):
+        text = value if value and value.isprintable() and value.strip() == value else repr(value)
+    else:
+        text = repr(list(value) if isinstance(value, tuple) else value)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+def raise_all(problems: Iterable[Problem]) -> None:
+    """Nothing when there are none; else one ConfigError that lists every problem, a line each."""
+    lines = list(dict.fromkeys(str(problem) for problem in problems))
+    if lines:
+        count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+        raise ConfigError("\n".join([f"{count} in the configuration:", *(f"  {line}" for line in lines)]))

@@ -1,0 +1,92 @@
+"""What a configuration may not contain: code to run, and secrets of the environment.
+
+Hydra and OmegaConf can call any function a value names (`_target_`, resolvers), and a resolved configuration is
+printed, saved and sent to trackers. So values may refer to other keys and to a few environment variables, no more.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from skyrl_train.config.problems import Problem
+
+ALLOWED_RESOLVERS = frozenset({"oc.env"})
+INSTANTIATE_KEYS = frozenset({"_target_", "_partial_", "_recursive_", "_convert_", "_args_"})
+
+FOLDERS_AND_NAMES = frozenset({"HOME", "PWD", "TMPDIR", "SCRATCH", "USER", "LOGNAME", "HOSTNAME"})
+FOLDER_SUFFIXES = ("_DIR", "_HOME", "_PATH", "_ROOT", "_FOLDER", "_JOB_ID", "_JOB_NAME")
+CREDENTIAL_WORDS = ("KEY", "TOKEN", "SECRET", "PASSW", "CREDENTIAL", "AUTH", "COOKIE")
+
+_KEY_REFERENCE = re.compile(r"\$\{\.*[A-Za-z_][\w.\[\]-]*\}")
+_VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(?:,[^${}]*)?\}")
+_SHORTEST_SECRET = 8
+"""Shorter values of credential variables ("none", "1") would blank out ordinary words."""
+
+
+def is_reference(value: Any) -> bool:
+    """Whether a value is text that OmegaConf replaces when it resolves."""
+    return isinstance(value, str) and "${" in value
+
+
+def looks_like_credential(variable: str) -> bool:
+    return any(word in variable.upper() for word in CREDENTIAL_WORDS)
+
+
+def may_be_shown(variable: str) -> bool:
+    """Whether an environment variable holds a folder or a name, and no credential."""
+    folder = variable in FOLDERS_AND_NAMES or variable.endswith(FOLDER_SUFFIXES)
+    return folder and not looks_like_credential(variable)
+
+
+def unsafe(key: str, value: Any) -> Iterator[Problem]:
+    """Problems of a key and everything below it, before anything is resolved."""
+    if not INSTANTIATE_KEYS.isdisjoint(key.split(".")):
+        yield Problem(key, value, "a key that runs no code", "Remove it: configurations never instantiate objects.")
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from unsafe(f"{key}.{name}", item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from unsafe(key, item)
+    elif isinstance(value, str):
+        yield from _unsafe_text(key, value)
+
+
+def _unsafe_text(key: str, text: str) -> Iterator[Problem]:
+    if "_target_" in text:
+        yield Problem(key, text, "text without '_target_'", "Remove it: configurations never instantiate objects.")
+    for variable in _VARIABLE.findall(text):
+        if not may_be_shown(variable):
+            yield Problem(
+                key,
+                text,
+                "free of secrets",
+                f"${{oc.env:{variable}}} would be printed and saved. Use a variable that holds a folder (HOME, *_DIR, "
+                "*_PATH, *_HOME); credentials are read from the environment by whoever needs them.",
+            )
+    if "${" in _VARIABLE.sub("\0", _KEY_REFERENCE.sub("\0", text)):
+        yield Problem(key, text, "plain, ${another.key} or ${oc.env:NAME}", "Other resolvers can run code.")
+
+
+def redact(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
+    """The same plain value without the contents of credential variables, for whatever is saved or sent away."""
+    secrets = {
+        content: f"<{name}>"
+        for name, content in environ.items()
+        if looks_like_credential(name) and len(content) >= _SHORTEST_SECRET
+    }
+    return _replace(value, secrets)
+
+
+def _replace(value: Any, secrets: Mapping[str, str]) -> Any:
+    if isinstance(value, Mapping):
+        return {_replace(key, secrets): _replace(item, secrets) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_replace(item, secrets) for item in value]
+    if isinstance(value, str):
+        for content, name in secrets.items():
+            value = value.replace(content, name)
+    return value
