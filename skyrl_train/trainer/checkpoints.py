@@ -1,0 +1,250 @@
+"""Checkpoints that are whole or absent: written beside their final name, checksummed, then renamed.
+
+    <root>/global_step_40/            committed: every file is listed with size and SHA-256 in manifest.json
+    <root>/global_step_50.partial/    a save that was interrupted; reported, never loaded, never deleted by loading
+    <root>/latest_ckpt_global_step.txt
+
+Ranks write their files into the folder that `begin` returns; one process calls `begin` and `commit`. Nothing here unpickles
+or runs what a file says: JSON and checksums only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from skyrl_train.errors import CheckpointError, ConfigError
+
+LATEST_FILE = "latest_ckpt_global_step.txt"
+MANIFEST_FILE = "manifest.json"
+STATE_FILE = "trainer_state.json"
+RESUME_MODES = ("none", "latest", "from_path")
+
+_COMMITTED = re.compile(r"global_step_(\d+)")
+_TORN = re.compile(r"global_step_(\d+)\.partial")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint whose files were verified."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    """What the trainer gave to `commit`: see trainer_state.json."""
+
+
+class Checkpoints:
+    """The checkpoints of one run; the `keep` newest are kept, -1 keeps all."""
+
+    def __init__(self, root: Path, keep: int = -1):
+        if keep < 1 and keep != -1:
+            raise ConfigError(
+                f"trainer.max_ckpts_to_keep={keep} is not allowed: -1 keeps all, 1 or more keeps so many."
+            )
+        self._root = Path(root)
+        self._keep = keep
+
+    def steps(self) -> list[int]:
+        """Steps of the committed checkpoints, oldest first."""
+        return sorted(_steps(self._root, _COMMITTED))
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to write step `step` into; an earlier torn save of the same step is overwritten."""
+        folder = self._partial(step)
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        return folder
+
+    def commit(self, step: int, state: Mapping[str, Any]) -> Path:
+        """Make the folder of `begin` durable and visible, point `latest` at it, and remove what is too old.
+
+        Raises OSError when the disk is full or fails: the checkpoints there were stay as they are.
+        """
+        folder, final = self._partial(step), self._final(step)
+        write_durably(folder / STATE_FILE, json.dumps({"global_step": step, **state}, indent=1))
+        entries = {name: _entry(path, sync=True) for name, path in sorted(_files(folder))}
+        write_durably(folder / MANIFEST_FILE, json.dumps({"global_step": step, "files": entries}, indent=1))
+        for inner in {folder, *(path.parent for _, path in _files(folder))}:
+            _sync_folder(inner)
+        self._set_later_aside(step)
+        with _out_of_the_way(final):
+            folder.rename(final)
+        _sync_folder(self._root)
+        write_durably(self._root / LATEST_FILE, str(step))
+        self._prune()
+        return final
+
+    def load_path(self, mode: str | None, path: str | Path | None = None) -> Checkpoint | None:
+        """The checkpoint to resume from, verified; None when there is nothing to resume.
+
+        latest: the newest that verifies, loudly passing over damaged ones. from_path: that one, or the newest whole one before
+        it in the same folder. Raises CheckpointError when there are checkpoints and none is whole, ConfigError for a bad mode
+        or a path that is not there.
+        """
+        if mode is None or mode == "none":
+            return None
+        if mode not in RESUME_MODES:
+            raise ConfigError(f"trainer.resume_mode={mode!r} is not one of {', '.join(RESUME_MODES)}.")
+        root, newest = self._root, None
+        if mode == "from_path":
+            root, newest = _parse_path(path)
+        for torn in sorted(_steps(root, _TORN)):
+            _log.warning(
+                "Checkpoint %s is torn: its save was interrupted. It is not loaded.",
+                root / f"global_step_{torn}.partial",
+            )
+        steps = [step for step in sorted(_steps(root, _COMMITTED), reverse=True) if newest is None or step <= newest]
+        for step in steps:
+            folder = root / f"global_step_{step}"
+            problem = verify(folder)
+            if problem is None:
+                return Checkpoint(folder, step, json.loads((folder / STATE_FILE).read_text()))
+            _log.error("CHECKPOINT %s IS DAMAGED: %s. Falling back to the one before it.", folder, problem)
+        if steps:
+            raise CheckpointError(
+                f"None of the checkpoints of steps {sorted(steps)} in {root} is whole (each is named above with what is wrong). "
+                "Restore one of them, or start over with trainer.resume_mode=none and another trainer.ckpt_path."
+            )
+        return None
+
+    def _partial(self, step: int) -> Path:
+        return self._root / f"global_step_{step}.partial"
+
+    def _final(self, step: int) -> Path:
+        return self._root / f"global_step_{step}"
+
+    def _set_later_aside(self, step: int) -> None:
+        """A run resumed from an older step leaves later ones behind; `latest` must never find its way back to them."""
+        for later in self.steps():
+            if later > step:
+                old = self._final(later)
+                aside = next(
+                    p
+                    for n in range(len(os.listdir(self._root)) + 1)
+                    if not (p := Path(f"{old}.set_aside_{n}")).exists()
+                )
+                old.rename(aside)
+                _log.warning(
+                    "Checkpoint %s is from before this run went back to an earlier step; it is now %s.", old, aside
+                )
+
+    def _prune(self) -> None:
+        for step in self.steps()[: -self._keep] if self._keep > 0 else ():
+            with _out_of_the_way(self._final(step)):
+                pass
+
+
+@contextmanager
+def _out_of_the_way(folder: Path) -> Iterator[None]:
+    """Rename first, delete afterwards: an interruption never leaves a committed name with half of its files."""
+    doomed = folder.with_name(f"{folder.name}.deleting")
+    shutil.rmtree(doomed, ignore_errors=True)
+    if folder.exists():
+        folder.rename(doomed)
+    yield
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def verify(folder: Path) -> str | None:
+    """What is wrong with a committed checkpoint; None when every file is there with its size and SHA-256."""
+    try:
+        manifest = json.loads((folder / MANIFEST_FILE).read_text())
+        files: dict[str, Any] = manifest["files"]
+        expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST_FILE} cannot be read ({type(error).__name__}: {error})"
+    if STATE_FILE not in expected:
+        return f"{MANIFEST_FILE} does not list {STATE_FILE}"
+    for name, (size, digest) in expected.items():
+        try:
+            problem = _unsafe(folder, name) or _differs(folder / name, size, digest)
+        except OSError as error:
+            problem = f"cannot be read ({error})"
+        if problem:
+            return f"{name} {problem}"
+    return None
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace a small file atomically: readers see the old text or the new, also after a power cut."""
+    beside = path.with_name(f".{path.name}.new")
+    with beside.open("w") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
+    beside.replace(path)
+    _sync_folder(path.parent)
+
+
+def _parse_path(path: str | Path | None) -> tuple[Path, int]:
+    folder = Path(path) if path else None
+    match = _COMMITTED.fullmatch(folder.name) if folder else None
+    if folder is None or match is None or not folder.is_dir():
+        raise ConfigError(
+            f"trainer.resume_path={str(path)!r} is not a checkpoint: give the folder <ckpt_path>/global_step_<number> of a finished save."
+        )
+    return folder.resolve().parent, int(match.group(1))
+
+
+def _steps(root: Path, pattern: re.Pattern[str]) -> Iterator[int]:
+    for folder in root.iterdir() if root.is_dir() else ():
+        match = pattern.fullmatch(folder.name)
+        if match and folder.is_dir():
+            yield int(match.group(1))
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    for path in folder.rglob("*"):
+        if path.is_file() and path != folder / MANIFEST_FILE:
+            yield path.relative_to(folder).as_posix(), path
+
+
+def _entry(path: Path, sync: bool) -> dict[str, Any]:
+    with path.open("rb") as handle:
+        if sync:
+            os.fsync(handle.fileno())
+        digest = hashlib.file_digest(handle, "sha256").hexdigest()
+        return {"bytes": os.fstat(handle.fileno()).st_size, "sha256": digest}
+
+
+def _unsafe(folder: Path, name: str) -> str | None:
+    """A manifest is data: a name that leaves the folder, by `..` or through a link, is refused before it is opened."""
+    relative = PurePosixPath(name)
+    if relative.is_absolute() or ".." in relative.parts or not relative.parts:
+        return "is not a path inside the checkpoint"
+    here = folder
+    for part in relative.parts:
+        here = here / part
+        if here.is_symlink():
+            return "is, or is under, a symbolic link"
+    return None
+
+
+def _differs(path: Path, size: int, digest: str) -> str | None:
+    if not path.is_file():
+        return "is missing"
+    if path.stat().st_size != size:
+        return f"has {path.stat().st_size} bytes instead of {size}"
+    if _entry(path, sync=False)["sha256"] != digest:
+        return "has another SHA-256 than when it was saved"
+    return None
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

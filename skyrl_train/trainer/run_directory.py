@@ -1,0 +1,113 @@
+"""The folder of one run: nobody else writes to it while it is held, and no second run is ever mixed into it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from skyrl_train.errors import RunDirectoryError
+from skyrl_train.trainer.checkpoints import Checkpoints, write_durably
+
+IDENTITY_FILE = "run.json"
+LOCK_FILE = ".lock"
+
+
+class RunDirectory:
+    """Holds `path` from enter to exit; `resuming` says whether checkpoints found there may be continued.
+
+    `identity` is what makes two runs the same (project, run name, model path, fingerprints of the data...), plain JSON values;
+    it is kept in run.json. Entering raises RunDirectoryError when the folder cannot be written, is held by another process,
+    holds a run of another identity, or holds checkpoints while not resuming.
+
+    Example:
+        with RunDirectory(Path("runs/a"), {"run_name": "a"}, resuming=True) as run:
+            (run.path / "config.yaml").write_text(...)
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, Any], resuming: bool):
+        self.path = Path(path)
+        self._identity: dict[str, Any] = json.loads(json.dumps(identity))
+        self._resuming = resuming
+        self._lock: IO[str] | None = None
+
+    def __enter__(self) -> RunDirectory:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / LOCK_FILE).open("a+")
+        except OSError as error:
+            raise RunDirectoryError(
+                f"trainer.ckpt_path={str(self.path)!r} cannot be written ({error.strerror}); choose a folder you may write to."
+            ) from error
+        try:
+            self._take(self._lock)
+            self._check()
+            write_durably(self.path / IDENTITY_FILE, json.dumps(self._identity, indent=1))
+        except BaseException:
+            self._lock.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._lock is not None
+        self._lock.close()  # gives the lock back; the system does the same when the process dies
+
+    def _take(self, lock: IO[str]) -> None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            holder = lock.read().strip() or "another process"
+            raise RunDirectoryError(
+                f"trainer.ckpt_path={str(self.path)!r} is in use by {holder}; wait for it, end it, or choose another folder."
+            ) from error
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+
+    def _check(self) -> None:
+        steps = Checkpoints(self.path).steps()
+        kept = self._kept_identity()
+        if kept is None:
+            if steps:
+                raise RunDirectoryError(
+                    f"trainer.ckpt_path={str(self.path)!r} holds checkpoints (steps {steps}) but no {IDENTITY_FILE} that says whose; "
+                    "choose another folder, and trainer.resume_mode=from_path to start from one of them."
+                )
+            return
+        differences = [
+            f"{key} was {kept.get(key)!r}, is {self._identity.get(key)!r}"
+            for key in sorted({*kept, *self._identity})
+            if kept.get(key) != self._identity.get(key)
+        ]
+        if differences:
+            raise RunDirectoryError(
+                f"trainer.ckpt_path={str(self.path)!r} holds another run: {'; '.join(differences)}. "
+                "Give back what changed to resume that run, or choose another folder."
+            )
+        if steps and not self._resuming:
+            raise RunDirectoryError(
+                f"trainer.ckpt_path={str(self.path)!r} holds checkpoints of this run (steps {steps}) and trainer.resume_mode is none: "
+                "set trainer.resume_mode=latest to continue, or choose another folder."
+            )
+
+    def _kept_identity(self) -> dict[str, Any] | None:
+        file = self.path / IDENTITY_FILE
+        if not file.exists():
+            return None
+        try:
+            kept = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise RunDirectoryError(
+                f"{file} cannot be read ({error}); it says which run the folder belongs to."
+            ) from error
+        if not isinstance(kept, dict):
+            raise RunDirectoryError(f"{file} does not hold a JSON object; it says which run the folder belongs to.")
+        return kept
