@@ -1,0 +1,159 @@
+"""What an environment is: it opens a conversation, answers the model's texts, and rewards them.
+
+Environments are plain synchronous Python without torch. The driver never calls one directly: `environments/host.py`
+runs them in processes it can kill.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NotRequired, TypedDict
+
+from skyrl_train.data.trajectory import Message
+from skyrl_train.errors import EnvironmentFailure
+
+
+class Settings(dict[str, Any]):
+    """A mapping that is also read by attribute, as environments read an OmegaConf node: `env_config.search_url`."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            value = self[name]
+        except KeyError:
+            raise AttributeError(f"this environment's settings have no {name!r}; they have {sorted(self)}") from None
+        return Settings(value) if isinstance(value, Mapping) else value
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one `step` gives back."""
+
+    observations: list[Message]
+    """Messages to add to the conversation; empty when done."""
+    reward: float
+    """Of this turn; the episode's reward is the sum over turns."""
+    done: bool
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Anything JSON can hold; numbers become metrics."""
+    postprocessed_action: str | None = None
+    """Accepted from SkyRL-Gym environments and not applied: sampled tokens are trained on as they were sampled."""
+
+
+class BaseTextEnvStepOutput(TypedDict):
+    """SkyRL-Gym's name and shape of `StepOutput`; `step` may return either."""
+
+    observations: list[Message]
+    reward: float
+    done: bool
+    metadata: dict[str, Any]
+    postprocessed_action: NotRequired[str | None]
+
+
+class TextEnv:
+    """One episode. Subclasses override `step`, and `init` or `close` where they need to.
+
+    `env_config` is this environment's part of `environment.skyrl_gym`; `extras` are the dataset row's other columns, so a
+    rule-based reward reads `extras["reward_spec"]["ground_truth"]`. An episode may be replayed in another process (same
+    constructor, `init`, and the same texts) when its process had to be killed: side effects should bear that.
+    """
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
+        self.env_config = Settings(env_config or {})
+        self.extras = dict(extras or {})
+
+    def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
+        """The messages that open the conversation, and metadata. Unless overridden, the row's own messages."""
+        return prompt, {}
+
+    def step(self, action: str) -> StepOutput | BaseTextEnvStepOutput:
+        """Answer the model's text. Whatever it raises fails this episode only."""
+        raise NotImplementedError(f"{type(self).__name__} does not define step")
+
+    def close(self) -> None:
+        """Release what the episode held; called once, also after a failure."""
+
+
+class BaseTextEnv(TextEnv):
+    """SkyRL-Gym's base class: a TextEnv with turn counters and tool groups."""
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
+        super().__init__(env_config, extras)
+        self.turns = 0
+        self.max_turns = 1
+        self.init_tool_groups([])
+
+    def init_tool_groups(self, tool_groups: list[Any]) -> None:
+        """Groups are SkyRL-Gym's: `name`, `get_tool_to_group_mapping()` and `execute_tool(tool, *arguments)`."""
+        self.tool_groups = tool_groups
+        self.tool_to_toolgroup = {
+            tool: name for group in tool_groups for tool, name in group.get_tool_to_group_mapping().items()
+        }
+
+    def _execute_tool(self, tool_group_name: str, tool_name: str, tool_input: Any) -> Any:
+        for group in self.tool_groups:
+            if group.name == tool_group_name:
+                return group.execute_tool(tool_name, *tool_input)
+        known = [group.name for group in self.tool_groups]
+        raise ValueError(f"tool group {tool_group_name!r} is not one of {known}")
+
+
+def checked_step_output(output: Any) -> StepOutput:
+    """What an environment returned, in one shape, or EnvironmentFailure: "bad_reward" or "bad_step_output".
+
+    A reward must be one finite number; numpy and torch scalars count as numbers, booleans as 0 and 1.
+    """
+    if isinstance(output, StepOutput):
+        fields = {name: getattr(output, name) for name in StepOutput.__slots__}
+    elif isinstance(output, Mapping):
+        fields = dict(output)
+    else:
+        raise EnvironmentFailure(
+            "bad_step_output", f"step returned {type(output).__name__}, not a StepOutput or a dict"
+        )
+    reward = _checked_reward(fields.get("reward"))
+    missing = [name for name in ("observations", "done") if fields.get(name) is None]
+    if missing:
+        raise EnvironmentFailure("bad_step_output", f"step returned no {' and no '.join(missing)}")
+    done = _scalar(fields["done"])
+    if not isinstance(done, int):
+        raise EnvironmentFailure("bad_step_output", f"done is {_shown(done)}, not a bool")
+    metadata = fields.get("metadata") or {}
+    if not isinstance(metadata, Mapping):
+        raise EnvironmentFailure("bad_step_output", f"metadata is {_shown(metadata)}, not a dict")
+    action = fields.get("postprocessed_action")
+    if not isinstance(action, str | None):
+        raise EnvironmentFailure("bad_step_output", f"postprocessed_action is {_shown(action)}, not a string")
+    return StepOutput(checked_messages(fields["observations"]), reward, bool(done), dict(metadata), action)
+
+
+def checked_messages(messages: Any) -> list[Message]:
+    """A list of {"role": str, "content": ...}, or EnvironmentFailure("bad_step_output")."""
+    if not isinstance(messages, list | tuple):
+        raise EnvironmentFailure("bad_step_output", f"messages are {_shown(messages)}, not a list")
+    for message in messages:
+        named = isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
+        if not named or not isinstance(message["content"], str | list | None):
+            raise EnvironmentFailure("bad_step_output", f'{_shown(message)} is not {{"role": "...", "content": "..."}}')
+    return [dict(message) for message in messages]
+
+
+def _checked_reward(reward: Any) -> float:
+    try:
+        number = _scalar(reward)
+        value = float(number) if isinstance(number, int | float) else math.nan
+    except (ValueError, TypeError, OverflowError, RuntimeError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise EnvironmentFailure("bad_reward", f"reward is {_shown(reward)}, not one finite number")
+    return value
+
+
+def _scalar(value: Any) -> Any:
+    """numpy's and torch's scalars as Python's."""
+    return value.item() if hasattr(value, "item") else value
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {value!r:.80}"

@@ -1,0 +1,106 @@
+"""Grade-school mathematics (arXiv:2110.14168): one turn, the answer is the number after "####"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_train.environments.base import StepOutput, TextEnv
+
+# ASCII digits only: \d also matches the digits of other scripts. Every alternative is tried from a bounded start, so the
+# search is linear in the text.
+NUMBER = re.compile(
+    r"(?P<sign>[-\u2212]?)\\?[$€£]?(?P<minus>[-\u2212]?)"
+    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
+)
+MARKED = re.compile(rf"(?<!#)####(?!#)[ \t]*(?={NUMBER.pattern})")
+ALTERNATIVES = re.compile(r"(?:[\s,;/|&()\[\]*?!\"']|or|and|either|maybe|perhaps|possibly)*", re.IGNORECASE)
+
+
+def canonical(match: re.Match[str]) -> str:
+    """A matched number as a string that equal numbers share: "$1,234.50" -> "1234.5", "-0.0" -> "0".
+
+    Strings, because a million digits compare in linear time and convert to int in quadratic time.
+    """
+    whole, _, fraction = match["digits"].replace(",", "").partition(".")
+    value = (whole.lstrip("0") or "0") + (f".{fraction}" if (fraction := fraction.rstrip("0")) else "")
+    negative = bool(match["sign"]) != bool(match["minus"])
+    return f"-{value}" if negative and value != "0" else value
+
+
+def strict_answer(text: str) -> str | None:
+    """The number after "####", or None when there is none or more than one.
+
+    The rule: every line with "#### <number>" is an answer, from the marker to the end of the line, and all numbers in all
+    answers must be the same number. So "#### 41 or 42", "#### 41" followed by "#### 42", "#### 41,42" and "#### 4e1" are
+    nobody's right answer, and repeating one answer is allowed. Headings such as "#### Step 1" are not answers.
+    """
+    values: set[str] = set()
+    for line in text.splitlines():
+        marked = MARKED.search(line)
+        if marked is None:
+            continue
+        answer = line[marked.end() :]
+        if not answer.isascii() and any(c.isnumeric() and not c.isascii() for c in answer):
+            return None  # 4², 18½: more than the ASCII digits say
+        values.update(map(canonical, NUMBER.finditer(answer)))
+        if len(values) > 1:
+            return None
+    return values.pop() if values else None
+
+
+def flexible_answer(text: str) -> str | None:
+    """The strict answer where "#### <number>" occurs, else the last number; None when there is none or several are guessed.
+
+    The rule: the number before the last one makes both a guess when they differ and only spaces, punctuation other than
+    ".:=#", "or", "and", "either", "maybe", "perhaps", "possibly" stand between: "41 or 42", "41, 42", "41 (42?)".
+    """
+    if MARKED.search(text):
+        return strict_answer(text)
+    last: re.Match[str] | None = None
+    before: re.Match[str] | None = None
+    for found in NUMBER.finditer(text):
+        last, before = found, last
+    if last is None:
+        return None
+    value = canonical(last)
+    if before and canonical(before) != value and ALTERNATIVES.fullmatch(text, before.end(), last.start()):
+        return None
+    return value
+
+
+ANSWERS = {"strict": strict_answer, "flexible": flexible_answer}
+
+
+def score(text: str, ground_truth: str, method: str = "strict", format_score: float = 0.0) -> float:
+    """1.0 for the right number, `format_score` for a single wrong one, 0.0 for none or several; numbers compare by value."""
+    truth = NUMBER.fullmatch(ground_truth.strip().rstrip("."))
+    if truth is None:
+        raise ValueError(f"ground truth {ground_truth!r:.80} is not a number")
+    answer = ANSWERS[method](text)
+    if answer is None:
+        return 0.0
+    return 1.0 if answer == canonical(truth) else format_score
+
+
+class GSM8KEnv(TextEnv):
+    """One question, one answer. Settings: `method` (strict or flexible) and `format_score`, see `score`.
+
+    An empty or truncated response is scored by the same rule: 0 unless the answer is already there.
+    """
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
+        super().__init__(env_config, extras)
+        reward_spec = self.extras.get("reward_spec")
+        if not isinstance(reward_spec, Mapping) or reward_spec.get("ground_truth") is None:
+            raise ValueError('the row needs reward_spec={"method": "rule", "ground_truth": "<number>"}')
+        self.ground_truth = str(reward_spec["ground_truth"])
+        self.method = self.env_config.get("method", "strict")
+        if self.method not in ANSWERS:
+            raise ValueError(f"method={self.method!r} is not one of {sorted(ANSWERS)}")
+        self.format_score = float(self.env_config.get("format_score", 0.0))
+
+    def step(self, action: str) -> StepOutput:
+        reward = score(action, self.ground_truth, self.method, self.format_score)
+        return StepOutput([], reward, done=True)

@@ -1,0 +1,544 @@
+"""Environments in a pool of processes that can be killed: both ends of the wire.
+
+An environment is somebody's synchronous code: it may hang in C, leak, print, exit or crash. So the driver holds an
+`EnvironmentHost`, whose worker processes (`python -m skyrl_train.environments.host`) hold the environments.
+
+Wire: frames over the worker's first stdin and stdout, each 4 bytes of length (big-endian) and that much JSON. Calls are
+pipelined; a worker answers them one at a time and in order, and writes an answer before it begins the next call. The
+oldest unanswered call of a worker is therefore the one it is running: that one is timed, and blamed when the process dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib
+import io
+import json
+import logging
+import os
+import signal
+import struct
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import date, time, timedelta
+from decimal import Decimal
+from pathlib import PurePath
+from typing import Any, BinaryIO
+from uuid import UUID
+
+from skyrl_train.data.trajectory import Message, Prompt
+from skyrl_train.environments import registry
+from skyrl_train.environments.base import StepOutput, checked_messages, checked_step_output
+from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
+
+log = logging.getLogger(__name__)
+
+MAX_FRAME = 64 * 2**20
+"""Bytes of one message; an observation beyond it fails its episode."""
+START_DEADLINE_S = 120.0
+"""For a worker process to start and import the plugins."""
+CLOSE_GRACE_S = 5.0
+"""For environments to close at the end, before their processes are killed."""
+MAX_DETAIL = 500
+"""Characters of an error's message that are kept."""
+
+# ---------------------------------------------------------------------------------------------------- driver's end
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    op: str
+    frame: bytes
+    episode: Episode | None = None
+    answer: asyncio.Future[dict[str, Any]] | None = None
+    """None where nobody waits: hello, replays and close."""
+
+
+@dataclass(slots=True, eq=False)
+class Episode:
+    """One environment, from `EnvironmentHost.start` to `close`."""
+
+    host: EnvironmentHost
+    number: int
+    env_class: str
+    messages: list[Message] = field(default_factory=list)
+    """What the environment opened with; render these, not the row's."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    _worker: _Worker | None = None
+    _history: list[bytes] = field(default_factory=list)
+    """Frames already answered: sending them again to another process rebuilds the environment there."""
+    _failure: Exception | None = None
+
+    async def step(self, text: str) -> StepOutput:
+        """Give the environment the model's text. Raises EnvironmentFailure; after that every step raises the same."""
+        return StepOutput(**await self.host._call(self, "step", text=text))
+
+    async def close(self) -> None:
+        """Queue the environment's `close` and return; errors in it are logged. Safe to call twice and after a failure."""
+        self.host._close_episode(self)
+
+
+class _Worker(asyncio.SubprocessProtocol):
+    """The driver's view of one process. `calls[0]` is the one it is running."""
+
+    def __init__(self, host: EnvironmentHost, hello: bytes):
+        self.host = host
+        self.calls: deque[_Call] = deque()
+        self.episodes: set[Episode] = set()
+        self.since = host.loop.time()
+        """When calls[0] became the running one."""
+        self.exited: asyncio.Future[None] = host.loop.create_future()
+        self.lost = False
+        self._process: asyncio.SubprocessTransport | None = None
+        self._stdin: asyncio.WriteTransport | None = None
+        self._outbox: list[bytes] = []
+        self._inbox = bytearray()
+        self.submit(_Call("hello", hello))
+
+    def submit(self, call: _Call) -> None:
+        if not self.calls:
+            self.since = self.host.loop.time()
+        self.calls.append(call)
+        if not self._outbox:  # one write for all calls of this turn of the event loop
+            self.host.loop.call_soon(self._flush)
+        self._outbox.append(call.frame)
+
+    def _flush(self) -> None:
+        if self._stdin is not None and self._outbox and not self.lost:
+            self._stdin.write(b"".join(self._outbox))
+            self._outbox.clear()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.SubprocessTransport)
+        self._process = transport
+        stdin = transport.get_pipe_transport(0)
+        assert isinstance(stdin, asyncio.WriteTransport)
+        self._stdin = stdin
+        if self.lost:
+            self.kill()
+        self._flush()
+
+    def pipe_data_received(self, fd: int, data: bytes | str) -> None:
+        assert isinstance(data, bytes)
+        inbox = self._inbox
+        inbox += data
+        at = 0
+        while not self.lost and len(inbox) - at >= 4:
+            (size,) = struct.unpack_from("!I", inbox, at)
+            if size > MAX_FRAME or not self.calls:
+                self.lose("environment_died", "its process wrote something that is not an answer")
+                return
+            if len(inbox) - at < 4 + size:
+                break
+            try:
+                reply = json.loads(inbox[at + 4 : at + 4 + size])
+            except ValueError:
+                self.lose("environment_died", "its process wrote something that is not an answer")
+                return
+            at += 4 + size
+            self.since = self.host.loop.time()
+            self.host._answered(self, self.calls.popleft(), reply)
+        del inbox[:at]
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        if fd == 1:
+            self.lose("environment_died", "its process ended")
+
+    def process_exited(self) -> None:
+        self.kill()  # what the environments had started in its process group
+        if not self.exited.done():
+            self.exited.set_result(None)
+        # a grandchild that left the group can hold the pipe open: then there is no end-of-file to wait for
+        self.host.loop.call_later(0.5, self.lose, "environment_died", "its process ended")
+
+    def overdue(self, now: float, late: float, step_deadline_s: float) -> bool:
+        """Whether the running call is past its deadline; `late` seconds, the event loop itself stood still."""
+        self.since += late
+        deadline = START_DEADLINE_S if self.calls and self.calls[0].op == "hello" else step_deadline_s
+        return bool(self.calls) and now - self.since > deadline
+
+    def lose(self, kind: str, detail: str) -> None:
+        """Give the process up: kill it and hand its calls back to the host, once."""
+        if not self.lost:
+            self.lost = True
+            self.kill()
+            self.host._lost(self, kind, detail)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            try:
+                os.killpg(self._process.get_pid(), signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):  # gone, or (macOS) only zombies are left in the group
+                pass
+
+    def end(self) -> None:
+        """No more calls: the worker answers what it has and exits at end-of-file."""
+        self._flush()
+        if self._stdin is not None:
+            self._stdin.close()
+
+
+class EnvironmentHost:
+    """Runs environments in at most min(max_workers, 2 x cores) processes, started as they are needed.
+
+    What fails fails one episode, as EnvironmentFailure with the kind it is counted under: the exception's class name,
+    "bad_reward", "bad_step_output", "timeout" (the call was running for longer than `step_deadline_s`; its process is
+    killed) or "environment_died" (the process ended during the call). Other episodes of a lost process are rebuilt in
+    another one, from their opening and recorded texts, when they are next used. Deadlines count from when a call begins to
+    run, not from when it is queued. ConfigError (an unknown environment, a plugin that does not import) is for the whole run.
+
+    Example:
+        async with EnvironmentHost({"search": {"topk": 3}}, max_workers=8, step_deadline_s=30.0) as host:
+            episode = await host.start("gsm8k", prompt)
+            output = await episode.step("... #### 18")
+            await episode.close()
+    """
+
+    def __init__(
+        self,
+        env_configs: Mapping[str, Any],
+        max_workers: int = 32,
+        step_deadline_s: float = 60.0,
+        plugins: tuple[str, ...] = (),
+    ):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.max_workers = max(1, min(max_workers, 2 * cores))
+        self.step_deadline_s = step_deadline_s
+        self.plugins = tuple(plugins)
+        self._hello = _frame(
+            {
+                "op": "hello",
+                "env_configs": {name: config for name, config in env_configs.items() if isinstance(config, Mapping)},
+                "plugins": list(self.plugins),
+                "pythonpath": os.environ.get("PYTHONPATH"),
+            }
+        )
+        self._workers: list[_Worker] = []
+        self._unfinished: set[_Worker] = set()
+        """Processes that may still exist, lost ones included."""
+        self._starting: set[asyncio.Task[None]] = set()
+        self._watcher: asyncio.Task[None] | None = None
+        self._next_number = 0
+        self._fatal: Exception | None = None
+        self._closing = False
+
+    async def __aenter__(self) -> EnvironmentHost:
+        self.loop = asyncio.get_running_loop()
+        self._watcher = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def start(self, env_class: str, prompt: Prompt) -> Episode:
+        """A new episode, its environment made and initialised with the prompt's messages and extras.
+
+        Raises EnvironmentFailure, ConfigError for an unknown environment, DataError for a row that JSON cannot carry.
+        """
+        episode = Episode(self, self._next_number, env_class)
+        self._next_number += 1
+        try:
+            opened = await self._call(
+                episode, "start", env_class=env_class, messages=prompt.messages, extras=prompt.env_extras
+            )
+        except TypeError as error:
+            raise DataError(f"row {prompt.uid}: {error}; remove that column or store it as text.") from error
+        episode.messages, episode.metadata = opened["messages"], opened["metadata"]
+        return episode
+
+    async def close(self) -> None:
+        """Close all environments and end all processes; nothing is left running when it returns."""
+        self._closing = True
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._starting:
+            await asyncio.wait(self._starting)
+        for worker in self._workers:
+            worker.end()
+        exits = [worker.exited for worker in self._unfinished]
+        if exits:
+            await asyncio.wait(exits, timeout=min(CLOSE_GRACE_S, self.step_deadline_s))
+        for worker in list(self._unfinished):
+            worker.lose("host_closed", "the environment host was closed")
+        if self._unfinished:
+            await asyncio.wait([worker.exited for worker in self._unfinished], timeout=CLOSE_GRACE_S)
+        if self._unfinished:
+            log.warning("%d environment processes were killed and have not ended", len(self._unfinished))
+
+    async def _call(self, episode: Episode, op: str, **arguments: Any) -> dict[str, Any]:
+        assert self._watcher is not None and not self._closing, "the host is used outside `async with`"
+        failure = self._fatal or episode._failure
+        if failure is not None:
+            raise failure
+        frame = _frame({"op": op, "id": episode.number, **arguments})
+        answer: asyncio.Future[dict[str, Any]] = self.loop.create_future()
+        self._dispatch(_Call(op, frame, episode, answer))
+        return await answer
+
+    def _dispatch(self, call: _Call) -> None:
+        """Send a call where its episode lives; an episode that lives nowhere is rebuilt first, call by call."""
+        episode = call.episode
+        assert episode is not None
+        if episode._worker is None:
+            episode._worker = self._least_busy()
+            episode._worker.episodes.add(episode)
+            for index, frame in enumerate(episode._history):
+                episode._worker.submit(_Call("step" if index else "start", frame, episode))
+        episode._worker.submit(call)
+
+    def _close_episode(self, episode: Episode) -> None:
+        worker, episode._worker = episode._worker, None
+        if worker is not None and not self._closing:
+            worker.episodes.discard(episode)
+            worker.submit(_Call("close", _frame({"op": "close", "id": episode.number}), episode))
+        episode._history.clear()
+        episode._failure = episode._failure or EnvironmentFailure("closed", "the episode is closed")
+
+    def _least_busy(self) -> _Worker:
+        best = min(self._workers, key=lambda worker: (len(worker.calls), len(worker.episodes)), default=None)
+        if best is not None and (not best.calls or len(self._workers) >= self.max_workers):
+            return best
+        worker = _Worker(self, self._hello)
+        self._workers.append(worker)
+        self._unfinished.add(worker)
+        worker.exited.add_done_callback(lambda _: self._unfinished.discard(worker))
+        task = self.loop.create_task(self._spawn(worker))
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
+        return worker
+
+    async def _spawn(self, worker: _Worker) -> None:
+        # the driver's own path, in its order: plugins must mean the same modules there
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        try:
+            await self.loop.subprocess_exec(
+                lambda: worker,
+                *(sys.executable, "-P", "-m", "skyrl_train.environments.host"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=None,
+                start_new_session=True,
+                env=os.environ | {"PYTHONPATH": path},
+            )
+        except OSError as error:
+            worker.exited.set_result(None)
+            worker.lose("environment_died", f"its process could not be started: {error}")
+
+    async def _watch(self) -> None:
+        """Kill the processes whose running call is past its deadline."""
+        tick = min(0.25, self.step_deadline_s / 4)
+        before = self.loop.time()
+        while True:
+            await asyncio.sleep(tick)
+            now = self.loop.time()
+            late = now - before - tick
+            late = late if late > tick else 0.0  # the driver was busy, and answers may have been waiting for it
+            for worker in list(self._workers):
+                if worker.overdue(now, late, self.step_deadline_s):
+                    worker.lose("timeout", f"no answer within {self.step_deadline_s:g} s")
+            before = now
+
+    def _answered(self, worker: _Worker, call: _Call, reply: dict[str, Any]) -> None:
+        error, episode = reply.get("error"), call.episode
+        if call.op == "hello":
+            if error is not None:
+                self._fatal = ConfigError(f"an environment process did not start: {reply['detail']}")
+                worker.lose("environment_died", "its process did not start")
+        elif call.op == "close":
+            if error is not None:
+                log.warning("closing %s: %s: %s", episode and episode.env_class, error, reply["detail"])
+        elif episode is not None:
+            if error is not None:
+                failure = (
+                    ConfigError(reply["detail"]) if reply.get("fatal") else EnvironmentFailure(error, reply["detail"])
+                )
+                episode._failure = episode._failure or failure
+            elif call.answer is not None and episode._worker is worker:
+                episode._history.append(call.frame)
+            self._settle(call, reply)
+
+    def _settle(self, call: _Call, reply: dict[str, Any] | None = None) -> None:
+        """Wake who waits for `call`, with the answer or with its episode's failure."""
+        if call.answer is None or call.answer.done():  # done: whoever waited was cancelled
+            return
+        failure = self._fatal or (call.episode and call.episode._failure)
+        if failure is not None:
+            call.answer.set_exception(failure)
+        else:
+            assert reply is not None
+            call.answer.set_result(reply)
+
+    def _lost(self, worker: _Worker, kind: str, detail: str) -> None:
+        """A process is gone. Its running call's episode fails; calls that others wait for go to another process."""
+        if worker in self._workers:
+            self._workers.remove(worker)
+        calls = list(worker.calls)
+        worker.calls.clear()
+        if calls and calls[0].op == "hello" and not self._closing and self._fatal is None:
+            plugins = f" (plugins: {', '.join(self.plugins)})" if self.plugins else ""
+            self._fatal = ConfigError(f"an environment process failed while starting{plugins}: {kind}, {detail}")
+        blamed = calls if self._closing else calls[:1]
+        for call in blamed:
+            if call.episode is not None:
+                call.episode._failure = call.episode._failure or EnvironmentFailure(
+                    kind, f"{call.episode.env_class} in {call.op}: {detail}"
+                )
+        for episode in worker.episodes:
+            episode._worker = None
+        for call in calls:
+            if call.answer is None or call.answer.done():
+                continue
+            if self._fatal or (call.episode and call.episode._failure):
+                self._settle(call)
+            else:
+                self._dispatch(call)
+
+
+def _frame(message: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
+    """One message of the wire. ASCII, so that lone surrogates and control characters pass as they are."""
+    body = json.dumps(message, default=default or _jsonable).encode("ascii")
+    if len(body) > MAX_FRAME:
+        raise EnvironmentFailure("too_large", f"a message of {len(body)} bytes; at most {MAX_FRAME} pass")
+    return struct.pack("!I", len(body)) + body
+
+
+def _jsonable(value: Any) -> Any:
+    """Mappings as dicts, numpy's and torch's numbers and arrays as lists, dates, decimals and paths as text."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, date | time | timedelta | Decimal | PurePath | UUID):
+        return str(value)
+    raise TypeError(f"a value of type {type(value).__name__} cannot be sent to an environment")
+
+
+def _shown(value: Any) -> Any:
+    """`_jsonable`, and text for anything else: metadata is for people, and no reason to fail an episode."""
+    try:
+        return _jsonable(value)
+    except TypeError:
+        return f"{value!r:.{MAX_DETAIL}}"
+
+
+# ---------------------------------------------------------------------------------------------------- worker's end
+
+
+class _EnvironmentServer:
+    """Holds the environments of one process and answers one call at a time."""
+
+    def __init__(self, env_configs: Mapping[str, Any]):
+        self.env_configs = env_configs
+        self.environments: dict[int, Any] = {}
+
+    def answer(self, call: dict[str, Any]) -> bytes:
+        """The frame to send back. Whatever the environment raises, exit included, becomes an error in it."""
+        try:
+            return _frame(getattr(self, call.pop("op"))(**call), default=_shown)
+        except ConfigError as error:
+            return _frame(
+                {"error": "ConfigError", "detail": str(error), "fatal": isinstance(error, _UnknownEnvironment)}
+            )
+        except EnvironmentFailure as failure:
+            return _frame({"error": failure.kind, "detail": failure.detail[:MAX_DETAIL]})
+        except BaseException as error:
+            return _frame({"error": type(error).__name__, "detail": _where(error)})
+
+    def start(self, id: int, env_class: str, messages: list[Message], extras: dict[str, Any]) -> dict[str, Any]:
+        try:
+            registry.find(env_class)
+        except ConfigError as error:
+            raise _UnknownEnvironment(*error.args) from error
+        environment = registry.make(env_class, env_config=self.env_configs.get(env_class), extras=extras)
+        self.environments[id] = environment
+        opened = environment.init(messages)
+        if not isinstance(opened, tuple | list) or len(opened) != 2:
+            raise EnvironmentFailure(
+                "bad_step_output", f"init returned {type(opened).__name__}, not (messages, metadata)"
+            )
+        return {"messages": checked_messages(opened[0]), "metadata": opened[1] or {}}
+
+    def step(self, id: int, text: str) -> dict[str, Any]:
+        return asdict(checked_step_output(self.environments[id].step(text)))
+
+    def close(self, id: int) -> dict[str, Any]:
+        environment = self.environments.pop(id, None)
+        if environment is not None:
+            environment.close()
+        return {}
+
+
+class _UnknownEnvironment(ConfigError):
+    """No episode of this name can ever start."""
+
+
+def _where(error: BaseException) -> str:
+    """An exception's message and the line it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    return f"{str(error)[:MAX_DETAIL]}{place}"
+
+
+def _take_wire() -> tuple[BinaryIO, int]:
+    """The wire for ourselves; environments that read or print get /dev/null and the driver's stderr instead."""
+    source, sink = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    os.close(null)
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)  # a killed process flushes nothing
+    return source, sink
+
+
+def _die_with_parent() -> None:
+    """Also when a hung environment never gets back to the wire: the kernel kills us when the driver dies (Linux)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _receive(source: BinaryIO) -> dict[str, Any] | None:
+    header = source.read(4)
+    if len(header) < 4:
+        return None
+    body = source.read(struct.unpack("!I", header)[0])
+    return json.loads(body)
+
+
+def _send(sink: int, frame: bytes) -> None:
+    while frame:
+        frame = frame[os.write(sink, frame) :]
+
+
+def serve() -> None:
+    """The worker process: until the driver closes the wire."""
+    _die_with_parent()
+    source, sink = _take_wire()
+    hello = _receive(source)
+    if hello is None:
+        return
+    if hello["pythonpath"] is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = hello["pythonpath"]
+    try:
+        for plugin in hello["plugins"]:
+            importlib.import_module(plugin)
+    except BaseException as error:
+        _send(sink, _frame({"error": type(error).__name__, "detail": f"{type(error).__name__}: {_where(error)}"}))
+        return
+    _send(sink, _frame({}))
+    server = _EnvironmentServer(hello["env_configs"])
+    while (call := _receive(source)) is not None:
+        _send(sink, server.answer(call))
+    # skip interpreter shutdown: an environment's threads or exit handlers cannot keep the process
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    serve()
