@@ -54,9 +54,9 @@ class BaseTextEnvStepOutput(TypedDict):
 class TextEnv:
     """One episode. Subclasses override `step`, and `init` or `close` where they need to.
 
-    `env_config` is this environment's part of `environment.skyrl_gym`; `extras` are the dataset row's other columns, so a
-    rule-based reward reads `extras["reward_spec"]["ground_truth"]`. An episode may be replayed in another process (same
-    constructor, `init`, and the same texts) when its process had to be killed: side effects should bear that.
+    `env_config` is this environment's part of `environment.skyrl_gym`; `extras` are the dataset row's other columns, so
+    a rule-based reward reads `extras["reward_spec"]["ground_truth"]`. An episode may be replayed in another process
+    (same constructor, `init`, and the same texts) when its process had to be killed: side effects should bear that.
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):

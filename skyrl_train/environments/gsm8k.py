@@ -8,8 +8,7 @@ from typing import Any
 
 from skyrl_train.environments.base import StepOutput, TextEnv
 
-# ASCII digits only: \d also matches the digits of other scripts. Every alternative is tried from a bounded start, so the
-# search is linear in the text.
+# ASCII digits only: \d also matches those of other scripts. No repeat can start inside another: searching is linear.
 NUMBER = re.compile(
     r"(?P<sign>[-\u2212]?)\\?[$€£]?(?P<minus>[-\u2212]?)"
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
@@ -32,9 +31,9 @@ def canonical(match: re.Match[str]) -> str:
 def strict_answer(text: str) -> str | None:
     """The number after "####", or None when there is none or more than one.
 
-    The rule: every line with "#### <number>" is an answer, from the marker to the end of the line, and all numbers in all
-    answers must be the same number. So "#### 41 or 42", "#### 41" followed by "#### 42", "#### 41,42" and "#### 4e1" are
-    nobody's right answer, and repeating one answer is allowed. Headings such as "#### Step 1" are not answers.
+    The rule: every line with "#### <number>" is an answer, from the marker to the end of the line, and all numbers in
+    all answers must be the same number. So "#### 41 or 42", "#### 41" followed by "#### 42", "#### 41,42" and "#### 4e1"
+    are nobody's right answer; repeating one answer is allowed. Headings such as "#### Step 1" are not answers.
     """
     values: set[str] = set()
     for line in text.splitlines():
@@ -51,7 +50,7 @@ def strict_answer(text: str) -> str | None:
 
 
 def flexible_answer(text: str) -> str | None:
-    """The strict answer where "#### <number>" occurs, else the last number; None when there is none or several are guessed.
+    """The strict answer where "#### <number>" occurs, else the last number; None for no number and for several guesses.
 
     The rule: the number before the last one makes both a guess when they differ and only spaces, punctuation other than
     ".:=#", "or", "and", "either", "maybe", "perhaps", "possibly" stand between: "41 or 42", "41, 42", "41 (42?)".
@@ -74,7 +73,7 @@ ANSWERS = {"strict": strict_answer, "flexible": flexible_answer}
 
 
 def score(text: str, ground_truth: str, method: str = "strict", format_score: float = 0.0) -> float:
-    """1.0 for the right number, `format_score` for a single wrong one, 0.0 for none or several; numbers compare by value."""
+    """1.0 for the right number, `format_score` for a single wrong one, 0.0 for none or several. 18 equals 18.00."""
     truth = NUMBER.fullmatch(ground_truth.strip().rstrip("."))
     if truth is None:
         raise ValueError(f"ground truth {ground_truth!r:.80} is not a number")

@@ -4,13 +4,14 @@ An environment is somebody's synchronous code: it may hang in C, leak, print, ex
 `EnvironmentHost`, whose worker processes (`python -m skyrl_train.environments.host`) hold the environments.
 
 Wire: frames over the worker's first stdin and stdout, each 4 bytes of length (big-endian) and that much JSON. Calls are
-pipelined; a worker answers them one at a time and in order, and writes an answer before it begins the next call. The
-oldest unanswered call of a worker is therefore the one it is running: that one is timed, and blamed when the process dies.
+pipelined; a worker answers them one at a time and in order, and writes an answer before it begins the next call. So the
+oldest unanswered call of a worker is the one it is running: that one is timed, and blamed when the process dies.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import importlib
 import io
@@ -78,7 +79,7 @@ class Episode:
         return StepOutput(**await self.host._call(self, "step", text=text))
 
     async def close(self) -> None:
-        """Queue the environment's `close` and return; errors in it are logged. Safe to call twice and after a failure."""
+        """Queue the environment's `close` and return; errors in it are logged. Safe to call twice, also when failed."""
         self.host._close_episode(self)
 
 
@@ -150,10 +151,16 @@ class _Worker(asyncio.SubprocessProtocol):
 
     def process_exited(self) -> None:
         self.kill()  # what the environments had started in its process group
+        # a grandchild that left the group can hold the pipe open: then there is no end-of-file to wait for
+        self.host.loop.call_later(0.5, self.connection_lost, None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The process has exited and every answer it wrote is read."""
+        self.lose("environment_died", "its process ended")
         if not self.exited.done():
             self.exited.set_result(None)
-        # a grandchild that left the group can hold the pipe open: then there is no end-of-file to wait for
-        self.host.loop.call_later(0.5, self.lose, "environment_died", "its process ended")
+            assert self._process is not None
+            self._process.close()
 
     def overdue(self, now: float, late: float, step_deadline_s: float) -> bool:
         """Whether the running call is past its deadline; `late` seconds, the event loop itself stood still."""
@@ -170,10 +177,9 @@ class _Worker(asyncio.SubprocessProtocol):
 
     def kill(self) -> None:
         if self._process is not None:
-            try:
+            # gone, or (macOS) only zombies are left in the group
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.get_pid(), signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):  # gone, or (macOS) only zombies are left in the group
-                pass
 
     def end(self) -> None:
         """No more calls: the worker answers what it has and exits at end-of-file."""
@@ -188,8 +194,9 @@ class EnvironmentHost:
     What fails fails one episode, as EnvironmentFailure with the kind it is counted under: the exception's class name,
     "bad_reward", "bad_step_output", "timeout" (the call was running for longer than `step_deadline_s`; its process is
     killed) or "environment_died" (the process ended during the call). Other episodes of a lost process are rebuilt in
-    another one, from their opening and recorded texts, when they are next used. Deadlines count from when a call begins to
-    run, not from when it is queued. ConfigError (an unknown environment, a plugin that does not import) is for the whole run.
+    another one, from their opening and recorded texts, when they are next used. Deadlines count from when a call begins
+    to run, not from when it is queued. ConfigError (an unknown environment, a plugin that does not import) is for the
+    whole run.
 
     Example:
         async with EnvironmentHost({"search": {"topk": 3}}, max_workers=8, step_deadline_s=30.0) as host:
@@ -365,7 +372,7 @@ class EnvironmentHost:
         """Wake who waits for `call`, with the answer or with its episode's failure."""
         if call.answer is None or call.answer.done():  # done: whoever waited was cancelled
             return
-        failure = self._fatal or (call.episode and call.episode._failure)
+        failure = self._fatal or (call.episode._failure if call.episode else None)
         if failure is not None:
             call.answer.set_exception(failure)
         else:

@@ -1,4 +1,6 @@
-"""Environments by name: `register("mine", "my_package.envs:MyEnv")`, then `environment.env_class=mine` or a row's env_class.
+"""Environments by name.
+
+    register("mine", "my_package.envs:MyEnv")      then environment.env_class=mine, or a row with that env_class
 
 Call `register` at import of a module named in `trainer.plugins`: plugins are imported in every environment process too.
 """
@@ -33,7 +35,7 @@ def register(id: str, entry_point: str | EnvFactory) -> None:
 
 
 def find(id: str) -> EnvFactory:
-    """The class or factory called `id`. Raises ConfigError for an unknown name and for an entry point that does not load."""
+    """The class or factory called `id`. Raises ConfigError for an unknown name or an entry point that does not load."""
     try:
         return environments.get(id)
     except (ImportError, AttributeError) as error:
