@@ -142,11 +142,15 @@ class InferenceEngine(Protocol):
     async def begin_weights(self, manifest: Manifest) -> None:
         """Check names, shapes, dtypes, finiteness and that the version is newer, before a byte is loaded.
 
-        From here to `commit_weights` the engine is torn. Raises WeightSyncError naming the tensor and changes nothing.
+        Raises WeightSyncError naming the tensor; either way the old weights go on serving.
         """
 
     async def receive_weights(self, bucket: Bucket) -> None:
-        """Take one bucket from the route, verify each tensor's fingerprint, load it. Raises WeightSyncError."""
+        """Take one bucket from the route, verify each tensor's fingerprint, load it. Raises WeightSyncError.
+
+        From the first tensor loaded to `commit_weights` the engine is torn. Blocking work belongs in a thread: with the
+        `broadcast` route the trainer sends while this call waits.
+        """
 
     async def commit_weights(self, version: int) -> None:
         """Everything in the manifest arrived: verify the tensors held, drop prefix caches, serve `version`."""

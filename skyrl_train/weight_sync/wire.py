@@ -18,31 +18,34 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str
     """Of the wire, e.g. "float32": torch's name."""
+    fingerprint: int = 0
+    """Of the tensor in that dtype; see `fingerprint`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything a sync will send, announced before the first byte."""
+    """Everything a sync will send, announced before the first byte; how it is cut into buckets follows from it."""
 
     version: int
     tensors: tuple[TensorSpec, ...]
     non_finite: tuple[str, ...] = ()
     """Names of tensors that hold NaN or infinity: a sync with any is refused."""
+    bucket_bytes: int = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Consecutive tensors of the manifest, packed byte after byte."""
+    """Consecutive tensors of the manifest, packed byte after byte (see buckets.py)."""
 
     index: int
     names: tuple[str, ...]
     fingerprints: tuple[int, ...]
     payload: Tensor | None = None
-    """uint8 [bytes]: only where the route hands tensors over in the call (`in_process`); None where they come another way."""
+    """uint8 [bytes]: only where the route hands tensors over in the call (`in_process`); else None."""
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """Wrapping int64 sum of the bit patterns: it adds up over shards and fused parameters, and any one flipped bit changes it."""
+    """Wrapping int64 sum of the bit patterns: it adds up over shards and fused parameters; a flipped bit changes it."""
     flat = tensor.detach().contiguous().view(-1)
     return int(flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64).item())
 
