@@ -2,24 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor, nn
 
 
+class OptimizerSettings(Protocol):
+    """trainer.*.optimizer_config: what AdamW and its schedule need."""
+
+    @property
+    def lr(self) -> float: ...
+    @property
+    def adam_betas(self) -> Sequence[float]: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def max_grad_norm(self) -> float: ...
+    @property
+    def num_warmup_steps(self) -> int: ...
+    @property
+    def scheduler(self) -> str: ...
+
+
+class FSDPSettings(Protocol):
+    """trainer.*.fsdp_config."""
+
+    @property
+    def cpu_offload(self) -> bool: ...
+    @property
+    def reshard_after_forward(self) -> bool | int: ...
+    @property
+    def fsdp_size(self) -> int: ...
+
+
 class Strategy(Protocol):
-    """One trained (or frozen) model on one rank. Gradients are summed over ranks, not averaged: losses carry global denominators."""
+    """One trained (or frozen) model on one rank.
+
+    Gradients are summed over ranks, not averaged: losses carry global denominators. The module given to `prepare` has two
+    methods besides forward, as TokenScorer does: `decoder_layers()`, the blocks that are sharded one by one, and
+    `hf_name(name)`, a parameter's name in the Hugging Face checkpoint.
+    """
 
     rank: int
     world_size: int
 
     def prepare(self, scorer: nn.Module, total_steps: int | None) -> nn.Module:
-        """Shard or wrap the TokenScorer, build optimizer and schedule (none when total_steps is None: a frozen model)."""
+        """Shard or wrap the scorer, build optimizer and schedule (none when total_steps is None: a frozen model)."""
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Accumulate gradients; `last` is the last micro-batch of the update, after which gradients are reduced over ranks."""
+        """Accumulate gradients; `last` is the last micro-batch of the update: then gradients are reduced over ranks."""
 
     def step(self) -> dict[str, float]:
         """Clip, step, schedule, zero. Returns grad_norm (of the summed gradient, before clipping), lr and skipped.
@@ -33,7 +66,7 @@ class Strategy(Protocol):
     def onload(self) -> None: ...
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every parameter, in a fixed order; a collective: all ranks must iterate."""
+        """(Hugging Face name, full tensor) of every parameter, in a fixed order; a collective: all ranks iterate."""
 
     def save(self, directory: Path) -> None:
         """This rank's part of parameters, optimizer and schedule, as safetensors and JSON; all ranks call it."""

@@ -1,0 +1,180 @@
+"""Hugging Face folders in and out: models, tokenizers, exports. Safetensors only; a checkpoint's code is never run."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL_LMS
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from skyrl_train.errors import ConfigError
+
+POLICY_PATH = "trainer.policy.model.path"
+
+
+def load_config(
+    path: str,
+    *,
+    key: str = POLICY_PATH,
+    overrides: Mapping[str, Any] | None = None,
+    rope_scaling: Mapping[str, Any] | None = None,
+    rope_theta: float | None = None,
+) -> Any:
+    """The model's configuration with `overrides` (of existing attributes only) and rope changes. Raises ConfigError."""
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise _cannot_load(key, path, error) from error
+    for name, value in (overrides or {}).items():
+        if not hasattr(config, name):
+            close = difflib.get_close_matches(name, config.to_dict(), n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            kind = type(config).__name__
+            raise ConfigError(f"model_config_kwargs.{name}={value!r}: {kind} has no such attribute.{hint}")
+        setattr(config, name, value)
+    if rope_scaling or rope_theta is not None:
+        _change_rope(config, dict(rope_scaling or {}), rope_theta)
+    return config
+
+
+def load_causal_lm(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    model_config_kwargs: Mapping[str, Any] | None = None,
+    rope_scaling: Mapping[str, Any] | None = None,
+    rope_theta: float | None = None,
+    attention: str = "sdpa",
+    key: str = POLICY_PATH,
+) -> PreTrainedModel:
+    """A causal language model from a folder or a hub name, in `dtype`, in evaluation mode.
+
+    Raises ConfigError naming `key` when there is nothing to load, when weights are not safetensors or need code from
+    the checkpoint, and when the checkpoint does not fill every parameter (random weights would train silently).
+    """
+    config = load_config(path, key=key, overrides=model_config_kwargs, rope_scaling=rope_scaling, rope_theta=rope_theta)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    try:
+        model, info = load(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _cannot_load(key, path, error) from error
+    if absent := sorted(info["missing_keys"]):
+        raise ConfigError(
+            f"{key}={path!r}: the checkpoint lacks {len(absent)} tensors, such as {absent[0]!r}; use a complete one."
+        )
+    return model.to(device)  # type: ignore[no-any-return]
+
+
+def load_tokenizer(path: str, *, use_fast: bool = True, key: str = POLICY_PATH) -> Any:
+    """The tokenizer of a folder or hub name. Raises ConfigError naming `key`."""
+    try:
+        return AutoTokenizer.from_pretrained(path, use_fast=use_fast, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise _cannot_load(key, path, error) from error
+
+
+def _cannot_load(key: str, path: str, error: Exception) -> ConfigError:
+    reason = str(error).strip().split("\n")[0]
+    if Path(path).is_dir():
+        todo = "The folder must hold config.json, a tokenizer and *.safetensors of a causal language model."
+    elif Path(path).is_absolute() or path.startswith("."):
+        todo = "There is no such folder: give one that exists, or a hub name like 'Qwen/Qwen2.5-0.5B-Instruct'."
+    else:
+        todo = (
+            "There is no such folder, and the hub has no such model or does not answer: check name, network, HF_TOKEN."
+        )
+    return ConfigError(f"{key}={path!r} cannot be loaded. {todo} ({type(error).__name__}: {reason})")
+
+
+def _change_rope(config: Any, scaling: dict[str, Any], theta: float | None) -> None:
+    """Merge into `rope_parameters`; the older spelling `type` is accepted for `rope_type`."""
+    current = getattr(config, "rope_parameters", None)
+    if not isinstance(current, dict) or "rope_theta" not in current:
+        raise ConfigError(
+            f"trainer.rope_scaling={scaling or None!r}, trainer.rope_theta={theta!r}: {type(config).__name__} has no "
+            "single set of rope parameters to change; set them in model_config_kwargs.rope_parameters."
+        )
+    if "type" in scaling:
+        scaling["rope_type"] = scaling.pop("type")
+    config.rope_parameters = {**current, **scaling, **({} if theta is None else {"rope_theta": float(theta)})}
+    if config.rope_parameters.get("rope_type") == "yarn":
+        config.rope_parameters.setdefault("original_max_position_embeddings", config.max_position_embeddings)
+
+
+def export_hf(
+    model_config: PreTrainedConfig,
+    tensors: Iterator[tuple[str, Tensor]],
+    tokenizer: Any,
+    directory: Path,
+    *,
+    write: bool = True,
+    max_shard_bytes: int = 5 << 30,
+) -> None:
+    """A Hugging Face folder from (name, full tensor) pairs, holding at most one file's worth of them at a time.
+
+    `tensors` is usually `Strategy.full_parameters()`, a collective: every rank calls this, `write` on one only.
+    """
+    if not write:
+        for _ in tensors:
+            pass
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    files: list[list[str]] = []
+    dtypes: set[torch.dtype] = set()
+    total = 0
+    for shard in _shards(tensors, max_shard_bytes):
+        save_file(shard, directory / f"part-{len(files)}.safetensors", metadata={"format": "pt"})
+        files.append(list(shard))
+        dtypes |= {tensor.dtype for tensor in shard.values()}
+        total += sum(tensor.nbytes for tensor in shard.values())
+    _name_files(directory, files, total)
+    config = copy.deepcopy(model_config)
+    architecture: Any = CAUSAL_LMS[type(config)]
+    config.architectures = [architecture.__name__]
+    if len(dtypes) == 1:
+        config.dtype = dtypes.pop()
+    config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _shards(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > max_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.detach().cpu().contiguous()
+        size += tensor.nbytes
+    yield shard
+
+
+def _name_files(directory: Path, files: list[list[str]], total: int) -> None:
+    """Give the parts the names transformers looks for, which say how many there are."""
+    if len(files) == 1:
+        (directory / "part-0.safetensors").replace(directory / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(files):
+        file = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
+        (directory / f"part-{index}.safetensors").replace(directory / file)
+        weight_map |= dict.fromkeys(names, file)
+    index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2, sort_keys=True) + "\n")

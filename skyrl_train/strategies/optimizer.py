@@ -1,0 +1,171 @@
+"""What every strategy does the same way: accumulate, clip, step, schedule, move, save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import get_scheduler
+
+from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.strategies.base import OptimizerSettings
+from skyrl_train.strategies.shards import Slice, local, open_shards, write_shard
+
+SCHEDULES = ["constant", "constant_with_warmup", "cosine", "cosine_with_restarts", "inverse_sqrt", "linear", "polynomial"]
+"""Those of transformers that need no more than warm-up steps and the total."""
+_STATE = ("exp_avg", "exp_avg_sq")
+
+
+class OptimizedModel:
+    """Base of strategies: one model's parameters (whole or sharded) with AdamW over what this rank holds.
+
+    The optimizer works on plain views of the local rows: sharding costs nothing extra, and its state is plain too.
+    Subclasses place the module (`prepare`) and say how a number is summed over ranks (`_sum_over_ranks`).
+    """
+
+    def __init__(self, optimizer: OptimizerSettings | None, device: torch.device | str, rank: int, world_size: int):
+        self.settings = optimizer
+        self.device = torch.device(device)
+        self.rank = rank
+        self.world_size = world_size
+        self._updates = 0
+        self._optimizer: torch.optim.AdamW | None = None
+
+    def _own(self, scorer: nn.Module, total_steps: int | None) -> None:
+        """Take the placed module: names, views and, unless frozen, optimizer and schedule."""
+        self.scorer = scorer
+        scorer.requires_grad_(total_steps is not None)
+        hf_name: Any = scorer.hf_name
+        self._parameters: dict[str, nn.Parameter] = {hf_name(name): p for name, p in scorer.named_parameters()}
+        if total_steps is None:
+            return
+        settings = self.settings
+        if settings is None:
+            raise ConfigError("A model that is trained needs optimizer settings (trainer.policy.optimizer_config).")
+        self._views = {name: nn.Parameter(local(p.detach())) for name, p in self._parameters.items()}
+        betas = (settings.adam_betas[0], settings.adam_betas[1])
+        self._optimizer = torch.optim.AdamW(
+            self._views.values(), lr=settings.lr, betas=betas, weight_decay=settings.weight_decay, fused=True
+        )
+        if settings.scheduler not in SCHEDULES:
+            raise ConfigError(f"optimizer_config.scheduler={settings.scheduler!r} is not one of {SCHEDULES}.")
+        schedule = get_scheduler(
+            settings.scheduler, torch.optim.SGD([nn.Parameter(torch.zeros(1))]), settings.num_warmup_steps, total_steps
+        )
+        self._lr_factor = schedule.lr_lambdas[0]
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        loss.backward()
+
+    def step(self) -> dict[str, float]:
+        """One update; see `Strategy.step`. The schedule counts skipped updates too, so it ends when the run does."""
+        assert self._optimizer is not None and self.settings is not None, "a frozen model does not step"
+        lr = self.settings.lr * self._lr_factor(self._updates)
+        gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
+        norm = self._global_norm(gradients)
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            limit = self.settings.max_grad_norm
+            if limit > 0 and norm > limit:
+                torch._foreach_mul_(gradients, float(limit / norm))
+            for name, view in self._views.items():
+                parameter = self._parameters[name]
+                view.data = local(parameter.detach())
+                view.grad = None if parameter.grad is None else local(parameter.grad)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._updates += 1
+        return {"grad_norm": float(norm), "lr": lr, "skipped": float(not finite)}
+
+    def _global_norm(self, gradients: list[Tensor]) -> Tensor:
+        """2-norm over all parameters and ranks, float64 []: one number, and so one decision, on all ranks."""
+        norms = torch._foreach_norm(gradients) if gradients else []
+        squares = torch.stack([norm.double() for norm in norms]).square().sum() if norms else torch.zeros(()).double()
+        return self._sum_over_ranks(squares).sqrt()
+
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        return value
+
+    def offload(self) -> int:
+        """To host memory; returns the bytes freed on the device."""
+        if self.device.type == "cpu":
+            return 0
+        before = torch.cuda.memory_allocated(self.device)
+        self._move("cpu")
+        torch.cuda.empty_cache()
+        return before - torch.cuda.memory_allocated(self.device)
+
+    def onload(self) -> None:
+        if self.device.type != "cpu":
+            self._move(self.device)
+
+    def _move(self, device: torch.device | str) -> None:
+        self.scorer.to(device)
+        if self._optimizer is None:
+            return
+        for name, view in self._views.items():
+            view.data = local(self._parameters[name].detach())
+            state = self._optimizer.state[view]
+            for key, value in state.items():
+                state[key] = value.to(device)
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor on the device), tied weights once; all ranks iterate together."""
+        for name, parameter in self._parameters.items():
+            tensor = parameter.detach()
+            if isinstance(tensor, DTensor):
+                placed = tensor.to_local().to(self.device)
+                tensor = DTensor.from_local(
+                    placed,
+                    tensor.device_mesh,
+                    tensor.placements,
+                    run_check=False,
+                    shape=tensor.shape,
+                    stride=tensor.stride(),
+                ).full_tensor()
+            yield name, tensor
+
+    def _slices(self) -> dict[str, Slice]:
+        return {name: Slice.of(parameter) for name, parameter in self._parameters.items()}
+
+    def save(self, directory: Path) -> None:
+        """shard_<rank>.safetensors (param, exp_avg, exp_avg_sq, step per parameter) and shard_<rank>.json."""
+        tensors = {f"param/{name}": local(parameter.detach()) for name, parameter in self._parameters.items()}
+        if self._optimizer is not None:
+            for name, view in self._views.items():
+                tensors |= {f"{key}/{name}": value for key, value in self._optimizer.state[view].items()}
+        meta = {"world_size": self.world_size, "updates": self._updates, "trained": self._optimizer is not None}
+        write_shard(directory, self.rank, self._slices(), tensors, meta)
+
+    @torch.no_grad()
+    def load(self, directory: Path) -> None:
+        """Raises CheckpointError for a torn checkpoint, one of another model, or one without optimizer state."""
+        slices = self._slices()
+        with open_shards(directory) as reader:
+            reader.check(slices)
+            if self._optimizer is not None and not reader.meta["trained"]:
+                raise CheckpointError(
+                    f"{directory} was saved from a frozen model: it has no optimizer state to resume."
+                )
+            for name, parameter in self._parameters.items():
+                local(parameter).copy_(reader.rows(f"param/{name}", slices[name]))
+                if self._optimizer is not None:
+                    self._load_state(reader, name, slices[name])
+            self._updates = int(reader.meta["updates"])
+
+    def _load_state(self, reader: Any, name: str, piece: Slice) -> None:
+        assert self._optimizer is not None
+        view = self._views[name]
+        self._optimizer.state.pop(view, None)
+        if f"step/{name}" in reader:
+            state = {key: reader.rows(f"{key}/{name}", piece) for key in _STATE}
+            state["step"] = reader.whole(f"step/{name}")
+            self._optimizer.state[view] = {key: value.to(view.device) for key, value in state.items()}

@@ -1,0 +1,36 @@
+"""The ranks of one model meet here: torch's default process group, with a deadline."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from skyrl_train.errors import DeadlineExceeded
+
+_BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
+"""With NCCL, host tensors (offloaded shards, agreement flags) still go through gloo."""
+
+
+def init_process_group(rank: int, world_size: int, address: str, port: int, backend: str, timeout_s: float) -> None:
+    """Join the group that rank 0 hosts at address:port; collectives get the same deadline.
+
+    Raises DeadlineExceeded when not all ranks arrive within `timeout_s` seconds.
+    """
+    try:
+        dist.init_process_group(
+            _BACKENDS[backend],
+            init_method=f"tcp://{address}:{port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except dist.DistStoreError as error:
+        meeting = f"Rank {rank}: the meeting of {world_size} ranks at {address}:{port}"
+        raise DeadlineExceeded(meeting, timeout_s) from error
+
+
+def close_process_group() -> None:
+    """Leave the group, where there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,134 @@
+"""One rank's slice of a model on disk: safetensors and JSON, readable by any other number of ranks.
+
+A slice is rows [start, stop) of a tensor's first dimension, which is how FSDP2 shards. Rank r writes shard_r.json and
+shard_r.safetensors and nothing else, so ranks never write the same file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from skyrl_train.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Rows [start, stop) of a tensor of `shape`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> Slice:
+        """The rows of a parameter that this rank holds: all of them unless it is sharded."""
+        start, stop = 0, parameter.shape[0]
+        if isinstance(parameter, DTensor):
+            local, offset = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            start, stop = offset[0], offset[0] + local[0]
+        return cls(tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."), start, stop)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's rows as a plain tensor sharing memory with `tensor`."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def write_shard(
+    directory: Path, rank: int, slices: Mapping[str, Slice], tensors: Mapping[str, Tensor], meta: dict[str, Any]
+) -> None:
+    """Write this rank's two files. `tensors` are named "kind/parameter"."""
+    directory.mkdir(parents=True, exist_ok=True)
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(held, directory / f"shard_{rank}.safetensors")
+    table = {name: asdict(piece) for name, piece in slices.items()}
+    (directory / f"shard_{rank}.json").write_text(json.dumps({**meta, "rank": rank, "slices": table}) + "\n")
+
+
+class ShardReader:
+    """All ranks' files of one checkpoint, read by slices: nothing is loaded that was not asked for."""
+
+    def __init__(self, directory: Path, stack: ExitStack):
+        self.directory = directory
+        self.meta = self._json(0)
+        ranks = range(int(self.meta["world_size"]))
+        self._tables = [{name: _parse(piece) for name, piece in self._json(rank)["slices"].items()} for rank in ranks]
+        self._files = [self._open(rank, stack) for rank in ranks]
+        self._keys = [set(file.keys()) for file in self._files]
+
+    def check(self, slices: Mapping[str, Slice]) -> None:
+        """CheckpointError unless the checkpoint holds exactly these parameters."""
+        for name in sorted({*slices, *self._tables[0]}):
+            wanted, saved = slices.get(name), self._tables[0].get(name)
+            got = None if saved is None else (saved.shape, saved.dtype)
+            want = None if wanted is None else (wanted.shape, wanted.dtype)
+            if got != want:
+                raise CheckpointError(
+                    f"{self.directory}: parameter {name!r} is {_say(got)} in the checkpoint and {_say(want)} in the "
+                    "model; it was saved from another one."
+                )
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._keys[0]
+
+    def whole(self, key: str) -> Tensor:
+        """A tensor that is the same on all ranks."""
+        return self._files[0].get_tensor(key)
+
+    def rows(self, key: str, piece: Slice) -> Tensor:
+        """Rows [start, stop) of a sharded tensor, put together from whichever ranks saved them."""
+        name = key.split("/", 1)[1]
+        parts = []
+        position = piece.start
+        for file, table in sorted(zip(self._files, self._tables, strict=True), key=lambda pair: pair[1][name].start):
+            saved = table[name]
+            stop = min(saved.stop, piece.stop)
+            if saved.start <= position < stop:  # replicas of rows already read are passed over
+                parts.append(file.get_slice(key)[position - saved.start : stop - saved.start])
+                position = stop
+        if position != piece.stop:
+            raise CheckpointError(f"{self.directory}: rows {position}:{piece.stop} of {name!r} are in no shard.")
+        return torch.cat(parts) if parts else torch.empty((0, *piece.shape[1:]), dtype=getattr(torch, piece.dtype))
+
+    def _json(self, rank: int) -> dict[str, Any]:
+        path = self.directory / f"shard_{rank}.json"
+        try:
+            return dict(json.loads(path.read_text()))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} is missing or torn: {error}") from error
+
+    def _open(self, rank: int, stack: ExitStack) -> Any:
+        path = self.directory / f"shard_{rank}.safetensors"
+        try:
+            return stack.enter_context(safe_open(path, framework="pt"))
+        except Exception as error:  # safetensors raises its own type for a torn header, OSError for a missing file
+            raise CheckpointError(f"{path} is missing or torn: {error}") from error
+
+
+@contextmanager
+def open_shards(directory: Path) -> Iterator[ShardReader]:
+    with ExitStack() as stack:
+        yield ShardReader(directory, stack)
+
+
+def _parse(piece: dict[str, Any]) -> Slice:
+    return Slice(tuple(piece["shape"]), piece["dtype"], piece["start"], piece["stop"])
+
+
+def _say(kind: tuple[tuple[int, ...], str] | None) -> str:
+    return "absent" if kind is None else f"{kind[1]} {list(kind[0])}"

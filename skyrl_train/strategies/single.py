@@ -1,0 +1,39 @@
+"""The whole model in one process: no process group, nothing sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.strategies.base import FSDPSettings, OptimizerSettings
+from skyrl_train.strategies.optimizer import OptimizedModel
+
+
+class SingleStrategy(OptimizedModel):
+    """One rank. A compute dtype below the parameters' own runs under autocast; parameters and gradients keep theirs."""
+
+    def __init__(
+        self,
+        *,
+        optimizer: OptimizerSettings | None,
+        fsdp: FSDPSettings | None = None,
+        device: torch.device | str = "cpu",
+        compute_dtype: torch.dtype = torch.float32,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        if world_size != 1:
+            raise ConfigError(f"trainer.strategy='single' runs one rank, got {world_size}; use trainer.strategy=fsdp2.")
+        super().__init__(optimizer, device, rank, world_size)
+        self.compute_dtype = compute_dtype
+
+    def prepare(self, scorer: nn.Module, total_steps: int | None) -> nn.Module:
+        scorer.to(self.device)
+        if self.compute_dtype.itemsize < next(scorer.parameters()).dtype.itemsize:
+            compute: Any = torch.autocast(self.device.type, dtype=self.compute_dtype)
+            scorer.forward = compute(scorer.forward)  # type: ignore[method-assign]
+        self._own(scorer, total_steps)
+        return scorer

@@ -1,0 +1,51 @@
+"""What the ragged path must equal: the same log-probs from one padded rectangle and the model's own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from skyrl_train.data.batch import TrainBatch
+
+
+def ragged_batch(
+    lengths: Sequence[int], *, seed: int = 0, vocab_size: int = 256, temperatures: Sequence[float] | None = None
+) -> TrainBatch:
+    """Random token ids; the first third of every sequence (at least one token) is prompt, the rest is sampled."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.tensor(lengths)
+    offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    prompts = (sizes // 3).clamp(min=1)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    rows = len(lengths)
+    return TrainBatch(
+        input_ids=torch.randint(3, vocab_size, (int(sizes.sum()),), generator=generator),
+        position_ids=positions,
+        loss_mask=positions >= torch.repeat_interleave(prompts, sizes),
+        offsets=offsets,
+        prompt_lengths=prompts,
+        group_ids=torch.arange(rows) // 2,
+        rewards=torch.zeros(rows),
+        temperature=torch.tensor(temperatures or [1.0] * rows),
+        status=torch.ones(rows, dtype=torch.bool),
+        min_versions=torch.zeros(rows, dtype=torch.int64),
+        max_versions=torch.zeros(rows, dtype=torch.int64),
+    )
+
+
+def padded_scores(model: PreTrainedModel, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    """[T] log-probs and [T] entropies of masked tokens, 0 elsewhere: right padding, an attention mask, all logits."""
+    ids = batch.padded(batch.input_ids)
+    mask = batch.padded(torch.ones_like(batch.input_ids))
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits / batch.temperature.to(logits.dtype)[:, None, None]
+    everything = logits.log_softmax(-1)
+    chosen = everything.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    entropy = -(everything.exp() * everything).sum(-1)
+    pad = chosen.new_zeros(len(batch), 1)
+    rows, columns = batch.sequence_ids, batch.position_ids
+    return tuple(torch.cat([pad, x], dim=1)[rows, columns] * batch.loss_mask for x in (chosen, entropy))  # type: ignore[return-value]
