@@ -4,8 +4,8 @@
     <root>/global_step_50.partial/    a save that was interrupted; reported, never loaded, never deleted by loading
     <root>/latest_ckpt_global_step.txt
 
-Ranks write their files into the folder that `begin` returns; one process calls `begin` and `commit`. Nothing here unpickles
-or runs what a file says: JSON and checksums only.
+Ranks write their files into the folder that `begin` returns; one process calls `begin` and `commit`. Nothing here
+unpickles or runs what a file says: JSON and checksums only.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class Checkpoints:
     def load_path(self, mode: str | None, path: str | Path | None = None) -> Checkpoint | None:
         """The checkpoint to resume from, verified; None when there is nothing to resume.
 
-        latest: the newest that verifies, loudly passing over damaged ones. from_path: that one, or the newest whole one before
-        it in the same folder. Raises CheckpointError when there are checkpoints and none is whole, ConfigError for a bad mode
-        or a path that is not there.
+        latest: the newest that verifies, loudly passing over damaged ones. from_path: that one, or the newest whole one
+        before it in the same folder. Raises CheckpointError when there are checkpoints and none is whole, ConfigError
+        for a bad mode or a path that is not there.
         """
         if mode is None or mode == "none":
             return None
@@ -114,7 +114,7 @@ class Checkpoints:
             _log.error("CHECKPOINT %s IS DAMAGED: %s. Falling back to the one before it.", folder, problem)
         if steps:
             raise CheckpointError(
-                f"None of the checkpoints of steps {sorted(steps)} in {root} is whole (each is named above with what is wrong). "
+                f"None of the checkpoints of steps {sorted(steps)} in {root} is whole (what is wrong is named above). "
                 "Restore one of them, or start over with trainer.resume_mode=none and another trainer.ckpt_path."
             )
         return None
@@ -193,7 +193,8 @@ def _parse_path(path: str | Path | None) -> tuple[Path, int]:
     match = _COMMITTED.fullmatch(folder.name) if folder else None
     if folder is None or match is None or not folder.is_dir():
         raise ConfigError(
-            f"trainer.resume_path={str(path)!r} is not a checkpoint: give the folder <ckpt_path>/global_step_<number> of a finished save."
+            f"trainer.resume_path={str(path)!r} is not a checkpoint: "
+            "give the folder <ckpt_path>/global_step_<number> of a finished save."
         )
     return folder.resolve().parent, int(match.group(1))
 

@@ -21,9 +21,9 @@ LOCK_FILE = ".lock"
 class RunDirectory:
     """Holds `path` from enter to exit; `resuming` says whether checkpoints found there may be continued.
 
-    `identity` is what makes two runs the same (project, run name, model path, fingerprints of the data...), plain JSON values;
-    it is kept in run.json. Entering raises RunDirectoryError when the folder cannot be written, is held by another process,
-    holds a run of another identity, or holds checkpoints while not resuming.
+    `identity` is what makes two runs the same (project, run name, model path, fingerprints of the data...), plain JSON
+    values; it is kept in run.json. Entering raises RunDirectoryError when the folder cannot be written, is held by another
+    process, holds a run of another identity, or holds checkpoints while not resuming.
 
     Example:
         with RunDirectory(Path("runs/a"), {"run_name": "a"}, resuming=True) as run:
@@ -42,7 +42,8 @@ class RunDirectory:
             self._lock = (self.path / LOCK_FILE).open("a+")
         except OSError as error:
             raise RunDirectoryError(
-                f"trainer.ckpt_path={str(self.path)!r} cannot be written ({error.strerror}); choose a folder you may write to."
+                f"trainer.ckpt_path={str(self.path)!r} cannot be written ({error.strerror}); "
+                "choose a folder you may write to."
             ) from error
         try:
             self._take(self._lock)
@@ -66,7 +67,8 @@ class RunDirectory:
             lock.seek(0)
             holder = lock.read().strip() or "another process"
             raise RunDirectoryError(
-                f"trainer.ckpt_path={str(self.path)!r} is in use by {holder}; wait for it, end it, or choose another folder."
+                f"trainer.ckpt_path={str(self.path)!r} is in use by {holder}; "
+                "wait for it, end it, or choose another folder."
             ) from error
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -78,8 +80,8 @@ class RunDirectory:
         if kept is None:
             if steps:
                 raise RunDirectoryError(
-                    f"trainer.ckpt_path={str(self.path)!r} holds checkpoints (steps {steps}) but no {IDENTITY_FILE} that says whose; "
-                    "choose another folder, and trainer.resume_mode=from_path to start from one of them."
+                    f"trainer.ckpt_path={str(self.path)!r} holds checkpoints (steps {steps}) but no {IDENTITY_FILE} "
+                    "that says whose; choose another folder, and trainer.resume_mode=from_path to start from one of them."
                 )
             return
         differences = [
@@ -94,8 +96,8 @@ class RunDirectory:
             )
         if steps and not self._resuming:
             raise RunDirectoryError(
-                f"trainer.ckpt_path={str(self.path)!r} holds checkpoints of this run (steps {steps}) and trainer.resume_mode is none: "
-                "set trainer.resume_mode=latest to continue, or choose another folder."
+                f"trainer.ckpt_path={str(self.path)!r} holds checkpoints of this run (steps {steps}) and "
+                "trainer.resume_mode is none: set trainer.resume_mode=latest to continue, or choose another folder."
             )
 
     def _kept_identity(self) -> dict[str, Any] | None:

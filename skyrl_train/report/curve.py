@@ -1,0 +1,40 @@
+"""The reward curve of a run as a PNG, from its metrics.jsonl. The only importer of matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from skyrl_train.errors import DataError
+from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
+
+
+def write_reward_curve(run_dir: Path, png: Path | None = None) -> Path:
+    """Training reward and every eval/<source>/mean_reward over steps; returns the PNG's path (reward_curve.png).
+
+    Raises DataError when the run has no reward to show.
+    """
+    lines = read_jsonl(Path(run_dir) / METRICS_FILE)
+    names = [
+        "reward/mean",
+        *sorted({n for line in lines for n in line if n.startswith("eval/") and n.endswith("/mean_reward")}),
+    ]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for name in names:
+        points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+        if points:
+            label = "training rollouts" if name == "reward/mean" else name.removesuffix("/mean_reward")
+            axes.plot(
+                *zip(*points, strict=True), marker="" if name == "reward/mean" else "o", label=label.replace("$", r"\$")
+            )
+    if not axes.lines:
+        raise DataError(f"{Path(run_dir) / METRICS_FILE} holds no reward/mean and no eval reward: nothing to draw.")
+    axes.set(xlabel="step", ylabel="mean reward")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best")
+    target = png or Path(run_dir) / "reward_curve.png"
+    FigureCanvasAgg(figure).print_png(str(target))
+    return target

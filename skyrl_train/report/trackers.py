@@ -1,0 +1,100 @@
+"""Where numbers and completions go: the protocol of a tracker, and many of them as one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from skyrl_train.config.choices import TRACKERS
+from skyrl_train.registry import Registry
+from skyrl_train.report.jsonl import JsonlTracker
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One completion for people to read: untrusted text."""
+
+    prompt: str
+    response: str
+    reward: float
+    stop_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerSetup:
+    """What a tracker may need to know of the run."""
+
+    run_dir: Path
+    project_name: str
+    run_name: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved configuration, without secrets."""
+
+
+class Tracker(Protocol):
+    """Constructed with a TrackerSetup. Values may be NaN; texts may hold anything."""
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """The run goes on from `step` (0: from the start); what was recorded of later steps is void."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+    def samples(self, rows: Sequence[SampleRow], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+trackers: Registry[Callable[[TrackerSetup], Tracker]] = Registry("tracker", TRACKERS)
+
+
+class Trackers:
+    """Several trackers as one. One that raises is named in a warning, once, and dropped: training goes on (F39)."""
+
+    def __init__(self, members: Mapping[str, Tracker]):
+        self._members = dict(members)
+
+    def begin(self, step: int, total_steps: int) -> None:
+        self._each("begin", step, total_steps)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._each("log", metrics, step)
+
+    def samples(self, rows: Sequence[SampleRow], step: int) -> None:
+        self._each("samples", rows, step)
+
+    def close(self) -> None:
+        self._each("close")
+        self._members.clear()
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _each(self, method: str, *args: Any) -> None:
+        for name, member in list(self._members.items()):
+            try:
+                getattr(member, method)(*args)
+            except Exception as error:
+                del self._members[name]
+                _log.warning("Tracker %s failed and is off for the rest of the run (%s: %r).", name, method, error)
+
+
+def make_trackers(
+    names: Sequence[str], run_dir: Path, project_name: str, run_name: str, config: Mapping[str, Any]
+) -> Trackers:
+    """The JSONL tracker and those of `names`, each once. Raises ConfigError for an unknown name or missing library."""
+    setup = TrackerSetup(Path(run_dir), project_name, run_name, config)
+    members: dict[str, Tracker] = {"jsonl": JsonlTracker(setup.run_dir)}
+    for name in dict.fromkeys(names):
+        members[name] = trackers.get(name)(setup)
+    return Trackers(members)

@@ -1,0 +1,63 @@
+"""Weights & Biases, the only importer; works without network or account too (offline files, `wandb sync` later)."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.report.trackers import SampleRow, TrackerSetup
+
+try:
+    import wandb
+except ImportError as error:
+    raise ConfigError(
+        f"trainer.logger names wandb, which cannot be imported ({error}); run `uv pip install wandb`, or leave it out."
+    ) from error
+
+_log = logging.getLogger(__name__)
+INIT_TIMEOUT_S = 60.0
+
+
+class WandbTracker:
+    """One W&B run a run folder: a resumed run goes on in it. WANDB_MODE decides; without it, online if logged in."""
+
+    def __init__(self, setup: TrackerSetup):
+        folder = str(setup.run_dir.resolve())
+        self._options = {
+            "project": setup.project_name,
+            "name": setup.run_name,
+            "dir": folder,
+            "id": hashlib.sha256(f"{setup.run_name}:{folder}".encode()).hexdigest()[:12],
+            "config": dict(setup.config),
+        }
+        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+        try:
+            self._run = self._open(mode)
+        except wandb.errors.Error as error:
+            _log.warning(
+                "wandb cannot be reached (%s): this run is kept in %s/wandb; `wandb sync` sends it.", error, folder
+            )
+            self._run = self._open("offline")
+
+    def _open(self, mode: str) -> wandb.Run:
+        settings = wandb.Settings(init_timeout=INIT_TIMEOUT_S, console="off", silent=True)
+        online = {"resume": "allow"} if mode == "online" else {}
+        return wandb.init(mode=mode, settings=settings, **self._options, **online)  # type: ignore[arg-type]
+
+    def begin(self, step: int, total_steps: int) -> None:
+        self._run.config.update({"total_steps": total_steps}, allow_val_change=True)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def samples(self, rows: Sequence[SampleRow], step: int) -> None:
+        table = wandb.Table(columns=["prompt", "response", "reward", "stop_reason"])
+        for row in rows:
+            table.add_data(row.prompt, row.response, row.reward, row.stop_reason)
+        self._run.log({"samples": table}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
