@@ -41,3 +41,14 @@ TRACKERS = {
     "wandb": "skyrl_train.report.wandb:WandbTracker",
 }
 """Besides the JSONL file, which is always written."""
+
+SCHEDULES = (
+    "constant",
+    "constant_with_warmup",
+    "cosine",
+    "cosine_with_restarts",
+    "inverse_sqrt",
+    "linear",
+    "polynomial",
+)
+"""Learning-rate schedules of transformers that need no more than warm-up and total steps."""

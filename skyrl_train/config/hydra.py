@@ -77,7 +77,7 @@ class Override:
 
     @property
     def for_hydra(self) -> str:
-        """The text that sets the key whether or not Hydra's mapping has it already: it is this package that checks keys."""
+        """The text that sets the key whether or not Hydra has it already: keys are checked by this package."""
         if self.deletes or self.error or self.key.startswith(("hydra.", "hydra/")):
             return self.text
         return f"++{ALIASES.get(self.key, self.key)}={self.text.partition('=')[2]}"
@@ -96,7 +96,7 @@ def parse_override(text: str) -> Override:
 
 
 def parse_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Hydra's own flags by name, and the overrides. Exits with 2 on a flag that Hydra does not know, as argparse does."""
+    """Hydra's own flags by name, and the overrides. Exits with 2 on an unknown flag, as argparse does."""
     flags = vars(get_args_parser().parse_intermixed_args(list(argv)))
     return flags, flags.pop("overrides")
 

@@ -46,10 +46,10 @@ def arms(hint: Any) -> tuple[Any, ...]:
 
 
 @functools.cache
-def hints(section: type[Section]) -> dict[str, Any]:
+def hints(section: type[Any]) -> dict[str, Any]:
     """Types of a section's fields, in order."""
     resolved = typing.get_type_hints(section)
-    return {item.name: resolved[item.name] for item in dataclasses.fields(section)}  # type: ignore[arg-type]
+    return {item.name: resolved[item.name] for item in dataclasses.fields(section)}
 
 
 @functools.cache
@@ -86,16 +86,17 @@ def find(name: str) -> Key | None:
 
 
 def nearest(name: str) -> str | None:
-    """The known key that was probably meant: by spelling, or by its last part when the rest is missing."""
-    known = [*all_keys(), *ALIASES]
-    leaf = name.rpartition(".")[2]
+    """The known key that was probably meant: misspelt in its section, without its section, or misspelt anywhere."""
+    known = [key for key in (*all_keys(), *ALIASES) if not name.startswith(f"{key}.")]
+    section, _, leaf = name.rpartition(".")
+    siblings = [key for key in known if key.rpartition(".")[0] == section]
     same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
-    if close := difflib.get_close_matches(name, same_leaf or known, n=1, cutoff=0.3 if same_leaf else 0.75):
-        return close[0]
+    for candidates, cutoff in ((siblings, 0.85), (same_leaf, 0.3), (known, 0.75)):
+        if close := difflib.get_close_matches(name, candidates, n=1, cutoff=cutoff):
+            return close[0]
     by_leaf = {key.rpartition(".")[2]: key for key in reversed(known)}
-    if close := difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.8):
-        return by_leaf[close[0]]
-    return None
+    close = difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.8)
+    return by_leaf[close[0]] if close else None
 
 
 def value_at(config: Config, name: str) -> Any:

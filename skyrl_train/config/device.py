@@ -1,0 +1,90 @@
+"""`device: auto`: which device a run is on, and the settings that go with it where nobody chose others."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.config.keys import all_keys, value_at
+from skyrl_train.config.problems import Problem, show
+from skyrl_train.config.schema import Config
+
+_ON_CPU: dict[str, tuple[Any, str]] = {
+    "generator.backend": ("transformers", "the engine of this machine"),
+    "generator.model_dtype": ("float32", "engines compute as the trainer does"),
+    "generator.weight_sync_backend": ("gloo", "NCCL needs accelerators"),
+    "trainer.bf16": (False, "bfloat16 is slow and inexact without accelerators"),
+    "trainer.flash_attn": (False, "PyTorch's scaled dot product attention"),
+}
+_ON_CUDA: dict[str, tuple[Any, str]] = {
+    "generator.backend": ("transformers", "vllm is not available in this version"),
+}
+_NO_FLASH_ATTENTION = {"trainer.flash_attn": (False, "the flash_attn package is not installed")}
+
+
+def accelerator_present() -> bool:
+    """Whether this machine has an NVIDIA device that this process may use; asked without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return False
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        return True
+    program = shutil.which("nvidia-smi")  # containers and WSL have the program without the device files
+    if program is None:
+        return False
+    try:
+        listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listed.returncode == 0 and "GPU" in listed.stdout
+
+
+def resolve_device(config: Config, has_accelerator: bool) -> tuple[Config, list[str]]:
+    """The configuration with `device` cpu or cuda and its untouched defaults fitted to it; a note for every change.
+
+    A value that equals the default counts as untouched even when it was written out: SkyRL's recipes spell theirs out.
+    Other values are kept. The result is not frozen.
+    """
+    device = config.device
+    notes = []
+    if device == "auto":
+        device = "cuda" if has_accelerator else "cpu"
+        found = "an accelerator was found" if has_accelerator else "no accelerator was found"
+        notes.append(f"device=auto -> {device}: {found}.")
+    changes: dict[str, Any] = {"device": device}
+    for key, value, reason in _fitting(device):
+        default = all_keys()[key].default
+        if value_at(config, key) == default:
+            changes[key] = value
+            notes.append(f"{key}={show(default)} -> {show(value)}: {reason}.")
+    if device == "cpu":
+        notes.append("Placement counts slots of CPU instead of GPUs.")
+    for key, value in changes.items():
+        config = _with(config, key.split("."), value)
+    return config, notes
+
+
+def _fitting(device: str) -> Iterator[tuple[str, Any, str]]:
+    table = dict(_ON_CPU if device == "cpu" else _ON_CUDA)
+    if device == "cuda" and importlib.util.find_spec("flash_attn") is None:
+        table |= _NO_FLASH_ATTENTION
+    for key, (value, reason) in table.items():
+        yield key, value, reason
+
+
+def device_problems(config: Config, has_accelerator: bool) -> Iterator[Problem]:
+    """A device that this machine has not got."""
+    if config.device == "cuda" and not has_accelerator:
+        yield Problem("device", "cuda", "cpu or auto here", "No NVIDIA device was found on this machine.")
+
+
+def _with(section: Any, path: list[str], value: Any) -> Any:
+    """The section with one value changed; what is given stays as it is."""
+    name, *rest = path
+    return replace(section, **{name: _with(getattr(section, name), rest, value) if rest else value})

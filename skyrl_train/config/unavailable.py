@@ -1,0 +1,92 @@
+"""What SkyRL has and this version does not do yet: refused by name. Work that adds one deletes its row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from skyrl_train.config.keys import value_at
+from skyrl_train.config.problems import Problem, show
+from skyrl_train.config.schema import Config
+
+NAMES: dict[str, dict[str, str]] = {
+    "trainer.strategy": {
+        "deepspeed": "deepspeed is not available in this version: use fsdp2.",
+        "megatron": "megatron is not available in this version: use fsdp2.",
+    },
+    "generator.backend": {
+        "vllm": "vllm is not available in this version: use transformers.",
+        "sglang": "sglang is not available in this version: use transformers.",
+        "remote": "Remote servers are not available in this version: use transformers.",
+    },
+    "trainer.algorithm.advantage_estimator": {
+        name: f"{name} is not available in this version: use grpo, or register your own in trainer.plugins."
+        for name in ("gae", "rloo", "reinforce++")
+    },
+    "trainer.algorithm.policy_loss_type": {
+        name: f"{name} is not available in this version: use regular, or register your own in trainer.plugins."
+        for name in ("dual_clip", "gspo", "sapo", "cispo", "clip_cov", "kl_cov")
+    },
+    "environment.env_class": {
+        name: f"{name} is not available in this version: register your own in a module of trainer.plugins."
+        for name in ("aime", "gsm8k_multi_turn", "llm_as_a_judge", "lcb", "search", "searchcode", "text2sql")
+    },
+}
+"""Known names of choices that cannot be made: key -> name -> what to do."""
+
+_OFF_POLICY = "Off-policy correction is not available in this version."
+_LORA = "Adapters are not available in this version: the whole model is trained."
+_PARALLEL = "This parallelism is not available in this version: use more ranks (policy_num_gpus_per_node)."
+_MEGATRON = "Megatron's parallelism is not available: use trainer.strategy=fsdp2 and trainer.policy.fsdp_config."
+_ENGINE_PARALLEL = "The transformers engine runs on one accelerator: raise generator.num_inference_engines instead."
+_TURNS = "Conversations of several turns are not available in this version."
+_SERVERS = "Servers outside the run are not available in this version: engines run inside it."
+
+VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "trainer.algorithm.use_tis": ((False,), _OFF_POLICY),
+    "trainer.algorithm.off_policy_correction.tis_ratio_type": ((None,), _OFF_POLICY),
+    "trainer.algorithm.off_policy_correction.sequence_mask_metric": ((None,), _OFF_POLICY),
+    "trainer.algorithm.off_policy_correction.outlier_token_is_threshold_low": ((None,), _OFF_POLICY),
+    "trainer.algorithm.off_policy_correction.outlier_token_is_threshold_high": ((None,), _OFF_POLICY),
+    "trainer.algorithm.dynamic_sampling.type": ((None,), "Dynamic sampling is not available in this version."),
+    "trainer.algorithm.zero_variance_filter": (
+        (False,),
+        "Groups of equal rewards stay in the batch, with advantage 0.",
+    ),
+    "trainer.fully_async.enabled": ((False,), "Only synchronous training is available in this version."),
+    "trainer.update_ref_every_epoch": ((False,), "The reference stays as it was loaded in this version."),
+    "trainer.policy.use_torch_compile": ((False,), "Compilation is not available in this version."),
+    "trainer.policy.record_memory": ((False,), "Memory snapshots are not available in this version."),
+    "trainer.policy.model.lora.rank": ((0,), _LORA),
+    "trainer.critic.model.lora.rank": ((0,), _LORA),
+    "trainer.policy.sequence_parallel_size": ((1,), _PARALLEL),
+    "trainer.ref.sequence_parallel_size": ((1,), _PARALLEL),
+    "trainer.critic.sequence_parallel_size": ((1,), _PARALLEL),
+    **{
+        f"trainer.{role}.megatron_config.{kind}_parallel_size": ((1, None) if "expert_t" in kind else (1,), _MEGATRON)
+        for role in ("policy", "ref")
+        for kind in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    },
+    **{
+        f"generator.inference_engine_{kind}_parallel_size": ((1,), _ENGINE_PARALLEL)
+        for kind in ("tensor", "pipeline", "expert", "data")
+    },
+    "generator.run_engines_locally": ((True,), _SERVERS),
+    "generator.external_proxy_url": ((None,), _SERVERS),
+    "generator.external_server_urls": ((None,), _SERVERS),
+    "generator.enable_http_endpoint": ((False,), "Engines are not served over HTTP in this version."),
+    "generator.max_turns": ((1,), _TURNS),
+    "generator.use_conversation_multi_turn": ((True,), _TURNS),
+    "generator.step_wise_trajectories": ((False,), _TURNS),
+    "generator.zero_reward_on_non_stop": ((False,), "Give that reward in the environment: it sees the response."),
+    "generator.apply_overlong_filtering": ((False,), "Responses cut by length stay in the loss in this version."),
+    "generator.chat_template.name_or_path": ((None,), "The tokenizer's own chat template is used in this version."),
+}
+"""Key -> the values it may have, and why or what to do instead."""
+
+
+def unavailable(config: Config) -> Iterator[Problem]:
+    """Settings that this version knows and does not do. Names of choices are checked in validate."""
+    for key, (allowed, advice) in VALUES.items():
+        if (value := value_at(config, key)) not in allowed:
+            yield Problem(key, value, " or ".join(show(item) for item in allowed), advice)

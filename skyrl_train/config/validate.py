@@ -1,0 +1,123 @@
+"""Values and combinations: everything that is wrong with a configuration, before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from skyrl_train.config.choices import (
+    ADVANTAGE_ESTIMATORS,
+    ENGINES,
+    ENVIRONMENTS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    REDUCTIONS,
+    SCHEDULES,
+    STRATEGIES,
+    TRACKERS,
+)
+from skyrl_train.config.keys import value_at
+from skyrl_train.config.problems import Problem
+from skyrl_train.config.ranges import out_of_range
+from skyrl_train.config.schema import Config
+from skyrl_train.config.unavailable import NAMES, unavailable
+from skyrl_train.registry import unknown
+
+CHOICES: Mapping[str, Collection[str]] = {
+    "device": ("auto", "cpu", "cuda"),
+    "trainer.strategy": STRATEGIES,
+    "trainer.sequence_parallel_backend": ("ulysses",),
+    "trainer.resume_mode": ("latest", "from_path", "none"),
+    "trainer.logger": TRACKERS,
+    "trainer.policy.optimizer_config.scheduler": SCHEDULES,
+    "trainer.critic.optimizer_config.scheduler": SCHEDULES,
+    "trainer.algorithm.advantage_estimator": ADVANTAGE_ESTIMATORS,
+    "trainer.algorithm.policy_loss_type": POLICY_LOSSES,
+    "trainer.algorithm.loss_reduction": REDUCTIONS,
+    "trainer.algorithm.kl_estimator_type": KL_ESTIMATORS,
+    "trainer.algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "generator.backend": ENGINES,
+    "generator.model_dtype": ("bfloat16", "float16", "float32"),
+    "generator.weight_sync_backend": ("nccl", "gloo"),
+    "generator.weight_sync_check": ("off", "fingerprint", "probe"),
+    "generator.chat_template.source": ("name", "file"),
+    "generator.override_existing_update_group": ("auto", "enable", "disable"),
+    "environment.env_class": ENVIRONMENTS,
+}
+
+OPEN_TO_PLUGINS = frozenset(
+    {
+        "trainer.algorithm.advantage_estimator",
+        "trainer.algorithm.policy_loss_type",
+        "environment.env_class",
+    }
+)
+"""Names that modules of `trainer.plugins` may register: checked when those are imported."""
+
+GROUP_BASELINES = frozenset({"grpo", "rloo"})
+"""Estimators that compare the responses of one prompt with each other."""
+
+
+def validate(config: Config) -> list[Problem]:
+    """Every problem of a resolved configuration (see device.resolve_device), at once; raises nothing."""
+    return [*out_of_range(config), *_unknown_names(config), *unavailable(config), *_combinations(config)]
+
+
+def _unknown_names(config: Config) -> Iterator[Problem]:
+    for key, allowed in CHOICES.items():
+        if config.trainer.plugins and key in OPEN_TO_PLUGINS:
+            continue
+        value = value_at(config, key)
+        for name in value if isinstance(value, (list, tuple)) else (value,):
+            if name not in allowed:
+                known = sorted(allowed)
+                words = known[0] if len(known) == 1 else f"one of {', '.join(known)}"
+                _, _, hint = unknown(key, name, known).rpartition(". ")
+                guess = hint if hint.startswith("Did you mean") else ""
+                yield Problem(key, value, words, NAMES.get(key, {}).get(name, guess))
+
+
+def _combinations(config: Config) -> Iterator[Problem]:
+    yield from _algorithm(config)
+    yield from _batches(config)
+    trainer, placement = config.trainer, config.trainer.placement
+    if trainer.resume_mode == "from_path" and not trainer.resume_path:
+        key, value = "trainer.resume_path", trainer.resume_path
+        yield Problem(key, value, "a checkpoint folder with trainer.resume_mode=from_path")
+    ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    if trainer.strategy == "single" and ranks > 1:
+        advice = f"The policy has {ranks} ranks; one of {'policy_num_gpus_per_node, policy_num_nodes'} must go to 1."
+        yield Problem("trainer.strategy", "single", "fsdp2 with more than one rank", advice)
+    if not config.data.train_data:
+        yield Problem("data.train_data", [], "at least one file or dataset")
+
+
+def _algorithm(config: Config) -> Iterator[Problem]:
+    algorithm, generator = config.trainer.algorithm, config.generator
+    estimator = algorithm.advantage_estimator
+    if estimator in GROUP_BASELINES and generator.n_samples_per_prompt == 1:
+        advice = f"A group of one has no baseline, so {estimator} learns nothing: raise it (5 is the default)."
+        yield Problem("generator.n_samples_per_prompt", 1, f"at least 2 with advantage_estimator={estimator}", advice)
+    if algorithm.use_kl_in_reward and algorithm.use_kl_loss:
+        advice = "KL would be counted twice: set trainer.algorithm.use_kl_loss=false, or this to false."
+        yield Problem("trainer.algorithm.use_kl_in_reward", True, "false while use_kl_loss=true", advice)
+    if estimator == "gae" and not config.trainer.critic.model.path:
+        advice = "advantage_estimator=gae needs a critic; the policy's path is a usual choice."
+        yield Problem("trainer.critic.model.path", config.trainer.critic.model.path, "the path of a model", advice)
+    if generator.sampling_params.temperature == 0:
+        key = "generator.sampling_params.temperature"
+        yield Problem(key, 0.0, "more than 0", "Greedy samples of a prompt are all the same; evaluation may be greedy.")
+    betas = config.trainer.policy.optimizer_config.adam_betas, config.trainer.critic.optimizer_config.adam_betas
+    for role, pair in zip(("policy", "critic"), betas, strict=True):
+        if len(pair) != 2:
+            yield Problem(f"trainer.{role}.optimizer_config.adam_betas", pair, "two numbers")
+
+
+def _batches(config: Config) -> Iterator[Problem]:
+    trainer = config.trainer
+    minis = {"policy_mini_batch_size": trainer.policy_mini_batch_size}
+    if trainer.critic.model.path:
+        minis["critic_mini_batch_size"] = trainer.critic_mini_batch_size
+    for name, size in minis.items():
+        if size > trainer.train_batch_size:
+            limit = f"at most trainer.train_batch_size={trainer.train_batch_size}"
+            yield Problem(f"trainer.{name}", size, limit, "An update cannot have more prompts than the step.")
