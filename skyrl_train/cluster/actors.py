@@ -75,9 +75,9 @@ class Remote:
         """A call with a deadline of its own."""
         return await self._wait(self._handle.call.remote(method, args, kwargs), method, deadline_s)
 
-    async def read(self, attribute: str) -> Any:
+    async def read(self, attribute: str, deadline_s: float) -> Any:
         """An attribute's value; the first one waits for the constructor."""
-        return await self._wait(self._handle.read.remote(attribute), "start", self._deadline_s)
+        return await self._wait(self._handle.read.remote(attribute), "start", deadline_s)
 
     def kill(self) -> None:
         ray.kill(self._handle, no_restart=True)

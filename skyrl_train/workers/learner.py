@@ -82,10 +82,14 @@ class BatchSizes:
 class Learner:
     """The policy's worker group, and the frozen reference's where KL is on."""
 
-    def __init__(self, policy: WorkerGroup, reference: WorkerGroup | None, sizes: BatchSizes):
+    def __init__(
+        self, policy: WorkerGroup, reference: WorkerGroup | None, sizes: BatchSizes, needs_old_logprobs: bool = False
+    ):
+        """`needs_old_logprobs`: somebody besides the loss reads them (KL in the reward), so they are always computed."""
         self.policy = policy
         self.reference = reference
         self.sizes = sizes
+        self.needs_old_logprobs = needs_old_logprobs
 
     async def setup(self) -> int:
         """Start all ranks; returns the policy's number of parameters."""
@@ -95,7 +99,7 @@ class Learner:
     async def score(self, batch: TrainBatch) -> TrainBatch:
         """Adds the log-probs that the update will need: old ones when it takes several optimizer steps, reference's with KL."""
         scored = batch
-        if len(self._mini_batch_rows(batch)) > 1:
+        if self.needs_old_logprobs or len(self._mini_batch_rows(batch)) > 1:
             scored = scored.with_tokens(old_logprobs=await self.logprobs(self.policy, batch))
         if self.reference is not None:
             scored = scored.with_tokens(ref_logprobs=await self.logprobs(self.reference, batch))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.registry import load_object
 from skyrl_train.strategies.process_group import close_process_group, init_process_group
 from skyrl_train.weight_sync.sender import WeightSender
-from skyrl_train.weight_sync.wire import Manifest
+from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 
 class Objective(Protocol):
@@ -56,7 +56,9 @@ class LearnerSpec:
     objective: Objective | None
     gradient_checkpointing: bool
     gradient_checkpointing_use_reentrant: bool
-    model_config_kwargs: dict[str, Any]
+    model_config_kwargs: Mapping[str, Any]
+    rope_scaling: Mapping[str, Any] | None
+    rope_theta: float | None
     rendezvous_s: float
     wire_dtype: str
     bucket_bytes: int
@@ -103,6 +105,8 @@ class LearnerWorker:
             dtype=torch.float32 if spec.optimizer else getattr(torch, spec.dtype),
             device=spec.device,
             model_config_kwargs=spec.model_config_kwargs,
+            rope_scaling=spec.rope_scaling,
+            rope_theta=spec.rope_theta,
         )
         if spec.gradient_checkpointing and spec.optimizer:
             model.gradient_checkpointing_enable({"use_reentrant": spec.gradient_checkpointing_use_reentrant})
@@ -151,13 +155,21 @@ class LearnerWorker:
             metrics.maximum("memory/learner_peak_gib", torch.cuda.max_memory_allocated() / 2**30)
         return metrics.state()
 
+    def connect_weights(self, route: str, address: str, world_size: int, timeout_s: float) -> None:
+        """Join the engines' transfer group; see weight_sync.publish for the order of these calls."""
+        self.sender.connect(route, address, world_size, timeout_s, self.spec.device)
+
     def manifest(self, version: int) -> Manifest:
-        """What a sync of `version` will send; all ranks call it."""
+        """What a sync of `version` will send."""
         return self.sender.manifest(version)
 
-    def connect_weights(self, route: str, address: str, port: int, world_size: int, timeout_s: float) -> None:
-        """Rank 0 joins the transfer group as its root."""
-        self.sender.connect(route, address, port, world_size, timeout_s)
+    def send_weights(self, index: int) -> Bucket | None:
+        """Send one bucket of it."""
+        return self.sender.send(index)
+
+    def disconnect_weights(self) -> None:
+        """Leave the transfer group after a failure."""
+        self.sender.disconnect()
 
     def save(self, directory: str) -> None:
         """This rank's part of weights and optimizer, and its random state."""

@@ -1,0 +1,100 @@
+"""The learner's workers, from configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from skyrl_train.build.layout import Layout, Seats
+from skyrl_train.cluster.actors import spawn
+from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.config.choices import STRATEGIES
+from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.workers.learner import BatchSizes, Learner, WorkerGroup
+from skyrl_train.workers.learner_worker import LearnerSpec, Objective
+
+WORKER = "skyrl_train.workers.learner_worker:LearnerWorker"
+
+
+def threads_per_process(cluster: Cluster, processes: int, device: str) -> int | None:
+    """CPU threads for each of `processes` that compute at the same time; None (torch's choice) with accelerators."""
+    if device == "cuda":
+        return None
+    return max(1, int(cluster.cpus) // max(1, processes))
+
+
+def build_learner(
+    cluster: Cluster,
+    trainer: TrainerConfig,
+    layout: Layout,
+    *,
+    objective: Objective | None,
+    total_steps: int,
+    device: str,
+    wire_dtype: str,
+    bucket_bytes: int,
+) -> Learner:
+    """Spawn policy and reference ranks; `Learner.setup` then loads their models."""
+    assert layout.policy is not None
+    spec = LearnerSpec(
+        model_path=trainer.policy.model.path,
+        strategy=STRATEGIES[trainer.strategy],
+        device=device,
+        dtype="bfloat16" if trainer.bf16 else "float32",
+        seed=trainer.seed,
+        threads=threads_per_process(cluster, layout.policy.count, device),
+        fsdp=trainer.policy.fsdp_config,
+        optimizer=trainer.policy.optimizer_config,
+        total_steps=total_steps,
+        objective=objective,
+        gradient_checkpointing=trainer.gradient_checkpointing,
+        gradient_checkpointing_use_reentrant=trainer.gradient_checkpointing_use_reentrant,
+        model_config_kwargs=trainer.policy.model_config_kwargs,
+        rope_scaling=trainer.rope_scaling,
+        rope_theta=trainer.rope_theta,
+        rendezvous_s=trainer.timeouts.rendezvous_s,
+        wire_dtype=wire_dtype,
+        bucket_bytes=bucket_bytes,
+    )
+    policy = _group(cluster, spec, layout.policy, "policy", trainer.timeouts.update_s)
+    reference = None
+    if layout.reference is not None:
+        frozen = replace(
+            spec,
+            model_path=trainer.ref.model.path,
+            fsdp=trainer.ref.fsdp_config,
+            optimizer=None,
+            total_steps=None,
+            objective=None,
+            threads=threads_per_process(cluster, layout.reference.count, device),
+            model_config_kwargs=trainer.ref.model_config_kwargs,
+        )
+        reference = _group(cluster, frozen, layout.reference, "reference", trainer.timeouts.update_s)
+    return Learner(policy, reference, batch_sizes(trainer), needs_old_logprobs=trainer.algorithm.use_kl_in_reward)
+
+
+def batch_sizes(trainer: TrainerConfig) -> BatchSizes:
+    return BatchSizes(
+        mini_batch_groups=trainer.policy_mini_batch_size,
+        update_epochs=trainer.update_epochs_per_batch,
+        micro_train_sequences=trainer.micro_train_batch_size_per_gpu,
+        micro_forward_sequences=trainer.micro_forward_batch_size_per_gpu,
+        max_tokens=trainer.max_tokens_per_microbatch,
+    )
+
+
+def _group(cluster: Cluster, spec: LearnerSpec, seats: Seats, role: str, deadline_s: float) -> WorkerGroup:
+    return WorkerGroup(
+        [
+            spawn(
+                cluster,
+                WORKER,
+                {"spec": spec, "rank": rank, "world_size": seats.count},
+                slots=seats.slots,
+                index=rank,
+                name=f"{role} rank {rank}",
+                concurrent=False,
+                deadline_s=deadline_s,
+            )
+            for rank in range(seats.count)
+        ]
+    )

@@ -1,0 +1,128 @@
+"""Training: `python -m skyrl_train.entrypoints.main_base key=value ...`
+
+Recipes that need a part of their own subclass BasePPOExp and pass the class to `run_experiment`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from skyrl_train.config.prepare import prepare
+from skyrl_train.config.schema import Config
+from skyrl_train.errors import ConfigError, SkyRLError
+
+if TYPE_CHECKING:
+    from skyrl_train.build.run import RunningServices
+    from skyrl_train.data.dataset import PromptDataset
+    from skyrl_train.generators.conversation import ConversationGenerator
+    from skyrl_train.trainer.trainer import Trainer
+
+
+class BasePPOExp:
+    """One experiment: every part of a run comes from a method that a subclass can override.
+
+    `build` has the functions behind the methods. torch and Ray are imported only once the configuration is known to be good.
+    """
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+        self.tokenizer = self.get_tokenizer()
+        self.train_dataset = self.get_train_dataset()
+        self.eval_dataset = self.get_eval_dataset()
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of prompts and completions."""
+        from skyrl_train.build.data import build_tokenizer
+
+        return build_tokenizer(self.cfg)
+
+    def get_train_dataset(self) -> PromptDataset:
+        """The prompts to train on."""
+        from skyrl_train.build.data import build_prompts
+
+        return build_prompts(self.cfg, self.tokenizer, self.cfg.data.train_data, "data.train_data")
+
+    def get_eval_dataset(self) -> PromptDataset | None:
+        """The prompts to evaluate on; None without data.val_data or when nothing asks for an evaluation."""
+        from skyrl_train.build.data import build_prompts
+
+        trainer = self.cfg.trainer
+        if not self.cfg.data.val_data or not (trainer.eval_before_train or trainer.eval_interval > 0):
+            return None
+        return build_prompts(self.cfg, self.tokenizer, self.cfg.data.val_data, "data.val_data")
+
+    def get_tracker(self, directory: Any) -> Any:
+        """Where numbers and completions go, besides the JSONL files in `directory`."""
+        from skyrl_train.build.run import build_trackers
+
+        return build_trackers(self.cfg, directory)
+
+    def get_inference_client(self, engines: Sequence[Any]) -> Any:
+        """The client in front of the engines."""
+        from skyrl_train.build.engines import build_client
+
+        return build_client(engines, self.cfg.generator, self.cfg.trainer.timeouts)
+
+    def get_generator(self, client: Any, environments: Any, *, evaluation: bool) -> ConversationGenerator:
+        """What turns a prompt into a group of trajectories: an object with `async rollout(prompt, position)`."""
+        from skyrl_train.build.run import build_generator
+
+        return build_generator(self.cfg, self.tokenizer, client, environments, evaluation=evaluation)
+
+    def get_trainer(self, running: RunningServices) -> Trainer:
+        """The loop over everything that is running."""
+        from skyrl_train.build.run import build_trainer
+
+        return build_trainer(
+            self.cfg,
+            running,
+            tokenizer=self.tokenizer,
+            train_generator=self.get_generator(running.client, running.environments, evaluation=False),
+            eval_generator=self.get_generator(running.client, running.environments, evaluation=True),
+            train_dataset=self.train_dataset,
+            eval_dataset=self.eval_dataset,
+        )
+
+    def run(self) -> None:
+        """Start everything, train, stop everything."""
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        from skyrl_train.build.run import services
+
+        async with services(
+            self.cfg,
+            train_dataset=self.train_dataset,
+            get_tracker=self.get_tracker,
+            get_client=self.get_inference_client,
+        ) as running:
+            trainer = self.get_trainer(running)
+            try:
+                await trainer.fit()
+            finally:
+                await trainer.collector.close()
+
+
+def run_experiment(experiment: type[BasePPOExp], argv: Sequence[str] | None = None) -> None:
+    """Check the command line, then run the experiment; a person's mistake is printed and exits 2, before torch or Ray start."""
+    try:
+        prepared = prepare(sys.argv[1:] if argv is None else argv)
+        prepared.show()
+        experiment(prepared.config).run()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except SkyRLError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def main() -> None:
+    run_experiment(BasePPOExp)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Evaluation only: `python -m skyrl_train.entrypoints.main_generate key=value ...`
+
+The engines load trainer.policy.model.path, answer data.val_data, and the scores are logged and printed. No trainer starts.
+"""
+
+from __future__ import annotations
+
+import json
+
+from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
+
+
+class EvaluationExp(BasePPOExp):
+    """Everything of an experiment but training."""
+
+    def get_train_dataset(self) -> None:  # type: ignore[override]
+        """There is nothing to train on."""
+
+    async def _run(self) -> None:
+        from skyrl_train.build.run import build_evaluator, services
+        from skyrl_train.errors import ConfigError
+
+        if self.eval_dataset is None:
+            raise ConfigError(
+                f"data.val_data={list(self.cfg.data.val_data)!r}: an evaluation needs data; name at least one file or hub dataset."
+            )
+        async with services(
+            self.cfg, train_dataset=None, get_tracker=self.get_tracker, get_client=self.get_inference_client
+        ) as running:
+            generator = self.get_generator(running.client, running.environments, evaluation=True)
+            scores = await build_evaluator(self.cfg, generator, self.eval_dataset).run(step=0)
+            running.base.trackers.begin(0, 0)
+            running.base.trackers.log(scores, 0)
+        print(json.dumps(scores, indent=1))
+
+
+def main() -> None:
+    run_experiment(EvaluationExp)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Supervised fine-tuning: `python -m skyrl_train.entrypoints.main_sft key=value ...`
+
+The same learner, optimizer keys and folders as training with rewards. Rows of data.train_data have a `messages` column; what the
+assistant says in it is learnt. trainer.train_batch_size counts rows; the model is exported when the run ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
+
+
+class SFTExp(BasePPOExp):
+    """An experiment without engines, environments or rewards."""
+
+    def get_train_dataset(self) -> None:  # type: ignore[override]
+        """Demonstrations are read when the run starts."""
+
+    get_eval_dataset = get_train_dataset  # type: ignore[assignment]
+
+    def run(self) -> None:
+        folder = asyncio.run(self._train())
+        print(f"exported to {folder}")
+
+    async def _train(self) -> Path:
+        from skyrl_train.build.data import build_demonstrations
+        from skyrl_train.build.run import build_state, intervals, learner_services, schedule_of, start_learner
+        from skyrl_train.data.dataset import PromptOrder
+        from skyrl_train.objectives.sft import SFTObjective
+        from skyrl_train.trainer.sft_trainer import SFTTrainer
+
+        trainer = self.cfg.trainer
+        demonstrations, fingerprint = build_demonstrations(self.cfg, self.tokenizer)
+        schedule = schedule_of(trainer, len(demonstrations))
+        fingerprints = {"train_data": fingerprint}
+        async with learner_services(
+            self.cfg,
+            fingerprints=fingerprints,
+            schedule=schedule,
+            objective=SFTObjective(),
+            get_tracker=self.get_tracker,
+        ) as base:
+            assert base.learner is not None
+            await start_learner(base.learner, trainer)
+            sft = SFTTrainer(
+                demonstrations=demonstrations,
+                index_at=PromptOrder(len(demonstrations), trainer.seed).index_at,
+                schedule=schedule,
+                intervals=intervals(trainer, schedule),
+                learner=base.learner,
+                state=build_state(base, fingerprints, {}),
+                trackers=base.trackers,
+            )
+            return await sft.fit()
+
+
+def main() -> None:
+    run_experiment(SFTExp)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""What a step's rollouts look like, as numbers and as a few texts for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
+from skyrl_train.metrics import Metrics
+from skyrl_train.report.trackers import SampleRow
+
+NUM_SAMPLES = 4
+"""Completions shown a step."""
+
+
+def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics: Metrics) -> None:
+    """reward/*, response/*, rollouts/*: over trajectories with status ok; `version` is that of the live weights."""
+    trajectories = list(chain.from_iterable(group.trajectories for group in groups))
+    kept = [item for item in trajectories if item.status == OK]
+    metrics.count("rollouts/tokens", sum(len(item.response_ids) for item in trajectories))
+    metrics.count("rollouts/trajectories", len(trajectories))
+    for item in kept:
+        metrics.add("reward/mean", item.reward)
+        metrics.add("response/mean_tokens", len(item.response_ids))
+        metrics.add("response/truncated_fraction", item.stop_reason == "length")
+        metrics.maximum("response/max_tokens", len(item.response_ids))
+        metrics.maximum("rollouts/max_staleness", version - item.min_version)
+        for name, value in item.env_metrics.items():
+            metrics.add(f"environment/{name}", value)
+    for group in groups:
+        rewards = [item.reward for item in group.trajectories if item.status == OK]
+        if rewards:
+            metrics.add("reward/zero_variance_groups", min(rewards) == max(rewards))
+            metrics.add(f"reward/pass_at_{len(group.trajectories)}", max(rewards) >= 1.0)
+
+
+def sample_rows(groups: Sequence[TrajectoryGroup]) -> list[SampleRow]:
+    """The first trajectory of the first few groups."""
+    return [_row(group.trajectories[0]) for group in groups[:NUM_SAMPLES] if group.trajectories]
+
+
+def _row(item: Trajectory) -> SampleRow:
+    content = item.prompt.messages[-1]["content"] if item.prompt.messages else ""
+    return SampleRow(prompt=str(content), response=item.text, reward=item.reward, stop_reason=item.stop_reason)

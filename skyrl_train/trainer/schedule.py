@@ -1,0 +1,43 @@
+"""Which prompts belong to which step: a pure function of sizes, so that a resumed run needs only its step number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepSchedule:
+    """Steps of at most `batch_size` prompts; a step never crosses the end of an epoch, so its last one may be smaller.
+
+    Example: 10 prompts, batches of 4, 2 epochs: steps of 4, 4, 2, 4, 4, 2 prompts.
+    """
+
+    num_prompts: int
+    batch_size: int
+    epochs: int
+    max_steps: int | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.num_prompts // self.batch_size)
+
+    @property
+    def total_steps(self) -> int:
+        steps = self.steps_per_epoch * self.epochs
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
+    def prompts_of_step(self, step: int) -> int:
+        """Number of prompts of 0-based `step`; 0 from the end of the run on."""
+        if step >= self.total_steps:
+            return 0
+        start = (step % self.steps_per_epoch) * self.batch_size
+        return min(self.batch_size, self.num_prompts - start)
+
+    def prompts_before(self, step: int) -> int:
+        """Position in the run's order of prompts at which `step` begins."""
+        epoch, rest = divmod(step, self.steps_per_epoch)
+        return epoch * self.num_prompts + rest * self.batch_size
+
+    def epoch_and_index(self, position: int) -> tuple[int, int]:
+        """(epoch, index within it) of a position in the run's order of prompts."""
+        return divmod(position, self.num_prompts)

@@ -1,0 +1,58 @@
+"""The smaller loop: supervised fine-tuning with the same learner, checkpoints and trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from skyrl_train.data.sft import Demonstration, demonstration_batch
+from skyrl_train.metrics import Metrics
+from skyrl_train.report.trackers import Trackers
+from skyrl_train.trainer.run_state import RunState
+from skyrl_train.trainer.schedule import StepSchedule
+from skyrl_train.trainer.trainer import Intervals
+from skyrl_train.workers.learner import Learner
+
+
+class SFTTrainer:
+    """Minimises the negative log-likelihood of demonstrations, in the order that `index_at` gives."""
+
+    def __init__(
+        self,
+        *,
+        demonstrations: Sequence[Demonstration],
+        index_at: Callable[[int], int],
+        schedule: StepSchedule,
+        intervals: Intervals,
+        learner: Learner,
+        state: RunState,
+        trackers: Trackers,
+    ):
+        self.demonstrations = demonstrations
+        self.index_at = index_at
+        self.schedule = schedule
+        self.intervals = intervals
+        self.learner = learner
+        self.state = state
+        self.trackers = trackers
+
+    async def fit(self) -> Path:
+        """Train to the last step, from a checkpoint where there is one; returns the exported Hugging Face folder."""
+        step = await self.state.resume()
+        total = self.schedule.total_steps
+        self.trackers.begin(step, total)
+        metrics = Metrics()
+        while step < total:
+            with metrics.timed("step"):
+                start = self.schedule.prompts_before(step)
+                positions = range(start, start + self.schedule.prompts_of_step(step))
+                batch = demonstration_batch([self.demonstrations[self.index_at(position)] for position in positions])
+                for name, value in (await self.learner.update(batch)).items():
+                    metrics.add(name, value)
+            step += 1
+            values = metrics.flush()
+            values["throughput/tokens_per_s"] = len(batch.input_ids) / values["timing/step_s"]
+            self.trackers.log(values, step)
+            if self.intervals.due(self.intervals.checkpoint, step):
+                await self.state.save(step)
+        return await self.state.export(step)

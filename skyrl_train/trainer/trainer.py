@@ -1,0 +1,142 @@
+"""The one loop: rollouts, scores, advantages, an update, and its weights on their way to the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from skyrl_train.collectors.rollout_collector import RolloutCollector
+from skyrl_train.data.batch import TrainBatch, collate
+from skyrl_train.data.trajectory import TrajectoryGroup
+from skyrl_train.metrics import Metrics
+from skyrl_train.report.trackers import Trackers
+from skyrl_train.trainer.evaluation import Evaluator
+from skyrl_train.trainer.residency import Residency
+from skyrl_train.trainer.rollout_metrics import add_rollout_metrics, sample_rows
+from skyrl_train.trainer.run_state import RunState
+from skyrl_train.trainer.schedule import StepSchedule
+from skyrl_train.workers.learner import Learner
+
+Advantages = Callable[[TrainBatch, Metrics], TrainBatch]
+"""Fills `advantages` from rewards (and log-probs, where KL is part of the reward)."""
+Publish = Callable[[int], Awaitable[dict[str, float]]]
+"""Sends the learner's weights to the engines as the given version, and proves that they arrived."""
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Steps between ...; 0 or less is never. The last step counts as due for whatever is not off."""
+
+    evaluate: int
+    checkpoint: int
+    export: int
+    evaluate_before: bool
+    total_steps: int
+
+    def due(self, interval: int, step: int) -> bool:
+        return interval > 0 and (step % interval == 0 or step == self.total_steps)
+
+
+class Trainer:
+    """Owns the order of events and nothing else: every part is made in `build` and passed in.
+
+    `step` is the number of finished steps and the version of the weights: engines serve `step` while rollouts of it are made.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: StepSchedule,
+        intervals: Intervals,
+        collector: RolloutCollector,
+        learner: Learner,
+        advantages: Advantages,
+        publish: Publish,
+        residency: Residency,
+        evaluator: Evaluator | None,
+        state: RunState,
+        trackers: Trackers,
+    ):
+        self.schedule = schedule
+        self.intervals = intervals
+        self.collector = collector
+        self.learner = learner
+        self.advantages = advantages
+        self.publish = publish
+        self.residency = residency
+        self.evaluator = evaluator
+        self.state = state
+        self.trackers = trackers
+        self.metrics = Metrics()
+        self.step = 0
+
+    async def fit(self) -> None:
+        """Train from the newest checkpoint, or from the start, to the last step."""
+        await self._start()
+        while self.step < self.schedule.total_steps:
+            with self.metrics.timed("step"):
+                async with self.residency.generating():
+                    groups = await self._collect()
+                async with self.residency.training():
+                    await self._learn(groups)
+                    self.step += 1
+                    await self._publish()
+                self.collector.weights_live(self.step)
+            await self._after_step(groups)
+
+    async def _start(self) -> None:
+        """Resume, give the engines the trainer's weights, evaluate them."""
+        async with self.residency.training():
+            self.step = await self.state.resume()
+            await self._publish()
+        self.trackers.begin(self.step, self.schedule.total_steps)
+        self.metrics.flush()
+        if self.step == 0 and self.intervals.evaluate_before:
+            await self._evaluate()
+            self.trackers.log(self.metrics.flush(), self.step)
+        self.collector.start(self.step, self.schedule.prompts_before(self.step))
+
+    async def _collect(self) -> list[TrajectoryGroup]:
+        with self.metrics.timed("generate"):
+            groups = await self.collector.next_groups(self.step, self.metrics)
+        add_rollout_metrics(groups, self.step, self.metrics)
+        return groups
+
+    async def _learn(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """One training step: score what the loss needs, advantages, optimizer steps."""
+        batch = collate(groups)
+        with self.metrics.timed("score"):
+            batch = await self.learner.score(batch)
+        batch = self.advantages(batch, self.metrics)
+        with self.metrics.timed("update"):
+            self._add(await self.learner.update(batch))
+
+    async def _publish(self) -> None:
+        with self.metrics.timed("publish"):
+            async with self.residency.syncing():
+                self._add(await self.publish(self.step))
+
+    async def _evaluate(self) -> None:
+        assert self.evaluator is not None
+        with self.metrics.timed("evaluate"):
+            async with self.residency.generating():
+                self._add(await self.evaluator.run(self.step))
+
+    async def _after_step(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Evaluate, save, export and report where due."""
+        due = self.intervals.due
+        if self.evaluator is not None and due(self.intervals.evaluate, self.step):
+            await self._evaluate()
+        values = self.metrics.flush()
+        values["throughput/tokens_per_s"] = values.get("rollouts/tokens", 0.0) / values["timing/step_s"]
+        self.trackers.log(values, self.step)
+        self.trackers.samples(sample_rows(groups), self.step)
+        if due(self.intervals.checkpoint, self.step):
+            await self.state.save(self.step)
+        if due(self.intervals.export, self.step):
+            await self.state.export(self.step)
+
+    def _add(self, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self.metrics.add(name, value)
+
