@@ -33,7 +33,7 @@ class WandbTracker:
             "id": hashlib.sha256(f"{setup.run_name}:{folder}".encode()).hexdigest()[:12],
             "config": dict(setup.config),
         }
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
         try:
             self._run = self._open(mode)
         except wandb.errors.Error as error:

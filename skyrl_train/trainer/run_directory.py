@@ -22,8 +22,8 @@ class RunDirectory:
     """Holds `path` from enter to exit; `resuming` says whether checkpoints found there may be continued.
 
     `identity` is what makes two runs the same (project, run name, model path, fingerprints of the data...), plain JSON
-    values; it is kept in run.json. Entering raises RunDirectoryError when the folder cannot be written, is held by another
-    process, holds a run of another identity, or holds checkpoints while not resuming.
+    values; it is kept in run.json. Entering raises RunDirectoryError when the folder cannot be written, is held by
+    another process, holds a run of another identity, or holds checkpoints while not resuming.
 
     Example:
         with RunDirectory(Path("runs/a"), {"run_name": "a"}, resuming=True) as run:
@@ -81,7 +81,7 @@ class RunDirectory:
             if steps:
                 raise RunDirectoryError(
                     f"trainer.ckpt_path={str(self.path)!r} holds checkpoints (steps {steps}) but no {IDENTITY_FILE} "
-                    "that says whose; choose another folder, and trainer.resume_mode=from_path to start from one of them."
+                    "that says whose; choose another folder, and trainer.resume_mode=from_path to start from one."
                 )
             return
         differences = [

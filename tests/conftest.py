@@ -1,0 +1,160 @@
+"""What every test runs in: no network, quiet libraries, and a check that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import shutil
+import signal
+import socket
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+_SESSION = f"SKYRL_TEST_SESSION={uuid.uuid4().hex}"
+"""In the environment of every process that a test starts, so that one which daemonised is found too."""
+_HF_HOME = tempfile.mkdtemp(prefix="skyrl-test-hf-")
+os.environ.update(
+    {
+        "SKYRL_TEST_SESSION": _SESSION.partition("=")[2],
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": _HF_HOME,
+        "HYDRA_FULL_ERROR": "1",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+    }
+)
+# Ranks and engines share few cores in tests: threads of theirs that spin for each other cost more than they bring, and the
+# rounding of a sum depends on their number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+_PATIENCE_S = 10.0
+_LASTING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "wandb-core")
+"""Helpers that a library keeps until the interpreter ends."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests are skipped where there is none; torch is only imported to find out when there are such tests."""
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in on_gpu:
+                item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+def pytest_sessionfinish() -> None:
+    shutil.rmtree(_HF_HOME, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Hugging Face folder with a random two-layer model and a byte tokenizer; tests must not write to it."""
+    from skyrl_train.testing.tiny_models import save_tiny_model
+
+    return save_tiny_model(tmp_path_factory.mktemp("tiny_model"))
+
+
+@pytest.fixture(scope="session")
+def gsm8k_jsonl() -> Path:
+    """The folder with GSM8K's train.jsonl and test.jsonl: SKYRL_GSM8K, or shared/data/gsm8k beside the clone."""
+    folder = Path(os.environ.get("SKYRL_GSM8K", REPOSITORY.parent / "shared" / "data" / "gsm8k"))
+    if not (folder / "train.jsonl").is_file():
+        pytest.skip(f"no GSM8K in {folder}; set SKYRL_GSM8K to the folder of train.jsonl and test.jsonl")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """A test ends without the processes, listening ports and shared-memory files that it started with fewer of.
+
+    What a fixture of a wider scope started before the test may stay, with its descendants. The costly look through all
+    processes is only taken where a child was started.
+    """
+    children, reaped = _children(), _reaped()
+    processes = _marked() if children else set()
+    ports, shared = _listening(), _shared_memory()
+    yield
+    if _children() - children or _reaped() != reaped:
+        left = _wait_until_gone(processes)
+        assert not left, f"processes left behind: {left}"
+    if _listening() - ports:
+        gc.collect()
+        assert _listening() <= ports, f"ports left listening: {sorted(_listening() - ports)}"
+    assert _shared_memory() <= shared, f"left in /dev/shm: {sorted(_shared_memory() - shared)}"
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
+
+
+def _reaped() -> tuple[int, float]:
+    """Changes whenever a child of ours has ended and been waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_minflt, usage.ru_stime + usage.ru_utime
+
+
+def _marked() -> set[int]:
+    """Living processes of this test session, wherever they hang in the process tree."""
+    found = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != os.getpid():
+            try:
+                environment = Path(f"/proc/{entry}/environ").read_bytes()
+            except OSError:
+                continue
+            if _SESSION.encode() in environment.split(b"\0"):
+                found.add(int(entry))
+    return found
+
+
+def _wait_until_gone(before: set[int]) -> list[str]:
+    """Command lines of what is still there after a while; it is killed, so that later tests are not disturbed."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        left = [process for pid in _marked() - before if (process := _not_allowed(pid, before))]
+        if not left or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    described = []
+    for process in left:
+        try:
+            described.append(f"{process.pid} {' '.join(process.cmdline())[:200]}")
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+    return described
+
+
+def _not_allowed(pid: int, before: set[int]) -> psutil.Process | None:
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE or before & {parent.pid for parent in process.parents()}:
+            return None
+        return None if any(name in " ".join(process.cmdline()) for name in _LASTING) else process
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _listening() -> set[int]:
+    """Ports on which this very process listens; those of others end with them."""
+    connections = psutil.Process().net_connections(kind="tcp")
+    return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN and c.family != socket.AF_UNIX}
+
+
+def _shared_memory() -> set[str]:
+    """Files in /dev/shm that this process or the package made."""
+    ours = ("skyrl", f"torch_{os.getpid()}_", "psm_")
+    return {name for name in os.listdir("/dev/shm") if name.startswith(ours)} if os.path.isdir("/dev/shm") else set()
