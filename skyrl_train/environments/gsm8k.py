@@ -32,7 +32,7 @@ def strict_answer(text: str) -> str | None:
     """The number after "####", or None when there is none or more than one.
 
     The rule: every line with "#### <number>" is an answer, from the marker to the end of the line, and all numbers in
-    all answers must be the same number. So "#### 41 or 42", "#### 41" followed by "#### 42", "#### 41,42" and "#### 4e1"
+    all answers must be the same number. So "#### 41 or 42", "#### 41" and below "#### 42", "#### 41,42" and "#### 4e1"
     are nobody's right answer; repeating one answer is allowed. Headings such as "#### Step 1" are not answers.
     """
     values: set[str] = set()

@@ -1,0 +1,141 @@
+"""Prompts to train and evaluate on, in SkyRL's row format.
+
+    {"prompt": [{"role": "user", "content": "..."}], "env_class": "gsm8k", "data_source": "openai/gsm8k",
+     "reward_spec": {"method": "rule", "ground_truth": "72"}, ...}
+
+Policy: a prompt of more than `max_prompt_length` tokens is left out and counted; any other row that cannot be used
+stops the run with its file and row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from skyrl_train.data.rows import Row, read_rows
+from skyrl_train.data.trajectory import Message, Prompt
+from skyrl_train.errors import DataError
+
+MAX_CHARACTERS_PER_TOKEN = 256
+"""No tokenizer's longest token is longer; what exceeds it is too long without being encoded."""
+
+
+@dataclass(frozen=True)
+class PromptDataset:
+    """The prompts that were kept, in file order."""
+
+    prompts: tuple[Prompt, ...]
+    too_long: int
+    """Rows left out because their prompt has too many tokens."""
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self.prompts[index]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with any prompt, its extras, its place, or which ones were kept."""
+        digest = hashlib.sha256()
+        for prompt in self.prompts:
+            row = [prompt.uid, prompt.messages, prompt.env_class, prompt.env_extras, prompt.data_source]
+            digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
+        return digest.hexdigest()[:32]
+
+    def check_fingerprint(self, stored: str) -> None:
+        """Raises DataError unless `stored`, of the run to be resumed, is this dataset's."""
+        if stored != self.fingerprint:
+            raise DataError(
+                f"the training data changed since the checkpoint (fingerprint {stored}, now {self.fingerprint}): its "
+                "position in the data means nothing any more. Restore the files, the tokenizer and the prompt length "
+                "limit, or start a new run from the exported model."
+            )
+
+
+def load_prompts(
+    sources: Sequence[str], length: Callable[[list[Message]], int], max_prompt_length: int, default_env_class: str
+) -> PromptDataset:
+    """Read `sources` (see `rows.read_rows`) one after the other.
+
+    Args:
+        length: Tokens of a prompt as the model sees it: `lambda messages: len(render_prompt(tokenizer, messages))`.
+        max_prompt_length: Tokens; longer prompts are left out.
+        default_env_class: For rows without an env_class.
+
+    A prompt's uid is its row number over all sources, from 0, rows left out included. Raises DataError for unusable
+    rows, a source without rows, and when no prompt is short enough.
+    """
+    kept: list[Prompt] = []
+    number, shortest = 0, None
+    for source in sources:
+        before = number
+        for where, row in read_rows(source):
+            prompt = _prompt(where, str(number), row, default_env_class)
+            number += 1
+            tokens = _length(where, prompt.messages, length, max_prompt_length)
+            shortest = tokens if shortest is None else min(shortest, tokens)
+            if tokens <= max_prompt_length:
+                kept.append(prompt)
+        if number == before:
+            raise DataError(f"{source}: has no rows.")
+    if not kept:
+        raise DataError(
+            f"{', '.join(sources) or 'no data files'}: none of {number} prompts has at most {max_prompt_length} tokens"
+            f"{f' (the shortest has about {shortest})' if shortest else ''}; raise trainer.max_prompt_length."
+        )
+    return PromptDataset(tuple(kept), number - len(kept))
+
+
+def _prompt(where: str, uid: str, row: Row, default_env_class: str) -> Prompt:
+    if row.get("prompt") is None:
+        raise DataError(
+            f"{where}: no 'prompt' among its columns {sorted(row)}; it must be a list of messages, "
+            '[{"role": "user", "content": "..."}].'
+        )
+    messages = _messages(where, row["prompt"])
+    extras = {key: value for key, value in row.items() if key not in ("prompt", "env_class")}
+    _check_answer(where, extras)
+    env_class = row.get("env_class") or default_env_class
+    if not isinstance(env_class, str):
+        raise DataError(f"{where}: env_class is {env_class!r:.80}, not a name.")
+    return Prompt(uid, messages, env_class, extras, str(row.get("data_source") or "unknown"))
+
+
+def _messages(where: str, prompt: Any) -> list[Message]:
+    if not isinstance(prompt, list) or not prompt:
+        raise DataError(f"{where}: prompt is {prompt!r:.80}, not a list of messages with role and content.")
+    messages = []
+    for message in prompt:
+        # a column's type is the union of its messages' keys: absent ones come back as None
+        known = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
+        if not isinstance(known.get("role"), str) or not isinstance(known.get("content", ""), str | list):
+            raise DataError(f'{where}: {message!r:.80} is not a message {{"role": "user", "content": "..."}}.')
+        if "content" not in known and "tool_calls" not in known:
+            raise DataError(f"{where}: the content of a {known['role']} message is null.")
+        messages.append(known | {"content": known.get("content")})
+    return messages
+
+
+def _check_answer(where: str, extras: dict[str, Any]) -> None:
+    """A rule needs an answer to compare with: null would train on zeros."""
+    if "reward_spec" not in extras:
+        return
+    spec = extras["reward_spec"]
+    by_rule = isinstance(spec, dict) and spec.get("method", "rule") == "rule"
+    if spec is None or (by_rule and spec.get("ground_truth") is None):
+        raise DataError(f"{where}: reward_spec has no ground_truth; give every row an answer or remove the row.")
+
+
+def _length(where: str, messages: list[Message], length: Callable[[list[Message]], int], limit: int) -> int:
+    characters = sum(len(str(message["content"] or "")) for message in messages)
+    if characters > limit * MAX_CHARACTERS_PER_TOKEN:
+        return characters // MAX_CHARACTERS_PER_TOKEN
+    try:
+        return length(messages)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error

@@ -1,0 +1,95 @@
+"""Rows of a dataset, from parquet, JSON, JSON lines, a folder or the hub, each with where it stands."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.errors import DataError
+
+Row = dict[str, Any]
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+SUFFIXES = (".parquet", ".json", ".jsonl")
+
+
+def read_rows(source: str) -> Iterator[tuple[str, Row]]:
+    """(where, row) for every row of `source`; `where` names file and line or row, counted from 1, for error messages.
+
+    A source is a .parquet, .json or .jsonl file, a folder that `datasets` can load, or a name on the hub; the latter two
+    may end in ":split" ("train" otherwise). Raises DataError for what is missing or cannot be read.
+    """
+    path = Path(source).expanduser()
+    if path.suffix.lower() in SUFFIXES and not path.is_dir():
+        if not path.is_file():
+            raise DataError(f"{source}: no such file.")
+        read = {".parquet": _parquet, ".json": _json, ".jsonl": _json_lines}[path.suffix.lower()]
+        return read(path)
+    name, split = path, "train"
+    if not path.exists() and ":" in source:
+        bare, _, split = source.rpartition(":")
+        name = Path(bare).expanduser()
+    if not name.is_dir() and (name.exists() or not HUB_NAME.fullmatch(str(name))):
+        raise DataError(f"{source}: not a {', '.join(SUFFIXES)} file, not a folder, not a dataset's name on the hub.")
+    return _load_dataset(source, str(name), split)
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
+    from datasets import load_dataset  # takes a second to import; JSON does not need it
+
+    number = 0
+    try:
+        # streaming reads the file where it is; otherwise `datasets` first copies it into the user's cache
+        for row in load_dataset("parquet", data_files=str(path), split="train", streaming=True):
+            number += 1
+            yield f"{path}, row {number}", row
+    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors, and so is a UnicodeDecodeError
+        raise DataError(f"{path}, after row {number}: {error}") from error
+
+
+def _load_dataset(source: str, name: str, split: str) -> Iterator[tuple[str, Row]]:
+    from datasets import load_dataset
+
+    try:
+        dataset = load_dataset(name, split=split)
+    except Exception as error:  # datasets, its filesystem layers and the hub's client raise every kind
+        raise DataError(f"{source}: could not be loaded as a dataset with split {split!r}: {error}") from error
+    for number, row in enumerate(dataset, 1):
+        yield f"{source}, row {number}", row
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Row]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            where = f"{path}, line {number}"
+            if line.strip():
+                yield where, _checked(where, _parsed(where, line))
+
+
+def _json(path: Path) -> Iterator[tuple[str, Row]]:
+    """A list of rows, or, as `datasets` also accepts under this suffix, JSON lines."""
+    with path.open("rb") as file:
+        listed = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    if not listed:
+        yield from _json_lines(path)
+        return
+    for number, row in enumerate(_parsed(str(path), path.read_bytes()), 1):
+        where = f"{path}, row {number}"
+        yield where, _checked(where, row)
+
+
+def _parsed(where: str, data: bytes) -> Any:
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: byte {error.start} is not UTF-8 ({error.reason}); convert the file.") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON: {error}.") from error
+
+
+def _checked(where: str, row: Any) -> Row:
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a row is an object of columns, got {type(row).__name__}.")
+    return row
