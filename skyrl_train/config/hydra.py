@@ -17,10 +17,12 @@ from typing import Any
 
 import hydra
 import yaml
-from hydra._internal.utils import get_args_parser
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -29,7 +31,7 @@ from skyrl_train.config.convert import Unfit, build, convert
 from skyrl_train.config.inspection import inspect
 from skyrl_train.config.keys import ALIASES, all_keys
 from skyrl_train.config.problems import Problem, raise_all
-from skyrl_train.config.safety import redact
+from skyrl_train.config.safety import foreign_targets, redact
 from skyrl_train.config.schema import Config
 from skyrl_train.config.section import Section, freeze
 from skyrl_train.errors import ConfigError
@@ -103,25 +105,22 @@ def parse_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 def compose(overrides: Sequence[str], name: str | None = None, directory: str | None = None) -> DictConfig:
     """The raw configuration, interpolations unresolved. Raises ConfigError for what Hydra cannot compose."""
-    extra = [str(Path(directory).resolve())] if directory else []
-    given = [parse_override(text) for text in overrides if text.lstrip("+").startswith("hydra.searchpath=")]
-    extra += [folder for override in given for folder in override.value or []]
-    rest = [text for text in overrides if text not in {override.text for override in given}]
-    if directory and not Path(directory).is_dir():
+    if directory is not None and not Path(directory).is_dir():
         raise ConfigError(f"--config-dir={directory}: must be a folder that exists.")
+    folders = create_config_search_path(str(presets_dir()))
+    if directory is not None:
+        folders.prepend("command-line", f"file://{Path(directory).resolve()}", anchor="schema")
     try:
-        with hydra.initialize_config_dir(str(presets_dir()), version_base="1.3", job_name="skyrl_train"):
-            return hydra.compose(name or BASE, [*rest, f"hydra.searchpath={extra}"] if extra else rest)
+        return ConfigLoaderImpl(folders).load_configuration(name or BASE, list(overrides), run_mode=RunMode.RUN)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise ConfigError(f"The configuration {name or BASE} cannot be composed: {text}") from error
 
 
 def unresolved(raw: DictConfig) -> dict[str, Any]:
-    """Nested plain values with interpolations as text; Hydra's own section left out."""
+    """Nested plain values with interpolations as text."""
     content = OmegaConf.to_container(raw, resolve=False, throw_on_missing=False)
     assert isinstance(content, dict)
-    content.pop("hydra", None)
     return {str(key): value for key, value in content.items()}
 
 
@@ -190,7 +189,8 @@ def _without(content: dict[str, Any], skip: Sequence[str], prefix: str = "") -> 
 def finish(raw: DictConfig) -> tuple[Config, list[Problem]]:
     """A composed configuration -> the dataclasses, not frozen, and everything that is wrong with keys and types."""
     content = unresolved(raw)
-    problems = [*rename_aliases(content), *inspect("", content)]
+    hydra_section = content.pop("hydra", {})
+    problems = [*foreign_targets(hydra_section), *rename_aliases(content), *inspect("", content)]
     config, more = resolve(content, [problem.key for problem in problems])
     return config, [*problems, *more]
 

@@ -45,11 +45,10 @@ def arms(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
-@functools.cache
-def hints(section: type[Any]) -> dict[str, Any]:
+def hints(section: type[Section]) -> dict[str, Any]:
     """Types of a section's fields, in order."""
     resolved = typing.get_type_hints(section)
-    return {item.name: resolved[item.name] for item in dataclasses.fields(section)}
+    return {item.name: resolved[item.name] for item in dataclasses.fields(section)}  # type: ignore[arg-type]
 
 
 @functools.cache

@@ -31,6 +31,14 @@ class PreparedConfig:
     """Defaults that were fitted to this machine, a line each."""
 
 
+@dataclass(frozen=True)
+class Uncomposable(Problem):
+    """A preset that is missing or that Hydra cannot put together."""
+
+    def __str__(self) -> str:
+        return self.allowed
+
+
 def prepare(argv: Sequence[str], has_accelerator: bool | None = None) -> PreparedConfig:
     """The configuration of `key=value` arguments and Hydra's `--config-name` and `--config-dir`.
 
@@ -39,8 +47,8 @@ def prepare(argv: Sequence[str], has_accelerator: bool | None = None) -> Prepare
     line = read_command_line(argv)
     try:
         raw = compose(line.overrides, line.flags["config_name"], line.flags["config_dir"])
-    except ConfigError:
-        raise_all(line.problems)
+    except ConfigError as error:
+        raise_all([*line.problems, Uncomposable("--config-name", line.flags["config_name"], str(error))])
         raise
     return _check(raw, line.problems, has_accelerator)
 

@@ -47,12 +47,21 @@ def unsafe(key: str, value: Any) -> Iterator[Problem]:
         yield Problem(key, value, "a key that runs no code", "Remove it: configurations never instantiate objects.")
     elif isinstance(value, Mapping):
         for name, item in value.items():
-            yield from unsafe(f"{key}.{name}", item)
+            yield from unsafe(f"{key}.{name}" if key else str(name), item)
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from unsafe(key, item)
     elif isinstance(value, str):
         yield from _unsafe_text(key, value)
+
+
+def foreign_targets(hydra: Any, key: str = "hydra") -> Iterator[Problem]:
+    """Code that Hydra's own section would run beyond Hydra and its installed plugins (callbacks, ...)."""
+    if isinstance(hydra, Mapping):
+        for name, item in hydra.items():
+            if name == "_target_" and not str(item).startswith(("hydra.", "hydra_plugins.")):
+                yield Problem(f"{key}.{name}", item, "Hydra's own", "Remove it: configurations never run code.")
+            yield from foreign_targets(item, f"{key}.{name}")
 
 
 def _unsafe_text(key: str, text: str) -> Iterator[Problem]:

@@ -88,7 +88,7 @@ class TrainerConfig(Section):
     seed: int = 42
     """Seed of data order, sampling and initialisation."""
     resume_mode: str = "latest"
-    """`latest` goes on from the newest checkpoint if there is one, `from_path` from `resume_path`, `none` starts anew."""
+    """`latest` goes on from the newest checkpoint if any, `from_path` from `resume_path`, `none` is a new start."""
     resume_path: str | None = None
     """Checkpoint folder for `resume_mode=from_path`."""
     log_path: str = "/tmp/skyrl-logs"
