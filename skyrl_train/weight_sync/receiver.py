@@ -39,7 +39,7 @@ class WeightReceiver:
         """Of the weights last committed; 0 before: loaded from disk, which a first sync may replace as 0."""
 
     def connect(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        """Join the trainer's group as `rank` (1 to world_size - 1), leaving an earlier one; only `broadcast` has one."""
+        """Join the trainer's group as `rank` (1 to world_size - 1), leaving an earlier one; `in_process` has none."""
         if route not in ROUTES:
             raise WeightSyncError(f"{self._name} has no weight route {route!r}; it has {', '.join(sorted(ROUTES))}.")
         self.close()

@@ -17,9 +17,9 @@ from skyrl_train.weight_sync.wire import Bucket, Manifest, TensorSpec, dtype_nam
 class WeightSender:
     """Lives on every trainer rank, because full tensors come out of collectives; only rank 0 reads and sends them.
 
-    A sync is `manifest(version)`, then `send(0)`, `send(1)`, ... in order, on all ranks: two passes over the parameters;
-    the first looks (finite? which bits?), the second sends, and the receiver proves that both saw the same. Memory: a
-    bucket and a tensor.
+    A sync is `manifest(version)`, then `send(0)`, `send(1)`, ... in order, on all ranks. It reads the parameters twice:
+    once to look (finite? which bits?), once to send, and the receiver proves that both times were the same. Memory: one
+    bucket and one tensor.
     """
 
     def __init__(

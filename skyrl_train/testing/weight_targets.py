@@ -1,0 +1,87 @@
+"""Both sides of a weight sync without Ray: trainer ranks and engines as objects of this process, with threads for waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from skyrl_train.engines.base import EngineHealth
+from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.sender import WeightSender
+from skyrl_train.weight_sync.wire import Bucket, Manifest
+
+
+class LocalTrainer:
+    """One trainer rank with a model: what `WeightPublisher` calls `TrainerRanks`."""
+
+    def __init__(self, model: PreTrainedModel, *, wire_dtype: str = "float32", bucket_bytes: int = 1 << 16):
+        self.model = model
+        self.sender = WeightSender(self.parameters, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, rank=0)
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.model.named_parameters()
+
+    async def all(self, method: str, *args: Any) -> list[Any]:
+        return [await asyncio.to_thread(getattr(self, method), *args)]
+
+    def address(self) -> tuple[str, int]:
+        with closing(socket.socket()) as probe:
+            probe.bind(("127.0.0.1", 0))
+            return "127.0.0.1", probe.getsockname()[1]
+
+    def connect_weights(self, route: str, address: str, world_size: int, timeout_s: float) -> None:
+        self.sender.connect(route, address, world_size, timeout_s)
+
+    def manifest(self, version: int) -> Manifest:
+        return self.sender.manifest(version)
+
+    def send_weights(self, index: int) -> Bucket | None:
+        return self.sender.send(index)
+
+    def disconnect_weights(self) -> None:
+        self.sender.disconnect()
+
+
+class ModelTarget:
+    """A model that takes weights and scores tokens, and nothing else of an engine."""
+
+    def __init__(self, model: PreTrainedModel, name: str):
+        self.model = model
+        self.name = name
+        self.receiver = WeightReceiver(lambda: dict(model.named_parameters()), name)
+
+    async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        await asyncio.to_thread(self.receiver.connect, route, address, rank, world_size, timeout_s)
+
+    async def begin_weights(self, manifest: Manifest) -> None:
+        await asyncio.to_thread(self.receiver.begin, manifest)
+
+    async def receive_weights(self, bucket: Bucket) -> None:
+        await asyncio.to_thread(self.receiver.receive, bucket)
+
+    async def commit_weights(self, version: int) -> None:
+        await asyncio.to_thread(self.receiver.commit, version)
+
+    async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        return score(self.model, token_ids, temperature)
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(self.name, self.receiver.version, torn=self.receiver.torn)
+
+
+@torch.no_grad()
+def score(model: PreTrainedModel, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+    """Log-probs (nats) of every token after its first, one plain forward a sequence."""
+    answers = []
+    for ids in token_ids:
+        tokens = torch.tensor([ids])
+        logprobs = (model(tokens).logits[0, :-1].float() / temperature).log_softmax(-1)
+        answers.append(logprobs.gather(-1, tokens[0, 1:, None])[:, 0].tolist())
+    return answers

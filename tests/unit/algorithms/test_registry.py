@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+
+from skyrl_train.algorithms import registry
+from skyrl_train.algorithms.advantages import grpo
+from skyrl_train.algorithms.kl import k3
+from skyrl_train.algorithms.losses import clipped_surrogate
+from skyrl_train.errors import ConfigError
+
+ALL = (registry.advantage_estimators, registry.policy_losses, registry.kl_estimators, registry.reductions)
+
+
+@pytest.mark.parametrize("choices", ALL, ids=lambda choices: choices.kind)
+def test_every_name_of_the_tables_loads(choices):
+    assert choices.names()
+    assert all(callable(choices.get(name)) for name in choices.names())
+
+
+def test_skyrls_names_mean_what_they_say():
+    assert registry.advantage_estimators.get("grpo") is grpo
+    assert registry.policy_losses.get("regular") is clipped_surrogate
+    assert registry.kl_estimators.get("k3") is k3
+
+
+def test_a_users_loss_joins_under_its_own_name_and_cannot_replace_a_built_in():
+    @registry.register_policy_loss("mine_for_this_test")
+    def mine(logprobs, old_logprobs, advantages, mask, *, eps_low, eps_high):
+        return -logprobs * advantages * mask, mask.float()
+
+    assert registry.policy_losses.get("mine_for_this_test") is mine
+    with pytest.raises(ConfigError, match="regular"):
+        registry.register_policy_loss("regular")(mine)
+    with pytest.raises(ConfigError, match=r"regulr.*Did you mean 'regular'"):
+        registry.policy_losses.get("regulr")

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_train.weight_sync.buckets import ALIGNMENT, buckets, buffer_bytes, empty_buffer, num_bytes, views
+from skyrl_train.weight_sync.wire import Manifest, TensorSpec, fingerprint
+
+specs = st.lists(
+    st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from(["float32", "bfloat16", "int64", "uint8"])),
+    min_size=1,
+    max_size=12,
+).map(lambda many: tuple(TensorSpec(f"w{i}", tuple(shape), dtype) for i, (shape, dtype) in enumerate(many)))
+
+
+@given(specs, st.integers(1, 400))
+def test_buckets_hold_every_tensor_once_in_order_within_their_bound(tensors, bucket_bytes):
+    cut = buckets(Manifest(1, tensors, bucket_bytes=bucket_bytes))
+    assert [name for bucket in cut for name in bucket.names] == [spec.name for spec in tensors]
+    assert [bucket.index for bucket in cut] == list(range(len(cut)))
+    by_name = {spec.name: spec for spec in tensors}
+    for bucket in cut:
+        size = buffer_bytes([by_name[name] for name in bucket.names])
+        assert size <= bucket_bytes or len([n for n in bucket.names if num_bytes(by_name[n])]) == 1
+
+
+@given(specs)
+def test_tensors_of_mixed_dtypes_come_out_of_the_buffer_as_they_went_in(tensors):
+    torch.manual_seed(0)
+    values = [(torch.randn(spec.shape) * 50).abs().to(getattr(torch, spec.dtype)) for spec in tensors]
+    buffer = empty_buffer(tensors, "cpu")
+    for place, value in zip(views(buffer, tensors), values, strict=True):
+        place.copy_(value)
+    for place, value in zip(views(buffer.clone(), tensors), values, strict=True):
+        assert place.dtype == value.dtype
+        assert torch.equal(place, value)
+    assert buffer.numel() % ALIGNMENT == 0
+
+
+def test_a_fingerprint_adds_up_over_shards_and_sees_every_bit():
+    for dtype in (torch.float32, torch.bfloat16):
+        tensor = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+        top, bottom = tensor.split(3)
+        assert fingerprint(tensor) == fingerprint(top) + fingerprint(bottom)
+        bits = tensor.view(torch.uint8).clone()
+        bits[2, 3] ^= 1
+        assert fingerprint(bits.view(dtype)) != fingerprint(tensor)

@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.testing.tiny_models import tiny_model
+from skyrl_train.weight_sync.buckets import buckets
+from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.sender import WeightSender
+from skyrl_train.weight_sync.wire import Manifest
+
+SMALL = {"vocab_size": 64, "hidden_size": 32}
+
+
+def sender_of(model: PreTrainedModel, wire_dtype: str = "float32", bucket_bytes: int = 20_000, rank: int = 0):
+    return WeightSender(
+        lambda: iter(model.named_parameters()), wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, rank=rank
+    )
+
+
+def receiver_of(model: PreTrainedModel) -> WeightReceiver:
+    return WeightReceiver(lambda: dict(model.named_parameters()), "engine-0")
+
+
+def pair(**options) -> tuple[PreTrainedModel, WeightSender, PreTrainedModel, WeightReceiver]:
+    """A trainer, and an engine with other weights."""
+    trainer, engine = tiny_model(seed=1, **SMALL, **options), tiny_model(seed=2, **SMALL, **options)
+    return trainer, sender_of(trainer), engine, receiver_of(engine)
+
+
+def sync(sender: WeightSender, receiver: WeightReceiver, version: int) -> int:
+    manifest = sender.manifest(version)
+    receiver.begin(manifest)
+    count = len(buckets(manifest))
+    for index in range(count):
+        bucket = sender.send(index)
+        assert bucket is not None
+        receiver.receive(bucket)
+    receiver.commit(version)
+    return count
+
+
+def snapshot(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.fault("F30")
+@pytest.mark.parametrize("tied", [True, False])
+def test_after_a_sync_the_engine_holds_the_trainers_weights_bit_for_bit(tied):
+    trainer, sender, engine, receiver = pair(tied=tied)
+    embedding = engine.get_input_embeddings().weight
+    assert sync(sender, receiver, 1) > 3
+    assert same(snapshot(trainer), snapshot(engine))
+    assert (receiver.version, receiver.torn) == (1, False)
+    assert engine.get_input_embeddings().weight is embedding  # loaded in place
+    assert (engine.get_output_embeddings().weight is embedding) == tied
+
+
+@pytest.mark.parametrize(
+    ("wire", "held"), [("bfloat16", torch.float32), ("float32", torch.bfloat16), ("bfloat16", torch.bfloat16)]
+)
+def test_values_are_those_of_the_wire_cast_to_what_the_engine_holds(wire, held):
+    trainer = tiny_model(seed=1, **SMALL)
+    engine = tiny_model(seed=2, dtype=held, **SMALL)
+    sync(sender_of(trainer, wire), receiver_of(engine), 1)
+    for name, tensor in trainer.named_parameters():
+        expected = tensor.detach().to(getattr(torch, wire)).to(held)
+        assert torch.equal(engine.get_parameter(name), expected), name
+
+
+@pytest.mark.fault("F30")
+def test_tied_weights_may_be_listed_under_both_names():
+    trainer, engine = tiny_model(seed=1, **SMALL), tiny_model(seed=2, **SMALL)
+    receiver = WeightReceiver(lambda: dict(engine.named_parameters(remove_duplicate=False)), "engine-0")
+    sync(sender_of(trainer), receiver, 1)
+    assert same(snapshot(trainer), snapshot(engine))
+
+
+@pytest.mark.fault("F30")
+def test_an_untied_trainer_and_a_tied_engine_are_refused():
+    sender, receiver = sender_of(tiny_model(tied=False, **SMALL)), receiver_of(tiny_model(tied=True, **SMALL))
+    with pytest.raises(WeightSyncError, match=r"lm_head.weight was announced.*tied"):
+        receiver.begin(sender.manifest(1))
+    sender, receiver = sender_of(tiny_model(tied=True, **SMALL)), receiver_of(tiny_model(tied=False, **SMALL))
+    with pytest.raises(WeightSyncError, match=r"lm_head.weight is held by the engine"):
+        receiver.begin(sender.manifest(1))
+
+
+def without_norm(manifest: Manifest) -> Manifest:
+    return replace(manifest, tensors=tuple(spec for spec in manifest.tensors if spec.name != "model.norm.weight"))
+
+
+def with_norm(manifest: Manifest, **changes) -> Manifest:
+    changed = (replace(spec, **changes) if spec.name == "model.norm.weight" else spec for spec in manifest.tensors)
+    return replace(manifest, tensors=tuple(changed))
+
+
+@pytest.mark.fault("F30")
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (without_norm, r"model\.norm\.weight is held by the engine"),
+        (lambda m: with_norm(m, name="model.nrom.weight"), r"model\.nrom\.weight was announced, but"),
+        (lambda m: with_norm(m, shape=(31,)), r"model\.norm\.weight is announced as \[31\], the engine's is \[32\]"),
+        (lambda m: with_norm(m, dtype="int32"), r"model\.norm\.weight is announced as int32, the engine's is float32"),
+        (lambda m: with_norm(m, dtype="float31"), r"model\.norm\.weight is announced as float31"),
+        (lambda m: replace(m, tensors=(*m.tensors, m.tensors[0])), "announced twice"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused_and_the_old_weights_serve(spoil, message):
+    _, sender, engine, receiver = pair()
+    before = snapshot(engine)
+    with pytest.raises(WeightSyncError, match=message):
+        receiver.begin(spoil(sender.manifest(1)))
+    bucket = sender.send(0)
+    assert bucket is not None
+    with pytest.raises(WeightSyncError, match="begin a sync first"):
+        receiver.receive(bucket)
+    assert same(before, snapshot(engine))
+    assert (receiver.torn, receiver.version) == (False, 0)
+
+
+@pytest.mark.fault("F30")
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_non_finite_tensor_is_named_and_nothing_is_loaded(value):
+    trainer, sender, engine, receiver = pair()
+    before = snapshot(engine)
+    with torch.no_grad():
+        trainer.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = value
+    with pytest.raises(WeightSyncError, match=r"engine-0: model\.layers\.1\.mlp\.up_proj\.weight holds NaN"):
+        receiver.begin(sender.manifest(1))
+    assert same(before, snapshot(engine))
+    assert not receiver.torn
+
+
+@pytest.mark.fault("F30")
+def test_a_value_too_large_for_the_wire_counts_as_non_finite():
+    trainer = tiny_model(**SMALL)
+    with torch.no_grad():
+        trainer.get_parameter("model.norm.weight")[0] = 1e6
+    assert sender_of(trainer, "float16").manifest(1).non_finite == ("model.norm.weight",)
+
+
+@pytest.mark.fault("F31")
+def test_a_version_that_is_not_newer_is_refused():
+    _, sender, _, receiver = pair()
+    sync(sender, receiver, 0)  # what was loaded from disk may be replaced as version 0, once
+    sync(sender, receiver, 3)
+    for stale in (3, 2, 0):
+        with pytest.raises(WeightSyncError, match=f"version {stale} is stale: version 3 is being served"):
+            receiver.begin(sender.manifest(stale))
+    assert receiver.version == 3
+    sync(sender, receiver, 4)
+
+
+@pytest.mark.fault("F30")
+def test_a_flipped_bit_on_the_wire_names_the_tensor_and_loads_nothing_of_its_bucket():
+    _, sender, engine, receiver = pair()
+    before = snapshot(engine)
+    receiver.begin(sender.manifest(1))
+    bucket = sender.send(0)
+    assert bucket is not None
+    assert bucket.payload is not None
+    bucket.payload[5] ^= 4
+    with pytest.raises(WeightSyncError, match=r"engine-0: model\.embed_tokens\.weight arrived altered"):
+        receiver.receive(bucket)
+    assert same(before, snapshot(engine))
+    assert not receiver.torn
+
+
+@pytest.mark.fault("F30")
+def test_a_lost_bucket_leaves_the_engine_torn_until_a_complete_sync():
+    trainer, sender, engine, receiver = pair()
+    manifest = sender.manifest(1)
+    receiver.begin(manifest)
+    first, _, third = (sender.send(index) for index in range(3))
+    assert first is not None
+    assert third is not None
+    receiver.receive(first)
+    with pytest.raises(WeightSyncError, match="bucket 1 is missing"):
+        receiver.receive(third)
+    lost = buckets(manifest)[1].names[0]
+    with pytest.raises(WeightSyncError, match=rf"{lost}.* never arrived"):
+        receiver.commit(1)
+    assert (receiver.torn, receiver.version) == (True, 0)
+    sync(sender, receiver, 1)
+    assert (receiver.torn, receiver.version) == (False, 1)
+    assert same(snapshot(trainer), snapshot(engine))
+
+
+@pytest.mark.fault("F30")
+def test_weights_that_change_while_they_are_sent_are_caught():
+    trainer, sender, _, receiver = pair()
+    receiver.begin(sender.manifest(1))
+    with torch.no_grad():
+        trainer.get_parameter("model.embed_tokens.weight")[0, 0] += 1
+    bucket = sender.send(0)
+    assert bucket is not None
+    with pytest.raises(WeightSyncError, match=r"model\.embed_tokens\.weight arrived altered"):
+        receiver.receive(bucket)
+
+
+@pytest.mark.fault("F30")
+def test_an_engine_that_does_not_keep_what_it_was_given_is_caught_at_commit():
+    trainer, engine = tiny_model(seed=1, **SMALL), tiny_model(seed=2, **SMALL)
+    sender = sender_of(trainer)
+    receiver = WeightReceiver(lambda: snapshot(engine), "engine-0")  # hands out copies: loading into them is lost
+    with pytest.raises(WeightSyncError, match=r"model\.embed_tokens\.weight was received but is not what"):
+        sync(sender, receiver, 1)
+    assert receiver.torn
+
+
+def test_a_commit_of_another_version_is_refused():
+    _, sender, _, receiver = pair()
+    receiver.begin(sender.manifest(2))
+    with pytest.raises(WeightSyncError, match="commit of version 3, but version 2 was begun"):
+        receiver.commit(3)
+
+
+def test_buckets_are_sent_in_order_and_only_after_a_manifest():
+    sender = sender_of(tiny_model(**SMALL))
+    with pytest.raises(WeightSyncError, match="manifest"):
+        sender.send(0)
+    sender.manifest(1)
+    with pytest.raises(WeightSyncError, match="bucket 0"):
+        sender.send(1)
+
+
+def test_other_ranks_read_the_parameters_along_and_send_nothing():
+    model = tiny_model(**SMALL)
+    read: list[str] = []
+
+    def parameters():
+        for name, tensor in model.named_parameters():
+            read.append(name)
+            yield name, tensor
+
+    sender = WeightSender(parameters, wire_dtype="float32", bucket_bytes=20_000, rank=1)
+    manifest = sender.manifest(1)
+    announced = [spec.name for spec in manifest.tensors]
+    assert read == announced
+    read.clear()
+    assert [sender.send(index) for index in range(len(buckets(manifest)))] == [None] * len(buckets(manifest))
+    assert read == announced
+
+
+def test_an_unknown_route_is_refused():
+    with pytest.raises(WeightSyncError, match=r"engine-0 has no weight route 'pigeon'; it has broadcast, in_process"):
+        receiver_of(tiny_model(**SMALL)).connect("pigeon", "", 1, 2, 1.0)
