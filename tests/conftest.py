@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
@@ -34,9 +35,13 @@ os.environ.update(
         "WANDB_SILENT": "true",
     }
 )
-# Ranks and engines share few cores in tests: threads of theirs that spin for each other cost more than they bring, and the
-# rounding of a sum depends on their number.
+# Ranks and engines share few cores in tests: threads that spin for each other cost more than they bring, and the rounding
+# of a sum depends on their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples in every run, and no deadline for one: pytest-timeout has the last word on a busy machine.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("repeatable")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 _PATIENCE_S = 10.0

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_train.data.batch import SEQUENCE_FIELDS, TOKEN_FIELDS, TrainBatch, cat, collate, pack
+from skyrl_train.data.trajectory import CUT, FAILED, OK, Prompt, Trajectory, TrajectoryGroup, Turn
+
+
+def trajectory(prompt: Prompt, sample: int, prompt_ids: list[int], response: list[int], status: str = OK) -> Trajectory:
+    length = len(response)
+    return Trajectory(
+        prompt=prompt,
+        sample=sample,
+        prompt_ids=prompt_ids,
+        response_ids=response,
+        loss_mask=[1] * length,
+        logprobs=[-0.5 - i for i in range(length)],
+        turns=[Turn(0, length, 1.0, "stop", 3 + sample, 5)] if length else [],
+        reward=float(sample),
+        stop_reason="stop",
+        temperature=0.7,
+        status=status,
+    )
+
+
+def group(index: int, lengths: list[tuple[int, int]], status: str = OK) -> TrajectoryGroup:
+    prompt = Prompt(uid=str(index), messages=[], env_class="none")
+    items = [
+        trajectory(prompt, sample, [10 * index + i for i in range(p)], [100 * sample + i for i in range(r)], status)
+        for sample, (p, r) in enumerate(lengths)
+    ]
+    return TrajectoryGroup(prompt, items)
+
+
+shapes = st.lists(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=4), min_size=1, max_size=4
+)
+
+
+def batch_of(groups: list[list[tuple[int, int]]]) -> TrainBatch:
+    batch = collate([group(index, lengths) for index, lengths in enumerate(groups)])
+    return batch.with_tokens(advantages=torch.arange(len(batch.input_ids), dtype=torch.float32))
+
+
+def assert_same(left: TrainBatch, right: TrainBatch) -> None:
+    for field in fields(TrainBatch):
+        first, second = getattr(left, field.name), getattr(right, field.name)
+        assert (first is None) == (second is None), field.name
+        if first is not None:
+            assert first.dtype == second.dtype, field.name
+            assert torch.equal(first, second), field.name
+
+
+def test_every_field_is_either_per_token_or_per_sequence():
+    assert {field.name for field in fields(TrainBatch)} == {*TOKEN_FIELDS, *SEQUENCE_FIELDS, "offsets"}
+
+
+def test_the_example_of_the_docstring():
+    prompt = Prompt(uid="0", messages=[], env_class="none")
+    items = [trajectory(prompt, 0, [5, 6], [7, 2]), trajectory(prompt, 1, [5, 6], [8])]
+    batch = collate([TrajectoryGroup(prompt, items)])
+    assert batch.input_ids.tolist() == [5, 6, 7, 2, 5, 6, 8]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2]
+    assert batch.loss_mask.int().tolist() == [0, 0, 1, 1, 0, 0, 1]
+    assert batch.offsets.tolist() == [0, 4, 7]
+    assert batch.prompt_lengths.tolist() == [2, 2]
+    assert batch.rollout_logprobs is not None
+    assert batch.rollout_logprobs.tolist() == [0, 0, -0.5, -1.5, 0, 0, -0.5], "the log-prob of a token is at its place"
+    assert batch.min_versions.tolist() == [3, 4]
+    assert batch.max_versions.tolist() == [5, 5]
+    assert batch.rewards.tolist() == [0, 1]
+    assert batch.temperature.tolist() == pytest.approx([0.7, 0.7])
+
+
+@pytest.mark.parametrize("status", [FAILED, CUT])
+def test_failed_and_cut_trajectories_keep_their_place_and_have_no_mask(status: str):
+    batch = collate([group(0, [(2, 3)]), group(1, [(2, 3)], status), group(2, [(1, 1)])])
+    assert batch.group_ids.tolist() == [0, 1, 2]
+    assert batch.status.tolist() == [True, False, True]
+    assert batch.per_sequence_sum(batch.loss_mask.float()).tolist() == [3, 0, 1]
+
+
+def test_token_fields_of_different_lengths_are_a_bug_named_by_prompt():
+    broken = group(7, [(2, 3)])
+    broken.trajectories[0].logprobs.pop()
+    with pytest.raises(AssertionError, match="prompt 7"):
+        collate([broken])
+
+
+@given(shapes, st.randoms(use_true_random=False))
+def test_selecting_in_any_order_and_back_changes_nothing(groups, random):
+    batch = batch_of(groups)
+    order = list(range(len(batch)))
+    random.shuffle(order)
+    shuffled = batch.select(order)
+    assert shuffled.position_ids[shuffled.offsets[:-1]].eq(0).all()
+    back = torch.argsort(torch.tensor(order))
+    assert_same(shuffled.select(back), batch)
+
+
+@given(shapes, st.none() | st.integers(1, 4), st.none() | st.integers(1, 20))
+def test_splitting_and_joining_is_the_identity_and_keeps_both_bounds(groups, max_sequences, token_budget):
+    batch = batch_of(groups)
+    parts = batch.split(max_sequences=max_sequences, token_budget=token_budget)
+    assert_same(cat(parts), batch)
+    for part in parts:
+        assert max_sequences is None or len(part) <= max_sequences
+        assert token_budget is None or len(part.input_ids) <= token_budget or len(part) == 1
+
+
+@given(shapes, st.integers(1, 6))
+def test_sharding_gives_every_row_to_one_rank_and_no_rank_much_more(groups, ranks):
+    batch = batch_of(groups)
+    rows = batch.shard(ranks)
+    assert sorted(row for of_rank in rows for row in of_rank) == list(range(len(batch)))
+    loads = [int(batch.lengths[of_rank].sum()) for of_rank in rows]
+    assert max(loads) - min(loads) <= int(batch.lengths.max())
+
+
+def test_sharding_balances_the_given_cost_not_the_tokens():
+    batch = batch_of([[(1, 5), (1, 5), (1, 5), (1, 0)]])
+    rows = batch.shard(2, cost=torch.tensor([1.0, 1.0, 1.0, 3.0]))
+    assert rows == [[3], [0, 1, 2]]
+
+
+@given(shapes)
+def test_per_token_and_per_sequence_views_agree(groups):
+    batch = batch_of(groups)
+    assert torch.equal(batch.per_token(torch.arange(len(batch))), batch.sequence_ids)
+    assert torch.equal(batch.per_sequence_sum(torch.ones(len(batch.input_ids))), batch.lengths.float())
+
+
+@given(shapes)
+def test_the_rectangle_holds_every_token_once_and_fill_elsewhere(groups):
+    batch = batch_of(groups)
+    rectangle = batch.padded(batch.input_ids, fill=-1)
+    assert rectangle.shape == (len(batch), int(batch.lengths.max()))
+    for row, (start, stop) in enumerate(zip(batch.offsets[:-1], batch.offsets[1:], strict=True)):
+        length = int(stop - start)
+        assert torch.equal(rectangle[row, :length], batch.input_ids[start:stop])
+        assert rectangle[row, length:].eq(-1).all()
+
+
+def test_a_tensor_of_another_length_or_an_unknown_one_is_refused():
+    batch = batch_of([[(2, 2)]])
+    with pytest.raises(AssertionError):
+        batch.with_tokens(values=torch.zeros(3))
+    with pytest.raises(AssertionError):
+        batch.with_tokens(rewards=torch.zeros(4))
+
+
+def test_an_optional_tensor_is_in_all_parts_or_in_none():
+    batch = batch_of([[(2, 2), (1, 1)]])
+    with pytest.raises(AssertionError, match="advantages"):
+        cat([batch, batch.with_tokens(advantages=None)])
+
+
+def test_to_moves_every_tensor():
+    moved = batch_of([[(2, 2)]]).to("meta")
+    assert {getattr(moved, f.name).device.type for f in fields(moved) if getattr(moved, f.name) is not None} == {"meta"}
+
+
+def test_a_sequence_longer_than_the_budget_stands_alone():
+    assert pack([3, 9, 2, 2, 2], max_sequences=None, token_budget=5) == [[0], [1], [2, 3], [4]]
+    assert pack([1, 1, 1], max_sequences=2, token_budget=None) == [[0, 1], [2]]
+    assert pack([], max_sequences=2, token_budget=2) == []

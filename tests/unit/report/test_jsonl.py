@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_train.report.jsonl import JsonlTracker, read_jsonl
+from skyrl_train.report.trackers import SampleRow
+
+
+def strict(text: str) -> dict:
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_values_that_json_has_no_word_for_become_null(tmp_path: Path):
+    tracker = JsonlTracker(tmp_path)
+    tracker.log({"a": float("nan"), "b": float("inf"), "c": 1}, 3)
+    line = strict((tmp_path / "metrics.jsonl").read_text())
+    assert (line["step"], line["a"], line["b"], line["c"]) == (3, None, None, 1.0)
+
+
+@pytest.mark.fault("F24")
+@given(text=st.text(st.characters(exclude_categories=())))
+def test_any_completion_is_one_valid_line_and_reads_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, text: str):
+    folder = tmp_path_factory.mktemp("run")
+    JsonlTracker(folder).samples([SampleRow(text, text, 0.0, "stop")], 1)
+    lines = (folder / "samples.jsonl").read_bytes().splitlines()
+    assert len(lines) == 1
+    assert strict(lines[0].decode("ascii"))["response"] == text
+
+
+def test_a_resumed_run_drops_later_lines_and_a_torn_one(tmp_path: Path):
+    tracker = JsonlTracker(tmp_path)
+    for step in range(4):
+        tracker.log({"x": step}, step)
+        tracker.samples([SampleRow("p", "r", 1.0, "stop")], step)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "x"')
+    JsonlTracker(tmp_path).begin(2, 10)
+    assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    assert [line["step"] for line in read_jsonl(tmp_path / "samples.jsonl")] == [0, 1, 2]
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        strict(line)
+
+
+def test_a_run_that_starts_anew_forgets_the_attempt_before_it(tmp_path: Path):
+    JsonlTracker(tmp_path).log({"x": 1.0}, 0)
+    JsonlTracker(tmp_path).begin(0, 10)
+    assert read_jsonl(tmp_path / "metrics.jsonl") == []

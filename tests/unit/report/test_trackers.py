@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.report.trackers import SampleRow, Trackers, TrackerSetup, make_trackers
+
+HOSTILE = "\x1b[31m\x00[bold]x[/bold]</think><script>\ud800\u202e\r\n"
+
+
+class Recorder:
+    """A tracker that keeps what it got, or raises."""
+
+    def __init__(self, fails: bool = False):
+        self.fails = fails
+        self.calls: list[tuple] = []
+
+    def _call(self, *call: object) -> None:
+        self.calls.append(call)
+        if self.fails:
+            raise OSError("disk full")
+
+    def begin(self, step: int, total_steps: int) -> None:
+        self._call("begin", step, total_steps)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._call("log", dict(metrics), step)
+
+    def samples(self, rows: Sequence[SampleRow], step: int) -> None:
+        self._call("samples", list(rows), step)
+
+    def close(self) -> None:
+        self._call("close")
+
+
+@pytest.mark.fault("F39")
+def test_a_tracker_that_raises_is_named_once_and_dropped_and_the_others_go_on(caplog: pytest.LogCaptureFixture):
+    good, bad = Recorder(), Recorder(fails=True)
+    with caplog.at_level(logging.WARNING), Trackers({"bad": bad, "good": good}) as trackers:
+        for step in range(3):
+            trackers.log({"x": 1.0}, step)
+    assert [call[0] for call in good.calls] == ["log", "log", "log", "close"]
+    assert len(bad.calls) == 1
+    assert caplog.text.count("Tracker bad failed") == 1
+    assert "disk full" in caplog.text
+
+
+def test_jsonl_is_always_there_and_a_name_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with make_trackers(["console", "console"], tmp_path, "project", "run", {}) as trackers:
+        trackers.begin(0, 2)
+        trackers.log({"reward/mean": 0.5}, 1)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["reward/mean"] == 0.5
+    assert capsys.readouterr().out.count("step 1/2") == 1
+
+
+def test_an_unknown_tracker_is_refused_with_the_nearest_name(tmp_path: Path):
+    with pytest.raises(ConfigError, match="Did you mean 'wandb'"):
+        make_trackers(["wandbb"], tmp_path, "project", "run", {})
+
+
+@pytest.mark.parametrize(("name", "library"), [("wandb", "wandb"), ("tensorboard", "tensorboard.compat.proto")])
+def test_a_missing_library_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, library: str
+):
+    module = f"skyrl_train.report.{name}"
+    for loaded in [m for m in sys.modules if m == module or m.split(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=f"pip install {name}"):
+        make_trackers([name], tmp_path, "project", "run", {})
+
+
+def test_tensorboard_files_hold_the_scalars_and_restart_where_the_run_goes_on(tmp_path: Path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from skyrl_train.report.tensorboard import TensorboardTracker
+
+    for start, value in ((0, 1.0), (2, 7.0)):
+        tracker = TensorboardTracker(TrackerSetup(tmp_path, "project", "run"))
+        tracker.begin(start, 4)
+        for step in range(start + 1, start + 4):
+            tracker.log({"reward/mean": value, "nan": float("nan")}, step)
+        tracker.samples([SampleRow(HOSTILE, HOSTILE, 1.0, "stop")], start)
+        tracker.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 1), (2, 1), (3, 7), (4, 7), (5, 7)]
+
+
+WANDB_RUN = f"""
+import sys
+from pathlib import Path
+from skyrl_train.report.trackers import SampleRow, make_trackers
+with make_trackers(["wandb"], Path(sys.argv[1]), "project", "run", {{"trainer": {{"seed": 1}}}}) as trackers:
+    assert set(trackers._members) == {{"jsonl", "wandb"}}
+    trackers.begin(0, 2)
+    trackers.log({{"reward/mean": float("nan")}}, 1)
+    trackers.samples([SampleRow({HOSTILE!r}, {HOSTILE!r}, 1.0, "stop")], 1)
+    assert "wandb" in trackers._members, "a tracker that failed is dropped"
+assert "torch" not in sys.modules
+"""
+
+
+def test_wandb_needs_neither_network_nor_account(tmp_path: Path):
+    result = subprocess.run(
+        [sys.executable, "-c", WANDB_RUN, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert "failed" not in result.stderr
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import pytest
+
+from skyrl_train import errors
+from skyrl_train.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    EnvironmentFailure,
+    RunDirectoryError,
+    SkyRLError,
+)
+
+CLASSES = [item for _, item in inspect.getmembers(errors, inspect.isclass)]
+ARGUMENTS: dict[type, tuple] = {DeadlineExceeded: ("engine 0", 3.0), EnvironmentFailure: ("timeout", "after 3 s")}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_every_error_is_of_the_tree_and_crosses_a_process_border_whole(kind: type[SkyRLError]):
+    assert issubclass(kind, SkyRLError)
+    error = kind(*ARGUMENTS.get(kind, ("what went wrong",)))
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), vars(again)) == (kind, str(error), vars(error))
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_the_tree_drawn_at_the_top_names_every_error(kind: type[SkyRLError]):
+    assert kind.__name__ in str(errors.__doc__)
+
+
+def test_errors_are_what_the_standard_library_calls_them_too():
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(DeadlineExceeded, TimeoutError)
+    assert issubclass(DataError, ConfigError)
+    assert issubclass(RunDirectoryError, ConfigError)
+    assert not issubclass(CheckpointError, ConfigError), "damage on disk is not a typing mistake"
+
+
+def test_a_deadline_names_who_was_waited_for_and_how_long():
+    assert str(DeadlineExceeded("engine 0", 2.5)) == "engine 0 did not finish within 2.5 s"
+
+
+def test_a_failure_without_detail_is_its_kind():
+    assert str(EnvironmentFailure("timeout")) == "timeout"
+    assert str(EnvironmentFailure("timeout", "after 3 s")) == "timeout: after 3 s"

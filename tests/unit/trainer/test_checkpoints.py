@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.trainer.checkpoints import Checkpoints, verify
+
+WEIGHTS = b"weights of step %d" * 1000
+
+
+def save(checkpoints: Checkpoints, step: int) -> Path:
+    folder = checkpoints.begin(step)
+    (folder / "policy").mkdir()
+    (folder / "policy" / "rank0.safetensors").write_bytes(WEIGHTS % ((step,) * 1000))
+    return checkpoints.commit(step, {"seed": 7})
+
+
+def test_latest_is_the_newest_committed_step_with_its_state(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (2, 10):
+        save(checkpoints, step)
+    found = Checkpoints(tmp_path).load_path("latest")
+    assert found is not None
+    assert (found.step, found.path) == (10, tmp_path / "global_step_10")
+    assert found.state == {"global_step": 10, "seed": 7}
+    assert (tmp_path / "latest_ckpt_global_step.txt").read_text() == "10"
+
+
+def test_nothing_to_resume_is_none(tmp_path: Path):
+    assert Checkpoints(tmp_path / "absent").load_path("latest") is None
+    save(Checkpoints(tmp_path), 1)
+    assert Checkpoints(tmp_path).load_path("none") is None
+    assert Checkpoints(tmp_path).load_path(None) is None
+
+
+def test_from_path_loads_that_step_also_from_another_run(tmp_path: Path):
+    other = Checkpoints(tmp_path / "other")
+    save(other, 4)
+    save(other, 8)
+    found = Checkpoints(tmp_path / "mine").load_path("from_path", tmp_path / "other" / "global_step_4")
+    assert found is not None
+    assert found.step == 4
+
+
+@pytest.mark.parametrize(
+    ("mode", "path"), [("newest", None), ("from_path", None), ("from_path", "/absent/global_step_3")]
+)
+def test_a_bad_mode_or_path_says_what_is_allowed(tmp_path: Path, mode: str, path: str | None):
+    with pytest.raises(ConfigError, match=r"resume_(mode|path)="):
+        Checkpoints(tmp_path).load_path(mode, path)
+
+
+@pytest.mark.parametrize("keep", [0, -2])
+def test_keeping_none_is_refused(tmp_path: Path, keep: int):
+    with pytest.raises(ConfigError, match="max_ckpts_to_keep"):
+        Checkpoints(tmp_path, keep)
+
+
+def test_the_last_k_are_kept(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in range(1, 6):
+        save(checkpoints, step)
+    assert checkpoints.steps() == [4, 5]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["global_step_4", "global_step_5"]
+
+
+def test_saving_the_same_step_again_replaces_it(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 1)
+    folder = checkpoints.begin(1)
+    (folder / "other").write_text("x")
+    checkpoints.commit(1, {})
+    assert {p.name for p in (tmp_path / "global_step_1").iterdir()} == {"other", "manifest.json", "trainer_state.json"}
+    assert verify(tmp_path / "global_step_1") is None
+
+
+def test_going_back_to_an_older_step_never_resumes_the_abandoned_branch(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (10, 20, 30):
+        save(checkpoints, step)
+    save(checkpoints, 15)
+    found = checkpoints.load_path("latest")
+    assert found is not None
+    assert found.step == 15
+    assert verify(tmp_path / "global_step_30.set_aside_0") is None, "nothing of the user's is deleted"
+
+
+@pytest.mark.fault("F35")
+def test_a_torn_save_is_reported_not_loaded_and_not_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 1)
+    torn = checkpoints.begin(2)
+    (torn / "half").write_text("x")
+    with caplog.at_level(logging.WARNING):
+        found = Checkpoints(tmp_path).load_path("latest")
+    assert found is not None
+    assert found.step == 1
+    assert "global_step_2.partial is torn" in caplog.text
+    assert (torn / "half").exists()
+    assert list(checkpoints.begin(2).iterdir()) == [], "the same step's next save starts from an empty folder"
+
+
+def missing(file: Path) -> None:
+    file.unlink()
+
+
+def truncated(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def flipped(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.fault("F36")
+@pytest.mark.parametrize("damage", [missing, truncated, flipped])
+@pytest.mark.parametrize("name", ["policy/rank0.safetensors", "trainer_state.json", "manifest.json"])
+def test_damage_is_named_and_the_one_before_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage, name: str
+):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 1)
+    damage(save(checkpoints, 2) / name)
+    with caplog.at_level(logging.ERROR):
+        found = checkpoints.load_path("latest")
+    assert found is not None
+    assert found.step == 1
+    assert "global_step_2 IS DAMAGED" in caplog.text
+
+
+@pytest.mark.fault("F36")
+def test_damage_to_all_of_them_is_an_error_not_a_fresh_start(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path)
+    flipped(save(checkpoints, 1) / "policy" / "rank0.safetensors")
+    with pytest.raises(CheckpointError, match=r"\[1\]"):
+        checkpoints.load_path("latest")
+
+
+@pytest.mark.fault("F36")
+def test_a_full_disk_leaves_the_earlier_checkpoint_loadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 1)
+    folder = checkpoints.begin(2)
+    (folder / "big").write_text("x")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        checkpoints.commit(2, {})
+    found = checkpoints.load_path("latest")
+    assert found is not None
+    assert found.step == 1
+
+
+def rewrite_manifest(folder: Path, name: str, data: bytes) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.fault("F38")
+@pytest.mark.parametrize("name", ["../../secret", "policy/../../../secret", "/etc/hostname", ""])
+def test_a_manifest_that_points_outside_is_refused(tmp_path: Path, name: str):
+    folder = save(Checkpoints(tmp_path / "run"), 1)
+    (tmp_path / "secret").write_bytes(b"s")
+    rewrite_manifest(folder, name, b"s")
+    assert "not a path inside" in str(verify(folder))
+
+
+@pytest.mark.fault("F38")
+@pytest.mark.parametrize("linked", ["policy", "policy/rank0.safetensors"])
+def test_a_symbolic_link_in_a_checkpoint_is_refused(tmp_path: Path, linked: str):
+    folder = save(Checkpoints(tmp_path), 1)
+    shutil.move(folder / linked, tmp_path / "elsewhere")
+    (folder / linked).symlink_to(tmp_path / "elsewhere")
+    assert "symbolic link" in str(verify(folder))
+
+
+SAVE_LOOP = """
+import sys
+from pathlib import Path
+from skyrl_train.trainer.checkpoints import Checkpoints
+checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
+print("ready", flush=True)
+for step in range(1, 10**9):
+    folder = checkpoints.begin(step)
+    (folder / "policy").mkdir()
+    for rank in range(3):
+        (folder / "policy" / f"rank{rank}").write_bytes(bytes([step % 251]) * 200_000)
+    checkpoints.commit(step, {"step_again": step})
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.fault("F35")
+@pytest.mark.parametrize("seed", range(6))
+def test_kill_at_a_random_moment_of_a_save_loses_at_most_that_save(tmp_path: Path, seed: int):
+    process = subprocess.Popen([sys.executable, "-c", SAVE_LOOP, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(random.Random(seed).uniform(0.0, 0.3))
+    process.send_signal(signal.SIGKILL)
+    said, _ = process.communicate(timeout=30)
+    committed = max((int(line) for line in said.split()), default=0)
+    found = Checkpoints(tmp_path).load_path("latest")
+    step = found.step if found else 0
+    assert step in (committed, committed + 1), "the rename of the next one may have come through before the kill"
+    assert found is None or found.state["step_again"] == step
+    again = save(Checkpoints(tmp_path, keep=2), step + 1)
+    assert verify(again) is None, "saving goes on over what the crash left"
