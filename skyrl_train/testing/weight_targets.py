@@ -1,4 +1,4 @@
-"""Both sides of a weight sync without Ray: trainer ranks and engines as objects of this process, with threads for waiting."""
+"""Both sides of a weight sync without Ray: trainer ranks and engines as objects of this process."""
 
 from __future__ import annotations
 

@@ -29,30 +29,31 @@ class WeightSender:
         wire_dtype: str,
         bucket_bytes: int,
         rank: int,
-        device: torch.device | str = "cpu",
     ):
         """`parameters` yields (Hugging Face name, full tensor) in a fixed order, on all ranks together.
 
-        Floating-point tensors travel as `wire_dtype` ("bfloat16", "float32"), others as they are. `device` is where the
-        `broadcast` route's buffers live, and decides between gloo and NCCL.
+        Floating-point tensors travel as `wire_dtype` ("bfloat16", "float32"), others as they are.
         """
         self._parameters = parameters
         self._wire_dtype = dtype_of(wire_dtype)
         self._bucket_bytes = bucket_bytes
         self._rank = rank
-        self._device = device
         self._route = "in_process"
         self._group: BroadcastGroup | None = None
         self._manifest: Manifest | None = None
         self._stream: Iterator[tuple[str, Tensor]] | None = None
         self._next = 0
 
-    def connect(self, route: str, address: str, world_size: int, timeout_s: float) -> None:
-        """Rank 0 becomes root of the `broadcast` group, with engines as ranks 1 to world_size - 1."""
+    def connect(self, route: str, address: str, world_size: int, timeout_s: float, device: str = "cpu") -> None:
+        """Rank 0 becomes root of the `broadcast` group, with engines as ranks 1 to world_size - 1.
+
+        `address` is "host:port", a free port of rank 0's machine. `device` ("cpu", "cuda") is where buffers live: gloo
+        or NCCL. Raises WeightSyncError when not all came within `timeout_s`.
+        """
         self.disconnect()
         self._route = route
         if route == "broadcast" and self._rank == ROOT:
-            self._group = BroadcastGroup(address, ROOT, world_size, self._device, timeout_s)
+            self._group = BroadcastGroup(address, ROOT, world_size, device, timeout_s)
 
     def manifest(self, version: int) -> Manifest:
         """Names, shapes, wire dtypes, fingerprints and non-finite tensors of a sync; an earlier one is forgotten."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train.weight_sync.wire import Manifest
 
-SMALL = {"vocab_size": 64, "hidden_size": 32}
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
 
 
 def sender_of(model: PreTrainedModel, wire_dtype: str = "float32", bucket_bytes: int = 20_000, rank: int = 0):

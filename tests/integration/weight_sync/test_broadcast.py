@@ -1,0 +1,262 @@
+"""The `broadcast` route over real sockets: engines in threads of this process, and one in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from skyrl_train.engines.base import EngineHealth
+from skyrl_train.errors import DeadlineExceeded, EngineError, SkyRLError, WeightSyncError
+from skyrl_train.testing.tiny_models import tiny_model
+from skyrl_train.testing.weight_targets import LocalTrainer, ModelTarget, score
+from skyrl_train.weight_sync.publish import Probe, WeightPublisher, WeightTarget
+from skyrl_train.weight_sync.transport import BroadcastGroup
+from skyrl_train.weight_sync.wire import Bucket, fingerprint
+
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
+
+
+class Faulty(ModelTarget):
+    """An engine that does `action` once, when bucket `at` is due."""
+
+    def __init__(self, name: str, action: str = "", at: int = 1):
+        super().__init__(tiny_model(seed=2, **SMALL), name)
+        self.action = action
+        self.at = at
+
+    async def receive_weights(self, bucket: Bucket) -> None:
+        action, self.action = (self.action, "") if bucket.index == self.at else ("", self.action)
+        if action == "die":
+            self.receiver.close()
+            raise EngineError(f"{self.name} died")
+        if action == "hang":
+            await asyncio.sleep(3600)
+        if action != "drop":
+            await super().receive_weights(bucket)
+
+
+def nudge(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+
+
+def publisher_of(trainer: LocalTrainer, engines: Sequence[WeightTarget], deadline_s: float = 30) -> WeightPublisher:
+    return WeightPublisher(trainer, lambda: engines, route="broadcast", deadline_s=deadline_s)
+
+
+def holds_trainers_weights(trainer: LocalTrainer, engine: ModelTarget) -> bool:
+    held = dict(engine.model.named_parameters())
+    return all(torch.equal(held[name], tensor) for name, tensor in trainer.model.named_parameters())
+
+
+def close(trainer: LocalTrainer, *engines: ModelTarget) -> None:
+    trainer.sender.close()
+    for engine in engines:
+        engine.receiver.close()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_two_engines_get_every_version_over_one_connection(tied):
+    trainer = LocalTrainer(tiny_model(seed=1, tied=tied, **SMALL), bucket_bytes=20_000)
+    engines = [ModelTarget(tiny_model(seed=seed, tied=tied, **SMALL), f"engine-{seed}") for seed in (2, 3)]
+    publisher = publisher_of(trainer, engines)
+
+    async def syncs() -> None:
+        groups = set()
+        for version in (0, 1, 2):
+            nudge(trainer.model)
+            await publisher.publish(version)
+            assert all(holds_trainers_weights(trainer, engine) for engine in engines)
+            groups.add(engines[0].receiver._group)
+        assert len(groups) == 1
+
+    asyncio.run(syncs())
+    close(trainer, *engines)
+
+
+def test_the_probe_agrees_over_a_bfloat16_wire_when_the_trainer_scores_in_it_too():
+    trainer = LocalTrainer(tiny_model(seed=1, **SMALL), wire_dtype="bfloat16")
+    engine = ModelTarget(tiny_model(seed=2, **SMALL), "engine-0")
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.copy_(parameter.bfloat16())
+
+    async def trainer_score(token_ids):
+        return score(trainer.model, token_ids)
+
+    probe = Probe([[1, 2, 3, 4]], trainer_score)
+    publisher = WeightPublisher(trainer, lambda: [engine], route="broadcast", deadline_s=30, probe=probe)
+    asyncio.run(publisher.publish(1))
+    assert holds_trainers_weights(trainer, engine)
+    close(trainer, engine)
+
+
+@pytest.mark.fault("F30")
+@pytest.mark.parametrize(
+    ("action", "error", "message"),
+    [
+        ("die", EngineError, "right died"),
+        ("hang", DeadlineExceeded, r"weight sync of version 2: bucket 2 of \d+ .* within 3 s"),
+        ("drop", DeadlineExceeded, r"weight sync of version 2: bucket 2 of \d+ .* within 3 s"),
+    ],
+)
+def test_an_engine_lost_between_buckets_ends_the_sync_in_time_and_a_complete_one_heals(action, error, message):
+    trainer = LocalTrainer(tiny_model(seed=1, **SMALL), bucket_bytes=20_000)
+    engines = [Faulty("left"), Faulty("right")]
+    publisher = publisher_of(trainer, engines, deadline_s=3)
+
+    async def story() -> None:
+        await publisher.publish(1)
+        nudge(trainer.model)
+        engines[1].action = action
+        start = time.monotonic()
+        with pytest.raises(error, match=message):
+            await publisher.publish(2)
+        assert time.monotonic() - start < 6
+        assert engines[0].receiver.torn
+        assert engines[0].receiver.version == 1
+        with pytest.raises(WeightSyncError, match="engine left is torn"):
+            await publisher.check(2)
+        await publisher.publish(2)
+        for engine in engines:
+            assert holds_trainers_weights(trainer, engine)
+            assert (engine.receiver.torn, engine.receiver.version) == (False, 2)
+
+    asyncio.run(story())
+    close(trainer, *engines)
+    assert not [thread for thread in threading.enumerate() if "asyncio" in thread.name]
+
+
+@pytest.mark.fault("F30")
+def test_engines_that_never_connect_are_a_deadline_not_a_hang():
+    trainer = LocalTrainer(tiny_model(seed=1, **SMALL))
+
+    class Absent(Faulty):
+        async def connect_weights(self, route, address, rank, world_size, timeout_s) -> None:
+            await asyncio.sleep(3600)
+
+    start = time.monotonic()
+    with pytest.raises((DeadlineExceeded, WeightSyncError), match=r"connecting trainer and engines|could not meet"):
+        asyncio.run(publisher_of(trainer, [Absent("absent")], deadline_s=2).publish(1))
+    assert time.monotonic() - start < 6
+
+
+@pytest.mark.fault("F30")
+def test_a_bucket_out_of_step_is_refused_before_its_bytes_meet_a_buffer_of_another_size():
+    """gloo ends the process where lengths differ, so this must be seen first."""
+    address = "{}:{}".format(*LocalTrainer(tiny_model(**SMALL)).address())
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(BroadcastGroup, address, 1, 2, "cpu", 10.0)
+        root = BroadcastGroup(address, 0, 2, "cpu", 10.0)
+        peer = joining.result()
+        sending = pool.submit(root.send_bucket, 7, 2, torch.zeros(999, dtype=torch.uint8))
+        with pytest.raises(WeightSyncError, match=r"\[7, 1, 64\] was announced but \[7, 2, 999\] is being sent"):
+            peer.receive_bucket(7, 1, torch.zeros(64, dtype=torch.uint8))
+        peer.close()
+        root.close()
+        sending.exception()
+
+
+def serve(connection) -> None:
+    """An engine's process: method calls in, answers out."""
+    engine = ModelTarget(tiny_model(seed=5, **SMALL), "remote")
+
+    def fingerprints() -> dict[str, int]:
+        return {name: fingerprint(tensor) for name, tensor in engine.model.named_parameters()}
+
+    while True:
+        method, args = connection.recv()
+        try:
+            call = fingerprints() if method == "fingerprints" else asyncio.run(getattr(engine, method)(*args))
+            connection.send((call, None))
+        except SkyRLError as error:
+            connection.send((None, error))
+
+
+class RemoteTarget:
+    """The engine in another process, called over a pipe."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=serve, args=(other,), daemon=True)
+        self.process.start()
+        other.close()
+        self.kill_at: int | None = None
+
+    async def call(self, method: str, *args):
+        def ask():
+            try:
+                self.connection.send((method, args))
+                return self.connection.recv()
+            except (EOFError, OSError) as error:
+                raise EngineError("remote died") from error
+
+        answer, error = await asyncio.to_thread(ask)
+        if error is not None:
+            raise error
+        return answer
+
+    async def connect_weights(self, route, address, rank, world_size, timeout_s) -> None:
+        await self.call("connect_weights", route, address, rank, world_size, timeout_s)
+
+    async def begin_weights(self, manifest) -> None:
+        await self.call("begin_weights", manifest)
+
+    async def receive_weights(self, bucket: Bucket) -> None:
+        if bucket.index == self.kill_at:
+            assert self.process.pid is not None
+            os.kill(self.process.pid, signal.SIGKILL)
+            self.process.join()
+        await self.call("receive_weights", bucket)
+
+    async def commit_weights(self, version) -> None:
+        await self.call("commit_weights", version)
+
+    async def score(self, token_ids, temperature: float = 1.0) -> list[list[float]]:
+        return await self.call("score", token_ids, temperature)
+
+    async def health(self) -> EngineHealth:
+        return await self.call("health")
+
+
+@pytest.mark.fault("F30")
+def test_an_engine_process_killed_between_buckets_neither_hangs_the_trainer_nor_the_next_sync():
+    trainer = LocalTrainer(tiny_model(seed=1, **SMALL), bucket_bytes=20_000)
+    remote, local = RemoteTarget(), ModelTarget(tiny_model(seed=2, **SMALL), "local")
+    engines: list[WeightTarget] = [local, remote]
+    publisher = WeightPublisher(trainer, lambda: engines, route="broadcast", deadline_s=60)
+
+    async def story() -> None:
+        await publisher.publish(1)
+        held = await remote.call("fingerprints")
+        assert held == {name: fingerprint(tensor) for name, tensor in trainer.model.named_parameters()}
+        nudge(trainer.model)
+        remote.kill_at = 2
+        start = time.monotonic()
+        with pytest.raises((EngineError, WeightSyncError)):
+            await publisher.publish(2)
+        assert time.monotonic() - start < 20
+        assert local.receiver.torn
+        engines.remove(remote)
+        await publisher.publish(2)
+        assert holds_trainers_weights(trainer, local)
+
+    try:
+        asyncio.run(story())
+    finally:
+        remote.process.kill()
+        remote.process.join()
+        close(trainer, local)

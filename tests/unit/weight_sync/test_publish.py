@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.testing.tiny_models import tiny_model
+from skyrl_train.testing.weight_targets import LocalTrainer, ModelTarget, score
+from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
+PROBE_TOKENS = [[1, 2, 3, 4, 5], [6, 7, 8]]
+
+
+def nudge(model: PreTrainedModel, by: float = 0.05) -> None:
+    """An optimizer step: every parameter moves."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(by * torch.randn_like(parameter))
+
+
+def in_process(*engines: ModelTarget, probed: bool = False) -> tuple[LocalTrainer, WeightPublisher]:
+    trainer = LocalTrainer(tiny_model(seed=1, **SMALL))
+
+    async def trainer_score(token_ids):
+        return score(trainer.model, token_ids)
+
+    probe = Probe(PROBE_TOKENS, trainer_score) if probed else None
+    return trainer, WeightPublisher(trainer, lambda: engines, route="in_process", deadline_s=30, probe=probe)
+
+
+def engine_named(name: str, seed: int = 2) -> ModelTarget:
+    return ModelTarget(tiny_model(seed=seed, **SMALL), name)
+
+
+def test_every_engine_gets_the_trainers_weights_and_the_metrics_say_how_much_moved():
+    engines = [engine_named("left"), engine_named("right", seed=3)]
+    trainer, publisher = in_process(*engines, probed=True)
+    for version in (0, 1, 2):
+        nudge(trainer.model)
+        metrics = asyncio.run(publisher.publish(version))
+        for engine in engines:
+            for name, tensor in trainer.model.named_parameters():
+                assert torch.equal(engine.model.get_parameter(name), tensor), name
+    size = sum(tensor.nbytes for tensor in trainer.model.parameters())
+    assert metrics == {"weights/version": 2, "weights/bytes": size, "weights/buckets": -(-size // (1 << 16))}
+
+
+def test_a_skipped_sync_fails_the_check_by_the_engines_name():
+    engines = [engine_named("left"), engine_named("right")]
+    trainer, publisher = in_process(*engines)
+    asyncio.run(publisher.publish(1))
+    asyncio.run(publisher.check(1))
+    nudge(trainer.model)
+    with pytest.raises(WeightSyncError, match="engine left serves version 1, but the trainer is at version 2"):
+        asyncio.run(publisher.check(2))
+
+
+def test_the_probe_finds_an_engine_that_answers_with_other_weights_than_it_claims():
+    engines = [engine_named("left"), engine_named("right")]
+    trainer, publisher = in_process(*engines, probed=True)
+    asyncio.run(publisher.publish(1))
+    nudge(trainer.model)
+    for engine in engines:
+        engine.receiver.version = 2  # a sync that was claimed and never happened
+    with pytest.raises(
+        WeightSyncError, match=r"engine left: log-probs of the probe's tokens differ .* stale or altered"
+    ):
+        asyncio.run(publisher.check(2))
+    for engine in engines:
+        engine.receiver.version = 1
+    asyncio.run(publisher.publish(2))
+    with torch.no_grad():
+        engines[1].model.get_parameter("model.norm.weight")[0] = torch.nan
+    with pytest.raises(WeightSyncError, match=r"engine right: .* differ from the trainer's by nan"):
+        asyncio.run(publisher.check(2))
+
+
+@pytest.mark.fault("F30")
+def test_one_engine_that_refuses_the_manifest_keeps_all_engines_on_their_old_weights():
+    engines = [engine_named("left"), ModelTarget(tiny_model(vocab_size=65, hidden_size=32), "right")]
+    _, publisher = in_process(*engines)
+    before = engines[0].model.get_parameter("model.embed_tokens.weight").clone()
+    with pytest.raises(WeightSyncError, match=r"engine right: model\.embed_tokens\.weight is announced as \[64, 32\]"):
+        asyncio.run(publisher.publish(1))
+    assert torch.equal(engines[0].model.get_parameter("model.embed_tokens.weight"), before)
+    assert not any(engine.receiver.torn for engine in engines)
+
+
+@pytest.mark.fault("F31")
+def test_a_version_going_backwards_is_raised():
+    engine = engine_named("only")
+    _, publisher = in_process(engine)
+    asyncio.run(publisher.publish(5))
+    with pytest.raises(WeightSyncError, match="engine only: version 4 is stale"):
+        asyncio.run(publisher.publish(4))
+    assert engine.receiver.version == 5
