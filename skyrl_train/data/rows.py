@@ -18,7 +18,7 @@ SUFFIXES = (".parquet", ".json", ".jsonl")
 def read_rows(source: str) -> Iterator[tuple[str, Row]]:
     """(where, row) for every row of `source`; `where` names file and line or row, counted from 1, for error messages.
 
-    A source is a .parquet, .json or .jsonl file, a folder that `datasets` can load, or a name on the hub; the latter two
+    A source is a .parquet, .json or .jsonl file, a folder that `datasets` can load, or a name on the hub; these two
     may end in ":split" ("train" otherwise). Raises DataError for what is missing or cannot be read.
     """
     path = Path(source).expanduser()

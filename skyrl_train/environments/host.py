@@ -307,7 +307,9 @@ class EnvironmentHost:
 
     def _least_busy(self) -> _Worker:
         best = min(self._workers, key=lambda worker: (len(worker.calls), len(worker.episodes)), default=None)
-        if best is not None and (not best.calls or len(self._workers) >= self.max_workers):
+        if best is not None and (
+            len(self._workers) >= self.max_workers or all(call.op == "close" for call in best.calls)
+        ):
             return best
         worker = _Worker(self, self._hello)
         self._workers.append(worker)

@@ -1,0 +1,17 @@
+"""A driver with one hung and one idle environment process; prints their pids, then waits to be killed."""
+
+import asyncio
+
+from skyrl_train.data.trajectory import Prompt
+from skyrl_train.environments.host import EnvironmentHost
+
+
+async def main() -> None:
+    async with EnvironmentHost({}, 2, 1000.0, ("misbehaving_envs",)) as host:
+        started = [host.start("Counter", Prompt("0", [], "Counter")) for _ in range(2)]
+        first, second = await asyncio.gather(*started)
+        print(first.metadata["pid"], second.metadata["pid"], flush=True)
+        await first.step("sleep 1000")
+
+
+asyncio.run(main())

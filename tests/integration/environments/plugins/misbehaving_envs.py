@@ -1,0 +1,132 @@
+"""Environments that do what environments should not; a plugin of the host tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+from skyrl_train.environments.base import BaseTextEnv, BaseTextEnvStepOutput, StepOutput, TextEnv
+from skyrl_train.environments.registry import register
+
+
+class Counter(TextEnv):
+    """Well-behaved and stateful: tells how many steps it had and what it was told, and in which process."""
+
+    def init(self, prompt):
+        self.told = []
+        return [*prompt, {"role": "user", "content": f"start {self.extras.get('name')}"}], {"pid": os.getpid()}
+
+    def step(self, action):
+        self.told.append(action)
+        if action.startswith("sleep "):
+            time.sleep(float(action.removeprefix("sleep ")))
+        metadata = {"told": list(self.told), "pid": os.getpid()}
+        return StepOutput([{"role": "user", "content": str(len(self.told))}], 1.0, done=False, metadata=metadata)
+
+
+class Misbehaving(TextEnv):
+    """Does what the text says."""
+
+    def step(self, action):
+        rewards = {
+            "none": None,
+            "nan": float("nan"),
+            "infinite": float("inf"),
+            "string": "1.0",
+            "list": [1.0, 2.0],
+            "huge": 10**400,
+        }
+        if action in rewards:
+            return {"observations": [], "reward": rewards[action], "done": True, "metadata": {}}
+        return getattr(self, action.replace(" ", "_"))()
+
+    def missing_reward(self):
+        return {"observations": [], "done": True, "metadata": {}}
+
+    def nothing(self):
+        return None
+
+    def text_observations(self):
+        return {"observations": "not a list", "reward": 0.0, "done": True, "metadata": {}}
+
+    def raises(self):
+        raise LookupError("the answer is not in the book")
+
+    def exits(self):
+        sys.exit(0)
+
+    def dies(self):
+        os._exit(0)
+
+    def hangs(self):
+        time.sleep(1000)
+
+    def hangs_in_c(self):
+        return 9**9**9
+
+    def starts_a_child_and_hangs(self):
+        child = subprocess.Popen(["sleep", "1000"])
+        with open(self.extras["pid_file"], "w") as file:
+            file.write(str(child.pid))
+        time.sleep(1000)
+
+    def writes_a_lot(self):
+        return StepOutput([{"role": "user", "content": "x" * (65 * 2**20)}], 0.0, False)
+
+
+class Chatty(TextEnv):
+    """Writes to and reads from everything that could be the wire, and speaks control characters."""
+
+    def step(self, action):
+        print("\x00\x00\x00\x02{}", "\x1b[2J", flush=True)
+        os.write(1, b"\x00\x00\x00\x02{}")
+        subprocess.run(["echo", "child"], check=True)
+        try:
+            heard = input()
+        except EOFError:
+            heard = "end of file"
+        metadata = {"heard": heard, "odd": {1, 2}, "length": len(action)}
+        return StepOutput([{"role": "tool", "content": action}], 0.5, False, metadata)
+
+
+class SkyRLGymStyle(BaseTextEnv):
+    """As users of SkyRL-Gym write them."""
+
+    def __init__(self, env_config, extras={}):  # noqa: B006
+        super().__init__()
+        assert "reward_spec" in extras, "reward_spec field is required"
+        self.ground_truth = extras["reward_spec"]["ground_truth"]
+        self.topk = env_config.search.topk
+        self.max_turns = extras.get("max_turns", 2)
+
+    def step(self, action):
+        self.turns += 1
+        done = self.turns >= self.max_turns
+        return BaseTextEnvStepOutput(
+            observations=[] if done else [{"role": "user", "content": "go on"}],
+            reward=int(self.ground_truth in action),
+            done=done,
+            metadata={"topk": self.topk},
+            postprocessed_action=action,
+        )
+
+
+class NeverCloses(TextEnv):
+    def step(self, action):
+        threading.Thread(target=time.sleep, args=(1000,)).start()
+        return StepOutput([], 1.0, True)
+
+    def close(self):
+        time.sleep(1000)
+
+
+class BadStart(TextEnv):
+    def init(self, prompt):
+        raise PermissionError("not you")
+
+
+for environment in (Counter, Misbehaving, Chatty, SkyRLGymStyle, NeverCloses, BadStart):
+    register(environment.__name__, environment)

@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from skyrl_train.data.trajectory import Prompt
+from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
+
+PLUGINS = Path(__file__).parent / "plugins"
+QUESTION = [{"role": "user", "content": "6 * 3?"}]
+GSM8K = Prompt("0", QUESTION, "gsm8k", {"reward_spec": {"method": "rule", "ground_truth": "18"}})
+
+
+@pytest.fixture(autouse=True)
+def plugins_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PLUGINS))
+
+
+def prompt(env_class: str, **extras: Any) -> Prompt:
+    return Prompt("7", QUESTION, env_class, extras)
+
+
+def run_with_host(
+    scenario: Callable[[EnvironmentHost], Awaitable[Any]],
+    *,
+    max_workers: int = 1,
+    deadline_s: float = 30.0,
+    plugins: tuple[str, ...] = ("misbehaving_envs",),
+    env_configs: dict[str, Any] | None = None,
+) -> Any:
+    async def main() -> Any:
+        async with EnvironmentHost(env_configs or {}, max_workers, deadline_s, plugins) as host:
+            return await scenario(host)
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+async def outcome(host: EnvironmentHost, env_class: str, text: str, **extras: Any) -> str | float:
+    """The reward of one step, or the kind of failure."""
+    try:
+        episode = await host.start(env_class, prompt(env_class, **extras))
+        try:
+            return (await episode.step(text)).reward
+        finally:
+            await episode.close()
+    except EnvironmentFailure as failure:
+        return failure.kind
+
+
+def test_an_episode_opens_steps_and_closes():
+    async def scenario(host: EnvironmentHost) -> None:
+        episode = await host.start("gsm8k", GSM8K)
+        assert episode.messages == QUESTION
+        output = await episode.step("6 * 3 = 18\n#### 18")
+        assert (output.reward, output.done, output.observations) == (1.0, True, [])
+        await episode.close()
+        await episode.close()
+        with pytest.raises(EnvironmentFailure, match="closed"):
+            await episode.step("again")
+
+    run_with_host(scenario, plugins=())
+
+
+@pytest.mark.fault("F11")
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("raises", "LookupError"),
+        ("none", "bad_reward"),
+        ("nan", "bad_reward"),
+        ("infinite", "bad_reward"),
+        ("huge", "bad_reward"),
+        ("string", "bad_reward"),
+        ("list", "bad_reward"),
+        ("missing reward", "bad_reward"),
+        ("nothing", "bad_step_output"),
+        ("text observations", "bad_step_output"),
+        ("writes a lot", "too_large"),
+        ("exits", "SystemExit"),
+        ("dies", "environment_died"),
+        ("hangs", "timeout"),
+    ],
+)
+def test_a_failure_is_named_and_fails_its_episode_only(text: str, kind: str):
+    async def scenario(host: EnvironmentHost) -> None:
+        neighbour = await host.start("Counter", prompt("Counter"))
+        await neighbour.step("one")
+        pending = [asyncio.create_task(outcome(host, "Misbehaving", text))]
+        pending += [asyncio.create_task(outcome(host, "Counter", "fine")) for _ in range(3)]
+        assert await asyncio.gather(*pending) == [kind, 1.0, 1.0, 1.0]
+        assert (await neighbour.step("two")).metadata["told"] == ["one", "two"]
+
+    run_with_host(scenario, deadline_s=0.5 if kind == "timeout" else 30.0)
+
+
+def test_a_failure_says_what_was_raised_and_where():
+    async def scenario(host: EnvironmentHost) -> None:
+        episode = await host.start("Misbehaving", prompt("Misbehaving"))
+        with pytest.raises(EnvironmentFailure, match=r"not in the book.*misbehaving_envs\.py:\d+ in raises"):
+            await episode.step("raises")
+        with pytest.raises(EnvironmentFailure, match="not in the book"):
+            await episode.step("none")  # failed once is failed
+        assert await outcome(host, "BadStart", "") == "PermissionError"
+        assert await outcome(host, "gsm8k", "#### 1") == "ValueError"  # its row has no answer
+
+    run_with_host(scenario)
+
+
+@pytest.mark.fault("F14")
+def test_a_step_that_hangs_in_c_is_killed_at_its_deadline():
+    async def scenario(host: EnvironmentHost) -> float:
+        assert await outcome(host, "Counter", "warm") == 1.0
+        start = time.monotonic()
+        assert await outcome(host, "Misbehaving", "hangs in c") == "timeout"
+        return time.monotonic() - start
+
+    assert run_with_host(scenario, deadline_s=0.5) < 1.5
+
+
+def test_other_episodes_of_a_killed_process_are_rebuilt_from_their_texts():
+    async def scenario(host: EnvironmentHost) -> None:
+        episodes = [await host.start("Counter", prompt("Counter", name=name)) for name in "ab"]
+        for episode in episodes:
+            await episode.step("first")
+        hung = asyncio.create_task(outcome(host, "Misbehaving", "hangs"))
+        await asyncio.sleep(0.1)
+        waiting = await episodes[0].step("second")  # queued behind the hung call
+        later = await episodes[1].step("second")  # asked after the kill
+        assert await hung == "timeout"
+        for episode, output in zip(episodes, (waiting, later), strict=True):
+            assert output.metadata["told"] == ["first", "second"]
+            assert output.metadata["pid"] != episode.metadata["pid"]
+        assert episodes[1].messages[-1]["content"] == "start b"
+
+    run_with_host(scenario, deadline_s=0.5)
+
+
+def test_waiting_in_line_does_not_count_towards_the_deadline():
+    async def scenario(host: EnvironmentHost) -> list[str | float]:
+        return await asyncio.gather(*(outcome(host, "Counter", "sleep 0.2") for _ in range(6)))
+
+    assert run_with_host(scenario, deadline_s=0.7) == [1.0] * 6
+
+
+def test_a_driver_that_was_busy_does_not_blame_environments():
+    async def scenario(host: EnvironmentHost) -> str | float:
+        await host.start("Counter", prompt("Counter"))
+        step = asyncio.create_task(outcome(host, "Counter", "sleep 0.1"))
+        await asyncio.sleep(0.02)
+        time.sleep(1.2)
+        return await step
+
+    assert run_with_host(scenario, deadline_s=0.5) == 1.0
+
+
+def test_a_cancelled_step_leaves_host_and_neighbours_working():
+    async def scenario(host: EnvironmentHost) -> None:
+        episode = await host.start("Counter", prompt("Counter"))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(episode.step("sleep 0.3"), 0.05)
+        await episode.close()
+        assert await outcome(host, "Counter", "fine") == 1.0
+
+    run_with_host(scenario)
+
+
+@pytest.mark.fault("F24")
+def test_prints_children_and_control_characters_do_not_disturb_the_wire():
+    text = "NUL \x00, escape \x1b[31m, lone surrogate \ud800, separator \u2028, <script>, [bold]"
+
+    async def scenario(host: EnvironmentHost) -> None:
+        episode = await host.start("Chatty", prompt("Chatty"))
+        for _ in range(2):
+            output = await episode.step(text)
+            assert output.observations == [{"role": "tool", "content": text}]
+            assert output.metadata == {"heard": "end of file", "odd": "{1, 2}", "length": len(text)}
+
+    run_with_host(scenario)
+
+
+def test_an_environment_written_for_skyrl_gym_runs_as_it_is():
+    async def scenario(host: EnvironmentHost) -> None:
+        row = prompt("SkyRLGymStyle", reward_spec={"ground_truth": "18"})
+        episode = await host.start("SkyRLGymStyle", row)
+        first, second = await episode.step("is it 17?"), await episode.step("18!")
+        assert (first.reward, first.done, first.observations[0]["content"]) == (0.0, False, "go on")
+        assert (second.reward, second.done, second.metadata) == (1.0, True, {"topk": 3})
+
+    run_with_host(scenario, env_configs={"SkyRLGymStyle": {"search": {"topk": 3}}, "max_env_workers": 32})
+
+
+@pytest.mark.parametrize(
+    ("plugin", "says"),
+    [
+        ("broken_plugin", "this plugin is broken"),
+        ("dying_plugin", "dying_plugin"),
+        ("no_such_plugin", "no_such_plugin"),
+    ],
+)
+def test_a_plugin_that_does_not_import_stops_the_run(plugin: str, says: str):
+    async def scenario(host: EnvironmentHost) -> None:
+        results = await asyncio.gather(*(host.start("gsm8k", GSM8K) for _ in range(5)), return_exceptions=True)
+        assert all(isinstance(result, ConfigError) and says in str(result) for result in results), results
+        with pytest.raises(ConfigError, match=says):
+            await host.start("gsm8k", GSM8K)
+
+    run_with_host(scenario, plugins=(plugin,))
+
+
+def test_an_unknown_environment_is_a_mistake_in_the_configuration():
+    async def scenario(host: EnvironmentHost) -> None:
+        with pytest.raises(ConfigError, match=r"'gsm8'.*Did you mean 'gsm8k'"):
+            await host.start("gsm8", GSM8K)
+        assert (await (await host.start("gsm8k", GSM8K)).step("#### 18")).reward == 1.0
+
+    run_with_host(scenario)
+
+
+def test_a_row_that_json_cannot_carry_is_named():
+    async def scenario(host: EnvironmentHost) -> None:
+        with pytest.raises(DataError, match="row 7: a value of type bytes"):
+            await host.start("Counter", prompt("Counter", image=b"\x89PNG"))
+
+    run_with_host(scenario)
+
+
+def test_processes_start_as_needed_and_never_more_than_allowed():
+    async def scenario(host: EnvironmentHost) -> None:
+        for _ in range(3):
+            assert await outcome(host, "Counter", "alone") == 1.0
+        assert len(psutil.Process().children()) == 1
+        await asyncio.gather(*(outcome(host, "Counter", "sleep 0.05") for _ in range(12)))
+        assert len(psutil.Process().children()) == 2
+
+    run_with_host(scenario, max_workers=2)
+
+
+def test_closing_waits_for_no_environment_beyond_its_grace():
+    async def scenario(host: EnvironmentHost) -> None:
+        assert await outcome(host, "NeverCloses", "") == 1.0
+
+    start = time.monotonic()
+    run_with_host(scenario, deadline_s=0.5)
+    assert time.monotonic() - start < 5
+    assert psutil.Process().children() == []
+
+
+def test_closing_fails_the_calls_that_are_still_waiting():
+    async def scenario() -> None:
+        async with EnvironmentHost({}, 1, 0.3, ("misbehaving_envs",)) as host:
+            tasks = [asyncio.create_task(outcome(host, "Misbehaving", "hangs")) for _ in range(3)]
+            await asyncio.sleep(0.2)
+        assert await asyncio.gather(*tasks) == ["host_closed"] * 3
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_what_a_killed_environment_had_started_dies_with_it(tmp_path: Path):
+    pid_file = tmp_path / "pid"
+
+    async def scenario(host: EnvironmentHost) -> None:
+        kind = await outcome(host, "Misbehaving", "starts a child and hangs", pid_file=str(pid_file))
+        assert kind == "timeout"
+
+    run_with_host(scenario, deadline_s=1.0)
+    assert gone(int(pid_file.read_text()))
+
+
+def test_no_process_survives_a_driver_that_was_killed():
+    environment = os.environ | {"PYTHONPATH": str(PLUGINS)}
+    command = [sys.executable, str(PLUGINS / "hanging_driver.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as driver:
+        assert driver.stdout is not None
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(map(psutil.pid_exists, pids))
+        time.sleep(0.2)  # one of them is in its endless step by now
+        driver.send_signal(signal.SIGKILL)
+    assert all(map(gone, pids))
+
+
+def test_ten_thousand_answers_are_scored_in_under_ten_seconds():
+    async def score(host: EnvironmentHost) -> float:
+        episode = await host.start("gsm8k", GSM8K)
+        reward = (await episode.step("She sold 6 * 3 = 18 shells.\n" * 10 + "#### 18")).reward
+        await episode.close()
+        return reward
+
+    async def scenario(host: EnvironmentHost) -> float:
+        start = time.monotonic()
+        assert sum(await asyncio.gather(*(score(host) for _ in range(10_000)))) == 10_000
+        return time.monotonic() - start
+
+    assert run_with_host(scenario, max_workers=32, plugins=()) < 10
+
+
+def gone(pid: int) -> bool:
+    """Whether the process ends within some seconds."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False

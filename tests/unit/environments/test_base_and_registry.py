@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skyrl_train.environments import registry
+from skyrl_train.environments.base import BaseTextEnv, Settings, StepOutput, TextEnv, checked_step_output
+from skyrl_train.errors import ConfigError, EnvironmentFailure
+
+
+@pytest.fixture(autouse=True)
+def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry.environments, "table", dict(registry.environments.table))
+    monkeypatch.setattr(registry.environments, "_items", dict(registry.environments._items))
+
+
+@pytest.mark.parametrize(
+    ("reward", "value"), [(1, 1.0), (True, 1.0), (0.5, 0.5), (np.float32(0.25), 0.25), (np.array([2.0]), 2.0)]
+)
+def test_numbers_of_all_kinds_are_rewards(reward: Any, value: float):
+    assert checked_step_output({"observations": [], "reward": reward, "done": True}).reward == value
+
+
+@pytest.mark.fault("F11")
+@pytest.mark.parametrize(
+    "reward", [None, "1", float("nan"), float("-inf"), [1.0], (), {}, np.array([1.0, 2.0]), 10**400, 1j, object()]
+)
+def test_anything_else_is_a_bad_reward(reward: Any):
+    with pytest.raises(EnvironmentFailure) as caught:
+        checked_step_output(StepOutput([], reward, True))
+    assert caught.value.kind == "bad_reward"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"observations": None},
+        {"observations": "text"},
+        {"observations": ["text"]},
+        {"observations": [{"role": "user"}]},
+        {"observations": [{"role": "user", "content": 3}]},
+        {"done": None},
+        {"done": "yes"},
+        {"metadata": ["a"]},
+        {"postprocessed_action": 3},
+    ],
+)
+def test_a_step_output_of_another_shape_is_refused(change: dict[str, Any]):
+    good = {"observations": [{"role": "user", "content": "go on"}], "reward": 0.0, "done": False, "metadata": {}}
+    assert checked_step_output(good).observations == good["observations"]
+    with pytest.raises(EnvironmentFailure) as caught:
+        checked_step_output(good | change)
+    assert caught.value.kind == "bad_step_output"
+
+
+def test_settings_are_read_like_a_mapping_and_like_an_object():
+    settings = Settings({"topk": 3, "search": {"url": "here"}})
+    assert (settings.topk, settings["topk"], settings.get("none", 1), settings.search.url) == (3, 3, 1, "here")
+    with pytest.raises(AttributeError, match=r"no 'timeout'; they have \['search', 'topk'\]"):
+        _ = settings.timeout
+
+
+def test_the_base_class_passes_the_prompt_through():
+    environment = TextEnv(extras={"a": 1})
+    assert environment.init([{"role": "user", "content": "hi"}]) == ([{"role": "user", "content": "hi"}], {})
+    assert environment.extras == {"a": 1}
+    with pytest.raises(NotImplementedError, match="TextEnv does not define step"):
+        environment.step("hello")
+
+
+def test_tool_groups_of_skyrl_gym_are_found_by_name():
+    class Group:
+        name = "calculator"
+
+        def get_tool_to_group_mapping(self) -> dict[str, str]:
+            return {"add": self.name}
+
+        def execute_tool(self, tool: str, *arguments: int) -> int:
+            return sum(arguments)
+
+    environment = BaseTextEnv()
+    environment.init_tool_groups([Group()])
+    assert environment.tool_to_toolgroup == {"add": "calculator"}
+    assert environment._execute_tool("calculator", "add", [1, 2]) == 3
+    with pytest.raises(ValueError, match="'search' is not one of"):
+        environment._execute_tool("search", "search", ["x"])
+
+
+class Mine(TextEnv):
+    pass
+
+
+def test_an_environment_is_registered_as_a_class_or_by_where_it_is():
+    registry.register("mine", Mine)
+    environment = registry.make("mine", {"a": 1}, {"b": 2})
+    assert isinstance(environment, Mine)
+    assert (environment.env_config.a, environment.extras) == (1, {"b": 2})
+    registry.register("theirs", "skyrl_train.environments.gsm8k:GSM8KEnv")
+    registry.register("theirs", "skyrl_train.environments.gsm8k:GSM8KEnv")
+    assert registry.find("theirs") is registry.find("gsm8k")
+
+
+def test_a_taken_name_is_not_replaced():
+    with pytest.raises(ConfigError, match="'gsm8k' is already registered"):
+        registry.register("gsm8k", Mine)
+    with pytest.raises(ConfigError, match="'gsm8k' is already registered"):
+        registry.register("gsm8k", "elsewhere:Env")
+
+
+def test_entry_points_that_cannot_load_are_the_users_mistakes():
+    with pytest.raises(ConfigError, match=r"'no_colon' is not of the form 'package.module:Class'"):
+        registry.register("a", "no_colon")
+    registry.register("b", "no_such_module:Env")
+    with pytest.raises(ConfigError, match=r"environment 'b' \(no_such_module:Env\) does not load"):
+        registry.make("b")
+    with pytest.raises(ConfigError, match=r"Unknown environment 'gsm9k'.*Did you mean 'gsm8k'"):
+        registry.make("gsm9k")
+
+
+def test_an_environment_process_imports_neither_torch_nor_ray():
+    code = (
+        "import sys, skyrl_train.environments.host, skyrl_train.environments.arithmetic; "
+        "print([name for name in ('torch', 'ray', 'numpy', 'transformers') if name in sys.modules])"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "[]"
