@@ -207,13 +207,14 @@ def _check_head(scorer: TokenScorer) -> None:
 
 
 def _check_packing(scorer: TokenScorer) -> None:
-    """Run the same three tokens twice in one batch; refuse a model in which the second copy notices the first."""
+    """Run the same three tokens twice in one batch, after different ones; refuse a model in which it shows."""
     parameter = next(scorer.parameters())
-    ids = torch.tensor([1, 2, 3, 1, 2, 3], device=parameter.device) % scorer.model.config.vocab_size
-    places = torch.tensor([0, 1, 2, 0, 1, 2], device=parameter.device)
-    segments = Segments.of(torch.tensor([0, 3, 6], device=parameter.device))
+    ids = torch.tensor([1, 2, 3, 4, 5, 1, 2, 3], device=parameter.device) % scorer.model.config.vocab_size
+    places = torch.tensor([0, 1, 2, 0, 1, 0, 1, 2], device=parameter.device)
+    segments = Segments.of(torch.tensor([0, 3, 5, 8], device=parameter.device))
     with torch.no_grad():
-        first, second = scorer._hidden_before(torch.arange(1, 7, device=ids.device), ids, places, segments).chunk(2)
+        hidden = scorer._hidden_before(torch.arange(1, 9, device=ids.device), ids, places, segments)
+    first, second = hidden[:3], hidden[5:]
     if not _close(first, second, parameter.dtype):
         raise ConfigError(
             f"{type(scorer.model).__name__} lets sequences of one batch see each other (its layers are not all "

@@ -40,8 +40,8 @@ class FSDPSettings(Protocol):
 class Strategy(Protocol):
     """One trained (or frozen) model on one rank.
 
-    Gradients are summed over ranks, not averaged: losses carry global denominators. The module given to `prepare` has two
-    methods besides forward, as TokenScorer does: `decoder_layers()`, the blocks that are sharded one by one, and
+    Gradients are summed over ranks, not averaged: losses carry global denominators. The module given to `prepare` has
+    two methods besides forward, as TokenScorer does: `decoder_layers()`, the blocks that are sharded one by one, and
     `hf_name(name)`, a parameter's name in the Hugging Face checkpoint.
     """
 

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.loading import export_hf, load_causal_lm, load_config, load_tokenizer
+from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def load(path: str, **options: Any) -> Any:
+    return load_causal_lm(path, dtype=torch.float32, **options)
+
+
+def test_a_folder_loads_with_its_weights_in_the_dtype_asked_for(folder: str) -> None:
+    model = load_causal_lm(folder, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    torch.testing.assert_close(model.lm_head.weight.float(), tiny_model().lm_head.weight, rtol=0.01, atol=0.01)
+    assert load_tokenizer(folder).decode(load_tokenizer(folder).encode("7 + 5")) == "7 + 5"
+
+
+@pytest.mark.parametrize(
+    ("path", "what_to_do"),
+    [("/no/such/folder", "no such folder"), ("./no-such-folder", "no such folder"), ("not a hub name!", "hub")],
+)
+def test_a_path_that_is_not_there_is_refused_by_key_and_value(path: str, what_to_do: str) -> None:
+    for attempt in (load, load_tokenizer, load_config):
+        with pytest.raises(ConfigError, match=r"^trainer\.ref\.model\.path=") as caught:
+            attempt(path, key="trainer.ref.model.path")
+        assert repr(path) in str(caught.value)
+        assert what_to_do in str(caught.value)
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path: Path, folder: str) -> None:
+    tiny_model().config.save_pretrained(tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"\*\.safetensors"):
+        load(str(tmp_path))
+
+
+@pytest.mark.fault("F38")
+def test_code_that_a_checkpoint_brings_is_not_run(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    (tmp_path / "modeling_evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\n")
+    config = {
+        "model_type": "evil",
+        "auto_map": dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "modeling_evil.Evil"),
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError):
+        load(str(tmp_path))
+    assert not marker.exists()
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    model = tiny_model()
+    tensors = ((name, value) for name, value in model.named_parameters() if "layers.1.mlp.up_proj" not in name)
+    export_hf(model.config, tensors, byte_tokenizer(), tmp_path)
+    with pytest.raises(ConfigError, match=r"lacks 1 tensors, such as 'model\.layers\.1\.mlp\.up_proj\.weight'"):
+        load(str(tmp_path))
+
+
+def test_overrides_change_the_configuration_and_misspelt_ones_are_refused(folder: str) -> None:
+    assert len(load(folder, model_config_kwargs={"num_hidden_layers": 1}).model.layers) == 1
+    with pytest.raises(ConfigError, match=r"model_config_kwargs\.num_hiden_layers=1.*'num_hidden_layers'"):
+        load(folder, model_config_kwargs={"num_hiden_layers": 1})
+
+
+def test_rope_changes_reach_the_frequencies(folder: str) -> None:
+    plain = load(folder).model.rotary_emb.inv_freq
+    slower = load(folder, rope_theta=1e6).model.rotary_emb.inv_freq
+    assert slower[-1] < plain[-1]
+    halved = load(folder, rope_scaling={"type": "linear", "factor": 2.0}).model.rotary_emb.inv_freq
+    torch.testing.assert_close(halved, plain / 2)
+    yarn = load(folder, rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    assert yarn.config.rope_parameters["original_max_position_embeddings"] == 4096
+
+
+def test_rope_changes_that_have_nowhere_to_go_are_refused(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "gemma3_text")
+    with pytest.raises(ConfigError, match=r"rope_theta=10000\.0"):
+        load(path, rope_theta=1e4)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5 << 30, 100_000])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_exported_folder_reloads_equal(tmp_path: Path, max_shard_bytes: int, tied: bool) -> None:
+    model = tiny_model(tied=tied)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    export_hf(model.config, iter(model.named_parameters()), byte_tokenizer(), tmp_path, max_shard_bytes=max_shard_bytes)
+    assert (len(list(tmp_path.glob("*.safetensors"))) == 1) == (max_shard_bytes > 1_000_000)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(reloaded) is type(model)
+    assert reloaded.dtype == torch.float32
+    for (name, wanted), (_, got) in zip(model.named_parameters(), reloaded.named_parameters(), strict=True):
+        assert torch.equal(wanted, got), name
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == byte_tokenizer().chat_template
+
+
+def test_a_rank_that_does_not_write_still_takes_part(tmp_path: Path) -> None:
+    drawn: list[str] = []
+
+    def tensors() -> Any:
+        for name, value in tiny_model().named_parameters():
+            drawn.append(name)
+            yield name, value
+
+    export_hf(tiny_model().config, tensors(), byte_tokenizer(), tmp_path / "out", write=False)
+    assert len(drawn) == len(list(tiny_model().named_parameters()))
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_holds_one_file_of_tensors_at_a_time(tmp_path: Path) -> None:
+    files_when_drawn: list[int] = []
+
+    def tensors() -> Any:
+        for index in range(6):
+            files_when_drawn.append(len(list(tmp_path.glob("part-*"))))
+            yield f"t{index}", Tensor(1000)
+
+    export_hf(tiny_model().config, tensors(), byte_tokenizer(), tmp_path, max_shard_bytes=8000)
+    assert files_when_drawn == [0, 0, 0, 1, 1, 2]

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.models.ragged_attention import Segments, ragged_attention
+
+
+def qkv(tokens: int, heads: int, kv_heads: int, size: int = 8) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(tokens, count, size, generator=generator, dtype=torch.float64).requires_grad_()
+        for count in (heads, kv_heads, kv_heads)
+    ]
+
+
+def plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float, window: int | None, cap: float | None
+) -> Tensor:
+    """One [T, T] matrix of scores and a mask written out from the definition."""
+    repeat = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scaling
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    place = torch.arange(len(owner))
+    back = place[:, None] - place[None, :]
+    seen = (owner[:, None] == owner[None, :]) & (back >= 0)
+    if window is not None:
+        seen &= back < window
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+
+
+def offsets_of(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+@pytest.mark.parametrize("lengths", [[5, 9, 5, 1, 9, 3], [4, 4, 4], [7], [1, 1], [3, 0, 2]])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (4, 1)])
+@pytest.mark.parametrize("window", [None, 1, 3, 50])
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_values_and_gradients_are_those_of_the_definition(
+    lengths: list[int], heads: int, kv_heads: int, window: int | None, cap: float | None
+) -> None:
+    inputs = qkv(sum(lengths), heads, kv_heads)
+    weights = torch.randn(sum(lengths), heads, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = plain_attention(*inputs, lengths, 0.5, window, cap)
+    wanted = torch.autograd.grad((expected * weights).sum(), inputs)
+    got = ragged_attention(*inputs, offsets_of(lengths), scaling=0.5, sliding_window=window, softcap=cap)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(torch.autograd.grad((got * weights).sum(), inputs), wanted)
+
+
+def test_scaling_defaults_to_one_over_the_root_of_the_head_size() -> None:
+    inputs = qkv(6, 2, 2, size=16)
+    got = ragged_attention(*inputs, offsets_of([2, 4]))
+    torch.testing.assert_close(got, ragged_attention(*inputs, offsets_of([2, 4]), scaling=0.25))
+
+
+def test_a_sequence_does_not_notice_its_neighbours() -> None:
+    inputs = qkv(9, 2, 2)
+    together = ragged_attention(*inputs, offsets_of([4, 5]))
+    alone = ragged_attention(*(x[4:] for x in inputs), offsets_of([5]))
+    torch.testing.assert_close(together[4:], alone, rtol=0, atol=1e-15)
+
+
+def test_sorting_by_length_groups_equal_lengths_and_keeps_every_token() -> None:
+    segments, tokens = Segments.of(offsets_of([3, 1, 3, 2])).by_length()
+    assert segments.lengths == (1, 2, 3, 3)
+    assert segments.runs() == [(1, 1), (1, 2), (2, 3)]
+    assert tokens.tolist() == [3, 7, 8, 0, 1, 2, 4, 5, 6]
+    assert segments.offsets.tolist() == [0, 1, 3, 6, 9]
+
+
+def test_offsets_that_do_not_cover_the_tokens_are_a_bug_not_a_guess() -> None:
+    with pytest.raises(AssertionError, match="cover 4 of 6"):
+        ragged_attention(*qkv(6, 2, 2), offsets_of([2, 2]))
+
+
+def test_half_precision_on_the_cpu_stays_close_to_double() -> None:
+    inputs = qkv(20, 4, 2)
+    low = ragged_attention(*(x.to(torch.bfloat16) for x in inputs), offsets_of([12, 8]))
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.double(), ragged_attention(*inputs, offsets_of([12, 8])), rtol=0.05, atol=0.05)

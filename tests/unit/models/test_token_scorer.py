@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen2ForCausalLM
+
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.token_scorer import Scores, TokenScorer
+from skyrl_train.testing.double_precision import double_precision
+from skyrl_train.testing.padded_reference import padded_scores, ragged_batch
+from skyrl_train.testing.tiny_models import tiny_model
+
+KINDS = ("qwen2", "qwen3", "llama", "gemma", "mistral")
+LENGTHS = (9, 4, 12, 9, 2, 7, 9)
+TEMPERATURES = (1.0, 0.7, 1.0, 1.3, 1.0, 0.5, 2.0)
+Gradients = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _exact_double() -> Iterator[None]:
+    with double_precision():
+        yield
+
+
+def make_batch() -> TrainBatch:
+    return ragged_batch(LENGTHS, temperatures=TEMPERATURES)
+
+
+def score(scorer: TokenScorer, batch: TrainBatch, wants_entropy: bool = False) -> Scores:
+    return scorer(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask, wants_entropy)
+
+
+def double(kind: str = "qwen2", **options: Any) -> PreTrainedModel:
+    return tiny_model(kind, dtype=torch.float64, **options).eval()
+
+
+def token_weights(batch: TrainBatch) -> Tensor:
+    """A weight that follows the token wherever it is packed: what an advantage over a global denominator does."""
+    return torch.sin(batch.input_ids.double() + batch.position_ids)
+
+
+def padded_gradients(model: PreTrainedModel, batch: TrainBatch) -> Gradients:
+    model.set_attn_implementation("sdpa")
+    logprobs, entropy = padded_scores(model, batch)
+    ((logprobs + 0.1 * entropy) * token_weights(batch)).sum().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return gradients
+
+
+def ragged_gradients(scorer: TokenScorer, micro_batches: list[TrainBatch]) -> Gradients:
+    scorer.zero_grad()
+    for batch in micro_batches:
+        logprobs, entropy = score(scorer, batch, wants_entropy=True)
+        ((logprobs + 0.1 * entropy) * token_weights(batch)).sum().backward()
+    return {scorer.hf_name(name): parameter.grad.clone() for name, parameter in scorer.named_parameters()}
+
+
+def assert_same(got: Gradients, wanted: Gradients, tolerance: float = 1e-9) -> None:
+    assert got.keys() == wanted.keys()
+    whole = torch.stack([g.norm() for g in wanted.values()]).norm()
+    for name, gradient in wanted.items():
+        error = float((got[name] - gradient).norm())
+        assert error <= tolerance * max(float(gradient.norm()), 1e-3 * float(whole)), (name, error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_is_the_padded_one_for_every_micro_batch_size_and_order(kind: str) -> None:
+    batch, model = make_batch(), double(kind)
+    wanted = padded_gradients(model, batch)
+    scorer = TokenScorer(model)
+    for size in (1, 2, 5, len(batch)):
+        assert_same(ragged_gradients(scorer, batch.split(max_sequences=size)), wanted)
+    shuffled = batch.select([3, 0, 6, 2, 5, 1, 4])
+    assert_same(ragged_gradients(scorer, shuffled.split(max_sequences=2)), wanted)
+    assert_same(ragged_gradients(scorer, shuffled.split(token_budget=20)), wanted)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *KINDS,
+        "gemma3_text",
+        "phi",
+        "phi3",
+        "granite",
+        "cohere",
+        "cohere2",
+        "olmo2",
+        "smollm3",
+        "starcoder2",
+        "gpt_neox",
+    ],
+)
+def test_logprobs_and_entropies_are_the_padded_ones(kind: str) -> None:
+    batch, model = make_batch(), double(kind)
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        logprobs, entropy = padded_scores(model, batch)
+        got = score(TokenScorer(model), batch, wants_entropy=True)
+    torch.testing.assert_close(got.logprobs, logprobs, rtol=0, atol=1e-9)
+    torch.testing.assert_close(got.entropy, entropy, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "gemma3_text", "qwen2"])
+def test_layers_with_a_sliding_window_and_capped_scores_see_what_they_should(kind: str) -> None:
+    model = double(kind)
+    changed = {"sliding_window": 3}
+    if kind == "qwen2":
+        changed |= {"use_sliding_window": True, "max_window_layers": 0, "layer_types": ["sliding_attention"] * 2}
+    config = type(model.config)(**{**model.config.to_dict(), **changed, "attention_dropout": 0.0})
+    torch.manual_seed(0)
+    model = type(model)(config).double().eval()
+    model.set_attn_implementation("eager")  # the only one of transformers' that caps scores
+    batch = make_batch()
+    with torch.no_grad():
+        logprobs, _ = padded_scores(model, batch)
+        got = score(TokenScorer(model), batch).logprobs
+    torch.testing.assert_close(got, logprobs, rtol=0, atol=1e-9)
+
+
+def test_mixture_of_experts_models_are_scored_as_they_are() -> None:
+    batch, model = make_batch(), tiny_model("qwen3_moe").eval()
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        logprobs, _ = padded_scores(model, batch)
+        torch.testing.assert_close(score(TokenScorer(model), batch).logprobs, logprobs, rtol=1e-4, atol=1e-4)
+
+
+def test_chunks_of_the_head_do_not_change_values_or_gradients() -> None:
+    batch, model = make_batch(), double()
+    whole = ragged_gradients(TokenScorer(model), [batch])
+    three_rows = TokenScorer(model, chunk_bytes=3 * 4 * model.config.vocab_size)
+    assert_same(ragged_gradients(three_rows, [batch]), whole)
+
+
+def test_no_tensor_of_tokens_times_vocabulary_outlives_a_chunk() -> None:
+    batch, model = make_batch(), double()
+    vocabulary = model.config.vocab_size
+    scorer = TokenScorer(model, chunk_bytes=3 * 4 * vocabulary)
+    kept: list[tuple[int, ...]] = []
+
+    def remember(tensor: Tensor) -> Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    made: list[int] = []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: made.append(output.shape[0]))
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        logprobs, entropy = score(scorer, batch, wants_entropy=True)
+    assert entropy is not None
+    assert kept
+    assert not [shape for shape in kept if len(shape) > 1 and shape[-1] == vocabulary]
+    rows = int(batch.loss_mask.sum())
+    assert sum(made) == rows  # the head runs on the tokens that are scored, and on no others
+    made.clear()
+    (logprobs + entropy).sum().backward()
+    assert sum(made) == rows
+    assert max(made) == 3
+
+
+def test_no_pad_token_enters_the_model() -> None:
+    batch, model = make_batch(), double()
+    scorer = TokenScorer(model)
+    seen: list[int] = []
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].numel()))
+    score(scorer, batch)
+    assert seen == [len(batch.input_ids) * model.config.hidden_size]
+
+
+def test_temperature_zero_is_scored_at_one() -> None:
+    batch, scorer = ragged_batch([5, 6], temperatures=[0.0, 0.0]), TokenScorer(double())
+    at_one = ragged_batch([5, 6], temperatures=[1.0, 1.0])
+    torch.testing.assert_close(score(scorer, batch).logprobs, score(scorer, at_one).logprobs, rtol=0, atol=0)
+
+
+def test_a_batch_without_scored_tokens_gives_a_zero_gradient_to_every_parameter() -> None:
+    scorer = TokenScorer(double(tied=False))
+    batch = ragged_batch([1]).with_tokens(loss_mask=torch.zeros(1, dtype=torch.bool))
+    logprobs, entropy = score(scorer, batch, wants_entropy=True)
+    assert logprobs.tolist() == [0.0]
+    assert entropy is not None
+    (logprobs.sum() + entropy.sum()).backward()
+    assert all(p.grad is not None and not p.grad.any() for p in scorer.parameters())
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradient(use_reentrant: bool) -> None:
+    batch, model = make_batch(), double()
+    wanted = ragged_gradients(TokenScorer(model), [batch])
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    runs: list[int] = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    scorer = TokenScorer(model).train()
+    runs.clear()
+    assert_same(ragged_gradients(scorer, [batch]), wanted, tolerance=1e-12)
+    assert len(runs) == 2  # once in forward, once again in backward
+
+
+def test_bfloat16_weights_get_a_float32_softmax() -> None:
+    batch, model = make_batch(), tiny_model(dtype=torch.bfloat16)
+    logprobs, _ = score(TokenScorer(model), batch)
+    assert logprobs.dtype == torch.float32
+    exact, _ = score(TokenScorer(tiny_model()), batch)
+    assert float((logprobs - exact).detach().abs().max()) < 0.5
+
+
+def test_parameter_names_are_those_of_the_checkpoint() -> None:
+    model = tiny_model()
+    names = [name for name, _ in model.named_parameters()]
+    scorer = TokenScorer(model)
+    assert [scorer.hf_name(name) for name, _ in scorer.named_parameters()] == names
+    assert len(scorer.decoder_layers()) == model.config.num_hidden_layers
+
+
+def test_the_first_token_of_a_sequence_cannot_be_scored() -> None:
+    batch = ragged_batch([3, 3])
+    with pytest.raises(AssertionError, match="first token"):
+        score(TokenScorer(double()), batch.with_tokens(loss_mask=batch.position_ids == 0))
+
+
+class SquaredLogits(Qwen2ForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits.square()
+        return output
+
+
+class LeakyLayers(Qwen2ForCausalLM):
+    """Adds to every hidden state that of the token before it, whichever sequence that token is of."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output + output.roll(1, dims=1))
+
+
+def with_dropout() -> PreTrainedModel:
+    model = tiny_model()
+    model.config.attention_dropout = 0.1
+    return model
+
+
+def with_rope(kind: str) -> PreTrainedModel:
+    config = tiny_model().config
+    config.rope_parameters = {**config.rope_parameters, "rope_type": kind, "factor": 2.0}
+    return Qwen2ForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SquaredLogits(tiny_model().config), "changes its logits after the head"),
+        (lambda: LeakyLayers(tiny_model().config), "see each other"),
+        (with_dropout, "drops activations at random"),
+        (lambda: with_rope("dynamic"), "rope type 'dynamic'"),
+        (lambda: tiny_model("bloom"), "attention interface"),
+        (lambda: tiny_model("opt"), "drops activations|sequence boundaries"),
+        (lambda: tiny_model("llama4_text"), "chunked_attention"),
+    ],
+)
+def test_a_model_that_would_be_scored_wrongly_is_refused(make: Callable[[], PreTrainedModel], message: str) -> None:
+    model = make()
+    with pytest.raises(ConfigError, match=message):
+        TokenScorer(model)
+
+
+def test_longrope_is_refused_only_where_its_frequencies_would_change() -> None:
+    config = tiny_model("llama").config
+    factors = [1.0] * (config.head_dim // 2)
+    config.rope_parameters = {
+        **{"rope_theta": 1e4, "rope_type": "longrope", "short_factor": factors, "long_factor": factors},
+        **{"original_max_position_embeddings": 8, "factor": 2.0},
+    }
+    scorer = TokenScorer(type(tiny_model("llama"))(config))
+    score(scorer, ragged_batch([8, 3]))
+    with pytest.raises(ConfigError, match="9 tokens"):
+        score(scorer, ragged_batch([9, 3]))
