@@ -62,14 +62,14 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine sampled; all lists are [L], L sampled tokens, the end-of-sequence token included when it was sampled."""
+    """What an engine sampled; all lists are [L], L sampled tokens, the end-of-sequence token included where it was one."""
 
     request_id: str
     token_ids: list[int]
     logprobs: list[float]
     """nats, of the distribution really sampled from: after temperature, top-p, top-k, min-p (0.0 where greedy)."""
     full_logprobs: list[float]
-    """nats, of the temperature-scaled distribution before truncation (at temperature 1 where greedy): what importance ratios use."""
+    """nats, temperature-scaled but before truncation (at temperature 1 where greedy): what importance ratios use."""
     stop_reason: str
     """stop (end of sequence, stop token or string) | length | abort"""
     versions: list[VersionSpan]

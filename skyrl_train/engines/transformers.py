@@ -1,0 +1,338 @@
+"""The embedded engine: continuous batching over any Hugging Face causal language model with a plain attention cache.
+
+- transformers.py            what callers see: asynchronous, validates, never blocks the event loop
+- step_thread.py             the one thread on which everything below happens
+- transformers_scheduler.py  admission, decode steps, ends
+- transformers_model.py      forwards; refuses models that it cannot run exactly
+- transformers_cache.py      keys and values, the prompt's shared by its samples
+- token_sampler.py           tokens and log-probs from logits
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest, SamplingParams
+from skyrl_train.engines.sampling import check_supported
+from skyrl_train.engines.step_thread import StepThread
+from skyrl_train.engines.transformers_model import ServedModel, end_tokens
+from skyrl_train.engines.transformers_rows import Call
+from skyrl_train.engines.transformers_scheduler import Scheduler
+from skyrl_train.errors import EngineError, UnsupportedParameter
+from skyrl_train.models.loading import load_causal_lm, load_tokenizer
+from skyrl_train.weight_sync.receiver import ROUTES, WeightReceiver
+from skyrl_train.weight_sync.wire import Bucket, Manifest, dtype_of
+
+SAMPLING = frozenset(field.name for field in fields(SamplingParams))
+PAUSE_MODES = ("keep", "abort", "wait")
+
+
+class TransformersEngine:
+    """An InferenceEngine in this process. Close it: it owns a thread.
+
+    For one list of requests given to it while idle, the completions are the same bits in every process (same machine
+    and number of threads). Otherwise a request's completion depends on other traffic only through rounding.
+
+    Weights that change while requests run (pause "keep") change the tokens to come; keys and values of the tokens so
+    far stay those of the old weights, and `Completion.versions` says where the change was.
+    """
+
+    def __init__(
+        self,
+        model: str | nn.Module,
+        tokenizer: Any = None,
+        *,
+        dtype: str | torch.dtype = "float32",
+        device: str | torch.device = "cpu",
+        max_num_seqs: int = 256,
+        max_model_len: int | None = None,
+        name: str = "transformers",
+        rope_scaling: dict[str, Any] | None = None,
+        rope_theta: float | None = None,
+    ):
+        """`model` is a folder or hub name, loaded in `dtype`, or a module that the engine then owns.
+
+        Without a tokenizer (None with a module) stop strings are refused. Raises ConfigError for what cannot be loaded
+        and EngineError for a model that cannot be served exactly.
+        """
+        device = torch.device(device)
+        if isinstance(model, str):
+            torch_dtype = dtype_of(dtype) if isinstance(dtype, str) else dtype
+            tokenizer = tokenizer or load_tokenizer(model)
+            model = load_causal_lm(
+                model, dtype=torch_dtype, device=device, rope_scaling=rope_scaling, rope_theta=rope_theta
+            )
+        self.name = name
+        self._tokenizer = tokenizer
+        self._device = device
+        self._served = ServedModel(model, device, name)  # type: ignore[arg-type]
+        longest = self._served.max_positions
+        self._max_model_len = min(max_model_len or longest, longest)
+        self._scheduler = Scheduler(
+            self._served,
+            tokenizer,
+            end_tokens(self._served.model, tokenizer),
+            max_num_seqs=max_num_seqs,
+            max_model_len=self._max_model_len,
+            name=name,
+        )
+        self._receiver = WeightReceiver(lambda: self._served.parameters, name, device)
+        self.capabilities = Capabilities(
+            name=name,
+            sampling=SAMPLING if tokenizer is not None else SAMPLING - {"stop"},
+            weight_routes=ROUTES,
+            pause_modes=frozenset(PAUSE_MODES),
+            keeps_fingerprints=True,
+        )
+        self._paused = False
+        self._paused_before_sleep = False
+        self._asleep: set[str] = set()
+        """What was given back and not taken again: "kv_cache", "weights"."""
+        self._drained: list[Future[None]] = []
+        """Pauses that wait until no row runs any more."""
+        self._closed = False
+        self._thread = StepThread(self, f"engine-{name}")
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """See InferenceEngine. Cancelling it aborts its requests."""
+        for request in requests:
+            self._check(request)
+        if not requests:
+            return []
+        call = Call(requests)
+
+        def submit() -> None:
+            self._check_serving()
+            self._scheduler.submit(call)
+
+        await self._ask(submit)
+        try:
+            return await asyncio.shield(asyncio.wrap_future(call.future))
+        except asyncio.CancelledError:
+            if not self._closed:
+                self._thread.ask(lambda: self._abort([request.request_id for request in requests]))
+            raise
+
+    async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        """See InferenceEngine. Works while paused."""
+        for ids in token_ids:
+            self._check_ids("score", ids)
+
+        def score() -> list[list[float]]:
+            self._check_serving()
+            with torch.inference_mode():
+                return self._served.score(token_ids, temperature)
+
+        return await self._ask(score)  # type: ignore[no-any-return]
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Their generate() returns what they have; ids that are not here are ignored."""
+        await self._ask(lambda: self._abort(request_ids))
+
+    # -- traffic -----------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: str = "keep") -> None:
+        """See InferenceEngine. Requests that come while paused wait for `resume`; so do queued ones with "wait"."""
+        if mode not in PAUSE_MODES:
+            raise UnsupportedParameter(
+                f"Engine {self.name!r} cannot pause with mode={mode!r}; it knows {', '.join(PAUSE_MODES)}."
+            )
+        drained: Future[None] = Future()
+
+        def pause() -> None:
+            if mode == "abort":
+                self._scheduler.abort()
+            if mode == "wait" and self._scheduler.running and not self._halted():
+                self._scheduler.admitting = False
+                self._drained.append(drained)
+                return
+            self._paused = True
+            drained.set_result(None)
+
+        await self._ask(pause)
+        await asyncio.shield(asyncio.wrap_future(drained))
+
+    async def resume(self) -> None:
+        def resume() -> None:
+            self._paused = False
+            self._scheduler.admitting = True
+            self._notify_drained()
+
+        await self._ask(resume)
+
+    async def sleep(self, level: int = 1) -> int:
+        """See InferenceEngine. Running requests end as aborted: their cache is what is given back."""
+
+        def sleep() -> int:
+            if not self._asleep:
+                self._paused_before_sleep = self._paused
+            self._paused = True
+            self._scheduler.abort()
+            self._asleep |= {"kv_cache"} if level < 2 else {"kv_cache", "weights"}
+            return self._served.give_memory_back(weights=level >= 2)
+
+        return await self._ask(sleep)  # type: ignore[no-any-return]
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take back what `sleep` gave: tags "weights", "kv_cache", None for all; awake when nothing is missing."""
+        unknown = set(tags or ()) - {"weights", "kv_cache"}
+        if unknown:
+            raise UnsupportedParameter(
+                f"Engine {self.name!r} cannot wake up {sorted(unknown)}; it knows weights, kv_cache."
+            )
+
+        def wake_up() -> None:
+            if "weights" in self._asleep and (tags is None or "weights" in tags):
+                self._served.take_weights_back()
+            was_asleep = bool(self._asleep)
+            self._asleep -= {"weights", "kv_cache"} if tags is None else set(tags)
+            if was_asleep and not self._asleep:
+                self._paused = self._paused_before_sleep
+
+        await self._ask(wake_up)
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        await self._ask(lambda: self._receiver.connect(route, address, rank, world_size, timeout_s))
+
+    async def begin_weights(self, manifest: Manifest) -> None:
+        def begin() -> None:
+            if "weights" in self._asleep:
+                raise EngineError(f'Engine {self.name!r} sleeps without its weights; wake_up(["weights"]) first.')
+            self._receiver.begin(manifest)
+
+        await self._ask(begin)
+
+    async def receive_weights(self, bucket: Bucket) -> None:
+        await self._ask(lambda: self._receiver.receive(bucket))
+
+    async def commit_weights(self, version: int) -> None:
+        def commit() -> None:
+            self._receiver.commit(version)
+            self._scheduler.weights_changed(version)
+
+        await self._ask(commit)
+
+    async def reset_prefix_cache(self) -> None:
+        await self._ask(self._scheduler.forget)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    async def health(self) -> EngineHealth:
+        """Counters as they are now; answers while a step or a transfer is under way. EngineError when closed."""
+        if self._closed:
+            raise EngineError(f"Engine {self.name!r} is closed.")
+        scheduler = self._scheduler
+        return EngineHealth(
+            name=self.name,
+            version=self._receiver.version,
+            running=scheduler.running,
+            queued=scheduler.queued,
+            paused=self._paused or not scheduler.admitting,
+            asleep=bool(self._asleep),
+            torn=self._receiver.torn,
+            generated_tokens=scheduler.generated_tokens,
+            prefilled_tokens=scheduler.prefilled_tokens,
+            cached_tokens=scheduler.cached_tokens,
+        )
+
+    async def close(self) -> None:
+        """End the thread; requests under way get EngineError. Closing twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        await asyncio.to_thread(self._thread.close)
+        self._scheduler.fail(EngineError(f"Engine {self.name!r} was closed."))
+        self._notify_drained()
+        self._receiver.close()
+
+    # -- what the thread calls ----------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        return not self._halted() and (self._scheduler.has_work or bool(self._drained))
+
+    def wakes_at(self) -> float:
+        return math.inf if self._closed else self._scheduler.next_deadline
+
+    def tick(self) -> None:
+        try:
+            with torch.inference_mode():
+                self._scheduler.expire()
+                if not self._halted() and self._scheduler.has_work:
+                    self._scheduler.step()
+        except EngineError as error:
+            self._scheduler.fail(error)
+        except Exception as error:
+            failure = EngineError(f"Engine {self.name!r} failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._scheduler.fail(failure)
+        if self._drained and not self._scheduler.running:
+            self._paused = True
+            self._scheduler.admitting = True
+            self._notify_drained()
+
+    def _halted(self) -> bool:
+        return self._paused or self._receiver.torn or bool(self._asleep)
+
+    def _notify_drained(self) -> None:
+        waiting, self._drained = self._drained, []
+        for drained in waiting:
+            drained.set_result(None)
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        with torch.inference_mode():
+            self._scheduler.abort(request_ids)
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+
+    async def _ask(self, command: Callable[[], Any]) -> Any:
+        """Run on the engine's thread between two steps. EngineError when closed."""
+        try:
+            return await asyncio.wrap_future(self._thread.ask(command))
+        except (RuntimeError, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if self._closed and not (task is not None and task.cancelling()):
+                raise EngineError(f"Engine {self.name!r} is closed.") from error
+            raise
+
+    def _check_serving(self) -> None:
+        if self._receiver.torn:
+            raise EngineError(
+                f"Engine {self.name!r} holds half of a weight transfer; it serves nothing until a complete sync."
+            )
+        if self._asleep:
+            raise EngineError(f"Engine {self.name!r} is asleep; wake_up() first.")
+
+    def _check(self, request: SampleRequest) -> None:
+        check_supported(request.sampling, self.capabilities)
+        if request.adapter is not None:
+            raise UnsupportedParameter(
+                f"Engine {self.name!r} cannot honour adapter={request.adapter!r}: it has no LoRA."
+            )
+        self._check_ids(f"request {request.request_id!r}", request.token_ids)
+        if len(request.token_ids) >= self._max_model_len:
+            raise UnsupportedParameter(
+                f"Engine {self.name!r} cannot honour request {request.request_id!r}: its prompt has "
+                f"{len(request.token_ids)} tokens, max_model_len={self._max_model_len} leaves none to sample. "
+                "Shorten the prompt or raise max_model_len."
+            )
+
+    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
+        if not ids:
+            raise UnsupportedParameter(f"Engine {self.name!r} cannot honour {what}: it has no tokens.")
+        if min(ids) < 0 or max(ids) >= self._served.vocab_size:
+            raise UnsupportedParameter(
+                f"Engine {self.name!r} cannot honour {what}: token ids must be in 0..{self._served.vocab_size - 1}, "
+                f"got {min(ids)}..{max(ids)}."
+            )

@@ -1,0 +1,88 @@
+"""The attention function of the transformers engine and the plan for prompts; transformers_cache.py has that for decoding.
+
+A plan travels through the model's forward as the keyword `engine_plan` and comes out here with the heads already made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, Cache
+
+from skyrl_train.errors import EngineError
+from skyrl_train.models.ragged_attention import Segments, ragged_attention
+
+NAME = "skyrl_engine"
+_HARMLESS = frozenset(
+    {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
+)
+"""Keywords of attention calls that change nothing here. Any other one that is set is a feature this engine lacks."""
+
+
+class AttentionPlan(Protocol):
+    def attend(self, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        """Query [b, H, t, D] of the layer whose keys were just updated -> [b, t, H, Dv]."""
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    engine_plan: AttentionPlan | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every attention layer. Raises EngineError for features it would have to ignore."""
+    unknown = [name for name, x in others.items() if name not in _HARMLESS and x is not None and x is not False]
+    unknown = [name for name in unknown if name != "is_causal"]
+    if others.get("is_causal", getattr(module, "is_causal", True)) is False:
+        unknown.append("attention to later tokens")
+    if attention_mask is not None:
+        unknown.append("a ready-made mask")
+    if engine_plan is None or unknown:
+        what = f"uses {', '.join(unknown)}" if unknown else "does not hand keywords on to its attention"
+        raise EngineError(
+            f"The transformers engine cannot serve {type(module).__name__}: it {what}. "
+            "Use another engine for this model."
+        )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return engine_plan.attend(query, scaling, sliding_window, softcap), None
+
+
+AttentionInterface.register(NAME, attend)
+
+
+class PackedPrompts(Cache):
+    """Several sequences packed one after another: attention inside each, keys and values kept.
+
+    `lengths` are sorted, so that sequences of one length are neighbours and one attention call serves them all.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device):
+        super().__init__(layers=[])
+        offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        self._segments = Segments(offsets, tuple(lengths))
+        self.layers_kv: list[tuple[Tensor, Tensor]] = []
+        """(key, value) of each layer, [1, Hk, T, D]."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any):  # type: ignore[no-untyped-def]
+        assert layer_idx == len(self.layers_kv), f"layer {layer_idx} after {len(self.layers_kv)} layers"
+        self.layers_kv.append((key_states, value_states))
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def attend(self, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, *self.layers_kv[-1]))
+        out = ragged_attention(q, k, v, self._segments, scaling=scaling, sliding_window=window, softcap=softcap)
+        return out.unsqueeze(0)

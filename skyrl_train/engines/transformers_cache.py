@@ -1,0 +1,459 @@
+"""Keys and values of running requests, laid out so that samples of one prompt share the prompt's.
+
+    chunk c ──► prefix [Hk, P, D]      the prompt, stored once
+            └─► lanes  [Hk, w, S, D]   what each of up to w rows sampled from it has generated
+
+Attention over the prefix is one matrix product for all rows of a chunk, and reads the prompt's keys once instead of w
+times: that read is what decoding costs. A row is known by its slot, c * w + lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from skyrl_train.engines.transformers_attention import PackedPrompts
+
+Key = tuple[int, ...]
+"""The prompt's token ids."""
+
+
+@dataclass(slots=True)
+class NewPrompt:
+    """Rows to be placed that begin with one prompt."""
+
+    key: Key
+    rows: int
+    start: int | None
+    """Where the prompt begins in the packed forward; None when the cache holds it already."""
+
+
+@dataclass(slots=True)
+class _Layer:
+    prefix_k: Tensor
+    """[C, Hk, P, D]"""
+    prefix_v: Tensor
+    lanes_k: Tensor
+    """[C, Hk, w, S, D]"""
+    lanes_v: Tensor
+
+    @property
+    def heads(self) -> int:
+        return self.prefix_k.shape[1]
+
+
+@dataclass(slots=True)
+class _Chunk:
+    key: Key | None
+    """None: weights changed since its prompt was read, or it is empty."""
+    length: int
+    used: list[bool] = field(default_factory=list)
+
+    @property
+    def live(self) -> int:
+        return sum(self.used)
+
+
+@dataclass(slots=True)
+class _Step:
+    """What all layers of one decode step need; tensors on the device."""
+
+    slots: Tensor
+    """[B]"""
+    head_rows: dict[int, Tensor]
+    """Hk -> [B * Hk], the row and head's place in [C * Hk * w]."""
+    write_at: dict[int, Tensor]
+    """Hk -> [B * Hk], the new token's place in [C * Hk * w * S]."""
+    positions: Tensor
+    """[B] position of the new token in its sequence."""
+    visible_at: Tensor
+    """[B] the new token's place in the mask of lanes."""
+    prefix_tokens: int
+    """Columns of prefixes that are read."""
+    stored: int
+    """Tokens in the longest lane, the new one included."""
+    longest: int
+    """Length of the longest sequence, the new token included."""
+    windows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def lane_tokens(self) -> int:
+        """Columns of lanes that are read."""
+        return _round_up(self.stored)
+
+
+class DecodeCache(Cache):
+    """Also the attention plan of decode steps. Only the engine's thread touches it."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(layers=[])
+        self._device = device
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything and give the memory back."""
+        self._layers: list[_Layer] = []
+        self._chunks: list[_Chunk] = []
+        self._width = 1
+        self._capacity = self._prefix_capacity = self._lane_capacity = 0
+        self._step: _Step | None = None
+        self._current = 0
+        self._queries: dict[tuple[int, int], Tensor] = {}
+        self._prefix_mask = self._lane_mask = torch.empty(0)
+
+    # -- what transformers calls -------------------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any):  # type: ignore[no-untyped-def]
+        """Append one token to every row: [B, Hk, 1, D] each."""
+        layer, step = self._layers[layer_idx], self._step
+        assert step is not None
+        at = step.write_at[layer.heads]
+        for store, states in ((layer.lanes_k, key_states), (layer.lanes_v, value_states)):
+            store.view(-1, store.shape[-1]).index_copy_(0, at, states.reshape(-1, store.shape[-1]))
+        self._current = layer_idx
+        return key_states, value_states
+
+    def attend(self, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        layer, step = self._layers[self._current], self._step
+        assert step is not None
+        rows, heads, _, width = query.shape
+        kv_heads, chunks, lanes = layer.heads, len(self._chunks), self._width
+        per_head, columns = heads // kv_heads, (step.prefix_tokens, step.lane_tokens)
+        at = step.head_rows[kv_heads]
+        q = self._query_buffer(chunks * kv_heads * lanes, per_head * width, query)
+        q.index_copy_(0, at, query.reshape(rows * kv_heads, per_head * width))
+        shared = q.view(chunks * kv_heads, lanes * per_head, width)
+        own = q.view(chunks * kv_heads * lanes, per_head, width)
+
+        def read(store: Tensor, of: Tensor, count: int) -> Tensor:
+            return store[:chunks].view(of.shape[0], -1, store.shape[-1])[:, :count]
+
+        nothing = query.new_empty(1, 1, 1)
+        parts = [
+            torch.baddbmm(nothing, x, read(store, x, count).transpose(1, 2), beta=0, alpha=scaling)
+            for x, store, count in zip((shared, own), (layer.prefix_k, layer.lanes_k), columns, strict=True)
+        ]
+        if softcap:
+            parts = [part.div_(softcap).tanh_().mul_(softcap) for part in parts]
+        scores = query.new_empty(chunks, kv_heads, lanes, per_head, sum(columns))
+        masks = self._masks(window)
+        torch.add(parts[0].view(*scores.shape[:4], -1), masks[0], out=scores[..., : columns[0]])
+        torch.add(parts[1].view(*scores.shape[:4], -1), masks[1], out=scores[..., columns[0] :])
+        weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+        out = torch.bmm(
+            weights.view(*shared.shape[:2], -1)[..., : columns[0]], read(layer.prefix_v, shared, columns[0])
+        )
+        out = out.view(own.shape[0], per_head, -1)
+        out.baddbmm_(weights.view(*own.shape[:2], -1)[..., columns[0] :], read(layer.lanes_v, own, columns[1]))
+        return out.view(own.shape[0], -1).index_select(0, at).view(rows, 1, heads, -1)
+
+    # -- which rows --------------------------------------------------------------------------------------------------
+
+    def holds(self, key: Key) -> bool:
+        return any(chunk.key == key for chunk in self._chunks)
+
+    def forget_prompts(self) -> None:
+        """New weights: rows that run keep what they have, no new row may build on it."""
+        for chunk in self._chunks:
+            chunk.key = None
+
+    def place(self, prompts: Sequence[NewPrompt], packed: PackedPrompts | None, needed: frozenset[Key]) -> list[int]:
+        """Slots for the rows of `prompts`, in order. Prompts in `needed` stay even while no row uses them."""
+        if not self._chunks:
+            self._width = _best_width([(len(p.key), p.rows) for p in prompts], lane_tokens=32)
+        slots: list[int] = []
+        writes: list[tuple[int, NewPrompt]] = []
+        for prompt in prompts:
+            end = len(slots) + prompt.rows
+            for index, chunk in enumerate(self._chunks):
+                if chunk.key == prompt.key:
+                    slots += self._take_lanes(index, end - len(slots))
+            while len(slots) < end:
+                index = self._free_chunk(needed)
+                self._chunks[index] = _Chunk(prompt.key, len(prompt.key), [False] * self._width)
+                writes.append((index, prompt))
+                slots += self._take_lanes(index, end - len(slots))
+        if writes:
+            self._write_prompts(writes, packed)
+        self._hide_lanes(slots)
+        return slots
+
+    def release(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._chunks[slot // self._width].used[slot % self._width] = False
+
+    def compact(self, needed: frozenset[Key]) -> np.ndarray | None:
+        """Rearrange when most lanes are empty; returns new slot by old slot, or None when nothing moved."""
+        live = [index for index, chunk in enumerate(self._chunks) if chunk.live or chunk.key in needed]
+        rows = sum(chunk.live for chunk in self._chunks)
+        slots = len(self._chunks) * self._width
+        if slots < 8 or rows * 2 > slots:
+            return None
+        by_prompt: dict[object, list[int]] = {}
+        for index in live:
+            # Chunks whose prompt was forgotten hold keys of other weights than their twins: each stays on its own.
+            key = self._chunks[index].key
+            by_prompt.setdefault(index if key is None else key, []).append(index)
+        counts = [
+            (self._chunks[same[0]].length, max(1, sum(self._chunks[i].live for i in same)))
+            for same in by_prompt.values()
+        ]
+        tokens = self._step.lane_tokens if self._step else 1
+        width = _best_width(counts, tokens)
+        longest = max(chunk.length for chunk in self._chunks)
+        if _cost(counts, width, tokens) > 0.7 * len(self._chunks) * (longest + self._width * tokens):
+            return None
+        return self._rearrange(list(by_prompt.values()), width)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def begin(self, slots: Sequence[int] | np.ndarray, stored: Sequence[int] | np.ndarray) -> None:
+        """The batch from now on: `slots` [B], and how many sampled tokens of each row are stored already."""
+        slots, generated = np.asarray(slots), np.asarray(stored)
+        lengths = np.array([chunk.length for chunk in self._chunks])
+        self._reserve_lanes(int(generated.max()) + 1)
+        prefix = lengths[slots // self._width]
+        head_rows, write_at = {}, {}
+        for heads in {layer.heads for layer in self._layers}:
+            chunk, lane = slots // self._width, slots % self._width
+            rows = ((chunk[:, None] * heads + np.arange(heads)) * self._width + lane[:, None]).reshape(-1)
+            head_rows[heads] = self._to_device(rows)
+            write_at[heads] = self._to_device(rows * self._lane_capacity + np.repeat(generated, heads))
+        self._step = _Step(
+            slots=self._to_device(slots),
+            head_rows=head_rows,
+            write_at=write_at,
+            positions=self._to_device(prefix + generated),
+            visible_at=self._to_device(slots * self._lane_capacity + generated),
+            prefix_tokens=_round_up(int(lengths.max())),
+            stored=int(generated.max()) + 1,
+            longest=int((prefix + generated).max()) + 1,
+        )
+        self._lane_mask.view(-1)[self._step.visible_at] = 0.0
+
+    def advance(self) -> bool:
+        """The same rows, one token on; False when the lanes are full and `begin` must make room."""
+        step = self._step
+        if step is None or step.stored >= self._lane_capacity:
+            return False
+        for at in step.write_at.values():
+            at += 1
+        step.positions += 1
+        step.visible_at += 1
+        step.stored += 1
+        step.longest += 1
+        step.windows.clear()
+        self._lane_mask.view(-1)[step.visible_at] = 0.0
+        return True
+
+    @property
+    def positions(self) -> Tensor:
+        """[B, 1]"""
+        assert self._step is not None
+        return self._step.positions.unsqueeze(1)
+
+    def _masks(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """What is added to scores of prefix and lanes, broadcastable to [C, Hk, w, per_head, tokens]."""
+        step, chunks = self._step, len(self._chunks)
+        assert step is not None
+        prefix = self._prefix_mask[:chunks, : step.prefix_tokens].view(chunks, 1, 1, 1, -1)
+        lanes = self._lane_mask[:chunks, :, : step.lane_tokens].view(chunks, 1, self._width, 1, -1)
+        if window is None or window >= step.longest:
+            return prefix, lanes
+        if window not in step.windows:
+            last = torch.zeros(chunks * self._width, dtype=torch.long, device=self._device)
+            last[step.slots] = step.positions
+            last = last.view(chunks, 1, self._width, 1, 1)
+            lengths = self._to_device(np.array([chunk.length for chunk in self._chunks])).view(-1, 1, 1, 1, 1)
+            hidden = torch.finfo(prefix.dtype).min
+            at = torch.arange(step.prefix_tokens, device=self._device)
+            own = lengths + torch.arange(step.lane_tokens, device=self._device)
+            step.windows[window] = (
+                prefix.masked_fill(at <= last - window, hidden),
+                lanes.masked_fill(own <= last - window, hidden),
+            )
+        return step.windows[window]
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def _to_device(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(self._device)
+
+    def _query_buffer(self, rows: int, width: int, like: Tensor) -> Tensor:
+        """[rows, width]; lanes without a row keep whatever finite numbers they had."""
+        buffer = self._queries.get((rows, width))
+        if buffer is None:
+            self._queries.clear()
+            buffer = self._queries[rows, width] = like.new_zeros(rows, width)
+        return buffer
+
+    def _take_lanes(self, index: int, count: int) -> list[int]:
+        """Slots of up to `count` lanes of a chunk, now taken."""
+        used = self._chunks[index].used
+        lanes = [lane for lane, taken in enumerate(used) if not taken][:count]
+        for lane in lanes:
+            used[lane] = True
+        return [index * self._width + lane for lane in lanes]
+
+    def _free_chunk(self, needed: frozenset[Key]) -> int:
+        for index, chunk in enumerate(self._chunks):
+            if not chunk.live and chunk.key not in needed:
+                return index
+        self._chunks.append(_Chunk(None, 0))
+        return len(self._chunks) - 1
+
+    def _write_prompts(self, writes: Sequence[tuple[int, NewPrompt]], packed: PackedPrompts | None) -> None:
+        """Fill the prefixes of chunks, from the packed forward or from another chunk of the same prompt."""
+        longest = max(len(prompt.key) for _, prompt in writes)
+        if not self._layers:
+            assert packed is not None
+            self._layers = [_empty_layer(k, v) for k, v in packed.layers_kv]
+        if len(self._chunks) > self._capacity or longest > self._prefix_capacity or not self._lane_capacity:
+            grown = len(self._chunks) if not self._capacity else max(len(self._chunks), self._capacity * 3 // 2)
+            self._reallocate(
+                self._capacity if len(self._chunks) <= self._capacity else grown,
+                max(self._prefix_capacity, _round_up(longest)),
+                self._lane_capacity or 32,
+            )
+        by_length: dict[int, list[tuple[int, int]]] = {}
+        written = {index for index, _ in writes}
+        for index, prompt in writes:
+            if prompt.start is not None:
+                by_length.setdefault(len(prompt.key), []).append((index, prompt.start))
+                continue
+            twin = next(i for i, chunk in enumerate(self._chunks) if chunk.key == prompt.key and i not in written)
+            for layer in self._layers:
+                layer.prefix_k[index], layer.prefix_v[index] = layer.prefix_k[twin], layer.prefix_v[twin]
+        for length, places in by_length.items():
+            assert packed is not None
+            into = self._to_device(np.array([index for index, _ in places]))
+            tokens = self._to_device(np.array([start for _, start in places])[:, None] + np.arange(length))
+            for layer, (key, value) in zip(self._layers, packed.layers_kv, strict=True):
+                layer.prefix_k[into, :, :length] = key[0][:, tokens].transpose(0, 1)
+                layer.prefix_v[into, :, :length] = value[0][:, tokens].transpose(0, 1)
+        hidden = torch.finfo(self._prefix_mask.dtype).min
+        for index, prompt in writes:
+            self._prefix_mask[index] = hidden
+            self._prefix_mask[index, : len(prompt.key)] = 0.0
+
+    def _hide_lanes(self, slots: Sequence[int]) -> None:
+        rows = self._lane_mask.view(-1, self._lane_capacity)
+        rows[self._to_device(np.array(slots))] = torch.finfo(rows.dtype).min
+
+    def _reserve_lanes(self, tokens: int) -> None:
+        if tokens > self._lane_capacity:
+            self._reallocate(self._capacity, self._prefix_capacity, max(_round_up(tokens), 2 * self._lane_capacity))
+
+    def _rearrange(self, groups: Sequence[Sequence[int]], width: int) -> np.ndarray:
+        """Put the rows of each group of chunks with one prompt into chunks of `width` lanes."""
+        moved = np.full(len(self._chunks) * self._width, -1, dtype=np.int64)
+        chunks: list[_Chunk] = []
+        source: list[int] = []
+        for group in groups:
+            old = [i * self._width + lane for i in group for lane, used in enumerate(self._chunks[i].used) if used]
+            for first in range(0, max(len(old), 1), width):
+                rows = old[first : first + width]
+                moved[rows] = len(chunks) * width + np.arange(len(rows))
+                kept = self._chunks[group[0]]
+                chunks.append(_Chunk(kept.key, kept.length, [lane < len(rows) for lane in range(width)]))
+                source.append(group[0])
+        old_slots = np.flatnonzero(moved >= 0)
+        old_width, self._width = self._width, width
+        longest = max(chunk.length for chunk in chunks)
+        self._reallocate(
+            len(chunks),
+            _round_up(longest),
+            self._lane_capacity,
+            np.array(source),
+            old_slots,
+            moved[old_slots],
+            old_width,
+        )
+        self._chunks = chunks
+        self._step = None
+        return moved
+
+    def _reallocate(
+        self,
+        capacity: int,
+        prefix_capacity: int,
+        lane_capacity: int,
+        source: np.ndarray | None = None,
+        old_slots: np.ndarray | None = None,
+        new_slots: np.ndarray | None = None,
+        old_width: int | None = None,
+    ) -> None:
+        """Move everything into memory of another size, one layer at a time.
+
+        New chunk i gets the prefix of old chunk `source[i]`; rows go from `old_slots` to `new_slots`. Without them all
+        stay where they are.
+        """
+        old_capacity, width, old_width = self._capacity, self._width, old_width or self._width
+        if source is None or old_slots is None or new_slots is None:
+            source, old_slots = np.arange(old_capacity), np.arange(old_capacity * width)
+            new_slots = old_slots
+        chunk_from = self._to_device(source)
+        old_chunk, old_lane = self._to_device(old_slots // old_width), self._to_device(old_slots % old_width)
+        new_chunk, new_lane = self._to_device(new_slots // width), self._to_device(new_slots % width)
+        prefix = min(self._prefix_capacity, prefix_capacity)
+        lanes = min(self._lane_capacity, lane_capacity)
+
+        def moved_prefix(old: Tensor) -> Tensor:
+            new = old.new_zeros(capacity, old.shape[1], prefix_capacity, old.shape[-1])
+            new[: len(source), :, :prefix] = old[:, :, :prefix].index_select(0, chunk_from)
+            return new
+
+        def moved_lanes(old: Tensor) -> Tensor:
+            new = old.new_zeros(capacity, old.shape[1], width, lane_capacity, old.shape[-1])
+            new[new_chunk, :, new_lane, :lanes] = old[old_chunk, :, old_lane, :lanes]
+            return new
+
+        for layer in self._layers:
+            layer.prefix_k, layer.prefix_v = moved_prefix(layer.prefix_k), moved_prefix(layer.prefix_v)
+            layer.lanes_k, layer.lanes_v = moved_lanes(layer.lanes_k), moved_lanes(layer.lanes_v)
+        like = self._layers[0].prefix_k
+        hidden = torch.finfo(like.dtype).min
+        prefix_mask = like.new_full((capacity, prefix_capacity), hidden)
+        lane_mask = like.new_full((capacity, width, lane_capacity), hidden)
+        if old_capacity:
+            prefix_mask[: len(source), :prefix] = self._prefix_mask[chunk_from, :prefix]
+            lane_mask[new_chunk, new_lane, :lanes] = self._lane_mask[old_chunk, old_lane, :lanes]
+        self._prefix_mask, self._lane_mask = prefix_mask, lane_mask
+        self._capacity, self._prefix_capacity, self._lane_capacity = capacity, prefix_capacity, lane_capacity
+        self._queries.clear()
+
+
+def _empty_layer(key: Tensor, value: Tensor) -> _Layer:
+    heads = key.shape[1]
+    return _Layer(
+        key.new_empty(0, heads, 0, key.shape[-1]),
+        value.new_empty(0, heads, 0, value.shape[-1]),
+        key.new_empty(0, heads, 1, 0, key.shape[-1]),
+        value.new_empty(0, heads, 1, 0, value.shape[-1]),
+    )
+
+
+def _round_up(tokens: int) -> int:
+    """Matrix products with fewer than 8 columns take a path that is several times slower on CPUs."""
+    return -(-tokens // 8) * 8
+
+
+def _cost(prompts: Sequence[tuple[int, int]], width: int, lane_tokens: int) -> int:
+    """Tokens that a step reads and memory holds when (prompt length, rows) are put into chunks of `width` lanes."""
+    longest = max(length for length, _ in prompts)
+    return sum(-(-rows // width) for _, rows in prompts) * (longest + width * lane_tokens)
+
+
+def _best_width(prompts: Sequence[tuple[int, int]], lane_tokens: int) -> int:
+    most = max(rows for _, rows in prompts)
+    widths = {rows for _, rows in prompts} | {1 << power for power in range(most.bit_length())}
+    return min(sorted(widths, reverse=True), key=lambda width: _cost(prompts, width, lane_tokens))

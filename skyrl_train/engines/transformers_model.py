@@ -1,0 +1,192 @@
+"""A Hugging Face causal language model as the transformers engine runs it: prefill, decode step, scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from skyrl_train.engines.cpu_linear import use_onednn
+from skyrl_train.engines.transformers_attention import NAME, PackedPrompts
+from skyrl_train.engines.transformers_cache import DecodeCache, NewPrompt
+from skyrl_train.errors import EngineError
+
+_LOGIT_ELEMENTS = 1 << 26
+"""Logits made at once when scoring: 256 MiB in float32."""
+
+
+class ServedModel:
+    """Owns `model`: its attention is switched for good, so nobody else may run it.
+
+    Raises EngineError for models that would be served wrong.
+    """
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, name: str):
+        _refuse(model, name)
+        self.model: Any = model.eval().requires_grad_(False)
+        self.model.to(device)
+        self.device = device
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        if device.type == "cpu":
+            use_onednn(model)
+        with torch.inference_mode():
+            reference = self._reference_logits()
+            model.set_attn_implementation(NAME)
+            self._check_exact(reference, name)
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """By Hugging Face name; tied ones once."""
+        return dict(self.model.named_parameters())
+
+    @property
+    def max_positions(self) -> int:
+        return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
+
+    def give_memory_back(self, *, weights: bool) -> int:
+        """Free the accelerator's unused memory, move the weights to the host's where asked: bytes freed, 0 on CPU."""
+        if self.device.type != "cuda":
+            return 0
+        before = torch.cuda.memory_reserved(self.device)
+        if weights:
+            self.model.to("cpu")
+        torch.cuda.empty_cache()
+        return before - torch.cuda.memory_reserved(self.device)
+
+    def take_weights_back(self) -> None:
+        self.model.to(self.device)
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[PackedPrompts, list[int], Tensor]:
+        """Read prompts in one forward without padding.
+
+        Returns keys and values, where each prompt begins in them, and the logits [U, V] after each prompt's last token.
+        """
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        packed, starts = self._pack([prompts[index] for index in order])
+        ends = torch.tensor([start + len(prompts[i]) - 1 for start, i in zip(starts, order, strict=True)])
+        logits = self._forward([prompts[index] for index in order], packed, ends.to(self.device))
+        place = sorted(range(len(order)), key=order.__getitem__)
+        return packed, [starts[rank] for rank in place], logits[place]
+
+    def decode(self, ids: Tensor, cache: DecodeCache) -> Tensor:
+        """One token of every row of the cache's step: int64 [B] -> logits [B, V]."""
+        output = self.model(
+            input_ids=ids.unsqueeze(1),
+            position_ids=cache.positions,
+            past_key_values=cache,
+            use_cache=True,
+            engine_plan=cache,
+        )
+        return output.logits[:, -1]  # type: ignore[no-any-return]
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        """Log-probs (nats) of every token after its first, at `temperature` (0 counts as 1)."""
+        scores: list[list[float]] = [[] for _ in sequences]
+        for batch in self._score_batches(sequences):
+            chosen = [sequences[index] for index in batch]
+            packed, starts = self._pack(chosen)
+            logits = self._forward(chosen, packed, slice(None)).float() / (temperature or 1.0)
+            for index, start in zip(batch, starts, strict=True):
+                targets = torch.tensor(sequences[index][1:], device=self.device)
+                rows = logits[start : start + len(targets)]
+                picked = rows.gather(1, targets.unsqueeze(1)).squeeze(1) - rows.logsumexp(-1)
+                scores[index] = picked.tolist()
+        return scores
+
+    def _score_batches(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+        """Indices of non-trivial sequences, by length, in batches whose logits fit."""
+        batch: list[int] = []
+        tokens = 0
+        for index in sorted(range(len(sequences)), key=lambda i: len(sequences[i])):
+            length = len(sequences[index])
+            if length < 2:
+                continue
+            if batch and (tokens + length) * self.vocab_size > _LOGIT_ELEMENTS:
+                yield batch
+                batch, tokens = [], 0
+            batch.append(index)
+            tokens += length
+        if batch:
+            yield batch
+
+    def _pack(self, prompts: Sequence[Sequence[int]]) -> tuple[PackedPrompts, list[int]]:
+        lengths = [len(prompt) for prompt in prompts]
+        return PackedPrompts(lengths, self.device), [0, *accumulate(lengths)][:-1]
+
+    def _forward(self, prompts: Sequence[Sequence[int]], packed: PackedPrompts, keep: Tensor | slice) -> Tensor:
+        ids = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
+        positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts]).to(self.device)
+        output = self.model(
+            input_ids=ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            past_key_values=packed,
+            use_cache=True,
+            engine_plan=packed,
+            logits_to_keep=0 if isinstance(keep, slice) else keep,
+        )
+        return output.logits[0]  # type: ignore[no-any-return]
+
+    def _check_tokens(self) -> list[int]:
+        return [(7 * index + 3) % self.vocab_size for index in range(12)]
+
+    def _reference_logits(self) -> Tensor:
+        """What the model's own eager attention says: [12, V]."""
+        self.model.set_attn_implementation("eager")
+        ids = torch.tensor([self._check_tokens()], device=self.device)
+        return self.model(input_ids=ids, use_cache=False).logits[0].float()  # type: ignore[no-any-return]
+
+    def _check_exact(self, reference: Tensor, name: str) -> None:
+        """Two rows read 8 tokens packed with another prompt, then decode 4: refuse a model that comes out different."""
+        tokens = self._check_tokens()
+        prompt = tuple(tokens[:8])
+        packed, starts, logits = self.prefill([tuple(tokens[:3]), prompt])
+        got = [logits[1]]
+        cache = DecodeCache(self.device)
+        slots = sorted(cache.place([NewPrompt(prompt, 2, starts[1])], packed, frozenset()))
+        for step, token in enumerate(tokens[8:]):
+            cache.begin(slots, [step, step])
+            got.append(self.decode(torch.tensor([token, token], device=self.device), cache)[1])
+        wanted = reference[7:]
+        tolerance = 1e-3 if reference.dtype == torch.float32 and self.model.dtype == torch.float32 else 0.1
+        error = float((torch.stack(got).float() - wanted).abs().max())
+        if not error <= tolerance * max(1.0, float(wanted.abs().max())):
+            raise EngineError(
+                f"Engine {name!r} cannot serve {type(self.model).__name__} exactly: decoding with its cache changes "
+                f"logits by {error:.3g}. Use another engine for this model."
+            )
+
+
+def _refuse(model: PreTrainedModel, name: str) -> None:
+    config: Any = model.config
+    text: Any = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    reason = None
+    if getattr(config, "is_encoder_decoder", False):
+        reason = "it has an encoder"
+    elif model.get_output_embeddings() is None:
+        reason = "it has no language-model head"
+    elif kinds:
+        reason = f"it has layers of kind {', '.join(sorted(kinds))}, whose state is not keys and values"
+    elif not model._can_set_attn_implementation():
+        reason = "it does not follow transformers' attention interface"
+    elif getattr(text, "num_kv_shared_layers", 0):
+        reason = "its layers share keys and values"
+    elif (getattr(text, "rope_parameters", None) or {}).get("rope_type") in ("dynamic", "longrope"):
+        reason = "its rope depends on the longest sequence of a batch; set rope_scaling to a static type"
+    if reason:
+        raise EngineError(
+            f"Engine {name!r} cannot serve {type(model).__name__}: {reason}. Use another engine for this model."
+        )
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """Every end-of-sequence id that generation config, model config or tokenizer names."""
+    found: set[int] = set()
+    for source in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        found.update(ids if isinstance(ids, list | tuple) else [ids] if ids is not None else [])
+    return frozenset(found)

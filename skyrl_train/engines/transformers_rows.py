@@ -1,0 +1,118 @@
+"""Requests under way in the transformers engine, and where their sampled tokens are written."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
+from skyrl_train.engines.stop_strings import StopStrings
+
+
+class Call:
+    """One generate(): its future gets the completions in request order when the last one is done."""
+
+    def __init__(self, requests: Sequence[SampleRequest]):
+        self.future: Future[list[Completion]] = Future()
+        # From here on the future cannot be cancelled under the engine's thread.
+        self.future.set_running_or_notify_cancel()
+        self.rows = [Row(request, self) for request in requests]
+        self._left = len(self.rows)
+
+    def row_done(self) -> None:
+        self._left -= 1
+        if not self._left and not self.future.done():
+            self.future.set_result([row.completion for row in self.rows if row.completion is not None])
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """One request from submission to completion."""
+
+    request: SampleRequest
+    call: Call
+    limit: int = 0
+    """Tokens at most: max_tokens, or less where the model's length ends first."""
+    stop_ids: frozenset[int] = frozenset()
+    """All that end it, end-of-sequence included."""
+    never_yet: Tensor | None = None
+    """Ids that are not sampled before min_tokens."""
+    stops: StopStrings | None = None
+    seen: Tensor | None = None
+    """bool [V] where there is a repetition penalty."""
+    expires: float = math.inf
+    """time.monotonic()"""
+    page: int = -1
+    """Its row in the Transcript."""
+    slot: int = -1
+    generated: int = 0
+    stop_text: str | None = None
+    changes: list[tuple[int, int]] = field(default_factory=list)
+    """(first token, version) wherever weights changed."""
+    completion: Completion | None = None
+
+    def set_deadline(self) -> None:
+        if self.request.deadline_s is not None:
+            self.expires = time.monotonic() + self.request.deadline_s
+
+    def finish(self, transcript: Transcript, reason: str) -> None:
+        ids, logprobs, full = transcript.read(self.page, self.generated) if self.page >= 0 else ([], [], [])
+        starts = [start for start, _ in self.changes[1:]] + [self.generated]
+        spans = [
+            VersionSpan(start, stop, version)
+            for (start, version), stop in zip(self.changes, starts, strict=False)
+            if stop > start
+        ]
+        self.completion = Completion(self.request.request_id, ids, logprobs, full, reason, spans, self.stop_text)
+        if self.page >= 0:
+            transcript.free(self.page)
+
+
+class Transcript:
+    """Sampled tokens and log-probs of all running rows as arrays: lists are made once, when a row is done."""
+
+    def __init__(self) -> None:
+        self._ids = np.zeros((0, 64), dtype=np.int64)
+        self._logprobs = np.zeros((2, 0, 64), dtype=np.float32)
+        self._free: list[int] = []
+
+    def page(self) -> int:
+        if not self._free:
+            count = len(self._ids)
+            more = max(16, count)
+            self._ids = np.pad(self._ids, ((0, more), (0, 0)))
+            self._logprobs = np.pad(self._logprobs, ((0, 0), (0, more), (0, 0)))
+            self._free = list(range(count, count + more))
+        return self._free.pop()
+
+    def write(self, pages: np.ndarray, at: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """One token a row: pages, at, ids [B], logprobs [2, B] (sampled from; full)."""
+        if len(at) and (longest := int(at.max())) >= self._ids.shape[1]:
+            more = max(longest + 1 - self._ids.shape[1], self._ids.shape[1])
+            self._ids = np.pad(self._ids, ((0, 0), (0, more)))
+            self._logprobs = np.pad(self._logprobs, ((0, 0), (0, 0), (0, more)))
+        self._ids[pages, at] = ids
+        self._logprobs[:, pages, at] = logprobs
+
+    def read(self, page: int, count: int) -> tuple[list[int], list[float], list[float]]:
+        ids, (logprobs, full) = self._ids[page, :count], self._logprobs[:, page, :count]
+        return ids.tolist(), logprobs.tolist(), full.tolist()
+
+    def at(self, pages: np.ndarray, at: np.ndarray) -> np.ndarray:
+        return self._ids[pages, at]
+
+    def tail(self, page: int, start: int, stop: int) -> list[int]:
+        return self._ids[page, start:stop].tolist()
+
+    def free(self, page: int) -> None:
+        self._free.append(page)

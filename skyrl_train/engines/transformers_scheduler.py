@@ -1,0 +1,336 @@
+"""Continuous batching of the transformers engine: who is admitted, one decode step, who is done.
+
+Everything here runs on the engine's one thread. Nothing depends on time except deadlines, so the same list of requests
+given to an idle engine takes the same steps and gives the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skyrl_train.engines.stop_strings import StopStrings
+from skyrl_train.engines.token_sampler import RowSampler, uniforms
+from skyrl_train.engines.transformers_cache import DecodeCache, Key, NewPrompt
+from skyrl_train.engines.transformers_model import ServedModel
+from skyrl_train.engines.transformers_rows import Call, Row, Transcript
+from skyrl_train.errors import EngineError
+
+_PREFILL_TOKENS = 8192
+"""Prompt tokens read in one forward, unless one prompt alone is longer: bounds the memory of activations."""
+
+
+class Scheduler:
+    def __init__(
+        self,
+        served: ServedModel,
+        tokenizer: Any,
+        eos: frozenset[int],
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        name: str,
+    ):
+        self._served = served
+        self._tokenizer = tokenizer
+        self._eos = eos
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
+        self._name = name
+        self._cache = DecodeCache(served.device)
+        self._transcript = Transcript()
+        self._queue: deque[Row] = deque()
+        self._rows: list[Row] = []
+        self._batch: _Batch | None = None
+        self._prompt_logits: dict[Key, Tensor] = {}
+        """Of prompts that queued requests share with admitted ones."""
+        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
+        self._next_ids: Tensor | None = None
+        self._finished: list[Row] = []
+        self._earliest = math.inf
+        self.version = 0
+        self.admitting = True
+        self.generated_tokens = self.prefilled_tokens = self.cached_tokens = 0
+
+    @property
+    def running(self) -> int:
+        return len(self._rows)
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._rows or (self._queue and self.admitting))
+
+    @property
+    def next_deadline(self) -> float:
+        """time.monotonic() at which `expire` may have something to do."""
+        return self._earliest
+
+    def submit(self, call: Call) -> None:
+        """Queue the requests of a call in their order."""
+        taken = {row.request.request_id for row in (*self._rows, *self._queue)}
+        for row in call.rows:
+            if row.request.request_id in taken:
+                used = row.request.request_id
+                raise EngineError(f"Engine {self._name!r}: request id {used!r} is in use; ids must differ.")
+            taken.add(row.request.request_id)
+        for row in call.rows:
+            self._prepare(row)
+        self._queue.extend(call.rows)
+
+    def _prepare(self, row: Row) -> None:
+        params = row.request.sampling
+        row.limit = min(params.max_tokens, self._max_model_len - len(row.request.token_ids))
+        row.set_deadline()
+        self._earliest = min(self._earliest, row.expires)
+        eos = frozenset() if params.ignore_eos else self._eos
+        row.stop_ids = eos | frozenset(params.stop_token_ids)
+        if params.min_tokens and row.stop_ids:
+            row.never_yet = torch.tensor(sorted(row.stop_ids), device=self._served.device)
+        if params.stop:
+            if params.stop not in self._stop_strings:
+                self._stop_strings[params.stop] = StopStrings(self._tokenizer, params.stop)
+            row.stops = self._stop_strings[params.stop]
+        if params.repetition_penalty != 1:
+            row.seen = torch.zeros(self._served.vocab_size, dtype=torch.bool, device=self._served.device)
+            row.seen[list(row.request.token_ids)] = True
+
+    # -- ends that are not the model's --------------------------------------------------------------------------------
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """End these requests (None: all) with what they have; ids that are not here are ignored."""
+        ids = None if request_ids is None else set(request_ids)
+        self._end(lambda row: ids is None or row.request.request_id in ids)
+
+    def expire(self) -> None:
+        """End requests whose deadline passed."""
+        now = time.monotonic()
+        if self._earliest <= now:
+            self._end(lambda row: row.expires <= now)
+            self._earliest = min((row.expires for row in (*self._rows, *self._queue)), default=math.inf)
+
+    def fail(self, error: Exception) -> None:
+        """Give up on everything under way: its callers get `error`."""
+        calls = {id(row.call): row.call for row in (*self._rows, *self._queue)}
+        self._rows, self._batch = [], None
+        self._queue.clear()
+        self._transcript = Transcript()
+        self.forget()
+        self._deliver()
+        for call in calls.values():
+            call.fail(error)
+
+    def forget(self) -> None:
+        """Nothing read so far may be built on; running rows keep what they have. An idle engine frees the memory."""
+        self._prompt_logits.clear()
+        self._cache.forget_prompts()
+        if not self._rows:
+            self._cache.reset()
+
+    def weights_changed(self, version: int) -> None:
+        """Running rows go on with the keys and values of the old weights and tokens of the new."""
+        self.version = version
+        for row in self._rows:
+            row.changes.append((row.generated, version))
+        self.forget()
+
+    def _end(self, chosen: Any) -> None:
+        ended = [row for row in (*self._rows, *self._queue) if chosen(row)]
+        self._queue = deque(row for row in self._queue if not chosen(row))
+        self._drop([chosen(row) for row in self._rows])
+        for row in ended:
+            self._finish(row, "abort")
+        self._settle()
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Admit what fits, then one token for every running row."""
+        while self.admitting and self._queue and len(self._rows) < self._max_num_seqs:
+            self._admit()
+        if self._rows:
+            self._decode()
+        self._settle()
+
+    def _finish(self, row: Row, reason: str) -> None:
+        row.finish(self._transcript, reason)
+        self._finished.append(row)
+
+    def _deliver(self) -> None:
+        """Tell the callers; after everything else, so that what they see of the engine is true."""
+        finished, self._finished = self._finished, []
+        for row in finished:
+            row.call.row_done()
+
+    def _settle(self) -> None:
+        """After rows left. Most lanes empty: move together. None left: start afresh, so that the past leaves no trace."""
+        self._make_room()
+        self._deliver()
+
+    def _make_room(self) -> None:
+        if not self._rows and not self._queue:
+            self._prompt_logits.clear()
+            self._cache.reset()
+            return
+        if self._batch is None and self._rows:
+            moved = self._cache.compact(self._queued_prompts())
+            if moved is not None:
+                for row in self._rows:
+                    row.slot = int(moved[row.slot])
+
+    def _queued_prompts(self) -> frozenset[Key]:
+        return frozenset(row.request.token_ids for row in self._queue)
+
+    def _admit(self) -> None:
+        """Take queued rows in order, read their prompts, sample first tokens, give a place to those that go on."""
+        rows, unread = self._next_rows()
+        packed, starts = None, {}
+        if unread:
+            packed, places, logits = self._served.prefill(unread)
+            starts = dict(zip(unread, places, strict=True))
+            self._prompt_logits.update(zip(unread, logits, strict=True))
+        lengths = sum(len(row.request.token_ids) for row in rows)
+        fresh = sum(len(key) for key in unread)
+        self.prefilled_tokens += fresh
+        self.cached_tokens += lengths - fresh
+        for row in rows:
+            row.page = self._transcript.page()
+            row.changes.append((0, self.version))
+        logits = torch.stack([self._prompt_logits[row.request.token_ids] for row in rows])
+        _, done = _Batch(rows, self._served).sample(logits, self)
+        needed = self._queued_prompts()
+        staying = [row for row, over in zip(rows, done, strict=True) if not over]
+        by_prompt: dict[Key, list[Row]] = {}
+        for row in staying:
+            by_prompt.setdefault(row.request.token_ids, []).append(row)
+        new = [NewPrompt(key, len(same), starts.get(key)) for key, same in by_prompt.items()]
+        slots = iter(self._cache.place(new, packed, needed)) if new else iter(())
+        for same in by_prompt.values():
+            for row in same:
+                row.slot = next(slots)
+        self._prompt_logits = {key: logits for key, logits in self._prompt_logits.items() if key in needed}
+        self._next_ids = None
+        self._rows = sorted([*self._rows, *staying], key=lambda row: row.slot)
+        self._batch = None
+
+    def _next_rows(self) -> tuple[list[Row], list[Key]]:
+        """Rows from the head of the queue, and their prompts that must be read first."""
+        rows: list[Row] = []
+        unread: dict[Key, None] = {}
+        tokens = 0
+        while self._queue and len(self._rows) + len(rows) < self._max_num_seqs:
+            key = self._queue[0].request.token_ids
+            if key not in unread and not (key in self._prompt_logits and self._cache.holds(key)):
+                if unread and tokens + len(key) > _PREFILL_TOKENS:
+                    break
+                unread[key] = None
+                tokens += len(key)
+            rows.append(self._queue.popleft())
+        return rows, list(unread)
+
+    def _decode(self) -> None:
+        if self._batch is None:
+            self._batch = _Batch(self._rows, self._served)
+            self._next_ids = None
+        if self._next_ids is None or not self._cache.advance():
+            # The newest token of a row is not stored yet: this step stores it.
+            self._cache.begin([row.slot for row in self._rows], self._batch.generated - 1)
+        if self._next_ids is None:
+            last = self._transcript.at(self._batch.pages, self._batch.generated - 1)
+            self._next_ids = torch.from_numpy(last).to(self._served.device)
+        logits = self._served.decode(self._next_ids, self._cache)
+        ids, done = self._batch.sample(logits, self)
+        self._next_ids = ids
+        if done.any():
+            self._drop(done)
+
+    def _drop(self, gone: Sequence[bool] | np.ndarray) -> None:
+        """Take rows out of the batch; their lanes are free."""
+        leaving = [row.slot for row, leaves in zip(self._rows, gone, strict=True) if leaves]
+        if leaving:
+            self._cache.release(leaving)
+            self._rows = [row for row, leaves in zip(self._rows, gone, strict=True) if not leaves]
+            self._batch = None
+
+    # -- after sampling ----------------------------------------------------------------------------------------------
+
+    def record(self, batch: _Batch, ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+        """Write a step's tokens down and finish the rows they ended: bool [B]."""
+        if np.isnan(logprobs).any():
+            raise EngineError(f"Engine {self._name!r}: the model's logits are not finite; its weights are broken.")
+        self._transcript.write(batch.pages, batch.generated, ids, logprobs)
+        batch.generated += 1
+        self.generated_tokens += len(ids)
+        full = batch.generated >= batch.limits
+        stopped = np.zeros(len(ids), dtype=bool)
+        if batch.may_stop is not None:
+            for index in np.flatnonzero(batch.may_stop[ids]):
+                stopped[index] = int(ids[index]) in batch.rows[index].stop_ids
+        for index in batch.with_strings:
+            stopped[index] |= self._string_completed(batch, index, int(ids[index]))
+        for index in batch.penalised:
+            batch.rows[index].seen[ids[index]] = True  # type: ignore[index]
+        done = full | stopped
+        for index in np.flatnonzero(done):
+            row = batch.rows[index]
+            row.generated = int(batch.generated[index])
+            if stopped[index] and row.stop_text is None and self._tokenizer is not None:
+                row.stop_text = self._tokenizer.decode([int(ids[index])])
+            self._finish(row, "stop" if stopped[index] else "length")
+        return done
+
+    def _string_completed(self, batch: _Batch, index: int, token: int) -> bool:
+        row, count = batch.rows[index], int(batch.generated[index])
+        assert row.stops is not None
+        if count < row.request.sampling.min_tokens or not row.stops.completed_by(token):
+            return False
+        row.stop_text = row.stops.find(self._transcript.tail(row.page, max(0, count - row.stops.tail), count))
+        return row.stop_text is not None
+
+
+class _Batch:
+    """What stays the same from step to step while the same rows run, as arrays [B]."""
+
+    def __init__(self, rows: Sequence[Row], served: ServedModel):
+        self.rows = rows
+        params = [row.request.sampling for row in rows]
+        self._sampler = RowSampler(params, served.device)
+        self._seeds = np.array([row.request.seed % 2**64 for row in rows], dtype=np.uint64)
+        self.pages = np.array([row.page for row in rows])
+        self.generated = np.array([row.generated for row in rows])
+        self.limits = np.array([row.limit for row in rows])
+        self.with_strings = [index for index, row in enumerate(rows) if row.stops is not None]
+        self.penalised = [index for index, row in enumerate(rows) if row.seen is not None]
+        self._patient = [index for index, row in enumerate(rows) if row.never_yet is not None]
+        ends = set().union(*(row.stop_ids for row in rows))
+        self.may_stop: np.ndarray | None = None
+        if ends:
+            self.may_stop = np.zeros(served.vocab_size, dtype=bool)
+            self.may_stop[[end for end in ends if end < served.vocab_size]] = True
+
+    def sample(self, logits: Tensor, scheduler: Scheduler) -> tuple[Tensor, np.ndarray]:
+        """Sample a token for each row and write it down: ids [B] on the device, and bool [B] for rows that are done."""
+        forbidden = [
+            (index, self.rows[index].never_yet)
+            for index in self._patient
+            if self.generated[index] < self.rows[index].request.sampling.min_tokens
+        ]
+        seen = [self.rows[index].seen for index in self.penalised]
+        sampled = self._sampler(logits, uniforms(self._seeds, self.generated), seen, forbidden)  # type: ignore[arg-type]
+        # One transfer from the device; float64 holds every id exactly.
+        columns = torch.stack((sampled.ids.double(), sampled.logprobs.double(), sampled.full_logprobs.double()))
+        ids, *logprobs = columns.cpu().numpy()
+        done = scheduler.record(self, ids.astype(np.int64), np.stack(logprobs))
+        for row, count in zip(self.rows, self.generated.tolist(), strict=True):
+            row.generated = count
+        return sampled.ids, done
