@@ -8,10 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from skyrl_train.errors import DataError
 
 Row = dict[str, Any]
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+WHITESPACE = b"\xef\xbb\xbf \t\r\n"
+"""And the byte order mark."""
 SUFFIXES = (".parquet", ".json", ".jsonl")
 
 
@@ -27,30 +31,32 @@ def read_rows(source: str) -> Iterator[tuple[str, Row]]:
             raise DataError(f"{source}: no such file.")
         read = {".parquet": _parquet, ".json": _json, ".jsonl": _json_lines}[path.suffix.lower()]
         return read(path)
-    name, split = path, "train"
+    name, split = source, "train"
     if not path.exists() and ":" in source:
-        bare, _, split = source.rpartition(":")
-        name = Path(bare).expanduser()
-    if not name.is_dir() and (name.exists() or not HUB_NAME.fullmatch(str(name))):
+        name, _, split = source.rpartition(":")
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _load_dataset(source, str(folder), split)
+    if folder.exists() or not HUB_NAME.fullmatch(name):
         raise DataError(f"{source}: not a {', '.join(SUFFIXES)} file, not a folder, not a dataset's name on the hub.")
-    return _load_dataset(source, str(name), split)
+    return _load_dataset(source, name, split)
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
-    from datasets import load_dataset  # takes a second to import; JSON does not need it
-
+    """Read with pyarrow, as `datasets` does, which however copies the file into the user's cache and imports torch."""
     number = 0
     try:
-        # streaming reads the file where it is; otherwise `datasets` first copies it into the user's cache
-        for row in load_dataset("parquet", data_files=str(path), split="train", streaming=True):
-            number += 1
-            yield f"{path}, row {number}", row
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
     except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors, and so is a UnicodeDecodeError
         raise DataError(f"{path}, after row {number}: {error}") from error
 
 
 def _load_dataset(source: str, name: str, split: str) -> Iterator[tuple[str, Row]]:
-    from datasets import load_dataset
+    from datasets import load_dataset  # takes a second to import; files do not need it
 
     try:
         dataset = load_dataset(name, split=split)
@@ -64,14 +70,14 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Row]]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             where = f"{path}, line {number}"
-            if line.strip():
+            if line.strip(WHITESPACE):
                 yield where, _checked(where, _parsed(where, line))
 
 
 def _json(path: Path) -> Iterator[tuple[str, Row]]:
     """A list of rows, or, as `datasets` also accepts under this suffix, JSON lines."""
     with path.open("rb") as file:
-        listed = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+        listed = file.read(4096).lstrip(WHITESPACE).startswith(b"[")
     if not listed:
         yield from _json_lines(path)
         return

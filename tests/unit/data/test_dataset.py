@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset
+
+from skyrl_train.data.dataset import PromptDataset, load_prompts
+from skyrl_train.data.trajectory import Message
+from skyrl_train.errors import DataError
+from skyrl_train.testing.tiny_models import byte_tokenizer
+
+
+def row(content: str = "6 * 7?", **columns: Any) -> dict[str, Any]:
+    spec = {"method": "rule", "ground_truth": "42"}
+    return {"prompt": [{"role": "user", "content": content}], "reward_spec": spec} | columns
+
+
+def write(path: Path, *rows: Any) -> str:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(list(rows)))
+    else:
+        path.write_text("".join(json.dumps(item) + "\n" for item in rows))
+    return str(path)
+
+
+def words(messages: list[Message]) -> int:
+    return sum(len(message["content"].split()) for message in messages)
+
+
+def load(*sources: str, limit: int = 100) -> PromptDataset:
+    return load_prompts(sources, words, limit, "gsm8k")
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
+def test_a_row_becomes_a_prompt_with_everything_else_for_the_environment(tmp_path: Path, suffix: str):
+    rows = [row(env_class="arithmetic", data_source="toy", extra_info={"index": 3}, max_turns=2), row("second?")]
+    first, second = load(write(tmp_path / f"data{suffix}", *rows)).prompts
+    assert (first.uid, first.env_class, first.data_source) == ("0", "arithmetic", "toy")
+    assert first.messages == [{"role": "user", "content": "6 * 7?"}]
+    assert first.env_extras == {
+        "data_source": "toy",
+        "extra_info": {"index": 3},
+        "max_turns": 2,
+        "reward_spec": {"method": "rule", "ground_truth": "42"},
+    }
+    assert (second.uid, second.env_class, second.data_source) == ("1", "gsm8k", "unknown")
+
+
+def test_json_lines_under_the_suffix_of_json_are_read_as_well(tmp_path: Path):
+    (tmp_path / "data.json").write_text("\ufeff\n" + json.dumps(row("é")) + "\n\n" + json.dumps(row()) + "\n")
+    assert [prompt.messages[0]["content"] for prompt in load(str(tmp_path / "data.json")).prompts] == ["é", "6 * 7?"]
+
+
+def test_keys_that_only_some_messages_have_do_not_come_back_as_null(tmp_path: Path):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    messages = [{"role": "user", "content": "hi"}, call]
+    path = write(tmp_path / "data.parquet", {"prompt": messages})
+    assert load_prompts([path], lambda _: 1, 10, "gsm8k")[0].messages == messages
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path: Path):
+    first = write(tmp_path / "a.jsonl", row("one"), row("one two three four"), row("one two three"))
+    second = write(tmp_path / "b.jsonl", row("one two three four five"), row("one two"))
+    dataset = load(first, second, limit=3)
+    assert (len(dataset), dataset.too_long) == (3, 2)
+    assert [prompt.uid for prompt in dataset.prompts] == ["0", "2", "4"]
+
+
+@pytest.mark.fault("F08")
+def test_prompts_that_are_all_too_long_are_an_error(tmp_path: Path):
+    path = write(tmp_path / "data.jsonl", row("one two three"), row("one two three four"))
+    with pytest.raises(DataError, match=r"none of 2 prompts has at most 2 tokens \(the shortest has about 3\)"):
+        load(path, limit=2)
+
+
+@pytest.mark.fault("F07")
+def test_a_prompt_of_ten_megabytes_is_too_long_without_being_tokenised(tmp_path: Path):
+    path = write(tmp_path / "data.jsonl", row("fine"), row("x " * (5 * 2**20)))
+    tokenizer = byte_tokenizer()
+    start = time.perf_counter()
+    dataset = load_prompts([path], lambda messages: len(tokenizer(messages[0]["content"])["input_ids"]), 512, "gsm8k")
+    assert (len(dataset), dataset.too_long) == (1, 1)
+    assert time.perf_counter() - start < 1.0
+
+
+@pytest.mark.fault("F07")
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ({"question": "6 * 7?"}, r"no 'prompt' among its columns \["),
+        ({"prompt": None}, "no 'prompt'"),
+        ({"prompt": []}, "not a list of messages"),
+        ({"prompt": [{"role": "user", "content": None}]}, "content of a user message is null"),
+        ({"prompt": [{"role": None, "content": "a"}]}, "not a message"),
+        (row(reward_spec={"method": "rule", "ground_truth": None}), "reward_spec has no ground_truth"),
+        (row(reward_spec=None), "reward_spec has no ground_truth"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, suffix: str, bad: dict[str, Any], says: str):
+    path = write(tmp_path / f"data{suffix}", row(), row(), bad)
+    with pytest.raises(DataError, match=rf"data\{suffix}, (row|line) 3: .*{says}"):
+        load(path)
+
+
+@pytest.mark.fault("F07")
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b'{"prompt": "\xff\xfe"}', "byte 12 is not UTF-8"),
+        (b'{"prompt": ', "not JSON"),
+        (b"[1, 2]", "a row is an object of columns, got list"),
+        (b"[" * 200_000, "not JSON"),
+        (b'{"prompt": "text"}', "not a list of messages"),
+        (b'{"prompt": [{"role": "user", "content": 3}]}', "not a message"),
+        (b'{"prompt": [{"role": "user", "content": "a"}], "env_class": 3}', "env_class is 3, not a name"),
+    ],
+)
+def test_a_line_that_is_broken_is_named(tmp_path: Path, line: bytes, says: str):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(json.dumps(row()).encode() + b"\n\n" + line + b"\n")
+    with pytest.raises(DataError, match=rf"data\.jsonl, line 3: .*{says}"):
+        load(str(path))
+
+
+@pytest.mark.fault("F07")
+def test_invalid_utf8_in_parquet_names_the_file(tmp_path: Path):
+    binary = pa.array([b"fine", b"\xff\xfe"], type=pa.binary())
+    text = pa.StringArray.from_buffers(2, binary.buffers()[1], binary.buffers()[2])
+    pq.write_table(pa.table({"prompt": text}), tmp_path / "data.parquet")
+    with pytest.raises(DataError, match=r"data\.parquet"):
+        load(str(tmp_path / "data.parquet"))
+
+
+@pytest.mark.fault("F07")
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json", "data.parquet"])
+def test_an_empty_file_is_an_error(tmp_path: Path, name: str):
+    (tmp_path / name).touch()
+    with pytest.raises(DataError, match=name.replace(".", r"\.")):
+        load(str(tmp_path / name))
+
+
+def test_a_parquet_file_without_rows_is_an_error(tmp_path: Path):
+    pq.write_table(pa.table({"prompt": pa.array([], type=pa.string())}), tmp_path / "data.parquet")
+    with pytest.raises(DataError, match="has no rows"):
+        load(str(tmp_path / "data.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("nowhere/train.parquet", "no such file"),
+        ("./not-a-file", "not a folder, not a dataset's name on the hub"),
+        ("a/b/c", "not a folder"),
+        ("nobody/nothing:test", "could not be loaded as a dataset with split 'test'"),
+    ],
+)
+def test_a_source_that_is_not_there_is_named(source: str, says: str):
+    with pytest.raises(DataError, match=says):
+        load(source)
+
+
+def test_no_sources_at_all_are_an_error():
+    with pytest.raises(DataError, match="no data files"):
+        load()
+
+
+def test_a_folder_is_loaded_as_a_dataset_by_split(tmp_path: Path):
+    write(tmp_path / "train.jsonl", row("one"))
+    write(tmp_path / "test.jsonl", row("two"), row("three"))
+    assert [p.messages[0]["content"] for p in load(str(tmp_path)).prompts] == ["one"]
+    assert [p.messages[0]["content"] for p in load(f"{tmp_path}:test").prompts] == ["two", "three"]
+
+
+def test_a_name_on_the_hub_is_loaded_with_its_split(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    asked = []
+
+    def from_hub(name: str, split: str) -> Dataset:
+        asked.append((name, split))
+        return Dataset.from_list([row()])
+
+    monkeypatch.setattr("datasets.load_dataset", from_hub)
+    monkeypatch.chdir(tmp_path)
+    assert len(load("someone/some.data", "someone/some.data:test", "squad")) == 3
+    assert asked == [("someone/some.data", "train"), ("someone/some.data", "test"), ("squad", "train")]
+
+
+def test_an_error_of_the_length_function_names_the_row(tmp_path: Path):
+    def length(messages: list[Message]) -> int:
+        raise DataError("roles must alternate")
+
+    path = write(tmp_path / "data.jsonl", row())
+    with pytest.raises(DataError, match=r"data\.jsonl, line 1: roles must alternate"):
+        load_prompts([path], length, 10, "gsm8k")
+
+
+@pytest.mark.fault("F09")
+@pytest.mark.parametrize(
+    "changed",
+    [
+        [row("one"), row("three")],
+        [row("two"), row("one")],
+        [row("one")],
+        [row("one"), row("two", reward_spec={"method": "rule", "ground_truth": "43"})],
+        [row("one"), row("two", env_class="arithmetic")],
+        [row("one two three"), row("one"), row("two")],
+    ],
+)
+def test_a_dataset_that_changed_before_resume_is_refused(tmp_path: Path, changed: list[dict[str, Any]]):
+    before = load(write(tmp_path / "before.jsonl", row("one"), row("two")), limit=2)
+    same = load(write(tmp_path / "moved.parquet", row("one"), row("two")), limit=2)
+    same.check_fingerprint(before.fingerprint)
+    with pytest.raises(DataError, match="the training data changed since the checkpoint"):
+        load(write(tmp_path / "after.jsonl", *changed), limit=2).check_fingerprint(before.fingerprint)
+
+
+def test_loading_prompts_imports_no_torch(tmp_path: Path):
+    path = write(tmp_path / "data.parquet", row())
+    code = (
+        "import sys; from skyrl_train.data.dataset import load_prompts; "
+        f"print(len(load_prompts([{path!r}], len, 9, 'gsm8k')), 'torch' in sys.modules)"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.split() == ["1", "False"]
