@@ -1,0 +1,50 @@
+"""The tables of names in config/choices.py are the truth about what can be chosen."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.config import choices
+from skyrl_train.registry import load_object
+
+PACKAGE = Path(__file__).resolve().parents[2] / "skyrl_train"
+TABLES = {name: value for name, value in vars(choices).items() if name.isupper() and isinstance(value, dict)}
+ENTRIES = [(table, name, target) for table, names in TABLES.items() for name, target in names.items()]
+
+
+def decorated() -> list[tuple[str, str]]:
+    """(name, "module:object") of everything in the package that registers itself by a decorator."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = ".".join(["skyrl_train", *path.relative_to(PACKAGE).with_suffix("").parts])
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+                continue
+            for decorator in node.decorator_list:
+                if isinstance(decorator, ast.Call) and "register" in ast.unparse(decorator.func):
+                    found += [
+                        (str(a.value), f"{module}:{node.name}")
+                        for a in decorator.args[:1]
+                        if isinstance(a, ast.Constant)
+                    ]
+    return found
+
+
+@pytest.mark.parametrize(("table", "name", "target"), ENTRIES, ids=[f"{t}-{n}" for t, n, _ in ENTRIES])
+def test_every_name_loads_something_that_can_be_called(table: str, name: str, target: str):
+    assert callable(load_object(target))
+
+
+def test_what_registers_itself_is_in_a_table_under_that_name():
+    assert set(decorated()) <= {(name, target) for _, name, target in ENTRIES}
+
+
+def test_tables_are_sorted_into_one_place():
+    """No other module of config repeats a "module:object"."""
+    for path in sorted((PACKAGE / "config").glob("*.py")):
+        if path.name != "choices.py":
+            repeated = [target for _, _, target in ENTRIES if target in path.read_text()]
+            assert repeated == [], path.name

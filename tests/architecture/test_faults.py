@@ -1,0 +1,91 @@
+"""Bad input that this project promises to survive: every row below has a test that carries its id."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+DUE = {
+    "F01": "unknown or misspelt key, with or without +: exit 2 with the nearest match, before torch or Ray start",
+    "F02": "NaN, negative, wrong type, group of 1: every mistake at once with key, value, what is allowed",
+    "F03": "_target_ or an unknown resolver in a value: refused; the set of resolvers is pinned",
+    "F04": "a secret in the environment: absent from saved and printed configuration",
+    "F05": "more GPUs than there are, an engine that is not installed: need and have, or the extra, within 10 s",
+    "F06": "an output folder of another run, in use, or read-only: refused unless resuming",
+    "F07": "empty file, missing column, null answer, invalid UTF-8, 10 MB prompt: row named, or skipped and counted",
+    "F08": "every prompt too long: an error, not an endless loop",
+    "F09": "the dataset changed before resuming: refused by fingerprint",
+    "F10": "chat-template control tokens or Jinja in a prompt: plain text, loss mask unchanged",
+    "F11": "a reward that raises, is no finite number, or never comes: masked and counted by type",
+    "F12": "all rewards of a group equal, everything masked: advantage 0, no NaN",
+    "F13": "answer spam: one stated rule, guessing is never rewarded",
+    "F14": "expressions that never end, deep nesting, 1 MB of text: scored within the deadline or killed",
+    "F15": "a truncated or empty completion: flagged, by a stated policy",
+    "F24": "escapes, markup, NUL in output: console and files survive",
+    "F30": "a missing, extra, mis-shaped, non-finite tensor, death between buckets: named, no hang",
+    "F31": "stale rollouts, a version going backwards: dropped and counted; raised",
+    "F35": "kill -9 in a save: the newest committed checkpoint loads, the torn one is reported and kept",
+    "F36": "a flipped byte, a truncated or lost file, a full disk: found by checksum, the one before is loaded",
+    "F38": "a path or link out of a checkpoint: refused",
+}
+SETS_ASIDE = {"skip", "skipif", "xfail", "gpu"}
+
+
+def marks(decorators: list[ast.expr]) -> Iterator[tuple[str, list[object]]]:
+    """(name, constant arguments) of the pytest marks among decorators."""
+    for decorator in decorators:
+        call = decorator if isinstance(decorator, ast.Call) else None
+        target = call.func if call else decorator
+        if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "pytest.mark":
+            yield target.attr, [a.value for a in call.args if isinstance(a, ast.Constant)] if call else []
+
+
+def claims(source: str) -> Iterator[tuple[str, str]]:
+    """(fault id, test) of every test of a module that is collected and not set aside."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+            carried = list(marks(node.decorator_list))
+            if not SETS_ASIDE & {name for name, _ in carried}:
+                yield from ((str(id), node.name) for name, ids in carried if name == "fault" for id in ids)
+
+
+@cache
+def all_claims() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for path in sorted(TESTS.rglob("test_*.py")):
+        source = path.read_text()
+        if "pytestmark" not in source:  # a mark on a whole module may set it aside: such modules prove nothing here
+            for id, test in claims(source):
+                found.setdefault(id, set()).add(f"{path.relative_to(TESTS)}::{test}")
+    return found
+
+
+def test_the_scan_sees_marks_and_passes_over_skipped_and_uncollected_tests():
+    source = """
+@pytest.mark.fault("F01")
+@pytest.mark.parametrize("x", [1])
+def test_a(x): ...
+@pytest.mark.fault("F02")
+@pytest.mark.skip
+def test_b(): ...
+@pytest.mark.fault("F03")
+def helper(): ...
+@pytest.mark.skipif(True, reason="x")
+@pytest.mark.fault("F04")
+async def test_c(): ...
+"""
+    assert list(claims(source)) == [("F01", "test_a")]
+
+
+@pytest.mark.parametrize("id", sorted(DUE))
+def test_a_fault_that_is_due_has_a_test(id: str):
+    assert all_claims().get(id), f'no unskipped test carries @pytest.mark.fault("{id}"): {DUE[id]}'
+
+
+def test_ids_are_of_the_form_that_the_table_uses():
+    assert [id for id in all_claims() if not (len(id) == 3 and id[0] == "F" and 1 <= int(id[1:]) <= 39)] == []

@@ -1,0 +1,174 @@
+"""A package imports only from layers below its own, never sideways: every form of import is parsed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "skyrl_train"
+LAYERS = (
+    "errors",
+    "registry metrics",
+    "config",
+    "cluster",
+    "data",
+    "algorithms environments report",
+    "models strategies weight_sync",
+    "engines",
+    "policies generators",
+    "tensordict_envs",
+    "objectives",
+    "workers",
+    "collectors",
+    "trainer",
+    "build",
+    "entrypoints",
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
+LAZY_TABLES = {"config/choices.py"}
+"""Names of what is loaded by whoever needs it, long after configuration: not imports of that file."""
+ONE_IMPORTER = ("wandb", "tensorboard", "matplotlib", "peft", "rich", "vllm", "sglang", "deepspeed", "datasets")
+OUR_MODULE = re.compile(r"skyrl_train(\.\w+)+(:\w+)?")
+
+
+def imported(source: str, package: str) -> Iterator[tuple[int, str]]:
+    """(line, absolute module) of every import in a module of `package`.
+
+    Statements anywhere, relative ones, names given to importlib, and any text that reads as one of our modules: what
+    `load_object` and `spawn` are given.
+    """
+    tree = ast.parse(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            base = parts[: len(parts) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            for alias in node.names:
+                yield node.lineno, f"{module}.{alias.name}"
+        elif isinstance(node, ast.Call) and _loads_a_module(node.func):
+            for argument in node.args[:1]:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    yield node.lineno, argument.value
+        elif isinstance(node, ast.Constant) and id(node) not in docstrings and OUR_MODULE.fullmatch(str(node.value)):
+            yield node.lineno, str(node.value).replace(":", ".")
+
+
+def _loads_a_module(function: ast.expr) -> bool:
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return name in ("import_module", "__import__", "find_spec", "importorskip")
+
+
+def modules() -> Iterator[tuple[Path, str, str, str]]:
+    """(path, its name below the package, the layer it belongs to, its package) of every module."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        inside = path.relative_to(PACKAGE)
+        package = ".".join(["skyrl_train", *inside.parts[:-1]])
+        yield path, inside.as_posix(), inside.parts[0].removesuffix(".py"), package
+
+
+@cache
+def all_imports() -> list[tuple[str, str, int, str]]:
+    """(file, its layer, line, module imported) over the whole package."""
+    return [
+        (name, layer, line, module)
+        for path, name, layer, package in modules()
+        for line, module in imported(path.read_text(), package)
+    ]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import skyrl_train.trainer.trainer",
+        "import skyrl_train.trainer as t",
+        "from skyrl_train import trainer",
+        "from skyrl_train.trainer import trainer",
+        "from .. import trainer",
+        "from ..trainer.trainer import Trainer",
+        "def f():\n    from ..trainer import trainer",
+        "import importlib\nimportlib.import_module('skyrl_train.trainer')",
+        "__import__('skyrl_train.trainer')",
+        "spawn('skyrl_train.trainer.trainer:Trainer')",
+    ],
+)
+def test_every_form_of_import_is_seen(source: str):
+    assert any(module.startswith("skyrl_train.trainer") for _, module in imported(source, "skyrl_train.data"))
+
+
+def test_every_module_belongs_to_a_layer():
+    known = {*LEVEL, "testing", "__init__"}
+    assert {layer for _, _, layer, _ in modules()} <= known
+
+
+def test_imports_go_down_never_up_and_never_sideways():
+    wrong = []
+    for name, layer, line, module in all_imports():
+        parts = module.split(".")
+        if parts[0] != "skyrl_train" or layer == "testing" or len(parts) < 2 or name in LAZY_TABLES:
+            continue
+        there = parts[1]
+        if there not in (layer, "__version__") and LEVEL.get(there, len(LAYERS)) >= LEVEL.get(layer, -1):
+            wrong.append(f"{name}:{line} imports {module}")
+    assert wrong == []
+
+
+def test_only_tests_and_docs_import_what_ships_for_testing():
+    wrong = [
+        f"{n}:{line}"
+        for n, layer, line, m in all_imports()
+        if layer != "testing" and m.startswith("skyrl_train.testing")
+    ]
+    assert wrong == []
+
+
+def test_only_cluster_imports_ray():
+    wrong = [f"{n}:{line}" for n, layer, line, m in all_imports() if m.split(".")[0] == "ray" and layer != "cluster"]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("library", ONE_IMPORTER)
+def test_an_optional_library_is_imported_in_one_file(library: str):
+    files = {name for name, _, _, module in all_imports() if library in (module.split(".")[0], module)}
+    assert len(files) <= 1
+
+
+def test_packages_export_nothing_by_themselves():
+    """Importing `data.trajectory` must not import torch through `data/__init__`."""
+    for path, name, _, _ in modules():
+        if path.name == "__init__.py" and name != "__init__.py":
+            statements = [n for n in ast.parse(path.read_text()).body if not isinstance(n, ast.Expr)]
+            assert statements == [], name
+
+
+LOADED = """
+import importlib, pkgutil, sys
+import skyrl_train.{package} as package
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    importlib.import_module(module.name)
+loaded = {{name.split(".")[0] for name in sys.modules}}
+heavy = loaded & {{"torch", "ray", "transformers", "datasets", "vllm", "sglang"}}
+assert not heavy, heavy
+"""
+
+
+@pytest.mark.parametrize("package", ["config", "environments", "report"])
+def test_importing_every_module_of_a_light_package_loads_no_heavy_library(package: str):
+    code = LOADED.format(package=package)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_trajectories_need_no_torch():
+    code = "import sys, skyrl_train.data.trajectory; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
