@@ -19,7 +19,9 @@ class FSDP2Strategy(OptimizedModel):
     """Every decoder layer is a unit, and the root holds the rest. Needs `init_process_group` first, also for one rank.
 
     Parameters and gradients keep the dtype the model was loaded in; `compute_dtype` is that of gathered weights and
-    activations. Gradients are summed over ranks in the parameters' dtype, once an update.
+    activations. Gradients are summed over ranks in the parameters' dtype: once an update where memory is not short (on
+    CPUs, and without reshard_after_forward), else after every micro-batch, so that a whole gradient never exists. Load
+    the model on the CPU: layers move to the device one by one as they are sharded.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class FSDP2Strategy(OptimizedModel):
         self.fsdp = fsdp
         self.shard_size = size
         self.compute_dtype = compute_dtype
+        self.reduce_once = self.device.type == "cpu" or not fsdp.reshard_after_forward
 
     def prepare(self, scorer: nn.Module, total_steps: int | None) -> nn.Module:
         self.mesh = self._mesh()
@@ -79,9 +82,8 @@ class FSDP2Strategy(OptimizedModel):
         return init_device_mesh(self.device.type, (replicas, self.shard_size), mesh_dim_names=("replicate", "shard"))
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Until the last micro-batch, gradients accumulate unsharded on each rank, and only then meet."""
         root: Any = self.scorer
-        root.set_requires_gradient_sync(last)
+        root.set_requires_gradient_sync(last or not self.reduce_once)
         loss.backward()
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:

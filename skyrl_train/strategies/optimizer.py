@@ -15,7 +15,9 @@ from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.strategies.base import OptimizerSettings
 from skyrl_train.strategies.shards import Slice, local, open_shards, write_shard
 
-SCHEDULES = tuple(["constant", "constant_with_warmup", "cosine", "cosine_with_restarts", "inverse_sqrt", "linear", "polynomial"])
+SCHEDULES = (
+    *("constant", "constant_with_warmup", "cosine", "cosine_with_restarts", "inverse_sqrt", "linear", "polynomial"),
+)
 """Those of transformers that need no more than warm-up steps and the total."""
 _STATE = ("exp_avg", "exp_avg_sq")
 

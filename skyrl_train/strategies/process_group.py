@@ -25,7 +25,7 @@ def init_process_group(rank: int, world_size: int, address: str, port: int, back
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
-    except dist.DistStoreError as error:
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
         meeting = f"Rank {rank}: the meeting of {world_size} ranks at {address}:{port}"
         raise DeadlineExceeded(meeting, timeout_s) from error
 

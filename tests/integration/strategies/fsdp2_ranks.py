@@ -1,4 +1,4 @@
-"""One rank of the checks in test_fsdp2.py: `python fsdp2_ranks.py RANK WORLD PORT FOLDER`. Rank 0 writes what it found."""
+"""One rank of the checks in test_fsdp2.py: `python fsdp2_ranks.py RANK WORLD PORT FOLDER`; rank 0 writes the findings."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "shuffled": {"size": 2, "order": [3, 0, 6, 2, 5, 1, 4]},
     "one_row_too_few": {"size": 1, "order": [2], "kinds": ["qwen2"]},
     "no_reshard": {"size": 2, "fsdp": {"reshard_after_forward": False}, "kinds": ["qwen2"]},
+    "reduce_every_time": {"size": 2, "reduce_once": False, "kinds": ["qwen2"]},
     "replicas": {"size": 2, "fsdp": {"fsdp_size": 1}, "kinds": ["qwen2"]},
     "checkpointed": {"size": 2, "checkpointing": True, "kinds": ["qwen2", "gemma"]},
 }
@@ -106,9 +107,11 @@ def check_gradients(rank: int, world: int, folder: Path) -> None:
                 continue
             extra = {key: options[key] for key in ("fsdp", "checkpointing") if key in options}
             strategy = make(rank, world, kind, **extra)
+            strategy.reduce_once = options.get("reduce_once", True)
             batch = make_batch().select(options.get("order", range(7)))
             accumulate(strategy, batch, options["size"])
             for name, parameter in strategy.scorer.named_parameters():
+                assert parameter.grad is not None, name
                 found[f"{kind}/{case}/{name.removeprefix('model.')}"] = full(parameter.grad).contiguous()
     if rank == 0:
         save_file(found, folder / "gradients.safetensors")

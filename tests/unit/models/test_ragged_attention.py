@@ -7,12 +7,13 @@ from torch import Tensor
 from skyrl_train.models.ragged_attention import Segments, ragged_attention
 
 
-def qkv(tokens: int, heads: int, kv_heads: int, size: int = 8) -> list[Tensor]:
+def qkv(tokens: int, heads: int, kv_heads: int, size: int = 8) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [
+    query, key, value = (
         torch.randn(tokens, count, size, generator=generator, dtype=torch.float64).requires_grad_()
         for count in (heads, kv_heads, kv_heads)
-    ]
+    )
+    return query, key, value
 
 
 def plain_attention(
@@ -60,9 +61,9 @@ def test_scaling_defaults_to_one_over_the_root_of_the_head_size() -> None:
 
 
 def test_a_sequence_does_not_notice_its_neighbours() -> None:
-    inputs = qkv(9, 2, 2)
-    together = ragged_attention(*inputs, offsets_of([4, 5]))
-    alone = ragged_attention(*(x[4:] for x in inputs), offsets_of([5]))
+    query, key, value = qkv(9, 2, 2)
+    together = ragged_attention(query, key, value, offsets_of([4, 5]))
+    alone = ragged_attention(query[4:], key[4:], value[4:], offsets_of([5]))
     torch.testing.assert_close(together[4:], alone, rtol=0, atol=1e-15)
 
 
@@ -80,7 +81,7 @@ def test_offsets_that_do_not_cover_the_tokens_are_a_bug_not_a_guess() -> None:
 
 
 def test_half_precision_on_the_cpu_stays_close_to_double() -> None:
-    inputs = qkv(20, 4, 2)
-    low = ragged_attention(*(x.to(torch.bfloat16) for x in inputs), offsets_of([12, 8]))
+    inputs = query, key, value = qkv(20, 4, 2)
+    low = ragged_attention(query.bfloat16(), key.bfloat16(), value.bfloat16(), offsets_of([12, 8]))
     assert low.dtype == torch.bfloat16
     torch.testing.assert_close(low.double(), ragged_attention(*inputs, offsets_of([12, 8])), rtol=0.05, atol=0.05)

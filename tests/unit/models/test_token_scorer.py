@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen2ForCausalLM
 
 from skyrl_train.data.batch import TrainBatch
@@ -35,7 +35,7 @@ def score(scorer: TokenScorer, batch: TrainBatch, wants_entropy: bool = False) -
     return scorer(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask, wants_entropy)
 
 
-def double(kind: str = "qwen2", **options: Any) -> PreTrainedModel:
+def double(kind: str = "qwen2", **options: Any) -> Any:
     return tiny_model(kind, dtype=torch.float64, **options).eval()
 
 
@@ -48,17 +48,26 @@ def padded_gradients(model: PreTrainedModel, batch: TrainBatch) -> Gradients:
     model.set_attn_implementation("sdpa")
     logprobs, entropy = padded_scores(model, batch)
     ((logprobs + 0.1 * entropy) * token_weights(batch)).sum().backward()
-    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    gradients = gradients_of(model)
     model.zero_grad()
     return gradients
+
+
+def gradients_of(module: nn.Module) -> Gradients:
+    found = {}
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None, name
+        found[name.removeprefix("model.") if isinstance(module, TokenScorer) else name] = parameter.grad.clone()
+    return found
 
 
 def ragged_gradients(scorer: TokenScorer, micro_batches: list[TrainBatch]) -> Gradients:
     scorer.zero_grad()
     for batch in micro_batches:
         logprobs, entropy = score(scorer, batch, wants_entropy=True)
+        assert entropy is not None
         ((logprobs + 0.1 * entropy) * token_weights(batch)).sum().backward()
-    return {scorer.hf_name(name): parameter.grad.clone() for name, parameter in scorer.named_parameters()}
+    return gradients_of(scorer)
 
 
 def assert_same(got: Gradients, wanted: Gradients, tolerance: float = 1e-9) -> None:
@@ -110,7 +119,7 @@ def test_logprobs_and_entropies_are_the_padded_ones(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["mistral", "gemma2", "gemma3_text", "qwen2"])
 def test_layers_with_a_sliding_window_and_capped_scores_see_what_they_should(kind: str) -> None:
     model = double(kind)
-    changed = {"sliding_window": 3}
+    changed: dict[str, Any] = {"sliding_window": 3}
     if kind == "qwen2":
         changed |= {"use_sliding_window": True, "max_window_layers": 0, "layer_types": ["sliding_attention"] * 2}
     config = type(model.config)(**{**model.config.to_dict(), **changed, "attention_dropout": 0.0})

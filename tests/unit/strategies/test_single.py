@@ -152,7 +152,7 @@ def test_tied_weights_are_listed_once_under_the_name_the_hub_uses() -> None:
 
 def test_compute_in_bfloat16_keeps_parameters_and_gradients_in_float32() -> None:
     strategy = SingleStrategy(optimizer=OptimizerConfig(lr=1e-3), compute_dtype=torch.bfloat16)
-    scorer = strategy.prepare(TokenScorer(tiny_model()), 10)
+    scorer: Any = strategy.prepare(TokenScorer(tiny_model()), 10)
     products: list[torch.dtype] = []
     scorer.model.model.layers[0].mlp.up_proj.register_forward_hook(lambda m, i, output: products.append(output.dtype))
     strategy.backward(-logprobs_of(strategy, 0).sum(), last=True)
