@@ -62,7 +62,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine sampled; all lists are [L], L sampled tokens, the end-of-sequence token included where it was one."""
+    """What an engine sampled; all lists are [L], L sampled tokens, including an end-of-sequence token."""
 
     request_id: str
     token_ids: list[int]

@@ -14,7 +14,7 @@ from skyrl_train.engines.base import SamplingParams
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK = 512
-"""Larger vocabularies are searched block by block: a running sum of all of one would cost more than the model's head."""
+"""Larger vocabularies are searched block by block: a running sum of all of it would cost more than the head."""
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:

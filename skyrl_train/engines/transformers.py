@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from concurrent.futures import Future
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import fields
 from typing import Any
 
@@ -55,15 +55,18 @@ class TransformersEngine:
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
         name: str = "transformers",
+        threads: int | None = None,
         rope_scaling: dict[str, Any] | None = None,
         rope_theta: float | None = None,
     ):
         """`model` is a folder or hub name, loaded in `dtype`, or a module that the engine then owns.
 
-        Without a tokenizer (None with a module) stop strings are refused. Raises ConfigError for what cannot be loaded
-        and EngineError for a model that cannot be served exactly.
+        Without a tokenizer (None with a module) stop strings are refused. `threads` is how many of this process compute
+        on a CPU. Raises ConfigError for what cannot be loaded, EngineError for a model that cannot be served exactly.
         """
         device = torch.device(device)
+        if threads is not None:
+            torch.set_num_threads(threads)
         if isinstance(model, str):
             torch_dtype = dtype_of(dtype) if isinstance(dtype, str) else dtype
             tokenizer = tokenizer or load_tokenizer(model)

@@ -173,7 +173,7 @@ class Scheduler:
             row.call.row_done()
 
     def _settle(self) -> None:
-        """After rows left. Most lanes empty: move together. None left: start afresh, so that the past leaves no trace."""
+        """After rows left. Most lanes empty: move together. None left: start afresh, the past leaves no trace."""
         self._make_room()
         self._deliver()
 

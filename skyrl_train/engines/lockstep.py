@@ -1,0 +1,112 @@
+"""Rollouts whose batches do not depend on timing: what bitwise reproducible synchronous runs need."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from skyrl_train.engines.base import Completion, SampleRequest
+from skyrl_train.engines.client import EngineClient
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """One generate() that waits for the others."""
+
+    episode: int
+    order: int
+    requests: Sequence[SampleRequest]
+    answer: asyncio.Future[list[Completion]]
+
+
+class Lockstep:
+    """An EngineClient whose generate() waits until every live episode waits in one; then all go out as one call.
+
+    The call is ordered by the episodes' registration, so it is the same in every run in which the same episodes
+    register in the same order, however long their environments take. The price: the slowest one holds up a turn.
+
+    An episode that computes, or waits for its environment, is live and holds the others; one that left (also by an
+    exception) does not. generate() outside of any episode goes out with the next call.
+    """
+
+    def __init__(self, client: EngineClient):
+        self._client = client
+        self._numbers = count()
+        self._live: set[int] = set()
+        self._waiting: list[_Waiting] = []
+        self._flights: set[asyncio.Task[None]] = set()
+        self._check_scheduled = False
+        self._here: ContextVar[int | None] = ContextVar("episode", default=None)
+
+    @asynccontextmanager
+    async def episode(self) -> AsyncIterator[None]:
+        """Live from here to the end of the block. Tasks started inside belong to it."""
+        number = next(self._numbers)
+        self._live.add(number)
+        token = self._here.set(number)
+        try:
+            yield
+        finally:
+            self._here.reset(token)
+            self._live.discard(number)
+            self._check_soon()
+
+    async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """See EngineClient.generate. An error of the common call is raised to all that took part."""
+        number = self._here.get()
+        one = _Waiting(
+            next(self._numbers) if number is None else number,
+            len(self._waiting),
+            requests,
+            asyncio.get_running_loop().create_future(),
+        )
+        self._waiting.append(one)
+        self._check_soon()
+        try:
+            return await one.answer
+        finally:
+            if one in self._waiting:  # cancelled before its call went out
+                self._waiting.remove(one)
+                self._check_soon()
+
+    def _check_soon(self) -> None:
+        """Look after everything that can run now has run: an episode about to register must not be left behind."""
+        if not self._check_scheduled:
+            self._check_scheduled = True
+            asyncio.get_running_loop().call_soon(self._check)
+
+    def _check(self) -> None:
+        self._check_scheduled = False
+        if not self._waiting or not self._live <= {one.episode for one in self._waiting}:
+            return
+        batch, self._waiting = sorted(self._waiting, key=lambda one: (one.episode, one.order)), []
+        task = asyncio.get_running_loop().create_task(self._send(batch))
+        self._flights.add(task)
+        task.add_done_callback(self._flights.discard)
+
+    async def _send(self, batch: Sequence[_Waiting]) -> None:
+        requests = [request for one in batch for request in one.requests]
+        try:
+            answers = iter(await self._client.generate(requests))
+        except Exception as error:
+            for one in batch:
+                if not one.answer.done():
+                    one.answer.set_exception(error)
+            return
+        except asyncio.CancelledError:
+            for one in batch:
+                one.answer.cancel()
+            raise
+        for one in batch:
+            mine = [next(answers) for _ in one.requests]
+            if not one.answer.done():
+                one.answer.set_result(mine)
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        """Everything that is not a request is the client's."""
+        return getattr(self._client, name)  # type: ignore[no-any-return]
