@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.environments import registry
+
+PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
+
+
+def snippets() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(autouse=True)
+def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry.environments, "_items", dict(registry.environments._items))
+
+
+def test_the_environment_of_the_page_plays_its_game():
+    names: dict[str, Any] = {"__name__": "my_envs"}
+    exec(snippets()[0], names)
+    extras = {"reward_spec": {"ground_truth": "7"}}
+    environment = registry.make("guess_the_number", {}, extras)
+    messages, _ = environment.init([{"role": "user", "content": "go"}])
+    assert [message["role"] for message in messages] == ["system", "user"]
+    answers = [environment.step(text).observations[0]["content"] for text in ("3", "9", "seven")]
+    assert answers == ["higher", "lower", "a number, please"]
+    output = environment.step("7")
+    assert (output.reward, output.done, output.metadata) == (1.0, True, {"turns": 4})
+
+
+def test_the_other_snippets_run(capsys: pytest.CaptureFixture[str]):
+    for snippet in snippets()[1:]:
+        exec(snippet, {})
+    assert "####" in capsys.readouterr().out
