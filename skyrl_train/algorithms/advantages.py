@@ -15,23 +15,21 @@ EPSILON = 1e-6
 def grpo(rewards: Tensor, group_ids: Tensor, valid: Tensor, *, norm_by_std: bool) -> Tensor:
     """A = r - mean(r of its group), over (std + 1e-6) with `norm_by_std` (arXiv:2402.03300, section 4.1.2).
 
-    rewards [B], group_ids [B] (any integers), valid [B] bool: failed and cut samples neither count in their group's
-    statistics nor get an advantage. The standard deviation is the unbiased one. A group that says nothing (one valid
-    sample, or equal rewards) gets exactly 0. Without `norm_by_std` it is Dr. GRPO's (arXiv:2503.20783).
+    rewards [B] float32, group_ids [B] (any integers), valid [B] bool: failed and cut samples neither count in their
+    group's statistics nor get an advantage. The standard deviation is the unbiased one. A group that says nothing (one
+    valid sample, or equal rewards) gets exactly 0. Without `norm_by_std` it is Dr. GRPO's (arXiv:2503.20783).
     """
     _, groups = group_ids.unique(return_inverse=True)  # [B], 0..G-1
+    # In float64 the mean of equal float32 rewards is exact; a rounding error, over 1e-6, would be an advantage.
     wide = torch.where(valid, rewards.double(), 0.0)
     zeros = wide.new_zeros(len(rewards))  # G <= B: no need to ask the device how many there are
     count = zeros.index_add(0, groups, valid.double())
     mean = zeros.index_add(0, groups, wide) / count.clamp(min=1)
     centred = torch.where(valid, wide - mean[groups], 0.0)
-    low = zeros.scatter_reduce(0, groups, torch.where(valid, rewards.double(), torch.inf), "amin", include_self=False)
-    high = zeros.scatter_reduce(0, groups, torch.where(valid, rewards.double(), -torch.inf), "amax", include_self=False)
     if norm_by_std:
         variance = zeros.index_add(0, groups, centred.square()) / (count - 1).clamp(min=1)
         centred = centred / (variance.sqrt()[groups] + EPSILON)
-    # Rounding of a mean of equal rewards, over 1e-6, would be an advantage.
-    return torch.where(valid & (high > low)[groups], centred, 0.0).to(rewards.dtype)
+    return centred.to(rewards.dtype)
 
 
 def batch_normalised(advantages: Tensor, mask: Tensor) -> Tensor:

@@ -80,6 +80,27 @@ def test_the_probe_finds_an_engine_that_answers_with_other_weights_than_it_claim
         asyncio.run(publisher.check(2))
 
 
+def test_an_engine_that_only_says_yes_does_not_pass():
+    class YesMan(ModelTarget):
+        async def commit_weights(self, version: int) -> None: ...
+
+    _, publisher = in_process(YesMan(tiny_model(seed=2, **SMALL), "yes"))
+    with pytest.raises(WeightSyncError, match="engine yes is torn"):
+        asyncio.run(publisher.publish(1))
+
+
+def test_one_nan_among_the_probes_answers_does_not_pass():
+    class Broken(ModelTarget):
+        async def score(self, token_ids, temperature: float = 1.0) -> list[list[float]]:
+            answers = await super().score(token_ids, temperature)
+            answers[-1][-1] = float("nan")
+            return answers
+
+    _, publisher = in_process(Broken(tiny_model(seed=2, **SMALL), "broken"), probed=True)
+    with pytest.raises(WeightSyncError, match=r"engine broken: .* by nan nats"):
+        asyncio.run(publisher.publish(1))
+
+
 @pytest.mark.fault("F30")
 def test_one_engine_that_refuses_the_manifest_keeps_all_engines_on_their_old_weights():
     engines = [engine_named("left"), ModelTarget(tiny_model(vocab_size=65, hidden_size=32), "right")]
