@@ -1,13 +1,73 @@
-"""Tokenizer and datasets, from configuration."""
+"""Tokenizer, prompts and demonstrations, from configuration."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 from skyrl_train.config.schema import Config
+from skyrl_train.data.chat import render_conversation, render_prompt
+from skyrl_train.data.dataset import PromptDataset, load_prompts
+from skyrl_train.data.rows import read_rows
+from skyrl_train.data.sft import Demonstration
+from skyrl_train.data.trajectory import Message
+from skyrl_train.errors import DataError
 from skyrl_train.models.loading import load_tokenizer
+
+log = logging.getLogger(__name__)
 
 
 def build_tokenizer(cfg: Config) -> Any:
     """The policy's tokenizer."""
     return load_tokenizer(cfg.trainer.policy.model.path, use_fast=not cfg.trainer.disable_fast_tokenizer)
+
+
+def build_prompts(cfg: Config, tokenizer: Any, sources: Sequence[str], key: str) -> PromptDataset:
+    """The prompts of `sources` that are short enough; says how many were not."""
+    options = dict(cfg.generator.chat_template_kwargs)
+
+    def length(messages: list[Message]) -> int:
+        return len(render_prompt(tokenizer, messages, options))
+
+    dataset = load_prompts(sources, length, cfg.trainer.max_prompt_length, cfg.environment.env_class)
+    if dataset.too_long:
+        log.warning(
+            "%s: %d of %d prompts are longer than trainer.max_prompt_length=%d tokens and are left out.",
+            key,
+            dataset.too_long,
+            dataset.too_long + len(dataset),
+            cfg.trainer.max_prompt_length,
+        )
+    return dataset
+
+
+def build_demonstrations(cfg: Config, tokenizer: Any) -> tuple[list[Demonstration], str]:
+    """Conversations of the `messages` column as tokens, and the fingerprint of them all.
+
+    Longer ones than max_prompt_length + max_generate_length are left out, and it is said how many. Raises DataError
+    naming the row for one without messages or without an answer to learn, and when none is left.
+    """
+    limit = cfg.trainer.max_prompt_length + cfg.generator.sampling_params.max_generate_length
+    options = dict(cfg.generator.chat_template_kwargs)
+    kept: list[Demonstration] = []
+    digest = hashlib.sha256()
+    too_long = 0
+    for source in cfg.data.train_data:
+        for where, row in read_rows(source):
+            if not isinstance(row.get("messages"), list):
+                raise DataError(f"{where}: no 'messages' among its columns {sorted(row)}; it must be a conversation.")
+            ids, mask = render_conversation(tokenizer, row["messages"], options)
+            if not any(mask):
+                raise DataError(f"{where}: its messages hold no answer of the assistant to learn.")
+            if len(ids) > limit:
+                too_long += 1
+                continue
+            digest.update(repr((ids, mask)).encode())
+            kept.append(Demonstration(ids, mask))
+    if not kept:
+        raise DataError(f"data.train_data={list(cfg.data.train_data)!r}: no demonstration of at most {limit} tokens.")
+    if too_long:
+        log.warning("data.train_data: %d demonstrations of more than %d tokens are left out.", too_long, limit)
+    return kept, digest.hexdigest()[:32]

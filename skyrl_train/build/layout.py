@@ -67,7 +67,7 @@ def place(
         )
 
     if time_shared:
-        keys = f"trainer.placement.policy_num_gpus_per_node={policy} generator.num_inference_engines={engines // stride}"
+        keys = f"policy_num_gpus_per_node={policy} generator.num_inference_engines={engines // stride}"
         slots = take(total, 2 + bool(reference), keys)
         return Layout(
             policy=Seats(slots, policy),

@@ -1,4 +1,4 @@
-"""Ray actors as thin shells round plain classes, and what a driver holds of them. Both ends of a call are in this file."""
+"""Ray actors as thin shells round plain classes, and what a driver holds of them: both ends of a call."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class _AsyncShell(_Shell):
 class Remote:
     """A plain object in another process: `await remote.method(...)` runs there.
 
-    An exception raised there is raised here as itself. Death of the process raises `died`; silence longer than `deadline_s`
-    raises DeadlineExceeded naming the process and the method.
+    An exception raised there is raised here as itself. Death of the process raises `died`; silence longer than
+    `deadline_s` raises DeadlineExceeded naming the process and the method.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ def spawn(
     deadline_s: float,
     died: type[SkyRLError] = WorkerDied,
 ) -> Remote:
-    """Start "module:Class"(**kwargs) in slot `index`; returns at once, the first awaited call waits for the constructor."""
+    """Start "module:Class"(**kwargs) in slot `index`. Returns at once: the first call waits for the constructor."""
     shell = ray.remote(_AsyncShell if concurrent else _Shell)
     handle = shell.options(
         num_cpus=slots.cpus / slots.tenants if not slots.gpus else 0,

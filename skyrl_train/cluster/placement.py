@@ -1,4 +1,4 @@
-"""Slots: one placement-group bundle each, holding the accelerator (or the share of the CPUs) that one rank or engine runs on."""
+"""Slots: placement-group bundles, each with the accelerator (or share of CPUs) that one rank or engine runs on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Slots:
 
 
 def cpus_per_slot(cluster_cpus: float, total_slots: int) -> float:
-    """What a CPU slot reserves: one CPU, or less where the cluster is small; one share stays for the driver and its environments."""
+    """What a CPU slot reserves: one CPU, or less on a small cluster; a share stays for driver and environments."""
     return round(min(1.0, cluster_cpus / (total_slots + 1)), 3)
 
 

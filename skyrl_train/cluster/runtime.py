@@ -22,7 +22,7 @@ _OWN_CLUSTER_ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 OBJECT_STORE_BYTES = 2 << 30
-"""Batches and weight buckets pass through the object store one at a time; Ray's own default is 30 % of memory."""
+"""Batches pass through the object store one at a time; Ray's own default is 30 % of memory."""
 
 
 class Cluster:
@@ -54,7 +54,9 @@ class Cluster:
             )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if not ray.is_initialized():
             return
         for actor in self._actors:

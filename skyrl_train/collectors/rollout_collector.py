@@ -16,7 +16,7 @@ Rollout = Callable[[Prompt, int], Awaitable[TrajectoryGroup]]
 
 
 class RolloutCollector:
-    """Admits prompts in the run's order, as far ahead as `max_staleness` allows, and hands out a step's groups in that order."""
+    """Admits prompts in the run's order, as far ahead as `max_staleness` allows, and hands out groups in that order."""
 
     def __init__(
         self,

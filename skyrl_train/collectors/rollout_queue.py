@@ -13,9 +13,9 @@ G = TypeVar("G")
 class RolloutQueue(Generic[G]):
     """Holds the rollouts under way.
 
-    A rollout needs a granted slot. The slots of step j are granted when the weights of step j - max_staleness are live, and
-    groups are taken in admission order: so what step j trains on was begun with weights at most `max_staleness` versions
-    old, by construction. Taking in completion order instead would let one slow group age without bound.
+    A rollout needs a granted slot. The slots of step j are granted when the weights of step j - max_staleness are live,
+    and groups are taken in admission order: so what step j trains on was begun with weights at most `max_staleness`
+    versions old, by construction. Taking in completion order instead would let one slow group age without bound.
 
     consumes: granted slots · produces: groups · waits for: the oldest rollout · unblocked by: its deadline
     """

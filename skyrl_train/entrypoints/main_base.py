@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.config.prepare import prepare
+from skyrl_train.config.prepare import launch
 from skyrl_train.config.schema import Config
-from skyrl_train.errors import ConfigError, SkyRLError
+from skyrl_train.errors import SkyRLError
 
 if TYPE_CHECKING:
     from skyrl_train.build.run import RunningServices
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class BasePPOExp:
     """One experiment: every part of a run comes from a method that a subclass can override.
 
-    `build` has the functions behind the methods. torch and Ray are imported only once the configuration is known to be good.
+    `build` has the functions behind the methods. torch and Ray are imported only once the configuration is known good.
     """
 
     def __init__(self, cfg: Config):
@@ -56,7 +56,7 @@ class BasePPOExp:
 
     def get_tracker(self, directory: Any) -> Any:
         """Where numbers and completions go, besides the JSONL files in `directory`."""
-        from skyrl_train.build.run import build_trackers
+        from skyrl_train.build.services import build_trackers
 
         return build_trackers(self.cfg, directory)
 
@@ -107,14 +107,12 @@ class BasePPOExp:
 
 
 def run_experiment(experiment: type[BasePPOExp], argv: Sequence[str] | None = None) -> None:
-    """Check the command line, then run the experiment; a person's mistake is printed and exits 2, before torch or Ray start."""
+    """Check the command line, then run the experiment.
+
+    A person's mistake is printed and exits 2, before torch or Ray start; a run that had to stop says why and exits 1.
+    """
     try:
-        prepared = prepare(sys.argv[1:] if argv is None else argv)
-        prepared.show()
-        experiment(prepared.config).run()
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+        launch(lambda prepared: experiment(prepared.config).run(), argv)
     except SkyRLError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)

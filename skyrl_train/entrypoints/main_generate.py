@@ -1,6 +1,6 @@
 """Evaluation only: `python -m skyrl_train.entrypoints.main_generate key=value ...`
 
-The engines load trainer.policy.model.path, answer data.val_data, and the scores are logged and printed. No trainer starts.
+The engines load trainer.policy.model.path and answer data.val_data; scores are logged and printed. No trainer starts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class EvaluationExp(BasePPOExp):
 
         if self.eval_dataset is None:
             raise ConfigError(
-                f"data.val_data={list(self.cfg.data.val_data)!r}: an evaluation needs data; name at least one file or hub dataset."
+                f"data.val_data={list(self.cfg.data.val_data)!r}: an evaluation needs data; name a file or dataset, "
+                "and leave trainer.eval_before_train or trainer.eval_interval on."
             )
         async with services(
             self.cfg, train_dataset=None, get_tracker=self.get_tracker, get_client=self.get_inference_client

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: `python -m skyrl_train.entrypoints.main_sft key=value ...`
 
-The same learner, optimizer keys and folders as training with rewards. Rows of data.train_data have a `messages` column; what the
-assistant says in it is learnt. trainer.train_batch_size counts rows; the model is exported when the run ends.
+The same learner, optimizer keys and folders as training with rewards. Rows of data.train_data have a `messages` column;
+what the assistant says in it is learnt. trainer.train_batch_size counts rows; the model is exported when the run ends.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class SFTExp(BasePPOExp):
 
     async def _train(self) -> Path:
         from skyrl_train.build.data import build_demonstrations
-        from skyrl_train.build.run import build_state, intervals, learner_services, schedule_of, start_learner
-        from skyrl_train.data.dataset import PromptOrder
+        from skyrl_train.build.services import build_state, intervals, learner_services, schedule_of, start_learner
+        from skyrl_train.data.order import PromptOrder
         from skyrl_train.objectives.sft import SFTObjective
         from skyrl_train.trainer.sft_trainer import SFTTrainer
 
@@ -46,7 +46,7 @@ class SFTExp(BasePPOExp):
             await start_learner(base.learner, trainer)
             sft = SFTTrainer(
                 demonstrations=demonstrations,
-                index_at=PromptOrder(len(demonstrations), trainer.seed).index_at,
+                index_at=PromptOrder(len(demonstrations), trainer.seed).row,
                 schedule=schedule,
                 intervals=intervals(trainer, schedule),
                 learner=base.learner,

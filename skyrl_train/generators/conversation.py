@@ -54,7 +54,7 @@ class RolloutSettings:
 
 
 class ConversationGenerator:
-    """`rollout` makes the n trajectories of one prompt. A failed episode is data (masked, counted), never an exception."""
+    """`rollout` makes the n trajectories of one prompt. A failed episode is data (masked, counted), no exception."""
 
     def __init__(self, sampler: Sampler, environments: Environments, tokenizer: object, settings: RolloutSettings):
         self._sampler = sampler

@@ -36,7 +36,8 @@ class AdvantageStep:
             kl = self.kl.estimator(batch.old_logprobs, batch.ref_logprobs, batch.loss_mask)
             rewards = kl_penalised_rewards(rewards, kl, batch.sequence_ids, self.kl.controller.coef)
             tokens = batch.per_sequence_sum(batch.loss_mask.float())
-            mean_kl = float((batch.per_sequence_sum(kl) / tokens.clamp(min=1))[tokens > 0].mean()) if tokens.any() else 0.0
+            means = (batch.per_sequence_sum(kl) / tokens.clamp(min=1))[tokens > 0]
+            mean_kl = float(means.mean()) if len(means) else 0.0
             metrics.add("policy/kl_in_reward", mean_kl)
             metrics.add("policy/kl_coef", self.kl.controller.coef)
             self.kl.controller.update(mean_kl, len(batch))

@@ -48,8 +48,8 @@ class RunState:
             current = self._fingerprints.get(name)
             if current != stored:
                 raise CheckpointError(
-                    f"{name} has changed since {found.path} was written (fingerprint {stored} then, {current} now), so the "
-                    "run cannot go on where it stopped. Restore the data, or start anew with trainer.resume_mode=none "
+                    f"{name} has changed since {found.path} was written (then {stored}, now {current}): "
+                    "the run cannot go on where it stopped. Restore the data, or start anew with trainer.resume_mode=none "
                     "and another trainer.ckpt_path."
                 )
         await self._learner.policy.all("load", str(found.path / "policy"))

@@ -40,7 +40,7 @@ class Intervals:
 class Trainer:
     """Owns the order of events and nothing else: every part is made in `build` and passed in.
 
-    `step` is the number of finished steps and the version of the weights: engines serve `step` while rollouts of it are made.
+    `step` is the number of finished steps and the version of the weights that engines serve.
     """
 
     def __init__(

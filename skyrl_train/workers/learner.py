@@ -33,7 +33,7 @@ class WorkerGroup:
         return await self.scatter(method, [args] * len(self))
 
     async def scatter(self, method: str, args_of_rank: Sequence[Sequence[Any]]) -> list[Any]:
-        """A call with arguments of its own on every rank. The first failure is raised; it does not wait for the other ranks."""
+        """A call with arguments of its own on every rank; raises the first failure without waiting for the others."""
         calls = [
             asyncio.ensure_future(getattr(worker, method)(*args))
             for worker, args in zip(self.workers, args_of_rank, strict=True)
@@ -76,7 +76,7 @@ class BatchSizes:
     max_tokens: int | None = None
     """Tokens a micro-batch of one rank; decides alone where given."""
     attention_tokens: int = 6 * 1024
-    """Sequence length at which attention costs as much as the linear layers (about 6 hidden sizes): the balance of ranks."""
+    """Length at which attention costs as much as the linear layers (about 6 hidden sizes): how ranks are balanced."""
 
 
 class Learner:
@@ -85,7 +85,7 @@ class Learner:
     def __init__(
         self, policy: WorkerGroup, reference: WorkerGroup | None, sizes: BatchSizes, needs_old_logprobs: bool = False
     ):
-        """`needs_old_logprobs`: somebody besides the loss reads them (KL in the reward), so they are always computed."""
+        """`needs_old_logprobs`: not only the loss reads them (KL in the reward does), so they are always computed."""
         self.policy = policy
         self.reference = reference
         self.sizes = sizes
@@ -97,7 +97,7 @@ class Learner:
         return int((await asyncio.gather(*(group.setup() for group in groups)))[0])
 
     async def score(self, batch: TrainBatch) -> TrainBatch:
-        """Adds the log-probs that the update will need: old ones when it takes several optimizer steps, reference's with KL."""
+        """Adds what the update needs: old log-probs if it takes several optimizer steps, the reference's with KL."""
         scored = batch
         if self.needs_old_logprobs or len(self._mini_batch_rows(batch)) > 1:
             scored = scored.with_tokens(old_logprobs=await self.logprobs(self.policy, batch))

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from skyrl_train.algorithms.reductions import Denominators
 from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.algorithms.reductions import Denominators
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.loading import export_hf, load_causal_lm, load_tokenizer
 from skyrl_train.models.token_scorer import TokenScorer

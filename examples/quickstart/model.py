@@ -1,0 +1,69 @@
+"""A small model and the tokenizer of the generated word problems, both made on the spot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>")
+PIECES = r" ?\d| ?[A-Za-z]+| ?[^\sA-Za-z\d]+|\s"
+"""Words and signs with the space before them, digits one by one, line breaks."""
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """A token for every piece that occurs in `texts`, all digits, and ChatML's markers."""
+    splitter = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    pieces = {piece for text in texts for piece, _ in splitter.pre_tokenize_str(text)}
+    pieces |= {"user", "assistant", "\n"} | {space + digit for digit in "0123456789" for space in ("", " ")}
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *sorted(pieces)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unknown|>"))
+    tokenizer.pre_tokenizer = splitter
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        unk_token="<|unknown|>",
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHATML
+    return fast
+
+
+def make_model(vocabulary: int, seed: int, hidden_size: int = 192, layers: int = 3) -> LlamaForCausalLM:
+    """A Llama of one to two million parameters, randomly initialised."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=-(-vocabulary // 16) * 16,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden_size // 32,
+        num_key_value_heads=hidden_size // 32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config)
+
+
+def save_model(directory: Path, texts: list[str], seed: int) -> int:
+    """Writes model and tokenizer as a Hugging Face folder; returns the number of parameters."""
+    tokenizer = make_tokenizer(texts)
+    model = make_model(len(tokenizer), seed)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return sum(parameter.numel() for parameter in model.parameters())
