@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from skyrl_train.algorithms import registry
+from skyrl_train.algorithms.reductions import Denominators, token_mean
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.metrics import Metrics
+from skyrl_train.objectives.policy import PolicyObjective
+
+PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
+
+
+def test_the_page_names_every_algorithm_that_can_be_chosen():
+    text = PAGE.read_text()
+    for choices in (
+        registry.advantage_estimators,
+        registry.policy_losses,
+        registry.kl_estimators,
+        registry.reductions,
+    ):
+        missing = [name for name in choices.table if f"| `{name}` |" not in text]
+        assert not missing, f"{choices.kind}: {missing}"
+
+
+def small_batch() -> TrainBatch:
+    """(5 6 | 7 2) with reward 1 and (5 6 | 8) with reward 0."""
+    twos, tokens = torch.tensor([2, 2]), torch.tensor([5, 6, 7, 2, 5, 6, 8])
+    return TrainBatch(
+        input_ids=tokens,
+        position_ids=torch.tensor([0, 1, 2, 3, 0, 1, 2]),
+        loss_mask=torch.tensor([0, 0, 1, 1, 0, 0, 1], dtype=torch.bool),
+        offsets=torch.tensor([0, 4, 7]),
+        prompt_lengths=twos,
+        group_ids=torch.zeros(2, dtype=torch.int64),
+        rewards=torch.tensor([1.0, 0.0]),
+        temperature=torch.ones(2),
+        status=torch.ones(2, dtype=torch.bool),
+        min_versions=twos,
+        max_versions=twos,
+    )
+
+
+def test_the_pages_example_trains():
+    batch = small_batch()
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
+    exec(compile(example, str(PAGE), "exec"), {"__name__": "my_losses"})
+    estimator = registry.advantage_estimators.get("plain_reward")
+    values = estimator(batch.rewards, batch.group_ids, batch.status, norm_by_std=True)
+    batch = batch.with_tokens(advantages=batch.per_token(values))
+    objective = PolicyObjective(registry.policy_losses.get("reinforce"), 0.2, 0.2, token_mean)
+    logprobs = torch.full((7,), -1.0, requires_grad=True)
+    objective(batch, logprobs, None, Denominators.of(batch), Metrics()).backward()
+    assert logprobs.grad is not None
+    torch.testing.assert_close(logprobs.grad, torch.tensor([0, 0, -1 / 3, -1 / 3, 0, 0, 0]))
