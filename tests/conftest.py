@@ -36,8 +36,8 @@ os.environ.update(
         "WANDB_SILENT": "true",
     }
 )
-# Ranks and engines share few cores in tests: threads that spin for each other cost more than they bring, and the rounding
-# of a sum depends on their number.
+# Ranks and engines share few cores in tests: threads that spin for each other cost more than they bring, and how a sum
+# is rounded depends on their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples in every run, and no deadline for one: pytest-timeout has the last word on a busy machine.
