@@ -153,13 +153,15 @@ def test_waiting_in_line_does_not_count_towards_the_deadline():
     assert run_with_host(scenario, deadline_s=0.7) == [1.0] * 6
 
 
-def test_a_driver_that_was_busy_does_not_blame_environments():
-    async def scenario(host: EnvironmentHost) -> str | float:
-        await host.start("Counter", prompt("Counter"))
-        step = asyncio.create_task(outcome(host, "Counter", "sleep 0.1"))
-        await asyncio.sleep(0.02)
+@pytest.mark.parametrize("text", ["sleep 0.1", "x" * 2**22], ids=["short", "more than the pipe holds"])
+def test_a_driver_that_was_busy_does_not_blame_environments(text: str):
+    async def scenario(host: EnvironmentHost) -> float:
+        episode = await host.start("Counter", prompt("Counter"))
+        step = asyncio.create_task(episode.step(text))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the call is on its way
         time.sleep(1.2)
-        return await step
+        return (await step).reward
 
     assert run_with_host(scenario, deadline_s=0.5) == 1.0
 
@@ -278,7 +280,7 @@ def test_what_a_killed_environment_had_started_dies_with_it(tmp_path: Path):
 
 
 def test_no_process_survives_a_driver_that_was_killed():
-    environment = os.environ | {"PYTHONPATH": str(PLUGINS)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(PLUGINS / "hanging_driver.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as driver:
         assert driver.stdout is not None
