@@ -54,6 +54,8 @@ class Scheduler:
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
         self._next_ids: Tensor | None = None
         self._finished: list[Row] = []
+        self._calls: set[Call] = set()
+        """Those that have not got their completions."""
         self._earliest = math.inf
         self.version = 0
         self.admitting = True
@@ -87,6 +89,7 @@ class Scheduler:
         for row in call.rows:
             self._prepare(row)
         self._queue.extend(call.rows)
+        self._calls.add(call)
 
     def _prepare(self, row: Row) -> None:
         params = row.request.sampling
@@ -121,13 +124,13 @@ class Scheduler:
 
     def fail(self, error: Exception) -> None:
         """Give up on everything under way: its callers get `error`."""
-        calls = {id(row.call): row.call for row in (*self._rows, *self._queue)}
         self._rows, self._batch = [], None
         self._queue.clear()
         self._transcript = Transcript()
         self.forget()
         self._deliver()
-        for call in calls.values():
+        calls, self._calls = self._calls, set()
+        for call in calls:
             call.fail(error)
 
     def forget(self) -> None:
@@ -171,6 +174,8 @@ class Scheduler:
         finished, self._finished = self._finished, []
         for row in finished:
             row.call.row_done()
+            if row.call.future.done():
+                self._calls.discard(row.call)
 
     def _settle(self) -> None:
         """After rows left. Most lanes empty: move together. None left: start afresh, the past leaves no trace."""

@@ -1,0 +1,115 @@
+"""Sampling parameters mean one thing for every engine; wrong ones are refused by name; seeds are stable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_train.engines.base import Capabilities, SamplingParams
+from skyrl_train.engines.sampling import active, check_supported, normalise, request_seed
+from skyrl_train.errors import ConfigError, UnsupportedParameter
+
+
+@dataclass
+class _Section:
+    max_generate_length: int = 64
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = 1
+    stop: list[str] | None = None
+
+
+def test_skyrl_defaults_are_all_off():
+    params = normalise(_Section())
+    assert params == SamplingParams(max_tokens=64)
+    assert active(params) == {}
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_generate_length", "max_new_tokens"])
+def test_every_name_of_the_length_is_accepted(name):
+    assert normalise({name: 7}).max_tokens == 7
+
+
+@pytest.mark.parametrize("stop", ["</a>", ["</a>"], ("</a>",)])
+def test_one_stop_string_needs_no_list(stop):
+    assert normalise({"max_tokens": 1, "stop": stop}).stop == ("</a>",)
+
+
+def test_whole_numbers_are_numbers():
+    assert normalise({"max_tokens": 1, "temperature": 0, "top_p": 1}).temperature == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", "hot"),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", 2.0),
+        ("repetition_penalty", 0.0),
+        ("max_tokens", 0),
+        ("max_tokens", True),
+        ("min_tokens", -1),
+        ("stop", [""]),
+        ("stop", [3]),
+        ("stop_token_ids", [-1]),
+        ("ignore_eos", "yes"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_key_and_value(name, value):
+    with pytest.raises(ConfigError) as caught:
+        normalise({"max_tokens": 4, name: value}, "generator.sampling_params")
+    assert f"generator.sampling_params.{name}=" in str(caught.value)
+    assert "is not allowed" in str(caught.value)
+
+
+def test_all_mistakes_are_reported_at_once():
+    with pytest.raises(ConfigError) as caught:
+        normalise({"max_tokens": 4, "temprature": 1.0, "top_p": 7.0})
+    assert "Did you mean 'temperature'?" in str(caught.value)
+    assert "top_p=7.0" in str(caught.value)
+
+
+@pytest.mark.parametrize("lengths", [{}, {"max_tokens": 3, "max_new_tokens": 4}])
+def test_no_length_or_two_lengths_are_refused(lengths):
+    with pytest.raises(ConfigError, match="exactly one"):
+        normalise(lengths)
+
+
+def test_more_tokens_at_least_than_at_most_is_refused():
+    with pytest.raises(ConfigError, match="min_tokens=5"):
+        normalise({"max_tokens": 4, "min_tokens": 5})
+
+
+def test_what_an_engine_lacks_is_named():
+    weak = Capabilities(name="weak", sampling=frozenset({"temperature"}))
+    check_supported(SamplingParams(4, temperature=0.5), weak)
+    with pytest.raises(UnsupportedParameter, match=r"'weak'.*min_p=0.1"):
+        check_supported(SamplingParams(4, min_p=0.1), weak)
+
+
+def test_seeds_are_pinned():
+    # A run that is resumed after an upgrade must sample what it would have sampled.
+    assert request_seed(1, "row-7", 2, 0, 30) == 16064284880719529871
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(), st.text(), st.integers(0, 99), st.integers(0, 9), st.integers(0, 10**6)), unique=True
+    )
+)
+def test_seeds_differ_wherever_an_argument_does(arguments):
+    seeds = {request_seed(*each) for each in arguments}
+    assert len(seeds) == len(arguments)
+    assert all(0 <= seed < 2**64 for seed in seeds)

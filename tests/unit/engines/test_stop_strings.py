@@ -1,0 +1,58 @@
+"""Stop strings are found in the text, wherever tokens begin and end."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_train.engines.stop_strings import StopStrings
+from skyrl_train.testing.tiny_models import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+
+
+def _first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
+    """(tokens used, stop string) when `text` is sampled byte by byte."""
+    finder = StopStrings(TOKENIZER, stops)
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    for count in range(1, len(ids) + 1):
+        if found := finder.find(ids[:count]):
+            return count, found
+    return None
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "expected"),
+    [
+        ("an answer</answer> and more", ("</answer>",), "</answer>"),
+        ("abab", ("bab", "ab"), "ab"),
+        ("one\n\ntwo", ("\n\n",), "\n\n"),
+        ("wait for it .", (" .",), " ."),
+        ("tab\tspace end ", ("end ",), "end "),
+        ("naïve 終わり", ("終わり",), "終わり"),
+        ("so <|im_end|>", ("<|im_end|>",), "<|im_end|>"),
+    ],
+)
+def test_a_stop_string_is_found_with_its_last_token(text, stops, expected):
+    count, found = _first_stop(text, stops)
+    assert found == expected
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    assert TOKENIZER.decode(ids[:count]).endswith(expected)
+    assert not any(stop in TOKENIZER.decode(ids[: count - 1]) for stop in stops)
+
+
+def test_an_old_occurrence_does_not_count_again():
+    finder = StopStrings(TOKENIZER, ("ab",))
+    ids = TOKENIZER.encode("abb", add_special_tokens=False)
+    assert finder.find(ids[:2]) == "ab"
+    assert finder.find(ids) is None
+
+
+@given(st.text(alphabet="ab<>é終", max_size=30), st.lists(st.text(alphabet="ab<>é終", min_size=1, max_size=4), min_size=1))
+def test_exactly_the_texts_that_contain_a_stop_string_stop(text, stops):
+    found = _first_stop(text, tuple(stops))
+    assert (found is not None) == any(stop in text for stop in stops)
+    if found is not None:
+        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+        assert found[0] == len(text[: min(ends)].encode())

@@ -1,0 +1,143 @@
+"""Tokens come from the distribution asked for, and log-probs are of that distribution."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from skyrl_train.engines.base import SamplingParams
+from skyrl_train.engines.token_sampler import RowSampler, inverse_cdf, uniforms
+
+CPU = torch.device("cpu")
+
+
+def _draw(params: SamplingParams, logits: torch.Tensor, count: int, **more):
+    rows = logits.expand(count, -1)
+    random = uniforms(np.full(count, 7, dtype=np.uint64), np.arange(count))
+    return RowSampler([params] * count, CPU)(rows, random, **more)
+
+
+def _reference(params: SamplingParams, logits: torch.Tensor, seen: list[int]) -> torch.Tensor:
+    """[V] log-probs by Hugging Face's own processors."""
+    steps = LogitsProcessorList()
+    if params.repetition_penalty != 1:
+        steps.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    steps.append(TemperatureLogitsWarper(params.temperature))
+    if params.top_k:
+        steps.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        steps.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        steps.append(MinPLogitsWarper(params.min_p))
+    return steps(torch.tensor([seen]), logits.clone().unsqueeze(0))[0].log_softmax(-1)
+
+
+@pytest.mark.parametrize("vocabulary", [11, 700])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.5},
+        {"top_k": 4},
+        {"top_p": 0.7},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.7},
+        {"temperature": 1.4, "top_k": 6, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 0.8},
+    ],
+)
+def test_tokens_and_logprobs_are_those_of_hugging_face(vocabulary, options):
+    params = SamplingParams(max_tokens=1, **options)
+    torch.manual_seed(3)
+    logits = torch.randn(1, vocabulary) * 1.5
+    seen = torch.zeros(vocabulary, dtype=torch.bool)
+    seen[[1, 3]] = True
+    count = 20_000
+    penalised = [seen] * count if params.repetition_penalty != 1 else []
+    sampled = _draw(params, logits, count, seen=penalised)
+    wanted = _reference(params, logits[0], [1, 3])
+    torch.testing.assert_close(sampled.logprobs, wanted[sampled.ids], atol=2e-5, rtol=0)
+    full = (logits[0] / params.temperature).log_softmax(-1)
+    torch.testing.assert_close(sampled.full_logprobs, full[sampled.ids], atol=2e-5, rtol=0)
+    shares = torch.bincount(sampled.ids, minlength=vocabulary) / count
+    error = (wanted.exp() * (1 - wanted.exp()) / count).sqrt()
+    assert ((shares - wanted.exp()).abs() <= 5 * error + 2 / count).all()
+
+
+def test_greedy_takes_the_largest_and_says_zero():
+    logits = torch.randn(5, 40)
+    sampled = RowSampler([SamplingParams(1, temperature=0.0)] * 5, CPU)(logits, np.zeros(5))
+    assert torch.equal(sampled.ids, logits.argmax(-1))
+    assert torch.equal(sampled.logprobs, torch.zeros(5))
+    torch.testing.assert_close(sampled.full_logprobs, logits.log_softmax(-1).amax(-1))
+
+
+def test_rows_keep_their_own_parameters():
+    torch.manual_seed(0)
+    logits = torch.randn(1, 30)
+    params = [
+        SamplingParams(1),
+        SamplingParams(1, temperature=0.0),
+        SamplingParams(1, top_k=2),
+        SamplingParams(1, temperature=0.3, top_p=0.5),
+    ]
+    random = np.full(4, 0.83)
+    together = RowSampler(params, CPU)(logits.expand(4, -1), random)
+    for row, each in enumerate(params):
+        alone = RowSampler([each], CPU)(logits, random[:1])
+        assert together.ids[row] == alone.ids[0]
+        torch.testing.assert_close(together.logprobs[row], alone.logprobs[0])
+
+
+def test_forbidden_tokens_are_never_sampled_and_the_rest_is_renormalised():
+    logits = torch.zeros(1, 4)
+    sampled = _draw(SamplingParams(1), logits, 500, forbidden=[(row, torch.tensor([0, 2])) for row in range(500)])
+    assert set(sampled.ids.tolist()) == {1, 3}
+    torch.testing.assert_close(sampled.logprobs, torch.full((500,), -math.log(2)))
+    torch.testing.assert_close(sampled.full_logprobs, torch.full((500,), -math.log(4)))
+
+
+@pytest.mark.parametrize("count", [3, 512, 513, 2000, 151_936])
+def test_inverse_cdf_agrees_with_a_running_sum(count):
+    torch.manual_seed(count)
+    weights = torch.rand(64, count) * (torch.rand(64, count) < 0.1)
+    weights[:, -1] += 1e-3
+    random = torch.linspace(0, 1 - 2**-52, 64, dtype=torch.float64).unsqueeze(1)
+    found = inverse_cdf(weights, random)
+    exact = weights.double().cumsum(-1)
+    wanted = torch.searchsorted(exact, random * exact[:, -1:], right=True)
+    below = torch.where(found > 0, exact.gather(1, (found - 1).clamp(min=0)), torch.zeros_like(random))
+    assert (weights.gather(1, found) > 0).all()
+    slack = 1e-6 * exact[:, -1:]
+    assert ((found == wanted) | ((below <= random * exact[:, -1:] + slack) & (exact.gather(1, found) >= random * exact[:, -1:] - slack))).all()
+
+
+def test_a_token_without_probability_is_never_returned():
+    for position in (0, 1, 2):
+        weights = torch.zeros(2, 3)
+        weights[:, position] = 1e-30
+        assert inverse_cdf(weights, torch.tensor([[0.0], [1 - 2**-52]], dtype=torch.float64)).eq(position).all()
+
+
+def test_random_numbers_are_uniform_pinned_and_a_function_of_seed_and_position():
+    seeds = np.repeat(np.arange(400, dtype=np.uint64), 50)
+    positions = np.tile(np.arange(50), 400)
+    values = uniforms(seeds, positions)
+    assert 0 <= values.min() and values.max() < 1
+    counts = np.histogram(values, bins=50, range=(0, 1))[0]
+    assert ((counts - 400) ** 2 / 400).sum() < 90  # chi-square, 49 degrees: p = 0.0003
+    correlation = np.corrcoef(values.reshape(400, 50)[:, :-1].ravel(), values.reshape(400, 50)[:, 1:].ravel())[0, 1]
+    assert abs(correlation) < 0.03
+    shuffled = np.random.default_rng(0).permutation(len(seeds))
+    assert np.array_equal(uniforms(seeds[shuffled], positions[shuffled]), values[shuffled])
+    assert uniforms(np.array([2**64 - 1], dtype=np.uint64), np.array([5]))[0] == 0.15403342580516743

@@ -1,0 +1,540 @@
+"""The transformers engine under traffic: ends, aborts, pauses, sleep, weights, failures, close."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.engines.base import SampleRequest, SamplingParams, VersionSpan
+from skyrl_train.engines.transformers import TransformersEngine
+from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
+from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
+from skyrl_train.weight_sync.buckets import buckets
+from skyrl_train.weight_sync.sender import WeightSender
+from skyrl_train.weight_sync.wire import Manifest, TensorSpec, dtype_name
+
+TOKENIZER = byte_tokenizer()
+EOS = 2
+PROMPT = (50, 60, 70, 80, 90)
+
+
+@asynccontextmanager
+async def _engine(model: Any = None, **options: Any) -> AsyncIterator[TransformersEngine]:
+    engine = TransformersEngine(model or tiny_model(hidden_size=32), TOKENIZER, **options)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def _request(name: str = "r", prompt: tuple[int, ...] = PROMPT, seed: int = 0, **sampling: Any) -> SampleRequest:
+    sampling = {"max_tokens": 8, "ignore_eos": True} | sampling
+    return SampleRequest(name, prompt, SamplingParams(**sampling), seed)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def _always(*tokens: int) -> Any:
+    """A model whose greedy continuation is `tokens` over and over: token t is followed by its successor."""
+    model = tiny_model("llama", hidden_size=64, layers=1, vocab_size=320, tied=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        codes = torch.randn(320, 64, generator=torch.Generator().manual_seed(0))
+        model.model.norm.weight.fill_(1.0)
+        model.model.embed_tokens.weight.copy_(codes)
+        for token, successor in zip(tokens, [*tokens[1:], tokens[0]], strict=True):
+            model.lm_head.weight[successor] = codes[token]
+    return model
+
+
+def _spell(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+# -- ends ------------------------------------------------------------------------------------------------------------
+
+
+def test_completions_come_in_request_order_with_their_lengths():
+    async def run():
+        async with _engine() as engine:
+            requests = [_request(f"r{length}", max_tokens=length, seed=length) for length in (5, 1, 9, 3)]
+            return await engine.generate(requests)
+
+    completions = asyncio.run(run())
+    assert [c.request_id for c in completions] == ["r5", "r1", "r9", "r3"]
+    for completion, length in zip(completions, (5, 1, 9, 3), strict=True):
+        assert len(completion.token_ids) == len(completion.logprobs) == len(completion.full_logprobs) == length
+        assert completion.stop_reason == "length"
+        assert completion.stop_text is None
+        assert completion.versions == [VersionSpan(0, length, 0)]
+
+
+def test_the_end_of_sequence_token_ends_a_row_and_is_kept():
+    letters = _spell("abc")
+    prompt = (letters[0],)
+
+    async def run():
+        async with _engine(_always(*letters, EOS)) as engine:
+            end = _request(prompt=prompt, temperature=0.0, max_tokens=50, ignore_eos=False)
+            ignored = replace(end, request_id="i", sampling=replace(end.sampling, ignore_eos=True))
+            longer = replace(end, request_id="m", sampling=replace(end.sampling, min_tokens=4))
+            return await engine.generate([end, ignored, longer])
+
+    end, ignored, longer = asyncio.run(run())
+    assert end.token_ids == [*letters[1:], EOS]
+    assert (end.stop_reason, end.stop_text) == ("stop", "<|im_end|>")
+    assert (len(ignored.token_ids), ignored.stop_reason) == (50, "length")
+    assert EOS not in longer.token_ids[:4]
+    assert len(longer.token_ids) >= 4
+
+
+def test_every_end_of_sequence_token_of_model_and_tokenizer_counts():
+    letters = _spell("abc")
+    for place in ("generation_config", "config"):
+        model = _always(*letters)
+        model.generation_config.eos_token_id = None
+        setattr(getattr(model, place), "eos_token_id", [300, letters[2]])
+
+        async def run(model=model):
+            async with _engine(model) as engine:
+                return await engine.generate([_request(prompt=letters[:1], temperature=0.0, ignore_eos=False)])
+
+        assert asyncio.run(run())[0].token_ids == list(letters[1:])
+
+
+def test_stop_strings_may_span_tokens_and_stop_ids_are_a_rows_own():
+    text = _spell("abc</d>.")
+
+    async def run():
+        async with _engine(_always(*text)) as engine:
+            base = {"prompt": text[:1], "temperature": 0.0, "max_tokens": 30}
+            return await engine.generate(
+                [
+                    _request("string", stop=("</d>",), **base),
+                    _request("id", stop_token_ids=(text[3],), **base),
+                    _request("none", **base),
+                    _request("late", stop=("</d>",), min_tokens=9, **base),
+                ]
+            )
+
+    string, stop_id, none, late = asyncio.run(run())
+    assert TOKENIZER.decode(string.token_ids) == "bc</d>"
+    assert (string.stop_reason, string.stop_text) == ("stop", "</d>")
+    assert stop_id.token_ids == list(text[1:4])
+    assert stop_id.stop_text == "<"
+    assert (len(none.token_ids), none.stop_reason) == (30, "length")
+    assert len(late.token_ids) == 14
+    assert late.stop_text == "</d>"
+
+
+def test_max_model_len_ends_a_row():
+    async def run():
+        async with _engine(max_model_len=12) as engine:
+            completion = (await engine.generate([_request(max_tokens=100)]))[0]
+            with pytest.raises(UnsupportedParameter, match="max_model_len=12"):
+                await engine.generate([_request(prompt=tuple(range(3, 15)))])
+            return completion
+
+    completion = asyncio.run(run())
+    assert (len(completion.token_ids), completion.stop_reason) == (7, "length")
+
+
+# -- batching ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_num_seqs", [3, 64])
+def test_samples_of_a_prompt_read_it_once(max_num_seqs):
+    other = (9, 8, 7)
+
+    async def run():
+        async with _engine(max_num_seqs=max_num_seqs) as engine:
+            requests = [_request(f"a{n}", seed=n) for n in range(8)]
+            requests += [_request(f"b{n}", other, seed=n, max_tokens=2) for n in range(8)]
+            completions = await engine.generate(requests)
+            return completions, await engine.health()
+
+    completions, health = asyncio.run(run())
+    assert health.prefilled_tokens == len(PROMPT) + len(other)
+    assert health.cached_tokens == 7 * (len(PROMPT) + len(other))
+    assert health.generated_tokens == 8 * 8 + 8 * 2
+    assert len({tuple(c.token_ids) for c in completions[:8]}) > 1
+    assert (health.running, health.queued) == (0, 0)
+
+
+def test_64_concurrent_calls_share_8_places():
+    async def run():
+        async with _engine(max_num_seqs=8) as engine:
+            most = 0
+
+            async def watch():
+                nonlocal most
+                while True:
+                    most = max(most, (await engine.health()).running)
+                    await asyncio.sleep(0)
+
+            watcher = asyncio.ensure_future(watch())
+            calls = [engine.generate([_request(f"r{n}", seed=n, max_tokens=2 + n % 7)]) for n in range(64)]
+            completions = await asyncio.gather(*calls)
+            watcher.cancel()
+            return most, completions
+
+    most, completions = asyncio.run(run())
+    assert [len(c[0].token_ids) for c in completions] == [2 + n % 7 for n in range(64)]
+    assert 1 <= most <= 8
+
+
+def test_finished_rows_leave_the_batch_and_an_idle_engine_holds_no_cache():
+    async def run():
+        async with _engine() as engine:
+            sizes = []
+            decode = engine._served.decode
+
+            def watched(ids, cache):
+                sizes.append(len(ids))
+                return decode(ids, cache)
+
+            engine._served.decode = watched
+            await engine.generate([_request(f"r{n}", max_tokens=n + 1) for n in range(6)])
+            return sizes, engine._scheduler._cache._layers
+
+    sizes, layers = asyncio.run(run())
+    assert sizes == [5, 4, 3, 2, 1]  # the first token of each comes from reading the prompt
+    assert layers == []
+
+
+def test_an_id_that_is_in_use_is_refused():
+    async def run():
+        async with _engine() as engine:
+            with pytest.raises(EngineError, match="'r' is in use"):
+                await engine.generate([_request("r"), _request("r")])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("request_", "named"),
+    [
+        (_request(prompt=()), "no tokens"),
+        (_request(prompt=(1, 320)), "0..319"),
+        (_request(prompt=(-1,)), "0..319"),
+        (replace(_request(), adapter="lora"), "adapter='lora'"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused_by_name(request_, named):
+    async def run():
+        async with _engine() as engine:
+            with pytest.raises(UnsupportedParameter, match="transformers") as caught:
+                await engine.generate([request_])
+            assert named in str(caught.value)
+
+    asyncio.run(run())
+
+
+def test_without_a_tokenizer_stop_strings_are_refused_and_the_rest_is_honoured():
+    engine = TransformersEngine(tiny_model(hidden_size=32))
+    assert engine.capabilities.sampling == {field.name for field in fields(SamplingParams)} - {"stop"}
+
+    async def run():
+        with pytest.raises(UnsupportedParameter, match="stop="):
+            await engine.generate([_request(stop=("x",))])
+        await engine.close()
+
+    asyncio.run(run())
+
+
+# -- aborts, pauses, deadlines ------------------------------------------------------------------------------------------
+
+
+def test_abort_returns_what_was_sampled():
+    async def run():
+        async with _engine(max_num_seqs=1) as engine:
+            running = asyncio.ensure_future(engine.generate([_request("a", max_tokens=4000)]))
+            queued = asyncio.ensure_future(engine.generate([_request("b", max_tokens=4000)]))
+            await _until(lambda: engine._scheduler.generated_tokens > 3)
+            await engine.abort(["a", "b", "unknown"])
+            return (await running)[0], (await queued)[0]
+
+    running, queued = asyncio.run(run())
+    assert running.stop_reason == queued.stop_reason == "abort"
+    assert 3 < len(running.token_ids) == len(running.logprobs) < 4000
+    assert running.versions == [VersionSpan(0, len(running.token_ids), 0)]
+    assert (queued.token_ids, queued.versions) == ([], [])
+
+
+def test_a_cancelled_call_leaves_the_engine():
+    async def run():
+        async with _engine() as engine:
+            call = asyncio.ensure_future(engine.generate([_request("a", max_tokens=4000)]))
+            await _until(lambda: engine._scheduler.running == 1)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            await _until(lambda: engine._scheduler.running == 0)
+
+    asyncio.run(run())
+
+
+def test_a_deadline_ends_a_request_running_queued_or_paused():
+    async def run():
+        async with _engine(max_num_seqs=1) as engine:
+            requests = [replace(_request(name, max_tokens=4000), deadline_s=0.2) for name in "ab"]
+            late = await engine.generate(requests)
+            await engine.pause()
+            paused = await engine.generate([replace(_request("c"), deadline_s=0.1)])
+            return late, paused
+
+    (running, queued), (paused,) = asyncio.run(run())
+    assert running.stop_reason == queued.stop_reason == paused.stop_reason == "abort"
+    assert running.token_ids
+    assert queued.token_ids == paused.token_ids == []
+
+
+def test_pause_keep_stops_and_resume_goes_on_with_the_same_tokens():
+    request = _request("a", max_tokens=400, seed=5)
+
+    async def run():
+        async with _engine() as engine:
+            whole = (await engine.generate([request]))[0]
+            before = engine._scheduler.generated_tokens
+            call = asyncio.ensure_future(engine.generate([request]))
+            await _until(lambda: engine._scheduler.generated_tokens > before + 5)
+            await engine.pause("keep")
+            seen = engine._scheduler.generated_tokens
+            await asyncio.sleep(0.05)
+            health = await engine.health()
+            assert (engine._scheduler.generated_tokens, health.paused, health.running) == (seen, True, 1)
+            await engine.resume()
+            return whole, (await call)[0]
+
+    whole, resumed = asyncio.run(run())
+    assert whole == resumed
+
+
+def test_pause_abort_ends_everything_and_new_requests_wait():
+    async def run():
+        async with _engine(max_num_seqs=1) as engine:
+            calls = [asyncio.ensure_future(engine.generate([_request(n, max_tokens=4000)])) for n in "ab"]
+            await _until(lambda: engine._scheduler.generated_tokens > 3)
+            await engine.pause("abort")
+            assert [(await call)[0].stop_reason for call in calls] == ["abort", "abort"]
+            later = asyncio.ensure_future(engine.generate([_request("c")]))
+            await asyncio.sleep(0.05)
+            assert not later.done()
+            await engine.resume()
+            return (await later)[0]
+
+    assert asyncio.run(run()).stop_reason == "length"
+
+
+def test_pause_wait_lets_running_requests_finish_and_keeps_queued_ones():
+    async def run():
+        async with _engine(max_num_seqs=1) as engine:
+            first = asyncio.ensure_future(engine.generate([_request("a", max_tokens=60)]))
+            second = asyncio.ensure_future(engine.generate([_request("b")]))
+            await _until(lambda: engine._scheduler.generated_tokens > 3)
+            await engine.pause("wait")
+            health = await engine.health()
+            await asyncio.sleep(0)
+            assert (await first)[0].stop_reason == "length"
+            assert not second.done()
+            assert (health.paused, health.running, health.queued) == (True, 0, 1)
+            await engine.resume()
+            return (await second)[0]
+
+    assert len(asyncio.run(run()).token_ids) == 8
+
+
+def test_an_unknown_pause_mode_is_refused():
+    async def run():
+        async with _engine() as engine:
+            with pytest.raises(UnsupportedParameter, match="'later'"):
+                await engine.pause("later")
+
+    asyncio.run(run())
+
+
+def test_sleep_pauses_refuses_requests_and_wakes_as_it_was():
+    async def run():
+        async with _engine() as engine:
+            assert await engine.sleep(2) == 0
+            assert (await engine.health()).asleep
+            with pytest.raises(EngineError, match="asleep"):
+                await engine.generate([_request()])
+            with pytest.raises(EngineError, match="without its weights"):
+                await engine.begin_weights(Manifest(1, ()))
+            await engine.wake_up(["weights"])
+            assert (await engine.health()).asleep
+            await engine.wake_up(["kv_cache"])
+            health = await engine.health()
+            assert not health.asleep
+            assert not health.paused
+            with pytest.raises(UnsupportedParameter, match="everything"):
+                await engine.wake_up(["everything"])
+            return await engine.generate([_request()])
+
+    assert asyncio.run(run())[0].stop_reason == "length"
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def _sync(source: torch.nn.Module, version: int) -> tuple[Manifest, list[Any]]:
+    """What a trainer holding `source` sends in process."""
+    sender = WeightSender(source.named_parameters, wire_dtype="float32", bucket_bytes=1 << 14, rank=0)
+    manifest = sender.manifest(version)
+    return manifest, [sender.send(bucket.index) for bucket in buckets(manifest)]
+
+
+def test_new_weights_are_served_and_their_version_is_told():
+    old, new = tiny_model(hidden_size=32), tiny_model(hidden_size=32, seed=1)
+
+    async def run():
+        async with _engine(new) as fresh, _engine(old) as engine:
+            wanted = (await fresh.generate([_request(seed=3)]))[0]
+            before = (await engine.generate([_request(seed=3)]))[0]
+            manifest, sent = _sync(tiny_model(hidden_size=32, seed=1), 4)
+            await engine.begin_weights(manifest)
+            for bucket in sent:
+                await engine.receive_weights(bucket)
+            assert (await engine.health()).torn
+            with pytest.raises(EngineError, match="half of a weight transfer"):
+                await engine.generate([_request()])
+            with pytest.raises(EngineError, match="half of a weight transfer"):
+                await engine.score([(1, 2)])
+            await engine.commit_weights(4)
+            after = (await engine.generate([_request(seed=3)]))[0]
+            return wanted, before, after, await engine.health()
+
+    wanted, before, after, health = asyncio.run(run())
+    assert after.token_ids == wanted.token_ids != before.token_ids
+    assert after.logprobs == wanted.logprobs
+    assert after.versions == [VersionSpan(0, 8, 4)]
+    assert (health.version, health.torn) == (4, False)
+
+
+def test_a_row_that_outlives_its_weights_tells_where_they_changed():
+    prompts = [_request(f"r{n}", max_tokens=200, seed=n) for n in range(2)]
+
+    async def run():
+        async with _engine() as engine:
+            call = asyncio.ensure_future(engine.generate(prompts))
+            await _until(lambda: engine._scheduler.generated_tokens > 10)
+            await engine.pause("keep")
+            manifest, sent = _sync(tiny_model(hidden_size=32, seed=1), 1)
+            await engine.begin_weights(manifest)
+            for bucket in sent:
+                await engine.receive_weights(bucket)
+            await engine.commit_weights(1)
+            # The same prompt again: what the old weights made of it must not be used.
+            read = engine._scheduler.prefilled_tokens
+            later = asyncio.ensure_future(engine.generate([_request("new", seed=9)]))
+            await engine.resume()
+            new = (await later)[0]
+            fresh = engine._scheduler.prefilled_tokens - read
+            async with _engine(tiny_model(hidden_size=32, seed=1)) as other:
+                wanted = (await other.generate([_request("new", seed=9)]))[0]
+            return await call, new, wanted, fresh
+
+    rows, new, wanted, fresh = asyncio.run(run())
+    for row in rows:
+        first, second = row.versions
+        assert (first.start, first.stop, second.stop) == (0, second.start, 200)
+        assert (first.version, second.version) == (0, 1)
+        assert 0 < first.stop < 200
+    assert fresh == len(PROMPT)
+    assert new.token_ids == wanted.token_ids
+    assert new.versions == [VersionSpan(0, 8, 1)]
+
+
+def test_a_refused_manifest_leaves_the_old_weights_serving():
+    async def run():
+        async with _engine() as engine:
+            before = await engine.generate([_request(seed=1)])
+            with pytest.raises(WeightSyncError, match="nothing.like.this"):
+                await engine.begin_weights(Manifest(1, (TensorSpec("nothing.like.this", (2,), "float32"),)))
+            return before, await engine.generate([_request(seed=1)])
+
+    before, after = asyncio.run(run())
+    assert before == after
+
+
+def test_tied_weights_are_held_once():
+    async def run():
+        async with _engine(tiny_model(hidden_size=32, tied=True)) as engine:
+            return engine._served.parameters
+
+    parameters = asyncio.run(run())
+    assert "lm_head.weight" not in parameters
+    assert {dtype_name(p.dtype) for p in parameters.values()} == {"float32"}
+
+
+# -- failures and the end -------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_in_the_loop_fails_its_requests_and_the_engine_goes_on():
+    async def run():
+        async with _engine() as engine:
+            decode, engine._served.decode = engine._served.decode, lambda *_: 1 / 0
+            with pytest.raises(EngineError, match=r"'transformers' failed: ZeroDivisionError"):
+                await engine.generate([_request()])
+            engine._served.decode = decode
+            return await engine.generate([_request()])
+
+    assert asyncio.run(run())[0].stop_reason == "length"
+
+
+def test_weights_that_are_not_finite_are_an_error_not_tokens():
+    model = tiny_model(hidden_size=32)
+
+    async def run():
+        async with _engine(model) as engine:
+            with torch.no_grad():
+                model.model.norm.weight[0] = float("nan")
+            with pytest.raises(EngineError, match="not finite"):
+                await engine.generate([_request()])
+
+    asyncio.run(run())
+
+
+def test_close_fails_what_runs_ends_the_thread_and_refuses_the_rest():
+    async def run():
+        engine = TransformersEngine(tiny_model(hidden_size=32), name="brief")
+        call = asyncio.ensure_future(engine.generate([_request(max_tokens=4000)]))
+        await _until(lambda: engine._scheduler.running == 1)
+        await engine.close()
+        await engine.close()
+        with pytest.raises(EngineError, match="'brief' was closed"):
+            await call
+        for late in (engine.generate([_request()]), engine.health(), engine.pause(), engine.score([(1, 2)])):
+            with pytest.raises(EngineError, match="'brief' is closed"):
+                await late
+
+    asyncio.run(run())
+    assert not any("brief" in thread.name for thread in threading.enumerate())
+
+
+def test_a_folder_is_loaded_with_its_tokenizer(tmp_path):
+    path = save_tiny_model(tmp_path, hidden_size=32)
+
+    async def run():
+        engine = TransformersEngine(path, dtype="bfloat16", max_num_seqs=4, threads=torch.get_num_threads())
+        try:
+            return (await engine.generate([_request(stop=("never",))]))[0], engine._served.model.dtype
+        finally:
+            await engine.close()
+
+    completion, dtype = asyncio.run(run())
+    assert len(completion.token_ids) == 8
+    assert dtype == torch.bfloat16

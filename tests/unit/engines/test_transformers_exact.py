@@ -1,0 +1,274 @@
+"""What the transformers engine samples is what the model says: against Hugging Face's own forward and generate."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from skyrl_train.engines.transformers import TransformersEngine
+from skyrl_train.errors import EngineError
+from skyrl_train.testing.tiny_models import tiny_model
+
+VOCABULARY = 97
+KINDS = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3_text"]
+
+
+def _model(kind: str = "qwen2", window: int | None = None) -> PreTrainedModel:
+    model = tiny_model(kind, vocab_size=VOCABULARY, hidden_size=32)
+    model.generation_config.eos_token_id = None
+    model.config.eos_token_id = None
+    if window is not None:
+        model.config.sliding_window = window
+        for layer in model.model.layers:
+            if getattr(layer.self_attn, "sliding_window", None) is not None:
+                layer.self_attn.sliding_window = window
+    return model
+
+
+def _prompts(lengths: list[int], seed: int = 0) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [tuple(torch.randint(0, VOCABULARY, (length,), generator=generator).tolist()) for length in lengths]
+
+
+def _requests(prompts: list[tuple[int, ...]], samples: int, sampling: SamplingParams) -> list[SampleRequest]:
+    return [
+        SampleRequest(f"{p}.{s}", prompt, sampling, seed=1000 * p + s, group=str(p))
+        for p, prompt in enumerate(prompts)
+        for s in range(samples)
+    ]
+
+
+def _generate(model: PreTrainedModel, requests: list[SampleRequest], **options) -> list[Completion]:
+    async def run() -> list[Completion]:
+        engine = TransformersEngine(copy.deepcopy(model), **options)
+        try:
+            return await engine.generate(requests)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+@torch.no_grad()
+def _reference(model: PreTrainedModel, request: SampleRequest, ids: list[int]) -> tuple[list[float], list[float]]:
+    """Log-probs of `ids` (of the truncated distribution, of the full one), one row at a time, eager attention."""
+    model.set_attn_implementation("eager")
+    tokens = torch.tensor([[*request.token_ids, *ids]])
+    logits = model(input_ids=tokens, use_cache=False).logits[0].float()
+    sampling, start = request.sampling, len(request.token_ids)
+    logprobs, full = [], []
+    for index, token in enumerate(ids):
+        row = logits[start + index - 1].unsqueeze(0)
+        temperature = sampling.temperature or 1.0
+        full.append(float((row / temperature).log_softmax(-1)[0, token]))
+        steps = LogitsProcessorList()
+        if sampling.repetition_penalty != 1:
+            steps.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        row = steps(tokens[:, : start + index], row) / temperature
+        steps = LogitsProcessorList()
+        if sampling.top_k:
+            steps.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            steps.append(TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p:
+            steps.append(MinPLogitsWarper(sampling.min_p))
+        logprobs.append(float(steps(tokens[:, : start + index], row).log_softmax(-1)[0, token]))
+    return logprobs, full
+
+
+def _assert_logprobs_are_the_models(model, requests, completions):
+    for request, completion in zip(requests, completions, strict=True):
+        logprobs, full = _reference(model, request, completion.token_ids)
+        assert completion.logprobs == pytest.approx(logprobs, abs=1e-4)
+        assert completion.full_logprobs == pytest.approx(full, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_equal_the_models_for_every_architecture(kind):
+    model = _model(kind)
+    requests = _requests(_prompts([5, 11, 5, 1]), 3, SamplingParams(max_tokens=14))
+    _assert_logprobs_are_the_models(model, requests, _generate(model, requests))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.7},
+        {"top_p": 0.8},
+        {"top_k": 5},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.02},
+        {"repetition_penalty": 1.3},
+    ],
+)
+def test_logprobs_are_of_the_distribution_really_sampled_from(options):
+    model = _model()
+    requests = _requests(_prompts([6, 9]), 4, SamplingParams(max_tokens=12, **options))
+    _assert_logprobs_are_the_models(model, requests, _generate(model, requests))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_equals_hugging_faces_greedy(kind):
+    model = _model(kind)
+    requests = _requests(_prompts([4, 9, 13]), 2, SamplingParams(max_tokens=20, temperature=0.0))
+    model.set_attn_implementation("eager")
+    for request, completion in zip(requests, _generate(model, requests), strict=True):
+        ids = torch.tensor([request.token_ids])
+        mask = torch.ones_like(ids)
+        wanted = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0)
+        assert completion.token_ids == wanted[0, ids.shape[1] :].tolist()
+        assert completion.logprobs == [0.0] * 20
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("window", [4, 9])
+def test_sliding_windows_hide_what_left_them(kind, window):
+    # Prompts shorter and longer than the window; sampled tokens that push the prompt out of it.
+    model = _model(kind, window)
+    requests = _requests(_prompts([3, 12, 7]), 2, SamplingParams(max_tokens=16))
+    _assert_logprobs_are_the_models(model, requests, _generate(model, requests))
+
+
+def test_rows_that_come_and_go_do_not_disturb_the_others():
+    # Lengths 1 to 90 through 6 places: rows finish, lanes are reused, the cache grows, shrinks and is rearranged.
+    model = _model()
+    prompts = _prompts([3, 40, 8, 17, 8, 21], seed=1)
+    requests = [
+        replace(request, sampling=SamplingParams(max_tokens=1 + (37 * index) % 90))
+        for index, request in enumerate(_requests(prompts, 6, SamplingParams(max_tokens=1)))
+    ]
+    completions = _generate(model, requests, max_num_seqs=6)
+    assert [len(completion.token_ids) for completion in completions] == [r.sampling.max_tokens for r in requests]
+    _assert_logprobs_are_the_models(model, requests, completions)
+
+
+def test_a_large_batch_that_shrinks_is_packed_together_and_stays_right():
+    model = _model()
+    requests = [
+        replace(request, sampling=SamplingParams(max_tokens=3 if index % 8 else 40))
+        for index, request in enumerate(_requests(_prompts([5, 6, 7, 8]), 8, SamplingParams(max_tokens=1)))
+    ]
+    _assert_logprobs_are_the_models(model, requests, _generate(model, requests))
+
+
+def test_results_do_not_depend_on_batch_composition_or_order():
+    model = _model()
+    requests = _requests(_prompts([6, 9, 4]), 4, SamplingParams(max_tokens=25))
+    together = {c.request_id: c for c in _generate(model, requests)}
+    backwards = {c.request_id: c for c in _generate(model, requests[::-1], max_num_seqs=5)}
+    alone = [_generate(model, [request])[0] for request in requests[::3]]
+    assert {i: c.token_ids for i, c in together.items()} == {i: c.token_ids for i, c in backwards.items()}
+    for completion in alone:
+        assert completion.token_ids == together[completion.request_id].token_ids
+
+
+def test_the_same_call_gives_the_same_bits_whatever_the_engine_did_before():
+    model = _model()
+    requests = _requests(_prompts([6, 9, 4]), 4, SamplingParams(max_tokens=25))
+
+    async def after_other_work() -> list[Completion]:
+        engine = TransformersEngine(copy.deepcopy(model))
+        try:
+            await engine.generate(_requests(_prompts([30, 6], seed=9), 3, SamplingParams(max_tokens=7)))
+            return await engine.generate(requests)
+        finally:
+            await engine.close()
+
+    assert _generate(model, requests) == asyncio.run(after_other_work())
+
+
+def test_sampled_tokens_follow_the_models_distribution():
+    model = _model()
+    prompt = _prompts([7])
+    count = 4000
+    completions = _generate(model, _requests(prompt, count, SamplingParams(max_tokens=2)), max_num_seqs=count)
+    with torch.no_grad():
+        wanted = model(input_ids=torch.tensor(prompt)).logits[0, -1].softmax(-1)
+        favourite = int(wanted.argmax())
+        after = model(input_ids=torch.tensor([[*prompt[0], favourite]])).logits[0, -1].softmax(-1)
+    first = [completion.token_ids[0] for completion in completions]
+    second = [completion.token_ids[1] for completion in completions if completion.token_ids[0] == favourite]
+    for ids, probabilities in ((first, wanted), (second, after)):
+        shares = torch.bincount(torch.tensor(ids), minlength=VOCABULARY) / len(ids)
+        error = (probabilities * (1 - probabilities) / len(ids)).sqrt()
+        assert ((shares - probabilities).abs() <= 5 * error + 2 / len(ids)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_served(dtype):
+    model = _model().to(dtype)
+    requests = _requests(_prompts([6, 9]), 2, SamplingParams(max_tokens=8))
+    for request, completion in zip(requests, _generate(model, requests), strict=True):
+        assert completion.full_logprobs == pytest.approx(_reference(model, request, completion.token_ids)[1], abs=0.15)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_the_models_for_sequences_of_any_length(kind):
+    model = _model(kind)
+    sequences = _prompts([9, 2, 1, 30, 9])
+
+    async def score(temperature: float) -> list[list[float]]:
+        engine = TransformersEngine(copy.deepcopy(model))
+        try:
+            return await engine.score(sequences, temperature)
+        finally:
+            await engine.close()
+
+    for temperature in (1.0, 0.7):
+        for ids, scores in zip(sequences, asyncio.run(score(temperature)), strict=True):
+            request = SampleRequest("", ids[:1], SamplingParams(1, temperature=temperature), 0)
+            assert scores == pytest.approx(_reference(model, request, list(ids[1:]))[1], abs=1e-4)
+
+
+def test_a_model_that_keeps_another_kind_of_state_is_refused():
+    from transformers import MambaConfig, MambaForCausalLM
+
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4))
+    with pytest.raises(EngineError, match="MambaForCausalLM"):
+        TransformersEngine(mamba)
+
+
+def test_an_encoder_decoder_is_refused():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    small = T5Config(vocab_size=32, d_model=16, d_ff=16, d_kv=4, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    with pytest.raises(EngineError, match="encoder"):
+        TransformersEngine(T5ForConditionalGeneration(small))
+
+
+def test_a_model_whose_attention_has_more_to_it_is_refused():
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    small = GptOssConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    with pytest.raises(EngineError, match="s_aux"):
+        TransformersEngine(GptOssForCausalLM(small))
+
+
+def test_a_rope_that_depends_on_the_batch_is_refused():
+    model = _model("llama")
+    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    with pytest.raises(EngineError, match="rope"):
+        TransformersEngine(model)
