@@ -46,7 +46,8 @@ as they are. A key that has no effect with the other settings is named in a warn
 
 **References.** `${{another.key}}` follows another key, `${{oc.env:NAME}}` an environment variable that holds a folder
 or a name ({variables}).
-Other variables are refused, because a configuration is printed, saved and sent to trackers; so are other resolvers and `_target_`, because they run code.
+Other variables are refused, because a configuration is printed, saved and sent to trackers; so are other resolvers and
+`_target_`, because they run code.
 
 **Device.** `device=auto` is CUDA where there is an accelerator and CPU elsewhere. Defaults that the device cannot
 serve (bfloat16, NCCL, flash attention, the vllm engine) are replaced and the replacement is printed. A default that is

@@ -51,7 +51,12 @@ class Metrics:
 
     def state(self) -> dict[str, dict[str, float]]:
         """Plain numbers to send to another process; see `merge`."""
-        return {"sum": dict(self._sum), "weight": dict(self._weight), "total": dict(self._total), "max": dict(self._max)}
+        return {
+            "sum": dict(self._sum),
+            "weight": dict(self._weight),
+            "total": dict(self._total),
+            "max": dict(self._max),
+        }
 
     def merge(self, state: Mapping[str, Mapping[str, float]]) -> None:
         """Add what another accumulator holds: exact, because sums, weights and totals add up."""

@@ -38,7 +38,7 @@ async def build_engines(
     ]
     capabilities = await asyncio.gather(*(engine.read("capabilities", timeouts.engine_start_s) for engine in engines))
     for engine, known in zip(engines, capabilities, strict=True):
-        engine.capabilities = known
+        engine.know(capabilities=known)
     return engines
 
 

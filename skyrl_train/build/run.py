@@ -66,7 +66,7 @@ async def services(
                 cfg,
                 fingerprints={"train_data": train_dataset.fingerprint} if train_dataset else {},
                 schedule=schedule_of(trainer, len(train_dataset)) if train_dataset else None,
-                objective=build_objective(trainer.algorithm) if trains else None,
+                objective=build_objective(cfg) if trains else None,
                 with_reference=trains and needs_reference(trainer.algorithm),
                 with_engines=True,
                 get_tracker=get_tracker,
@@ -95,7 +95,7 @@ def build_environments(cfg: Config) -> EnvironmentHost:
         {name: settings for name, settings in gym.items() if isinstance(settings, dict)},
         max_workers=cfg.environment.skyrl_gym.max_env_workers,
         step_deadline_s=cfg.trainer.timeouts.environment_step_s,
-        plugins=cfg.trainer.plugins,
+        plugins=tuple(cfg.trainer.plugins),
     )
 
 

@@ -49,18 +49,19 @@ class Remote:
     `deadline_s` raises DeadlineExceeded naming the process and the method.
     """
 
-    def __init__(
-        self, handle: ActorHandle, name: str, deadline_s: float, died: type[SkyRLError] = WorkerDied, **known: Any
-    ):
+    def __init__(self, handle: ActorHandle, name: str, deadline_s: float, died: type[SkyRLError] = WorkerDied):
         self._handle = handle
         self._name = name
         self._deadline_s = deadline_s
         self._died = died
-        self.__dict__.update(known)
 
     @property
     def name(self) -> str:
         return self._name
+
+    def know(self, **attributes: Any) -> None:
+        """Attributes of the object that never change, to be read here without a call."""
+        self.__dict__.update(attributes)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("__"):
@@ -117,7 +118,7 @@ def spawn(
 ) -> Remote:
     """Start "module:Class"(**kwargs) in slot `index`. Returns at once: the first call waits for the constructor."""
     shell = ray.remote(_AsyncShell if concurrent else _Shell)
-    handle = shell.options(
+    handle: Any = shell.options(
         num_cpus=slots.cpus / slots.tenants if not slots.gpus else 0,
         num_gpus=slots.gpus / slots.tenants,
         max_concurrency=1000 if concurrent else 1,

@@ -87,4 +87,3 @@ class RolloutCollector:
                 f"trainer.max_failed_fraction={self._max_failed_fraction:g} allows. Nothing was trained on them. "
                 "Mend the environment or engine named, or raise the fraction."
             )
-

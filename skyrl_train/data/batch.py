@@ -115,7 +115,7 @@ class TrainBatch:
 
     def to(self, device: torch.device | str) -> TrainBatch:
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return TrainBatch(**{name: None if value is None else value.to(device) for name, value in moved.items()})
+        return TrainBatch(**{name: value if value is None else value.to(device) for name, value in moved.items()})  # type: ignore[arg-type]
 
     def split(self, *, max_sequences: int | None = None, token_budget: int | None = None) -> list[TrainBatch]:
         """Micro-batches in order, closed before either bound would be passed; a sequence longer than the budget stands alone."""

@@ -149,5 +149,3 @@ class _Row:
 def _numbers(metadata: dict[str, object]) -> dict[str, float]:
     """What of an environment's metadata can be averaged."""
     return {key: float(value) for key, value in metadata.items() if isinstance(value, int | float)}
-
-

@@ -12,21 +12,21 @@ from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 
 
 def write_reward_curve(run_dir: Path, png: Path | None = None) -> Path:
-    """Training reward and every eval/<source>/mean_reward over steps; returns the PNG's path (reward_curve.png).
+    """Training reward and every eval/<source>/avg_score over steps; returns the PNG's path (reward_curve.png).
 
     Raises DataError when the run has no reward to show.
     """
     lines = read_jsonl(Path(run_dir) / METRICS_FILE)
     names = [
         "reward/mean",
-        *sorted({n for line in lines for n in line if n.startswith("eval/") and n.endswith("/mean_reward")}),
+        *sorted({n for line in lines for n in line if n.startswith("eval/") and n.endswith("/avg_score")}),
     ]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for name in names:
         points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
         if points:
-            label = "training rollouts" if name == "reward/mean" else name.removesuffix("/mean_reward")
+            label = "training rollouts" if name == "reward/mean" else name.removesuffix("/avg_score")
             axes.plot(
                 *zip(*points, strict=True), marker="" if name == "reward/mean" else "o", label=label.replace("$", r"\$")
             )

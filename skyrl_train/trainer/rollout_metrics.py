@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from statistics import stdev
 
 from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
 from skyrl_train.metrics import Metrics
@@ -27,6 +28,8 @@ def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics
         metrics.maximum("rollouts/max_staleness", version - item.min_version)
         for name, value in item.env_metrics.items():
             metrics.add(f"environment/{name}", value)
+    if len(kept) > 1:
+        metrics.add("reward/std", stdev(item.reward for item in kept))
     for group in groups:
         rewards = [item.reward for item in group.trajectories if item.status == OK]
         if rewards:

@@ -114,7 +114,8 @@ class Trainer:
     async def _publish(self) -> None:
         with self.metrics.timed("publish"):
             async with self.residency.syncing():
-                self._add(await self.publish(self.step))
+                values = await self.publish(self.step)
+        self._add({name: value for name, value in values.items() if not name.startswith("timing/")})
 
     async def _evaluate(self) -> None:
         assert self.evaluator is not None
@@ -139,4 +140,3 @@ class Trainer:
     def _add(self, values: dict[str, float]) -> None:
         for name, value in values.items():
             self.metrics.add(name, value)
-

@@ -28,7 +28,8 @@ from skyrl_train.weight_sync.wire import Bucket, Manifest
 class Objective(Protocol):
     """Scored tokens to a loss whose gradient is summed over micro-batches and ranks."""
 
-    wants_entropy: bool
+    @property
+    def wants_entropy(self) -> bool: ...
 
     def __call__(
         self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None, denominators: Denominators, metrics: Metrics

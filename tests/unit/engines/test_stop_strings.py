@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from skyrl_train.engines.stop_strings import StopStrings
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
-TOKENIZER = byte_tokenizer()
+TOKENIZER: Any = byte_tokenizer()
 
 
 def _first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
@@ -35,7 +37,9 @@ def _first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
     ],
 )
 def test_a_stop_string_is_found_with_its_last_token(text, stops, expected):
-    count, found = _first_stop(text, stops)
+    stopped = _first_stop(text, stops)
+    assert stopped is not None
+    count, found = stopped
     assert found == expected
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     assert TOKENIZER.decode(ids[:count]).endswith(expected)
@@ -49,7 +53,9 @@ def test_an_old_occurrence_does_not_count_again():
     assert finder.find(ids) is None
 
 
-@given(st.text(alphabet="ab<>é終", max_size=30), st.lists(st.text(alphabet="ab<>é終", min_size=1, max_size=4), min_size=1))
+@given(
+    st.text(alphabet="ab<>é終", max_size=30), st.lists(st.text(alphabet="ab<>é終", min_size=1, max_size=4), min_size=1)
+)
 def test_exactly_the_texts_that_contain_a_stop_string_stop(text, stops):
     found = _first_stop(text, tuple(stops))
     assert (found is not None) == any(stop in text for stop in stops)

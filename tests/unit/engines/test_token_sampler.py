@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def _draw(params: SamplingParams, logits: torch.Tensor, count: int, **more):
 
 def _reference(params: SamplingParams, logits: torch.Tensor, seen: list[int]) -> torch.Tensor:
     """[V] log-probs by Hugging Face's own processors."""
-    steps = LogitsProcessorList()
+    steps: Any = LogitsProcessorList()
     if params.repetition_penalty != 1:
         steps.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     steps.append(TemperatureLogitsWarper(params.temperature))
@@ -119,7 +120,10 @@ def test_inverse_cdf_agrees_with_a_running_sum(count):
     below = torch.where(found > 0, exact.gather(1, (found - 1).clamp(min=0)), torch.zeros_like(random))
     assert (weights.gather(1, found) > 0).all()
     slack = 1e-6 * exact[:, -1:]
-    assert ((found == wanted) | ((below <= random * exact[:, -1:] + slack) & (exact.gather(1, found) >= random * exact[:, -1:] - slack))).all()
+    assert (
+        (found == wanted)
+        | ((below <= random * exact[:, -1:] + slack) & (exact.gather(1, found) >= random * exact[:, -1:] - slack))
+    ).all()
 
 
 def test_a_token_without_probability_is_never_returned():
@@ -133,7 +137,7 @@ def test_random_numbers_are_uniform_pinned_and_a_function_of_seed_and_position()
     seeds = np.repeat(np.arange(400, dtype=np.uint64), 50)
     positions = np.tile(np.arange(50), 400)
     values = uniforms(seeds, positions)
-    assert 0 <= values.min() and values.max() < 1
+    assert values.min() >= 0 and values.max() < 1
     counts = np.histogram(values, bins=50, range=(0, 1))[0]
     assert ((counts - 400) ** 2 / 400).sum() < 90  # chi-square, 49 degrees: p = 0.0003
     correlation = np.corrcoef(values.reshape(400, 50)[:, :-1].ravel(), values.reshape(400, 50)[:, 1:].ravel())[0, 1]

@@ -59,11 +59,15 @@ def _always(*tokens: int) -> Any:
     return model
 
 
+def _broken(*_: Any) -> Any:
+    raise ZeroDivisionError("by nothing")
+
+
 def _spell(text: str) -> tuple[int, ...]:
     return tuple(TOKENIZER.encode(text, add_special_tokens=False))
 
 
-# -- ends ------------------------------------------------------------------------------------------------------------
+# -- ends -------------------------------------------------------------------------------------------------------------
 
 
 def test_completions_come_in_request_order_with_their_lengths():
@@ -105,7 +109,7 @@ def test_every_end_of_sequence_token_of_model_and_tokenizer_counts():
     for place in ("generation_config", "config"):
         model = _always(*letters)
         model.generation_config.eos_token_id = None
-        setattr(getattr(model, place), "eos_token_id", [300, letters[2]])
+        vars(getattr(model, place))["eos_token_id"] = [300, letters[2]]
 
         async def run(model=model):
             async with _engine(model) as engine:
@@ -119,7 +123,7 @@ def test_stop_strings_may_span_tokens_and_stop_ids_are_a_rows_own():
 
     async def run():
         async with _engine(_always(*text)) as engine:
-            base = {"prompt": text[:1], "temperature": 0.0, "max_tokens": 30}
+            base: dict[str, Any] = {"prompt": text[:1], "temperature": 0.0, "max_tokens": 30}
             return await engine.generate(
                 [
                     _request("string", stop=("</d>",), **base),
@@ -205,7 +209,7 @@ def test_finished_rows_leave_the_batch_and_an_idle_engine_holds_no_cache():
                 sizes.append(len(ids))
                 return decode(ids, cache)
 
-            engine._served.decode = watched
+            engine._served.decode = watched  # type: ignore[method-assign]
             await engine.generate([_request(f"r{n}", max_tokens=n + 1) for n in range(6)])
             return sizes, engine._scheduler._cache._layers
 
@@ -254,7 +258,7 @@ def test_without_a_tokenizer_stop_strings_are_refused_and_the_rest_is_honoured()
     asyncio.run(run())
 
 
-# -- aborts, pauses, deadlines ------------------------------------------------------------------------------------------
+# -- aborts, pauses, deadlines ----------------------------------------------------------------------------------------
 
 
 def test_abort_returns_what_was_sampled():
@@ -462,7 +466,7 @@ def test_a_refused_manifest_leaves_the_old_weights_serving():
     async def run():
         async with _engine() as engine:
             before = await engine.generate([_request(seed=1)])
-            with pytest.raises(WeightSyncError, match="nothing.like.this"):
+            with pytest.raises(WeightSyncError, match=r"nothing\.like\.this"):
                 await engine.begin_weights(Manifest(1, (TensorSpec("nothing.like.this", (2,), "float32"),)))
             return before, await engine.generate([_request(seed=1)])
 
@@ -480,16 +484,17 @@ def test_tied_weights_are_held_once():
     assert {dtype_name(p.dtype) for p in parameters.values()} == {"float32"}
 
 
-# -- failures and the end -------------------------------------------------------------------------------------------------
+# -- failures and the end ---------------------------------------------------------------------------------------------
 
 
 def test_a_failure_in_the_loop_fails_its_requests_and_the_engine_goes_on():
     async def run():
         async with _engine() as engine:
-            decode, engine._served.decode = engine._served.decode, lambda *_: 1 / 0
+            decode = engine._served.decode
+            engine._served.decode = _broken  # type: ignore[method-assign,assignment]
             with pytest.raises(EngineError, match=r"'transformers' failed: ZeroDivisionError"):
                 await engine.generate([_request()])
-            engine._served.decode = decode
+            engine._served.decode = decode  # type: ignore[method-assign]
             return await engine.generate([_request()])
 
     assert asyncio.run(run())[0].stop_reason == "length"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def _reference(model: PreTrainedModel, request: SampleRequest, ids: list[int]) -
         row = logits[start + index - 1].unsqueeze(0)
         temperature = sampling.temperature or 1.0
         full.append(float((row / temperature).log_softmax(-1)[0, token]))
-        steps = LogitsProcessorList()
+        steps: Any = LogitsProcessorList()
         if sampling.repetition_penalty != 1:
             steps.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
         row = steps(tokens[:, : start + index], row) / temperature
@@ -123,10 +124,11 @@ def test_greedy_equals_hugging_faces_greedy(kind):
     model = _model(kind)
     requests = _requests(_prompts([4, 9, 13]), 2, SamplingParams(max_tokens=20, temperature=0.0))
     model.set_attn_implementation("eager")
+    reference: Any = model
     for request, completion in zip(requests, _generate(model, requests), strict=True):
         ids = torch.tensor([request.token_ids])
         mask = torch.ones_like(ids)
-        wanted = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0)
+        wanted = reference.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0)
         assert completion.token_ids == wanted[0, ids.shape[1] :].tolist()
         assert completion.logprobs == [0.0] * 20
 
@@ -242,7 +244,8 @@ def test_a_model_that_keeps_another_kind_of_state_is_refused():
 def test_an_encoder_decoder_is_refused():
     from transformers import T5Config, T5ForConditionalGeneration
 
-    small = T5Config(vocab_size=32, d_model=16, d_ff=16, d_kv=4, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    small = T5Config(vocab_size=32, d_model=16, d_ff=16, d_kv=4, num_layers=1, num_heads=2)
+    small.decoder_start_token_id = 0
     with pytest.raises(EngineError, match="encoder"):
         TransformersEngine(T5ForConditionalGeneration(small))
 

@@ -76,6 +76,6 @@ def test_a_line_names_what_was_measured_and_nothing_else():
 
 
 def test_evaluations_are_grouped_by_source_also_when_its_name_has_slashes():
-    metrics = {"eval/b/mean_reward": 1.0, "eval/openai/gsm8k/mean_reward": 0.5, "eval/b/pass_at_4": 0.0, "x": 1.0}
-    assert evaluation_line(metrics) == "eval b: mean_reward 1, pass_at_4 0; openai/gsm8k: mean_reward 0.5"
+    metrics = {"eval/b/avg_score": 1.0, "eval/openai/gsm8k/avg_score": 0.5, "eval/b/pass_at_4": 0.0, "x": 1.0}
+    assert evaluation_line(metrics) == "eval b: avg_score 1, pass_at_4 0; openai/gsm8k: avg_score 0.5"
     assert evaluation_line({"reward/mean": 1.0}) == ""

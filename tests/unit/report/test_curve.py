@@ -12,7 +12,7 @@ from skyrl_train.report.jsonl import JsonlTracker
 def test_a_png_is_drawn_from_the_metrics_file(tmp_path: Path):
     tracker = JsonlTracker(tmp_path)
     for step in range(5):
-        tracker.log({"reward/mean": step / 5, "eval/$x^{/mean_reward": float("nan") if step else 0.5}, step)
+        tracker.log({"reward/mean": step / 5, "eval/$x^{/avg_score": float("nan") if step else 0.5}, step)
     target = write_reward_curve(tmp_path)
     assert target == tmp_path / "reward_curve.png"
     assert target.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,118 @@
+"""From nothing to a model that learnt by reward, on a laptop, through the real entrypoints.
+
+1. Generate word problems; no expression is in both splits.
+2. Make a tokenizer and a small Llama.
+3. Warm it up (`main_sft`) on demonstrations of two kinds: some work step by step, most blurt out an answer. The model then
+   knows the format, and mostly blurts.
+4. GRPO (`main_base`): right answers are rewarded and nothing else. Steps pay, so it learns to take them, and to take them
+   right.
+5. Compare greedy accuracy on held-out problems before and after, and draw the reward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from model import save_model
+
+from skyrl_train.environments.arithmetic import generate
+from skyrl_train.report.curve import write_reward_curve
+from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
+
+HERE = Path(__file__).parent
+OPERATIONS, MAX_VALUE = 2, 9
+STEPWISE = 0.45
+"""Share of demonstrations that work step by step."""
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    run = Path(arguments.output).resolve()
+    if run.exists():
+        sys.exit(f"--output {run} exists already: choose another folder, or remove it.")
+    start = time.monotonic()
+    texts = write_data(run / "data", arguments.seed)
+    parameters = save_model(run / "model", texts, arguments.seed)
+    print(f"quickstart: {parameters:,} parameters, warming up on {len(texts):,} demonstrations", flush=True)
+    warm = warm_up(run, arguments.seed)
+    train(run, warm, arguments.seed, arguments.overrides)
+    metrics = run / "grpo" / METRICS_FILE
+    curve = write_reward_curve(run / "grpo", run / "reward.png")
+    scores = [line["eval/arithmetic/avg_score"] for line in read_jsonl(metrics) if "eval/arithmetic/avg_score" in line]
+    print(f"quickstart: reward curve {curve}, metrics {metrics}, samples {run / 'grpo' / 'samples.jsonl'}")
+    seconds = time.monotonic() - start
+    print(f"quickstart: eval accuracy {scores[0]:.3f} -> {scores[-1]:.3f} in {seconds:.0f} s, run at {run}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", default=f"runs/quickstart-{time.strftime('%Y%m%d-%H%M%S')}", help="a new folder")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "overrides", nargs="*", help="key=value for the GRPO run, e.g. trainer.policy.optimizer_config.lr=0"
+    )
+    return parser.parse_args()
+
+
+def write_data(folder: Path, seed: int) -> list[str]:
+    """Demonstrations, training and validation problems; returns the texts that a tokenizer must know."""
+    folder.mkdir(parents=True)
+    rng = random.Random(seed)
+    rows = generate(12_000, OPERATIONS, MAX_VALUE, seed, "train")
+    demonstrations = []
+    for row in rows:
+        answer = row["extra_info"]["answer" if rng.random() < STEPWISE else "direct"]
+        demonstrations.append({"messages": [*row["prompt"], {"role": "assistant", "content": answer}]})
+    write_jsonl(folder / "demonstrations.jsonl", demonstrations)
+    write_jsonl(folder / "train.jsonl", generate(4_000, OPERATIONS, MAX_VALUE, seed + 1, "train"))
+    write_jsonl(folder / "validation.jsonl", generate(256, OPERATIONS, MAX_VALUE, seed + 2, "validation"))
+    return [row["prompt"][0]["content"] + "\n" + row["extra_info"]["answer"] for row in rows]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def warm_up(run: Path, seed: int) -> Path:
+    """Supervised fine-tuning; returns the exported model."""
+    overrides = [
+        f"data.train_data=['{run / 'data' / 'demonstrations.jsonl'}']",
+        f"trainer.policy.model.path={run / 'model'}",
+        f"trainer.ckpt_path={run / 'sft'}",
+        f"trainer.export_path={run / 'sft'}",
+        f"trainer.seed={seed}",
+    ]
+    launch("main_sft", "warm_up", overrides)
+    return max((run / "sft").glob("global_step_*/policy"))
+
+
+def train(run: Path, model: Path, seed: int, overrides: list[str]) -> None:
+    """GRPO, with an evaluation before and after."""
+    given = [
+        f"data.train_data=['{run / 'data' / 'train.jsonl'}']",
+        f"data.val_data=['{run / 'data' / 'validation.jsonl'}']",
+        f"trainer.policy.model.path={model}",
+        f"trainer.ckpt_path={run / 'grpo'}",
+        f"trainer.export_path={run / 'grpo'}",
+        f"trainer.seed={seed}",
+    ]
+    launch("main_base", "grpo", [*given, *overrides])
+
+
+def launch(entrypoint: str, preset: str, overrides: list[str]) -> None:
+    """An entrypoint as a user starts it, with one of the presets beside this file."""
+    module = f"skyrl_train.entrypoints.{entrypoint}"
+    subprocess.run(
+        [sys.executable, "-m", module, "--config-dir", str(HERE), "--config-name", preset, *overrides], check=True
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""What every kind of run stands on: its folder, trackers, cluster, slots and learner."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.build.layout import Layout, place
+from skyrl_train.build.learner import build_learner
+from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.config.hydra import plain, save_resolved
+from skyrl_train.config.schema import Config, TrainerConfig
+from skyrl_train.errors import DeadlineExceeded
+from skyrl_train.report.trackers import Trackers, make_trackers
+from skyrl_train.trainer.checkpoints import Checkpoints
+from skyrl_train.trainer.run_directory import RunDirectory
+from skyrl_train.trainer.run_state import RunState
+from skyrl_train.trainer.schedule import StepSchedule
+from skyrl_train.trainer.trainer import Intervals
+from skyrl_train.workers.learner import Learner
+from skyrl_train.workers.learner_worker import Objective
+
+
+@dataclass(frozen=True)
+class Services:
+    """What a run holds: everything that is closed again when it ends."""
+
+    cfg: Config
+    cluster: Cluster
+    directory: Path
+    layout: Layout
+    learner: Learner | None
+    trackers: Trackers
+
+
+def schedule_of(trainer: TrainerConfig, num_prompts: int) -> StepSchedule:
+    return StepSchedule(num_prompts, trainer.train_batch_size, trainer.epochs, trainer.max_steps)
+
+
+def optimizer_steps(trainer: TrainerConfig, schedule: StepSchedule) -> int:
+    """Length of the learning-rate schedule."""
+    per_step = -(-trainer.train_batch_size // trainer.policy_mini_batch_size) * trainer.update_epochs_per_batch
+    return schedule.total_steps * per_step
+
+
+def build_trackers(cfg: Config, directory: Path) -> Trackers:
+    """JSONL files in `directory`, and whatever trainer.logger names."""
+    trainer = cfg.trainer
+    names = [trainer.logger] if isinstance(trainer.logger, str) else list(trainer.logger)
+    return make_trackers(names, directory, trainer.project_name, trainer.run_name, plain(cfg))
+
+
+def run_directory(cfg: Config, fingerprints: Mapping[str, str]) -> RunDirectory:
+    """trainer.ckpt_path, held for this run."""
+    trainer = cfg.trainer
+    identity = {
+        "project_name": trainer.project_name,
+        "run_name": trainer.run_name,
+        "model": trainer.policy.model.path,
+        **fingerprints,
+    }
+    return RunDirectory(Path(trainer.ckpt_path), identity, resuming=trainer.resume_mode != "none")
+
+
+@asynccontextmanager
+async def learner_services(
+    cfg: Config,
+    *,
+    fingerprints: Mapping[str, str],
+    schedule: StepSchedule | None,
+    objective: Objective | None,
+    with_reference: bool = False,
+    with_engines: bool = False,
+    get_tracker: Callable[[Path], Trackers],
+) -> AsyncIterator[Services]:
+    """Folder, trackers, cluster, slots, and a learner that is not yet set up. On exit nothing is left running."""
+    trainer = cfg.trainer
+    for module in trainer.plugins:
+        importlib.import_module(module)
+    with ExitStack() as stack:
+        directory = stack.enter_context(run_directory(cfg, fingerprints))
+        save_resolved(cfg, directory.path / "config.yaml")
+        trackers = stack.enter_context(get_tracker(directory.path))
+        cluster = stack.enter_context(Cluster(trainer.plugins))
+        layout = place(
+            cluster,
+            trainer.placement,
+            cfg.generator,
+            device=cfg.device,
+            deadline_s=trainer.timeouts.placement_s,
+            with_policy=schedule is not None,
+            with_reference=with_reference,
+            with_engines=with_engines,
+        )
+        learner = None
+        if schedule is not None:
+            learner = build_learner(
+                cluster,
+                trainer,
+                layout,
+                objective=objective,
+                total_steps=optimizer_steps(trainer, schedule),
+                device=cfg.device,
+                wire_dtype=cfg.generator.model_dtype,
+                bucket_bytes=int(cfg.generator.weight_transfer_threshold_cuda_ipc_GB * 2**30),
+            )
+        yield Services(cfg, cluster, directory.path, layout, learner, trackers)
+
+
+async def start_learner(learner: Learner | None, trainer: TrainerConfig) -> None:
+    """Load the trained models, within the deadline."""
+    if learner is None:
+        return
+    try:
+        async with asyncio.timeout(trainer.timeouts.engine_start_s) as deadline:
+            await learner.setup()
+    except TimeoutError as error:
+        if not deadline.expired():
+            raise
+        raise DeadlineExceeded("start of the trainer's ranks", trainer.timeouts.engine_start_s) from error
+
+
+def build_state(base: Services, fingerprints: Mapping[str, str], controllers: Mapping[str, Any]) -> RunState:
+    assert base.learner is not None
+    trainer = base.cfg.trainer
+    return RunState(
+        Checkpoints(base.directory, trainer.max_ckpts_to_keep),
+        base.learner,
+        Path(trainer.export_path),
+        resume_mode=trainer.resume_mode,
+        resume_path=trainer.resume_path,
+        fingerprints=fingerprints,
+        controllers=controllers,
+    )
+
+
+def intervals(trainer: TrainerConfig, schedule: StepSchedule) -> Intervals:
+    return Intervals(
+        evaluate=trainer.eval_interval,
+        checkpoint=trainer.ckpt_interval,
+        export=trainer.hf_save_interval,
+        evaluate_before=trainer.eval_before_train,
+        total_steps=schedule.total_steps,
+    )
