@@ -1,4 +1,4 @@
-"""One rank of the checks in test_fsdp2.py: `python fsdp2_ranks.py RANK WORLD PORT FOLDER`; rank 0 writes the findings."""
+"""One rank of the checks in test_fsdp2.py: `python fsdp2_ranks.py RANK WORLD PORT FOLDER`; rank 0 writes findings."""
 
 from __future__ import annotations
 
