@@ -1,0 +1,209 @@
+"""Many engines as one: who gets what, what happens when one dies, calls to all."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from skyrl_train.engines.base import SampleRequest, SamplingParams
+from skyrl_train.engines.client import EngineClient
+from skyrl_train.errors import DeadlineExceeded, EngineError, UnsupportedParameter, WorkerDied
+from skyrl_train.testing.scripted_engine import EVERYTHING, ScriptedEngine
+
+
+def _request(name: str, group: str = "", session: str = "", **more: Any) -> SampleRequest:
+    return SampleRequest(name, (1, 2, 3), SamplingParams(max_tokens=4), 0, session=session, group=group, **more)
+
+
+def _engines(count: int = 2, **options: Any) -> list[ScriptedEngine]:
+    return [ScriptedEngine(name=f"e{index}", **options) for index in range(count)]
+
+
+def _served(engine: ScriptedEngine) -> list[str]:
+    return [request.request_id for batch in engine.batches for request in batch]
+
+
+def test_one_call_goes_to_each_engine_and_answers_come_in_request_order():
+    engines = _engines(2)
+    client = EngineClient(engines, deadline_s=5)
+    requests = [_request(f"r{n}", group=f"g{n // 2}") for n in range(8)]
+    completions = asyncio.run(client.generate(requests))
+    assert [c.request_id for c in completions] == [r.request_id for r in requests]
+    assert [len(engine.batches) for engine in engines] == [1, 1]
+    assert _served(engines[0]) == ["r0", "r1", "r4", "r5"]
+    assert _served(engines[1]) == ["r2", "r3", "r6", "r7"]
+
+
+def test_the_split_depends_on_the_requests_only():
+    requests = [_request(f"r{n}", group=f"g{n // 3}", session=f"s{n}") for n in range(20)]
+    splits = []
+    for delays in ([0.0, 0.0, 0.0], [0.02, 0.0, 0.01]):
+        engines = [ScriptedEngine(name=f"e{index}", delay_s=delay) for index, delay in enumerate(delays)]
+        asyncio.run(EngineClient(engines, deadline_s=5).generate(requests))
+        splits.append([_served(engine) for engine in engines])
+    assert splits[0] == splits[1]
+    assert sorted(map(len, splits[0])) == [6, 6, 8]
+
+
+def test_a_session_stays_where_its_history_is():
+    engines = _engines(3)
+
+    async def run():
+        client = EngineClient(engines, deadline_s=5)
+        for turn in range(3):
+            await client.generate([_request(f"{name}{turn}", session=name) for name in ("a", "b", "c")])
+
+    asyncio.run(run())
+    assert [_served(engine) for engine in engines] == [[f"{name}{t}" for t in range(3)] for name in ("a", "b", "c")]
+
+
+def test_without_ties_the_least_loaded_engine_is_taken():
+    engines = _engines(2, delay_s=lambda request: 0.1 if request.request_id == "long" else 0.0)
+
+    async def run():
+        client = EngineClient(engines, deadline_s=5)
+        long = asyncio.ensure_future(client.generate([_request("long")]))
+        await asyncio.sleep(0.01)
+        for name in ("x", "y"):
+            await client.generate([_request(name)])
+        await long
+        await client.generate([_request("z")])
+
+    asyncio.run(run())
+    assert _served(engines[0]) == ["long", "z"]
+    assert _served(engines[1]) == ["x", "y"]
+
+
+@pytest.mark.fault("F29")
+@pytest.mark.parametrize("death", [EngineError("e0 died"), WorkerDied("e0 was killed"), ConnectionError("reset")])
+def test_requests_of_a_dead_engine_go_to_another_once(death):
+    engines = _engines(2)
+    engines[0].failures["generate"] = death
+
+    async def run():
+        client = EngineClient(engines, deadline_s=5)
+        completions = await client.generate([_request(f"r{n}", session=f"s{n}") for n in range(4)])
+        await client.generate([_request("later", session="s0")])
+        return completions, client.dead, client.engines
+
+    completions, dead, alive = asyncio.run(run())
+    assert [c.request_id for c in completions] == ["r0", "r1", "r2", "r3"]
+    assert _served(engines[1]) == ["r1", "r3", "r0", "r2", "later"]
+    assert list(dead) == ["e0"]
+    assert str(death) in dead["e0"]
+    assert alive == [engines[1]]
+
+
+@pytest.mark.fault("F29")
+def test_an_engine_that_hangs_is_left_after_the_requests_deadline(monkeypatch):
+    monkeypatch.setattr("skyrl_train.engines.client._GRACE_S", 0.05)
+    hung, sound = _engines(2)
+    hung.abort = hung.generate = _never  # type: ignore[method-assign,assignment]
+
+    async def run():
+        client = EngineClient([hung, sound], deadline_s=60)
+        completions = await client.generate([replace(_request(f"r{n}"), deadline_s=0.05) for n in range(2)])
+        dead = client.dead
+        await client.close()
+        return completions, dead
+
+    completions, dead = asyncio.run(run())
+    assert [c.stop_reason for c in completions] == ["stop", "stop"]
+    assert "e0.generate did not finish within 0.1 s" in dead["e0"]
+
+
+async def _never(*_: Any) -> Any:
+    await asyncio.Event().wait()
+
+
+def test_with_no_engine_left_the_error_names_them_all():
+    engines = _engines(2, failures={"generate": EngineError("out of memory")})
+    client = EngineClient(engines, deadline_s=5)
+    for _ in range(2):
+        with pytest.raises(EngineError) as caught:
+            asyncio.run(client.generate([_request("a"), _request("b")]))
+        assert "e0: EngineError: out of memory" in str(caught.value)
+        assert "e1: EngineError: out of memory" in str(caught.value)
+
+
+def test_a_replaced_engine_gets_traffic_again():
+    engines = _engines(1, failures={"generate": EngineError("gone")})
+    client = EngineClient(engines, deadline_s=5)
+    with pytest.raises(EngineError):
+        asyncio.run(client.generate([_request("a")]))
+    fresh = ScriptedEngine(name="e0")
+    client.replace("e0", fresh)
+    asyncio.run(client.generate([_request("b")]))
+    assert _served(fresh) == ["b"]
+    assert client.dead == {}
+
+
+def test_a_request_that_no_engine_can_honour_kills_none():
+    engines = _engines(2, capabilities=replace(EVERYTHING, sampling=frozenset()))
+    client = EngineClient(engines, deadline_s=5)
+    picky = replace(_request("a"), sampling=SamplingParams(max_tokens=4, top_k=3))
+    with pytest.raises(UnsupportedParameter, match="top_k=3"):
+        asyncio.run(client.generate([picky]))
+    assert client.dead == {}
+
+
+def test_cancelling_aborts_on_the_engines():
+    engines = _engines(2, delay_s=60.0)
+
+    async def run():
+        client = EngineClient(engines, deadline_s=120)
+        call = asyncio.ensure_future(client.generate([_request("a"), _request("b")]))
+        await asyncio.sleep(0.01)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert [engine.calls for engine in engines] == [["generate", "abort"]] * 2
+
+
+def test_calls_to_all_reach_every_live_engine():
+    engines = _engines(3)
+
+    async def run():
+        client = EngineClient(engines, deadline_s=5)
+        await client.pause("abort")
+        await client.resume()
+        freed = await client.sleep()
+        await client.wake_up(["weights"])
+        await client.wake_up()
+        await client.abort(["x"])
+        await client.reset_prefix_cache()
+        names = [one.name for one in await client.health()]
+        await client.close()
+        return freed, names
+
+    freed, names = asyncio.run(run())
+    assert freed == 0
+    assert names == ["e0", "e1", "e2"]
+    for engine in engines:
+        wanted = ["pause", "resume", "sleep", "wake_up", "wake_up", "abort", "reset_prefix_cache", "health", "close"]
+        assert [call for call in engine.calls if call != "abort"] == [call for call in wanted if call != "abort"]
+
+
+def test_a_call_to_all_that_hangs_names_the_engine():
+    engines = _engines(2)
+    engines[1].resume = _never  # type: ignore[method-assign,assignment]
+    with pytest.raises(DeadlineExceeded, match=r"e1\.resume did not finish within 0.05 s"):
+        asyncio.run(EngineClient(engines, deadline_s=0.05).resume())
+    assert engines[0].calls == ["resume"]
+
+
+def test_metrics_count_tokens_of_all():
+    async def run():
+        client = EngineClient(_engines(2), deadline_s=5)
+        await client.generate([_request(f"r{n}") for n in range(4)])
+        return await client.metrics()
+
+    metrics = asyncio.run(run())
+    assert metrics["engines/tokens_per_s"] > 0
+    assert metrics["engines/dead"] == metrics["engines/running"] == 0
