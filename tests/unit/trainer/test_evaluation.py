@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.data.trajectory import FAILED, Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.trainer.evaluation import Evaluator
+
+
+def rollout_of(rewards: dict[str, list[float | None]]):  # type: ignore[no-untyped-def]
+    """None is a failed episode."""
+
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        rows = []
+        for sample, reward in enumerate(rewards[prompt.uid]):
+            row = Trajectory(prompt, sample, [1], [2], [1], [0.0], [], reward or 0.0, "stop", 1.0, text="\x1b[31m")
+            if reward is None:
+                row.status, row.error = FAILED, "timeout"
+            rows.append(row)
+        return TrajectoryGroup(prompt, rows)
+
+    return rollout
+
+
+def test_mean_and_pass_at_n_are_given_by_source_and_failures_count_as_zero(tmp_path: Path):
+    prompts = [Prompt("a", [], "x", data_source="one/x"), Prompt("b", [], "x", data_source="one/x"), Prompt("c", [], "x")]
+    rewards: dict[str, list[float | None]] = {"a": [1.0, 0.0], "b": [0.0, None], "c": [1.0, 1.0]}
+    found = asyncio.run(Evaluator(rollout_of(rewards), prompts, batch_size=2, dump_to=tmp_path).run(step=7))
+    assert found["eval/one/x/avg_score"] == 0.25
+    assert found["eval/one/x/pass_at_2"] == 0.5
+    assert found["eval/one/x/num_failed"] == 1
+    assert found["eval/unknown/avg_score"] == 1.0
+    assert found["eval/all/avg_score"] == pytest.approx(0.5)
+    dumped = tmp_path / "global_step_7_evals" / "one_x.jsonl"
+    assert [json.loads(line)["reward"] for line in dumped.read_text().splitlines()] == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_at_most_a_batch_of_prompts_is_in_flight():
+    running = most = 0
+
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return TrajectoryGroup(prompt, [Trajectory(prompt, 0, [1], [2], [1], [0.0], [], 1.0, "stop", 1.0)])
+
+    prompts = [Prompt(str(i), [], "x") for i in range(7)]
+    asyncio.run(Evaluator(rollout, prompts, batch_size=3, dump_to=None).run(0))
+    assert most == 3
