@@ -1,0 +1,58 @@
+"""Learners for tests: a tiny model, one rank, everything explicit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from skyrl_train.algorithms.kl import k3
+from skyrl_train.algorithms.losses import clipped_surrogate
+from skyrl_train.algorithms.reductions import token_mean
+from skyrl_train.config.choices import STRATEGIES
+from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.objectives.policy import PolicyObjective
+from skyrl_train.testing.padded_reference import ragged_batch
+from skyrl_train.workers.learner_worker import LearnerSpec
+
+FULL_OBJECTIVE = PolicyObjective(clipped_surrogate, 0.2, 0.2, token_mean, None, k3, 0.1, 0.01)
+"""All terms on: policy loss, KL and entropy."""
+
+
+def tiny_spec(model_path: str, **changes: Any) -> LearnerSpec:
+    """float32 on one CPU thread, plain AdamW, all terms of the loss."""
+    fields: dict[str, Any] = {
+        "model_path": model_path,
+        "strategy": STRATEGIES["single"],
+        "device": "cpu",
+        "dtype": "float32",
+        "seed": 0,
+        "threads": 1,
+        "fsdp": FSDPConfig(),
+        "optimizer": OptimizerConfig(lr=1e-3),
+        "total_steps": 10,
+        "objective": FULL_OBJECTIVE,
+        "gradient_checkpointing": False,
+        "gradient_checkpointing_use_reentrant": False,
+        "model_config_kwargs": {},
+        "rope_scaling": None,
+        "rope_theta": None,
+        "rendezvous_s": 60.0,
+        "wire_dtype": "float32",
+        "bucket_bytes": 1 << 20,
+    }
+    return LearnerSpec(**fields | changes)
+
+
+def policy_batch(lengths: tuple[int, ...] = (9, 4, 12, 9, 2, 7, 9, 5), seed: int = 0) -> TrainBatch:
+    """Sequences with everything that the full objective reads, two to a group."""
+    batch = ragged_batch(lengths, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(scale: float) -> torch.Tensor:
+        return torch.randn(len(batch.input_ids), generator=generator) * scale * batch.loss_mask
+
+    return batch.with_tokens(
+        advantages=noise(1.0), old_logprobs=noise(0.1) - 5.0, ref_logprobs=noise(0.1) - 5.0, rollout_logprobs=noise(0.1) - 5.0
+    )

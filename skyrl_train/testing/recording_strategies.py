@@ -1,0 +1,42 @@
+"""Strategies that keep the gradient of an update instead of taking the step: what promise 1 is measured on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from skyrl_train.strategies.fsdp2 import FSDP2Strategy
+from skyrl_train.strategies.single import SingleStrategy
+from skyrl_train.workers.learner_worker import LearnerWorker
+
+
+class _Recording:
+    recorded: dict[str, Tensor]
+
+    def step(self) -> dict[str, float]:
+        model: Any = self
+        self.recorded = {name: _full(p.grad) for name, p in model._parameters.items() if p.grad is not None}
+        model.scorer.zero_grad()
+        return {"grad_norm": 0.0}
+
+
+class RecordingSingle(_Recording, SingleStrategy):
+    """`single`; `recorded` holds the last update's gradients by Hugging Face name."""
+
+
+class RecordingFSDP2(_Recording, FSDP2Strategy):
+    """`fsdp2`; gradients are gathered: all ranks must step together."""
+
+
+def _full(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+
+
+class RecordingWorker(LearnerWorker):
+    """A LearnerWorker that can be asked for those gradients."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        recorded: dict[str, Tensor] = self.strategy.recorded
+        return recorded

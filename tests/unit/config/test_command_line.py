@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_train.config.command_line import check_command_line
+from skyrl_train.config.hydra import load
+from skyrl_train.config.keys import nearest
+from skyrl_train.errors import ConfigError
+
+
+def said(*argv: str) -> str:
+    return "\n".join(str(problem) for problem in check_command_line(argv))
+
+
+@pytest.mark.fault("F01")
+@pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
+def test_unknown_key_is_named_with_its_nearest_match_whatever_the_prefix(prefix: str):
+    assert said(f"{prefix}trainer.epcohs=20") == "trainer.epcohs=20: unknown key. Did you mean trainer.epochs?"
+
+
+@pytest.mark.fault("F01")
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("trainer.train_batchsize", "trainer.train_batch_size"),
+        ("epochs", "trainer.epochs"),
+        ("lr", "trainer.policy.optimizer_config.lr"),
+        ("traner.epochs", "trainer.epochs"),
+        ("generator.train_batch_size", "trainer.train_batch_size"),
+        ("generator.temperature", "generator.sampling_params.temperature"),
+        ("trainer.policy.optimizer_config.adam_beta", "trainer.policy.optimizer_config.adam_betas"),
+    ],
+)
+def test_nearest_key_is_the_one_that_was_meant(wrong: str, right: str):
+    assert nearest(wrong) == right
+
+
+@pytest.mark.fault("F01")
+def test_key_without_any_likeness_points_to_the_documentation():
+    assert said("+qwertz=1") == "qwertz=1: unknown key. docs/configuration.md lists all keys."
+
+
+@pytest.mark.fault("F01")
+def test_key_below_a_value_is_unknown():
+    assert "trainer.epochs.x=1: unknown key." in said("trainer.epochs.x=1")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "+generator.engine_init_kwargs.foo=1",
+        "++generator.engine_init_kwargs.foo.bar=[1,2]",
+        "generator.chat_template_kwargs.enable_thinking=false",
+        "trainer.policy.model_config_kwargs={num_hidden_layers: 2}",
+        "generator.rope_scaling={rope_type: yarn, factor: 2.0}",
+        "trainer.policy.megatron_config.optimizer_config_kwargs.anything=nan",
+        "~trainer.policy.megatron_config.optimizer_config_kwargs.optimizer_cpu_offload",
+        "data.train_data=['a.parquet']",
+        "data.train_data=[a.parquet,'b c.parquet']",
+        "data.train_data=a.parquet",
+        "trainer.epochs=20",
+        "+trainer.epochs=20",
+        "trainer.policy.optimizer_config.lr=1e-6",
+        "trainer.policy.optimizer_config.lr=0",
+        "trainer.logger=wandb",
+        "trainer.logger=[console,wandb]",
+        "trainer.run_name=20",
+        "trainer.run_name='a=b, c'",
+        "trainer.max_steps=null",
+        "trainer.policy.fsdp_config.reshard_after_forward=8",
+        "trainer.ckpt_path=${oc.env:HOME}/x",
+        "trainer.eval_batch_size=${trainer.train_batch_size}",
+        "trainer.policy.optimizer_config={lr: 1e-5}",
+        "generator.sampling_params.max_new_tokens=64",
+        "generator.sampling_params.stop='</answer>'",
+    ],
+)
+def test_what_recipes_write_is_accepted(text: str):
+    assert check_command_line([text]) == []
+
+
+@pytest.mark.fault("F02")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trainer.epochs=many", "trainer.epochs=many: must be an integer."),
+        ("trainer.epochs=2.0", "trainer.epochs=2.0: must be an integer. Write 2."),
+        ("trainer.epochs='20'", "trainer.epochs=20: must be an integer. Write the number without quotes."),
+        ("trainer.epochs=true", "trainer.epochs=true: must be an integer."),
+        ("trainer.epochs=null", "trainer.epochs=null: must be an integer."),
+        ("trainer.bf16=1", "trainer.bf16=1: must be true or false. Write true."),
+        ("trainer.bf16=yes", "trainer.bf16=yes: must be true or false."),
+        ("trainer.max_steps=x", "trainer.max_steps=x: must be an integer or null."),
+        ("trainer.policy.optimizer_config.lr=nan", "trainer.policy.optimizer_config.lr=nan: must be a finite number."),
+        (
+            "trainer.policy.optimizer_config.lr=-inf",
+            "trainer.policy.optimizer_config.lr=-inf: must be a finite number.",
+        ),
+        ("trainer.run_name=true", "trainer.run_name=true: must be text."),
+        ("trainer.run_name=[a]", "trainer.run_name=['a']: must be text."),
+        ("trainer.plugins=[1.5,[]]", "trainer.plugins=[1.5, []]: must be a list (text each)."),
+        ("generator.engine_init_kwargs=3", "generator.engine_init_kwargs=3: must be a mapping."),
+        ("trainer.policy=3", "trainer.policy=3: must be a section. Set the keys below it, trainer.policy.KEY=VALUE."),
+        ("trainer.policy.optimizer_config={lr: x}", "trainer.policy.optimizer_config.lr=x: must be a finite number."),
+        ("trainer.epochs=1,2", "trainer.epochs=1,2: must be one value."),
+        ("~trainer.epochs", "trainer.epochs=null: must be set, not deleted. Write trainer.epochs=VALUE."),
+        ("trainer.epochs", "trainer.epochs: is no key=value."),
+        ("trainer.run_name=a=b", "trainer.run_name=a=b: cannot be read."),
+    ],
+)
+def test_wrong_value_is_refused_with_key_value_and_what_is_allowed(text: str, message: str):
+    assert said(text).startswith(message)
+
+
+@pytest.mark.fault("F02")
+def test_list_inside_quoted_text_is_not_taken_for_a_file_name():
+    assert "with the quotes around it all" in said("data.train_data=\"['a.parquet']\"")
+
+
+def test_all_problems_come_at_once_and_in_order():
+    problems = check_command_line(["trainer.epcohs=1", "trainer.seed=x", "trainer.epochs=2", "+nothing=3"])
+    assert [problem.key for problem in problems] == ["trainer.epcohs", "trainer.seed", "nothing"]
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("generator.sampling_params.max_new_tokens", "generator.sampling_params.max_generate_length"),
+        ("generator.tensor_parallel_size", "generator.inference_engine_tensor_parallel_size"),
+    ],
+)
+def test_other_name_of_a_key_works_and_contradiction_is_an_error(alias: str, name: str):
+    def value(config: object) -> object:
+        for part in name.split("."):
+            config = getattr(config, part)
+        return config
+
+    assert value(load([f"{alias}=64"])) == 64
+    assert value(load([f"+{alias}=64"])) == 64
+    assert check_command_line([f"{alias}=64", f"{name}=64"]) == []
+    for pair in ((alias, name), (name, alias)):
+        assert "They are one setting" in said(f"{pair[0]}=64", f"{pair[1]}=32")
+
+
+@pytest.mark.parametrize("flag", ["--multirun", "--config-path=x", "--experimental-rerun=x.pickle"])
+def test_flags_that_are_off_are_refused_with_an_alternative(flag: str):
+    assert said(flag).startswith(f"{flag.partition('=')[0]}: is off. ")
+
+
+@pytest.mark.fault("F01")
+def test_load_refuses_what_the_command_line_check_refuses():
+    with pytest.raises(ConfigError) as caught:
+        load(["+trainer.epcohs=1", "trainer.seed=x"])
+    head, *lines = str(caught.value).splitlines()
+    assert head == "2 problems in the configuration:"
+    assert {line.strip() for line in lines} == set(said("+trainer.epcohs=1", "trainer.seed=x").splitlines())
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_no_text_makes_the_check_raise(text: str):
+    if not text.startswith("-"):
+        for problem in check_command_line([text, f"trainer.run_name={text}", f"+{text}=1"]):
+            assert "\n" not in str(problem)

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.config.hydra import load, plain
+from skyrl_train.config.keys import all_keys, leaves, value_at
+from skyrl_train.config.schema import Config
+from skyrl_train.config.section import FrozenMapping, freeze
+
+KEYS = Path(__file__).with_name("skyrl_keys.tsv")
+
+NEW_KEYS = {
+    "device",
+    "generator.weight_sync_check",
+    "trainer.critic.model.lora.lora_sync_path",
+    "trainer.fully_async.enabled",
+    "trainer.max_failed_fraction",
+    "trainer.max_steps",
+    "trainer.max_tokens_per_microbatch",
+    "trainer.plugins",
+}
+
+
+def skyrl_defaults() -> dict[str, object]:
+    rows = [line.split("\t") for line in KEYS.read_text().splitlines()[1:]]
+    return {key: text if text.startswith("$") else json.loads(text) for key, text in rows}
+
+
+def test_every_skyrl_key_has_its_default():
+    found = {key: value_at(Config(), key) for key in skyrl_defaults()}
+    assert found == skyrl_defaults()
+
+
+def test_new_keys_are_few_and_listed_here():
+    free = [key for key, item in leaves().items() if item.is_free]
+    known = {key for key in skyrl_defaults() if not any(key.startswith(f"{prefix}.") for prefix in free)}
+    new = set(leaves()) - known - set(free)
+    assert {key for key in new if not key.startswith("trainer.timeouts.")} == NEW_KEYS
+    assert all(isinstance(leaves()[key].default, float) for key in new - NEW_KEYS), "timeouts are seconds"
+
+
+def test_frozen_config_cannot_be_changed_anywhere():
+    config = freeze(Config())
+    with pytest.raises(AttributeError, match=r"frozen: OptimizerConfig\.lr"):
+        config.trainer.policy.optimizer_config.lr = 1.0
+    with pytest.raises(AttributeError, match="frozen"):
+        del config.trainer.seed
+    with pytest.raises(AttributeError):
+        config.data.train_data.append("x")
+    with pytest.raises(TypeError, match="frozen"):
+        config.generator.engine_init_kwargs["x"] = 1
+    with pytest.raises(TypeError, match="frozen"):
+        config.generator.engine_init_kwargs.update(x=1)
+    with pytest.raises(TypeError, match="frozen"):
+        config.generator.engine_init_kwargs |= {"x": 1}
+
+
+def test_every_mutator_of_a_frozen_mapping_is_refused():
+    mapping = FrozenMapping({"a": 1})
+    reading = {"copy", "fromkeys", "get", "items", "keys", "values"}
+    for name in {name for name in dir(dict) if not name.startswith("_")} - reading:
+        with pytest.raises(TypeError, match="frozen"):
+            getattr(mapping, name)()
+
+
+def test_pickled_config_is_equal_and_still_frozen():
+    config = load(["+generator.engine_init_kwargs.a.b=[1,2]", "trainer.logger=[console,wandb]"])
+    copy = pickle.loads(pickle.dumps(config))
+    assert copy == config
+    assert copy.generator.engine_init_kwargs == {"a": {"b": (1, 2)}}
+    with pytest.raises(AttributeError, match="frozen"):
+        copy.trainer.placement.colocate_all = False
+
+
+def test_replace_of_a_frozen_section_can_be_changed():
+    changed = dataclasses.replace(freeze(Config()).trainer, seed=7)
+    changed.epochs = 3
+    assert (changed.seed, changed.epochs) == (7, 3)
+
+
+def test_plain_has_every_leaf_and_only_plain_values():
+    text = json.dumps(plain(freeze(Config())))
+    content = json.loads(text)
+    for key in leaves():
+        value = content
+        for part in key.split("."):
+            value = value[part]
+    assert content == plain(Config())
+
+
+def test_sections_and_leaves_have_distinct_names():
+    sections = {key for key, item in all_keys().items() if item.is_section}
+    assert sections
+    assert sections.isdisjoint(leaves())

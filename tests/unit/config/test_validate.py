@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_train.config.device import resolve_device
+from skyrl_train.config.hydra import compose as hydra_compose
+from skyrl_train.config.hydra import finish, load, parse_override
+from skyrl_train.config.keys import all_keys, leaves
+from skyrl_train.config.ranges import RANGES
+from skyrl_train.config.schema import Config
+from skyrl_train.config.unavailable import NAMES, VALUES
+from skyrl_train.config.validate import CHOICES, OPEN_TO_PLUGINS, validate
+
+
+def problems(*overrides: str) -> dict[str, str]:
+    config, found = finish(hydra_compose([parse_override(text).for_hydra for text in overrides]))
+    assert found == []
+    return {problem.key: str(problem) for problem in validate(resolve_device(config, has_accelerator=False)[0])}
+
+
+def with_value(key: str, value: Any) -> Config:
+    """A configuration with one value put in, whatever its type."""
+
+    def put(section: Any, path: list[str]) -> Any:
+        name, *rest = path
+        return dataclasses.replace(section, **{name: put(getattr(section, name), rest) if rest else value})
+
+    return put(resolve_device(load(), has_accelerator=False)[0], key.split("."))
+
+
+def test_defaults_are_valid():
+    assert problems() == {}
+
+
+@pytest.mark.fault("F02")
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        (["trainer.train_batch_size=-4"], "trainer.train_batch_size", "at least 1"),
+        (["trainer.policy.optimizer_config.lr=-1"], "trainer.policy.optimizer_config.lr", "at least 0"),
+        (["generator.sampling_params.top_p=0"], "generator.sampling_params.top_p", "more than 0 and at most 1"),
+        (["generator.sampling_params.top_p=1.5"], "generator.sampling_params.top_p", "more than 0 and at most 1"),
+        (
+            ["trainer.policy.optimizer_config.adam_betas=[0.9,1.0]"],
+            "trainer.policy.optimizer_config.adam_betas",
+            "less than 1",
+        ),
+        (
+            ["trainer.policy.optimizer_config.adam_betas=[0.9]"],
+            "trainer.policy.optimizer_config.adam_betas",
+            "two numbers",
+        ),
+        (["trainer.timeouts.rollout_s=0"], "trainer.timeouts.rollout_s", "more than 0"),
+        (["trainer.max_failed_fraction=1.1"], "trainer.max_failed_fraction", "at most 1"),
+        (["trainer.algorithm.kl_estimator_type=k4"], "trainer.algorithm.kl_estimator_type", "one of abs, k1, k2, k3"),
+        (["trainer.strategy=fdsp2"], "trainer.strategy", "Did you mean 'fsdp2'?"),
+        (["trainer.logger=[console,wandbb]"], "trainer.logger", "Did you mean 'wandb'?"),
+        (["generator.n_samples_per_prompt=1"], "generator.n_samples_per_prompt", "group of one has no baseline"),
+        (["trainer.algorithm.use_kl_in_reward=true"], "trainer.algorithm.use_kl_in_reward", "counted twice"),
+        (["trainer.algorithm.advantage_estimator=gae"], "trainer.critic.model.path", "needs a critic"),
+        (["trainer.train_batch_size=16"], "trainer.policy_mini_batch_size", "at most trainer.train_batch_size=16"),
+        (["trainer.resume_mode=from_path"], "trainer.resume_path", "a checkpoint folder"),
+        (["generator.sampling_params.temperature=0"], "generator.sampling_params.temperature", "more than 0"),
+        (["trainer.strategy=single", "trainer.placement.policy_num_gpus_per_node=2"], "trainer.strategy", "fsdp2"),
+        (["data.train_data=[]"], "data.train_data", "at least one file"),
+        (["environment.env_class=gsm8"], "environment.env_class", "Did you mean 'gsm8k'?"),
+    ],
+)
+def test_wrong_value_or_combination_is_refused(overrides: list[str], key: str, message: str):
+    assert message in problems(*overrides)[key]
+
+
+@pytest.mark.fault("F02")
+def test_every_problem_is_reported_at_once():
+    found = problems("trainer.train_batch_size=-4", "trainer.strategy=x", "generator.n_samples_per_prompt=1")
+    assert {"trainer.train_batch_size", "trainer.strategy", "generator.n_samples_per_prompt"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.algorithm.use_kl_in_reward=true", "trainer.algorithm.use_kl_loss=false"],
+        ["generator.eval_n_samples_per_prompt=1", "generator.n_samples_per_prompt=2"],
+        ["trainer.policy.optimizer_config.lr=0"],
+        ["trainer.train_batch_size=300"],
+        ["trainer.strategy=fsdp", "trainer.placement.policy_num_gpus_per_node=2", "generator.num_inference_engines=2"],
+        ["trainer.strategy=single", "trainer.max_steps=2", "data.val_data=[]"],
+    ],
+)
+def test_good_combinations_are_accepted(overrides: list[str]):
+    assert problems(*overrides) == {}
+
+
+@pytest.mark.parametrize("key", sorted(VALUES))
+def test_setting_that_is_not_available_is_refused_by_name(key: str):
+    default = all_keys()[key].default
+    assert default in VALUES[key][0], "the default is available"
+    other = {bool: True, int: 7, float: 0.5, type(None): "x", str: "x"}[type(default)]
+    other = not default if isinstance(default, bool) else other
+    found = [problem for problem in validate(with_value(key, other)) if problem.key == key]
+    assert [problem.advice for problem in found] == [VALUES[key][1]]
+
+
+@pytest.mark.parametrize(("key", "name"), [(key, name) for key in sorted(NAMES) for name in sorted(NAMES[key])])
+def test_choice_that_is_not_available_says_what_to_use(key: str, name: str):
+    assert name not in CHOICES[key]
+    (found,) = [problem for problem in validate(with_value(key, name)) if problem.key == key]
+    assert "in this version" in found.advice
+
+
+@pytest.mark.parametrize("key", sorted(OPEN_TO_PLUGINS))
+def test_plugins_open_the_names_they_can_register(key: str):
+    assert key in problems(f"{key}=mine")
+    assert key not in problems(f"{key}=mine", "trainer.plugins=[my.module]")
+
+
+def test_plugins_do_not_open_other_names():
+    assert "trainer.strategy" in problems("trainer.strategy=mine", "trainer.plugins=[my.module]")
+
+
+@pytest.mark.parametrize("key", sorted(CHOICES))
+def test_default_of_every_choice_is_one_of_them_once_fitted_to_the_machine(key: str):
+    assert not [problem for problem in validate(resolve_device(load(), True)[0]) if problem.key == key]
+
+
+def test_every_range_is_of_a_key_that_holds_numbers_and_contains_its_default():
+    for key, allowed in RANGES.items():
+        default = leaves()[key].default
+        for number in default if isinstance(default, list) else [default]:
+            if isinstance(number, (int, float)):
+                assert number in allowed, key
+            else:
+                assert number is None or number.startswith("${"), key
+
+
+@pytest.mark.fault("F02")
+def test_nan_is_refused_at_every_number_also_past_the_command_line():
+    for key, item in leaves().items():
+        if isinstance(item.default, float):
+            assert key in {problem.key for problem in validate(with_value(key, float("nan")))}, key
+
+
+junk = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers(), max_size=3)
+)
+
+
+@given(st.sampled_from(sorted(leaves())), junk)
+def test_validate_never_raises(key: str, value: object):
+    for problem in validate(with_value(key, value)):
+        assert "\n" not in str(problem)

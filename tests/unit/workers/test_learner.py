@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.reductions import Denominators
+from skyrl_train.config.schema import OptimizerConfig
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.metrics import Metrics
+from skyrl_train.models.loading import load_causal_lm
+from skyrl_train.testing.learner_specs import FULL_OBJECTIVE, policy_batch, tiny_spec
+from skyrl_train.testing.padded_reference import padded_scores
+from skyrl_train.testing.recording_strategies import RecordingWorker
+from skyrl_train.workers.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
+from skyrl_train.workers.learner_worker import LearnerWorker
+
+RECORDING = "skyrl_train.testing.recording_strategies:RecordingSingle"
+
+
+def gradients(model_path: str, batch: TrainBatch, sizes: BatchSizes) -> dict[str, Tensor]:
+    worker = RecordingWorker(tiny_spec(model_path, strategy=RECORDING), 0, 1)
+    learner = Learner(WorkerGroup([LocalWorker(worker)]), None, sizes)
+
+    async def run() -> None:
+        await learner.setup()
+        await learner.update(batch)
+        await learner.close()
+
+    asyncio.run(run())
+    return worker.gradients()
+
+
+def padded_gradients(model_path: str, batch: TrainBatch) -> dict[str, Tensor]:
+    """One padded rectangle through the model's own forward: what every other way must equal."""
+    model = load_causal_lm(model_path, dtype=torch.float32)
+    logprobs, entropy = padded_scores(model, batch)
+    FULL_OBJECTIVE(batch, logprobs, entropy, Denominators.of(batch), Metrics()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradient(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-4) -> None:
+    whole = torch.stack([g.norm() for g in expected.values()]).norm()
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        bound = tolerance * max(float(gradient.norm()), 1e-3 * float(whole))
+        assert float((found[name] - gradient).norm()) <= bound, name
+
+
+@pytest.mark.parametrize(
+    ("sequences", "max_tokens"), [(1, None), (2, None), (5, None), (100, None), (None, 20), (None, 1)]
+)
+def test_an_update_s_gradient_is_that_of_the_padded_batch_for_every_micro_batch_size(
+    tiny_model_path: str, sequences: int | None, max_tokens: int | None
+):
+    batch = policy_batch()
+    sizes = BatchSizes(mini_batch_groups=100, micro_train_sequences=sequences, max_tokens=max_tokens)
+    assert_same_gradient(gradients(tiny_model_path, batch, sizes), padded_gradients(tiny_model_path, batch))
+
+
+def test_an_update_s_gradient_does_not_depend_on_row_order(tiny_model_path: str):
+    batch = policy_batch()
+    shuffled = replace(batch.select([6, 7, 0, 1, 4, 5, 3, 2]))
+    sizes = BatchSizes(mini_batch_groups=100, micro_train_sequences=2)
+    assert_same_gradient(gradients(tiny_model_path, shuffled, sizes), padded_gradients(tiny_model_path, batch))
+
+
+def test_failed_sequences_change_no_gradient(tiny_model_path: str):
+    batch = policy_batch()
+    keep = torch.tensor([True] * 6 + [False] * 2)
+    masked = batch.with_tokens(loss_mask=batch.loss_mask & batch.per_token(keep))
+    sizes = BatchSizes(mini_batch_groups=100, micro_train_sequences=3)
+    without = padded_gradients(tiny_model_path, batch.select(range(6)))
+    assert_same_gradient(gradients(tiny_model_path, masked, sizes), without)
+
+
+def local_learner(model_path: str, sizes: BatchSizes, with_reference: bool = False, **changes: Any) -> Learner:
+    policy = WorkerGroup([LocalWorker(LearnerWorker(tiny_spec(model_path, **changes), 0, 1))])
+    reference = None
+    if with_reference:
+        frozen = tiny_spec(model_path, optimizer=None, total_steps=None, objective=None)
+        reference = WorkerGroup([LocalWorker(LearnerWorker(frozen, 0, 1))])
+    return Learner(policy, reference, sizes)
+
+
+def scored(model_path: str, sizes: BatchSizes) -> TrainBatch:
+    learner = local_learner(model_path, sizes)
+    batch = policy_batch().with_tokens(old_logprobs=None, ref_logprobs=None)
+
+    async def run() -> TrainBatch:
+        await learner.setup()
+        try:
+            return await learner.score(batch)
+        finally:
+            await learner.close()
+
+    return asyncio.run(run())
+
+
+def test_old_log_probs_are_computed_only_when_an_update_takes_several_steps(tiny_model_path: str):
+    assert scored(tiny_model_path, BatchSizes(mini_batch_groups=4)).old_logprobs is None
+    several = scored(tiny_model_path, BatchSizes(mini_batch_groups=3, micro_forward_sequences=3)).old_logprobs
+    again = scored(tiny_model_path, BatchSizes(mini_batch_groups=4, update_epochs=2, max_tokens=10)).old_logprobs
+    assert several is not None and again is not None
+    torch.testing.assert_close(several, again)
+    batch = policy_batch()
+    expected, _ = padded_scores(load_causal_lm(tiny_model_path, dtype=torch.float32), batch)
+    torch.testing.assert_close(several, expected.detach(), atol=1e-4, rtol=0)
+
+
+def test_mini_batches_are_whole_prompts_and_the_last_one_is_smaller():
+    learner = Learner(WorkerGroup([]), None, BatchSizes(mini_batch_groups=3, update_epochs=2))
+    batch = policy_batch()  # 8 sequences, 4 groups of 2
+    assert learner._mini_batch_rows(batch) == [[0, 1, 2, 3, 4, 5], [6, 7]] * 2
+
+
+@pytest.mark.fault("F12")
+def test_a_batch_with_nothing_to_learn_changes_no_weight(tiny_model_path: str):
+    batch = policy_batch()
+    masked = batch.with_tokens(loss_mask=torch.zeros_like(batch.loss_mask))
+    learner = local_learner(tiny_model_path, BatchSizes(mini_batch_groups=2), optimizer=OptimizerConfig(lr=1.0))
+
+    async def run() -> tuple[dict[str, float], list[Tensor], list[Tensor]]:
+        await learner.setup()
+        worker = learner.policy.workers[0].worker
+        before = [p.detach().clone() for p in worker.scorer.parameters()]
+        metrics = await learner.update(masked)
+        after = [p.detach().clone() for p in worker.scorer.parameters()]
+        await learner.close()
+        return metrics, before, after
+
+    metrics, before, after = asyncio.run(run())
+    assert metrics == {}
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_the_first_failing_rank_is_raised():
+    class Rank:
+        def __init__(self, error: Exception | None):
+            self.error = error
+
+        async def work(self) -> int:
+            if self.error:
+                raise self.error
+            await asyncio.sleep(60)
+            return 1
+
+    async def run() -> None:
+        await WorkerGroup([Rank(None), Rank(ValueError("rank 1"))]).all("work")
+
+    with pytest.raises(ValueError, match="rank 1"):
+        asyncio.run(asyncio.wait_for(run(), 5))
