@@ -105,8 +105,9 @@ def _cannot_load(key: str, path: str, error: Exception) -> ConfigError:
 
 def _change_rope(config: Any, scaling: dict[str, Any], theta: float | None) -> None:
     """Merge into `rope_parameters`; the older spelling `type` is accepted for `rope_type`."""
-    current = getattr(config, "rope_parameters", None)
-    if not isinstance(current, dict) or "rope_theta" not in current:
+    current: Any = getattr(config, "rope_parameters", None)
+    single = isinstance(current, dict) and not any(isinstance(value, dict) for value in current.values())
+    if not single:
         raise ConfigError(
             f"trainer.rope_scaling={scaling or None!r}, trainer.rope_theta={theta!r}: {type(config).__name__} has no "
             "single set of rope parameters to change; set them in model_config_kwargs.rope_parameters."

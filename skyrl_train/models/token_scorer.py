@@ -148,7 +148,7 @@ def _refuse_what_packing_changes(model: PreTrainedModel) -> None:
         raise ConfigError(
             f"{name} has layers of kind {sorted(kinds)}; only full and sliding-window attention are known."
         )
-    if _rope_type(config) == "dynamic":
+    if any(rope.get("rope_type") == "dynamic" for rope in _ropes(config)):
         raise ConfigError(
             f"{name} uses rope type 'dynamic', which depends on the longest sequence of a batch; "
             "set trainer.rope_scaling to a static type such as 'yarn' or 'linear'."
@@ -165,16 +165,20 @@ def _refuse_what_packing_changes(model: PreTrainedModel) -> None:
         )
 
 
-def _rope_type(config: Any) -> str:
-    return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """The model's sets of rope parameters: one, or one for each kind of layer."""
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
 
 
 def _longest_exact(config: Any) -> int | None:
     """longrope swaps its frequencies once any sequence of a batch is longer than this; None for other kinds of rope."""
-    if _rope_type(config) != "longrope":
-        return None
-    original = config.rope_parameters.get("original_max_position_embeddings")
-    return int(original or config.max_position_embeddings)
+    limits = [
+        int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
+        for rope in _ropes(config)
+        if rope.get("rope_type") == "longrope"
+    ]
+    return min(limits, default=None)
 
 
 def _check_head(scorer: TokenScorer) -> None:

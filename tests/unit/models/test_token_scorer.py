@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
@@ -124,7 +124,7 @@ def test_layers_with_a_sliding_window_and_capped_scores_see_what_they_should(kin
         changed |= {"use_sliding_window": True, "max_window_layers": 0, "layer_types": ["sliding_attention"] * 2}
     config = type(model.config)(**{**model.config.to_dict(), **changed, "attention_dropout": 0.0})
     torch.manual_seed(0)
-    model = type(model)(config).double().eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
     model.set_attn_implementation("eager")  # the only one of transformers' that caps scores
     batch = make_batch()
     with torch.no_grad():
