@@ -2,8 +2,8 @@
 
     python scripts/benchmarks/engines.py [--threads N] [--device cuda] [--repeats N] [--json FILE]
 
-Both sample at temperature 1 without truncation, may not end early, and are warmed up. Runs alternate and
-the best of each counts, because a shared machine disturbs single runs. Generate gets its prompts left-padded in one batch.
+Both sample at temperature 1 without truncation, may not end early, and are warmed up. Runs alternate and the best of
+each counts, because a shared machine disturbs single runs. Generate gets its prompts left-padded in one batch.
 """
 
 from __future__ import annotations

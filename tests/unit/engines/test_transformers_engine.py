@@ -436,6 +436,7 @@ def test_a_row_that_outlives_its_weights_tells_where_they_changed():
             call = asyncio.ensure_future(engine.generate(prompts))
             await _until(lambda: engine._scheduler.generated_tokens > 10)
             await engine.pause("keep")
+            await engine.abort(["r1"])  # leaves a free lane beside r0, which a new sample of the prompt must not take
             manifest, sent = _sync(tiny_model(hidden_size=32, seed=1), 1)
             await engine.begin_weights(manifest)
             for bucket in sent:
@@ -451,14 +452,14 @@ def test_a_row_that_outlives_its_weights_tells_where_they_changed():
                 wanted = (await other.generate([_request("new", seed=9)]))[0]
             return await call, new, wanted, fresh
 
-    rows, new, wanted, fresh = asyncio.run(run())
-    for row in rows:
-        first, second = row.versions
-        assert (first.start, first.stop, second.stop) == (0, second.start, 200)
-        assert (first.version, second.version) == (0, 1)
-        assert 0 < first.stop < 200
+    (row, cut), new, wanted, fresh = asyncio.run(run())
+    first, second = row.versions
+    assert (first.start, first.stop, second.stop) == (0, second.start, 200)
+    assert (first.version, second.version) == (0, 1)
+    assert cut.versions == [VersionSpan(0, first.stop, 0)]
     assert fresh == len(PROMPT)
     assert new.token_ids == wanted.token_ids
+    assert new.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
     assert new.versions == [VersionSpan(0, 8, 1)]
 
 

@@ -1,0 +1,94 @@
+"""Where rows live: samples of a prompt share it, and empty lanes are not computed for long."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from skyrl_train.engines.transformers_attention import PackedPrompts
+from skyrl_train.engines.transformers_cache import DecodeCache, NewPrompt
+
+CPU = torch.device("cpu")
+
+
+def _packed(lengths: list[int]) -> PackedPrompts:
+    """Two layers, two heads; token t of the pack has keys t, values -t."""
+    packed = PackedPrompts(lengths, CPU)
+    keys = torch.arange(sum(lengths), dtype=torch.float32).view(1, 1, -1, 1).expand(1, 2, -1, 4).contiguous()
+    for layer in range(2):
+        packed.update(keys, -keys, layer)
+    return packed
+
+
+def _prompts(lengths: list[int], rows: list[int]) -> list[NewPrompt]:
+    starts = [sum(lengths[:index]) for index in range(len(lengths))]
+    return [
+        NewPrompt(tuple(range(start, start + length)), count, start)
+        for start, length, count in zip(starts, lengths, rows, strict=True)
+    ]
+
+
+def _shape(cache: DecodeCache) -> tuple[int, int]:
+    return len(cache._chunks), cache._width
+
+
+@pytest.mark.parametrize(
+    ("rows", "chunks", "width"), [([8, 8, 8], 3, 8), ([1, 1, 1], 3, 1), ([5, 5], 2, 5), ([16, 1, 1, 1, 1], 12, 2)]
+)
+def test_chunks_are_as_wide_as_it_saves_memory(rows, chunks, width):
+    lengths = [4 * (index + 1) for index in range(len(rows))]
+    cache = DecodeCache(CPU)
+    slots = cache.place(_prompts(lengths, rows), _packed(lengths), frozenset())
+    assert len(set(slots)) == sum(rows)
+    assert _shape(cache) == (chunks, width)
+
+
+def test_a_free_lane_of_the_same_prompt_is_taken_before_a_new_chunk():
+    cache = DecodeCache(CPU)
+    slots = cache.place(_prompts([6], [4]), _packed([6]), frozenset())
+    cache.release(slots[1:3])
+    again = cache.place([NewPrompt(tuple(range(6)), 2, None)], None, frozenset())
+    assert sorted(again) == slots[1:3]
+    more = cache.place([NewPrompt(tuple(range(6)), 1, None)], None, frozenset())
+    assert more[0] // 4 == 1  # a second chunk, its prompt copied from the first
+    assert torch.equal(cache._layers[1].prefix_k[1], cache._layers[1].prefix_k[0])
+
+
+def test_a_prompt_that_is_still_needed_is_not_overwritten():
+    for needed, kept in ((frozenset({tuple(range(6))}), True), (frozenset(), False)):
+        cache = DecodeCache(CPU)
+        cache.release(cache.place(_prompts([6], [2]), _packed([6]), frozenset()))
+        cache.place([NewPrompt((90, 91), 2, 0)], _packed([2]), needed)
+        assert cache.holds(tuple(range(6))) is kept
+
+
+def test_mostly_empty_lanes_are_packed_together_and_keep_what_they_hold():
+    lengths, cache = [8] * 6, DecodeCache(CPU)
+    slots = cache.place(_prompts(lengths, [8] * 6), _packed(lengths), frozenset())
+    cache.begin(slots, [0] * 48)
+    states = torch.arange(48, dtype=torch.float32).view(48, 1, 1, 1).expand(48, 2, 1, 4)
+    for layer in range(2):
+        cache.update(states, states, layer)
+    assert cache.compact(frozenset()) is None
+    stay = [3, 17, 40]
+    cache.release([slot for row, slot in enumerate(slots) if row not in stay])
+    moved = cache.compact(frozenset())
+    assert moved is not None
+    assert _shape(cache) == (3, 1)
+    for row in stay:
+        chunk = int(moved[slots[row]])
+        assert cache._layers[1].lanes_k[chunk, 0, 0, 0, 0] == row
+        assert cache._layers[1].prefix_v[chunk, 0, 0, 0] == -(row // 8) * 8
+
+
+def test_weights_that_changed_split_twins():
+    cache = DecodeCache(CPU)
+    slots = cache.place(_prompts([6], [8]), _packed([6]), frozenset())
+    cache.forget_prompts()
+    assert not cache.holds(tuple(range(6)))
+    later = cache.place(_prompts([6], [8]), _packed([6]), frozenset())
+    assert not {slot // 8 for slot in slots} & {slot // 8 for slot in later}
+    cache.release(slots[1:] + later[1:])
+    cache.begin([slots[0], later[0]], [0, 0])
+    assert cache.compact(frozenset()) is not None
+    assert _shape(cache) == (2, 1)
