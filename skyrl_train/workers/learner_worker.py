@@ -104,7 +104,7 @@ class LearnerWorker:
         model = load_causal_lm(
             spec.model_path,
             dtype=torch.float32 if spec.optimizer else getattr(torch, spec.dtype),
-            device=spec.device,
+            device="cpu",  # the strategy moves it, shard by shard
             model_config_kwargs=spec.model_config_kwargs,
             rope_scaling=spec.rope_scaling,
             rope_theta=spec.rope_theta,
