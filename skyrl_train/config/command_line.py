@@ -10,7 +10,7 @@ from typing import Any
 from skyrl_train.config.hydra import Override, parse_flags, parse_override, presets_dir
 from skyrl_train.config.inspection import inspect, unknown_key_advice
 from skyrl_train.config.keys import ALIASES, find
-from skyrl_train.config.problems import Problem, UnknownKey, show
+from skyrl_train.config.problems import Problem, UnknownKey, one_line, show
 from skyrl_train.config.safety import unsafe
 
 INFORMATION_FLAGS = ("help", "hydra_help", "cfg", "info", "shell_completion")
@@ -21,7 +21,7 @@ class FlagProblem(Problem):
     """A flag of Hydra that is off here, or a text that is no `key=value`."""
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.allowed}. {self.advice}".rstrip()
+        return one_line(f"{self.key}: {self.allowed}. {self.advice}")
 
 
 @dataclass

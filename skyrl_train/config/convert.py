@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -60,7 +61,7 @@ def _fits(value: Any, arm: Any) -> bool:
     if arm is Any:
         return True
     if arm is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if arm is int:
         return isinstance(value, int) and not isinstance(value, bool)
     if typing.get_origin(arm) is list:

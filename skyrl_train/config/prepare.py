@@ -12,7 +12,7 @@ from skyrl_train.config.command_line import read_command_line
 from skyrl_train.config.device import accelerator_present, device_problems, resolve_device
 from skyrl_train.config.hydra import compose, finish, resolve, show_information
 from skyrl_train.config.inert import without_effect
-from skyrl_train.config.problems import Problem, raise_all
+from skyrl_train.config.problems import Problem, one_line, raise_all
 from skyrl_train.config.schema import Config
 from skyrl_train.config.section import freeze
 from skyrl_train.config.validate import validate
@@ -36,7 +36,7 @@ class Uncomposable(Problem):
     """A preset that is missing or that Hydra cannot put together."""
 
     def __str__(self) -> str:
-        return self.allowed
+        return one_line(self.allowed)
 
 
 def prepare(argv: Sequence[str], has_accelerator: bool | None = None) -> PreparedConfig:

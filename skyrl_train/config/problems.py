@@ -19,8 +19,7 @@ class Problem:
     advice: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.key}={show(self.value)}: must be {self.allowed}."
-        return f"{text} {self.advice}".rstrip()
+        return one_line(f"{self.key}={show(self.value)}: must be {self.allowed}. {self.advice}")
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class UnknownKey(Problem):
     """A key that nothing reads."""
 
     def __str__(self) -> str:
-        return f"{self.key}={show(self.value)}: unknown key. {self.advice}".rstrip()
+        return one_line(f"{self.key}={show(self.value)}: unknown key. {self.advice}")
 
 
 def show(value: Any) -> str:
@@ -40,6 +39,11 @@ def show(value: Any) -> str:
     else:
         text = repr(list(value) if isinstance(value, tuple) else value)
     return text if len(text) <= 200 else text[:200] + "..."
+
+
+def one_line(text: str) -> str:
+    """The text with line breaks and control characters written out: it may quote anything that was typed."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text.rstrip())
 
 
 def raise_all(problems: Iterable[Problem]) -> None:

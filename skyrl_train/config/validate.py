@@ -15,7 +15,8 @@ from skyrl_train.config.choices import (
     STRATEGIES,
     TRACKERS,
 )
-from skyrl_train.config.keys import value_at
+from skyrl_train.config.convert import Unfit, convert
+from skyrl_train.config.keys import leaves, value_at
 from skyrl_train.config.problems import Problem
 from skyrl_train.config.ranges import out_of_range
 from skyrl_train.config.schema import Config
@@ -59,7 +60,19 @@ GROUP_BASELINES = frozenset({"grpo", "rloo"})
 
 def validate(config: Config) -> list[Problem]:
     """Every problem of a resolved configuration (see device.resolve_device), at once; raises nothing."""
+    if wrong := list(_wrong_types(config)):  # the rest would compare text with numbers
+        return wrong
     return [*out_of_range(config), *_unknown_names(config), *unavailable(config), *_combinations(config)]
+
+
+def _wrong_types(config: Config) -> Iterator[Problem]:
+    """Values of a configuration that was made in Python and not by `load`."""
+    for name, key in leaves().items():
+        value = value_at(config, name)
+        try:
+            convert(value, key.hint)
+        except Unfit as unfit:
+            yield Problem(name, value, unfit.allowed, unfit.advice)
 
 
 def _unknown_names(config: Config) -> Iterator[Problem]:

@@ -1,18 +1,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl_train.config.convert import Unfit, convert
 from skyrl_train.config.device import resolve_device
 from skyrl_train.config.hydra import compose as hydra_compose
 from skyrl_train.config.hydra import finish, load, parse_override
 from skyrl_train.config.keys import all_keys, leaves
 from skyrl_train.config.ranges import RANGES
 from skyrl_train.config.schema import Config
+from skyrl_train.config.section import freeze
 from skyrl_train.config.unavailable import NAMES, VALUES
 from skyrl_train.config.validate import CHOICES, OPEN_TO_PLUGINS, validate
 
@@ -30,7 +33,19 @@ def with_value(key: str, value: Any) -> Config:
         name, *rest = path
         return dataclasses.replace(section, **{name: put(getattr(section, name), rest) if rest else value})
 
-    return put(resolve_device(load(), has_accelerator=False)[0], key.split("."))
+    return put(defaults_on_cpu(), key.split("."))
+
+
+def fits(value: object, key: str) -> bool:
+    try:
+        return convert(value, leaves()[key].hint) == value
+    except Unfit:
+        return False
+
+
+@functools.cache
+def defaults_on_cpu() -> Config:
+    return freeze(resolve_device(load(), has_accelerator=False)[0])
 
 
 def test_defaults_are_valid():
@@ -100,8 +115,7 @@ def test_good_combinations_are_accepted(overrides: list[str]):
 def test_setting_that_is_not_available_is_refused_by_name(key: str):
     default = all_keys()[key].default
     assert default in VALUES[key][0], "the default is available"
-    other = {bool: True, int: 7, float: 0.5, type(None): "x", str: "x"}[type(default)]
-    other = not default if isinstance(default, bool) else other
+    other = next(value for value in (True, False, 7, "x", ["x"]) if fits(value, key) and value not in VALUES[key][0])
     found = [problem for problem in validate(with_value(key, other)) if problem.key == key]
     assert [problem.advice for problem in found] == [VALUES[key][1]]
 
@@ -125,7 +139,7 @@ def test_plugins_do_not_open_other_names():
 
 @pytest.mark.parametrize("key", sorted(CHOICES))
 def test_default_of_every_choice_is_one_of_them_once_fitted_to_the_machine(key: str):
-    assert not [problem for problem in validate(resolve_device(load(), True)[0]) if problem.key == key]
+    assert not [problem for problem in validate(defaults_on_cpu()) if problem.key == key]
 
 
 def test_every_range_is_of_a_key_that_holds_numbers_and_contains_its_default():
