@@ -13,7 +13,9 @@ from skyrl_train.config.safety import is_reference, unsafe
 
 def inspect(key: str, value: Any) -> list[Problem]:
     """What is wrong with a key and everything below it, before interpolations are resolved; "" is the root."""
-    return [*unsafe(key, value), *_misplaced(key, value)]
+    problems = list(unsafe(key, value))
+    refused = {problem.key for problem in problems}
+    return problems + [problem for problem in _misplaced(key, value) if problem.key not in refused]
 
 
 def _misplaced(key: str, value: Any) -> Iterator[Problem]:

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.config.hydra import BASE
+from skyrl_train.entrypoints import check_config
+
+KEYS = Path(__file__).with_name("skyrl_keys.tsv")
+HEAVY = ("torch", "ray", "transformers", "datasets", "numpy", "wandb")
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: str) -> tuple[int, str]:
+    """Exit code and everything printed."""
+    monkeypatch.setattr(sys, "argv", ["check_config", *argv])
+    try:
+        check_config.main()
+        code = 0
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+def every_key_at_its_default() -> list[str]:
+    overrides = []
+    for line in KEYS.read_text().splitlines()[1:]:
+        key, text = line.split("\t")
+        value = None if text.startswith("$") else json.loads(text)
+        if isinstance(value, str):
+            text = json.dumps(value) if "$" in value or value == "" else value
+        overrides.append(f"{key}={text}")
+    return overrides
+
+
+def test_every_skyrl_key_spelt_out_at_its_default_is_ok(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, text = run(capsys, monkeypatch, *every_key_at_its_default())
+    assert code == 0, text
+    assert "config ok" in text
+    assert "warning:" not in text
+    assert "note: generator.backend=vllm -> transformers" in text
+
+
+BAD = {
+    "unknown key": (["trainer.nonsense=1"], ["trainer.nonsense=1", "unknown key"]),
+    "unknown key with plus": (["+trainer.nonsense=1"], ["trainer.nonsense=1", "unknown key"]),
+    "typo": (["trainer.epcohs=20"], ["trainer.epcohs=20", "Did you mean trainer.epochs?"]),
+    "NaN": (["trainer.policy.optimizer_config.lr=nan"], ["trainer.policy.optimizer_config.lr=nan", "a finite number"]),
+    "negative": (["trainer.train_batch_size=-4"], ["trainer.train_batch_size=-4", "at least 1"]),
+    "wrong choice": (["trainer.strategy=fsdp3"], ["trainer.strategy=fsdp3", "one of", "fsdp2"]),
+    "wrong type": (["trainer.epochs=many"], ["trainer.epochs=many", "an integer"]),
+    "group of one": (
+        ["generator.n_samples_per_prompt=1"],
+        ["generator.n_samples_per_prompt=1", "at least 2", "raise it"],
+    ),
+    "KL twice": (["trainer.algorithm.use_kl_in_reward=true"], ["use_kl_in_reward=true", "use_kl_loss=false"]),
+    "gae without critic": (
+        ["trainer.algorithm.advantage_estimator=gae"],
+        ["trainer.critic.model.path=null", "the path of a model", "advantage_estimator=gae"],
+    ),
+    "two mistakes": (
+        ["trainer.epcohs=20", "generator.n_samples_per_prompt=1"],
+        ["2 problems", "trainer.epcohs=20", "generator.n_samples_per_prompt=1"],
+    ),
+}
+
+
+@pytest.mark.fault("F02")
+@pytest.mark.parametrize("name", BAD)
+def test_bad_configuration_exits_2_with_key_value_and_advice(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    arguments, parts = BAD[name]
+    code, text = run(capsys, monkeypatch, *arguments)
+    assert code == 2
+    assert [part for part in parts if part not in text] == []
+    assert "config ok" not in text
+
+
+@pytest.mark.fault("F01")
+def test_a_real_process_refuses_within_three_seconds_without_a_heavy_import():
+    script = (
+        "import sys; from skyrl_train.entrypoints.check_config import main\n"
+        "try:\n    main()\nfinally:\n"
+        f"    print('loaded:', *[name for name in {HEAVY} if name in sys.modules])\n"
+    )
+    arguments = [argument for bad, _ in BAD.values() for argument in bad]
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    seconds = time.monotonic() - start
+    assert done.returncode == 2
+    assert done.stdout.strip() == "loaded:"
+    assert "trainer.epcohs=20: unknown key. Did you mean trainer.epochs?" in done.stderr
+    assert seconds < 3
+
+
+def test_information_flags_of_hydra_work_and_write_nothing(tmp_path: Path):
+    command = [sys.executable, "-m", "skyrl_train.entrypoints.check_config"]
+
+    def printed(*arguments: str) -> str:
+        done = subprocess.run(
+            [*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+        )
+        return done.stdout
+
+    text = printed(
+        "--cfg", "job", "--resolve", "trainer.policy.model.path=my/model", "generator.tensor_parallel_size=1"
+    )
+    assert text.count("my/model") == 3
+    assert "tensor_parallel_size: 1" in text
+    assert "trainer:" in printed("--help")
+    assert "config ok" in printed(f"--config-name={BASE}")
+    assert list(tmp_path.iterdir()) == []

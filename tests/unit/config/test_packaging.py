@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_packages_of_the_wheel_are_the_folders_of_the_checkout():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "skyrl_train").glob("**/__init__.py")}
+    assert settings["packages"] == sorted(folders | {"skyrl_train.presets"})
+    assert not (ROOT / "skyrl_train" / "presets").exists(), "it would hide config/ in a checkout"
+
+
+def test_installed_wheel_finds_its_presets_outside_the_checkout(tmp_path: Path):
+    source, target, elsewhere = tmp_path / "source", tmp_path / "site", tmp_path / "elsewhere"
+    for name in ("skyrl_train", "config"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True, timeout=120
+    )
+    (wheel,) = tmp_path.glob("skyrl_train-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        archive.extractall(target)
+    presets = {f"skyrl_train/presets/{path.name}" for path in (ROOT / "config").glob("*.yaml")}
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "skyrl_train").rglob("*.py")}
+    assert presets | modules <= names
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"skyrl_train"}
+
+    elsewhere.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(target), "CUDA_VISIBLE_DEVICES": ""}
+    where = "import skyrl_train.config.hydra as h; print(h.presets_dir())"
+    for name in sorted(Path(preset).stem for preset in presets):
+        check = ["-m", "skyrl_train.entrypoints.check_config", "--config-name", name]
+        for arguments in (["-c", where], check):
+            done = subprocess.run(
+                [sys.executable, *arguments], cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=60
+            )
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.strip() in (str(target / "skyrl_train" / "presets"), "config ok")
+    assert list(elsewhere.iterdir()) == []

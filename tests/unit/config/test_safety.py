@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf.basecontainer import BaseContainer
+
+from skyrl_train.config.hydra import load, plain, save_resolved
+from skyrl_train.config.inspection import inspect
+from skyrl_train.config.prepare import launch, prepare
+from skyrl_train.config.safety import ALLOWED_RESOLVERS, may_be_shown, redact, unsafe
+from skyrl_train.errors import ConfigError
+
+SECRET = "s3cr3t-value-of-a-credential"
+
+RESOLVERS_OF_OMEGACONF = {
+    "oc.create",
+    "oc.decode",
+    "oc.deprecated",
+    "oc.dict.keys",
+    "oc.dict.values",
+    "oc.env",
+    "oc.select",
+}
+RESOLVERS_OF_HYDRA = {"hydra", "now", "python_version"}
+
+
+def refused(value: object) -> bool:
+    return bool(list(unsafe("trainer.run_name", value)))
+
+
+@pytest.mark.fault("F03")
+def test_set_of_resolvers_is_pinned():
+    assert {"oc.env"} == ALLOWED_RESOLVERS
+    known = "from omegaconf.basecontainer import BaseContainer; import skyrl_train.config.prepare as _; "
+    script = known + "print(*sorted(BaseContainer._resolvers))"
+    fresh = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert set(fresh.stdout.split()) <= RESOLVERS_OF_OMEGACONF | RESOLVERS_OF_HYDRA, "a new resolver: is it safe?"
+
+
+@pytest.mark.fault("F03")
+@pytest.mark.parametrize("name", sorted({*RESOLVERS_OF_OMEGACONF, *RESOLVERS_OF_HYDRA, "eval", "x.y"} - {"oc.env"}))
+def test_every_resolver_but_environment_variables_is_refused(name: str):
+    for text in (
+        f"${{{name}:a}}",
+        f"a${{ {name} : b }}c",
+        f"${{oc.env:HOME,${{{name}:x}}}}",
+        f"${{trainer.${{{name}:y}}}}",
+    ):
+        assert refused(text), text
+        assert inspect("", {"trainer": {"run_name": text}}), text
+        assert inspect("", {"generator": {"engine_init_kwargs": {"deep": [{"down": text}]}}}), text
+
+
+@pytest.mark.fault("F03")
+@pytest.mark.parametrize(
+    "text", ["${${x}:a}", "${oc.env:${x}}", "\\${now:a}", "${", "$${now:a}", "${oc.env:HOME}${now:a}"]
+)
+def test_text_that_is_built_to_pass_is_refused(text: str):
+    assert refused(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "$HOME", "${trainer.seed}", "a/${..seed}/b", "${oc.env:HOME}/x", "${oc.env:HF_HOME, /tmp}", "{x}"]
+)
+def test_references_to_keys_and_folders_are_accepted(text: str):
+    assert not refused(text)
+
+
+@pytest.mark.fault("F03")
+@pytest.mark.parametrize(
+    "override",
+    [
+        "+generator.engine_init_kwargs._target_=os.system",
+        "generator.engine_init_kwargs={a: [{_target_: os.system}]}",
+        "trainer.run_name=_target_",
+        "trainer.policy._target_=os.system",
+        "+hydra.callbacks.x._target_=os.system",
+        "trainer.run_name=${now:%Y}",
+        "trainer.seed=${python_version:}",
+    ],
+)
+def test_code_to_run_is_refused_on_the_command_line(override: str):
+    with pytest.raises(ConfigError, match="1 problem "):
+        prepare([override], has_accelerator=False)
+
+
+@pytest.mark.fault("F03")
+def test_code_to_run_is_refused_in_yaml_and_not_run(tmp_path: Path):
+    witness = tmp_path / "witness"
+    (tmp_path / "evil.yaml").write_text(
+        "defaults: [ppo_base_config, _self_]\n"
+        f"generator: {{engine_init_kwargs: {{a: {{_target_: pathlib.Path.touch, self: {witness}}}}}}}\n"
+        "trainer: {run_name: '${oc.decode:x}'}\n"
+        f"hydra: {{callbacks: {{x: {{_target_: pathlib.Path.touch, self: {witness}}}}}}}\n"
+    )
+    arguments = ["--config-dir", str(tmp_path), "--config-name", "evil"]
+    with pytest.raises(ConfigError) as caught:
+        prepare(arguments, has_accelerator=False)
+    for part in (
+        "generator.engine_init_kwargs.a._target_",
+        "trainer.run_name=${oc.decode:x}",
+        "hydra.callbacks.x._target_",
+    ):
+        assert part in str(caught.value)
+    with pytest.raises(SystemExit):
+        launch(lambda prepared: None, [*arguments, "--cfg", "job", "--resolve"])
+    assert not witness.exists()
+
+
+@pytest.mark.fault("F04")
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("HOME", True),
+        ("DATA_DIR", True),
+        ("HF_HOME", True),
+        ("SLURM_JOB_ID", True),
+        ("OPENAI_API_KEY", False),
+        ("WANDB_API_KEY", False),
+        ("HF_TOKEN", False),
+        ("HF_TOKEN_PATH", False),
+        ("AWS_SECRET_ACCESS_KEY", False),
+        ("DB_PASSWORD_DIR", False),
+        ("DATABASE_URL", False),
+    ],
+)
+def test_only_variables_that_hold_folders_and_names_may_be_shown(name: str, shown: bool):
+    assert may_be_shown(name) is shown
+    assert refused(f"x-${{oc.env:{name}}}") is not shown
+
+
+@pytest.mark.fault("F04")
+@pytest.mark.parametrize("flags", [[], ["--cfg", "job"], ["--cfg", "job", "--resolve"]])
+@pytest.mark.parametrize("where", ["command line", "yaml"])
+def test_secret_of_the_environment_is_never_printed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    where: str,
+):
+    monkeypatch.setenv("MY_API_KEY", SECRET)
+    text = "${oc.env:MY_API_KEY}"
+    (tmp_path / "leak.yaml").write_text(f"defaults: [ppo_base_config, _self_]\ntrainer: {{run_name: '{text}'}}\n")
+    leak = ["--config-dir", str(tmp_path), "--config-name", "leak"] if where == "yaml" else [f"trainer.run_name={text}"]
+    with pytest.raises(SystemExit) as stop:
+        launch(lambda prepared: print(prepared.config), [*leak, *flags])
+    printed = capsys.readouterr()
+    assert stop.value.code == 2
+    assert text in printed.err
+    assert SECRET not in printed.err + printed.out
+
+
+@pytest.mark.fault("F04")
+def test_key_that_follows_a_refused_one_does_not_resolve_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_API_KEY", SECRET)
+    with pytest.raises(ConfigError) as caught:
+        load(["trainer.run_name=${oc.env:MY_API_KEY}", "trainer.seed=${trainer.run_name}"])
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.fault("F04")
+def test_saved_configuration_has_no_secret_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_API_KEY", SECRET)
+    monkeypatch.setenv("SHORT_TOKEN", "none")
+    config = load([f"+generator.engine_init_kwargs.headers.key='Bearer {SECRET}'", "trainer.run_name=none"])
+    save_resolved(config, tmp_path / "run" / "config.yaml")
+    text = (tmp_path / "run" / "config.yaml").read_text()
+    assert SECRET not in text
+    assert "Bearer <MY_API_KEY>" in text
+    assert "run_name: none" in text
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.fault("F04")
+def test_redact_goes_into_everything_plain():
+    environ = {"A_TOKEN": SECRET, "B_DIR": "/data/folder"}
+    value = {"a": [f"x{SECRET}y", {"b": (SECRET,)}], SECRET: 1, "c": "/data/folder", "d": None}
+    shown = redact(value, environ)
+    assert shown == {"a": ["x<A_TOKEN>y", {"b": ["<A_TOKEN>"]}], "<A_TOKEN>": 1, "c": "/data/folder", "d": None}
+
+
+def test_composing_leaves_no_resolver_of_hydra_behind():
+    before = set(BaseContainer._resolvers)
+    plain(load(["trainer.seed=1"]))
+    assert set(BaseContainer._resolvers) == before
