@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -25,7 +24,6 @@ _ON_CPU: dict[str, tuple[Any, str]] = {
 _ON_CUDA: dict[str, tuple[Any, str]] = {
     "generator.backend": ("transformers", "vllm is not available in this version"),
 }
-_NO_FLASH_ATTENTION = {"trainer.flash_attn": (False, "the flash_attn package is not installed")}
 
 
 def accelerator_present() -> bool:
@@ -58,7 +56,7 @@ def resolve_device(config: Config, has_accelerator: bool) -> tuple[Config, list[
         found = "an accelerator was found" if has_accelerator else "no accelerator was found"
         notes.append(f"device=auto -> {device}: {found}.")
     changes: dict[str, Any] = {"device": device}
-    for key, value, reason in _fitting(device):
+    for key, (value, reason) in (_ON_CPU if device == "cpu" else _ON_CUDA).items():
         default = all_keys()[key].default
         if value_at(config, key) == default:
             changes[key] = value
@@ -68,14 +66,6 @@ def resolve_device(config: Config, has_accelerator: bool) -> tuple[Config, list[
     for key, value in changes.items():
         config = _with(config, key.split("."), value)
     return config, notes
-
-
-def _fitting(device: str) -> Iterator[tuple[str, Any, str]]:
-    table = dict(_ON_CPU if device == "cpu" else _ON_CUDA)
-    if device == "cuda" and importlib.util.find_spec("flash_attn") is None:
-        table |= _NO_FLASH_ATTENTION
-    for key, (value, reason) in table.items():
-        yield key, value, reason
 
 
 def device_problems(config: Config, has_accelerator: bool) -> Iterator[Problem]:

@@ -51,11 +51,35 @@ ROWS = (
         "Only Megatron reads it; trainer.policy.fsdp_config shards models here.",
         lambda config: config.trainer.strategy != "megatron",
     ),
+    Inert(
+        ("trainer.policy.optimizer_config.offload_after_step",),
+        "The whole trainer leaves the accelerator while engines generate, with trainer.placement.colocate_all=true.",
+    ),
+    Inert(
+        ("trainer.policy.fsdp_config", "trainer.ref.fsdp_config"),
+        "It belongs to trainer.strategy=fsdp2.",
+        lambda config: config.trainer.strategy == "single",
+    ),
+    Inert(("trainer.log_path",), "A run's logs and metrics are in its folder, trainer.ckpt_path."),
+    Inert(
+        ("trainer.timeouts.checkpoint_s",), "Saving and loading are calls of the trainer's ranks: timeouts.update_s."
+    ),
+    Inert(
+        ("trainer.flash_attn",),
+        "Attention without padding uses PyTorch's own kernels: flash attention wherever they have it.",
+    ),
+    Inert(
+        ("generator.weight_sync_check",),
+        "Fingerprints are always checked.",
+        lambda config: config.generator.weight_sync_check == "off",
+    ),
     Inert(("trainer.use_sample_packing",), "Batches are always packed without padding."),
     Inert(("generator.async_engine", "generator.batched"), "Engines always run asynchronously and batch requests."),
     Inert(
         (
             "generator.vllm_v1_disable_multiproc",
+            "generator.enable_prefix_caching",
+            "generator.max_num_batched_tokens",
             "generator.enable_chunked_prefill",
             "generator.enforce_eager",
             "generator.fully_sharded_loras",
@@ -78,6 +102,11 @@ ROWS = (
     Inert(
         ("generator.sampling_params.logprobs", "generator.eval_sampling_params.logprobs"),
         "The log-prob of every sampled token is always returned.",
+    ),
+    Inert(
+        ("generator.chat_template.source",),
+        "It belongs to generator.chat_template.name_or_path.",
+        lambda config: config.generator.chat_template.name_or_path is None,
     ),
     Inert(
         ("generator.append_eos_token_after_stop_str_in_multi_turn",),

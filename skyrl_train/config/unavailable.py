@@ -55,6 +55,10 @@ VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "trainer.fully_async.enabled": ((False,), "Only synchronous training is available in this version."),
     "trainer.update_ref_every_epoch": ((False,), "The reference stays as it was loaded in this version."),
+    "trainer.dump_data_batch": (
+        (False,),
+        "Batches are not written in this version; dump_eval_results writes evaluations.",
+    ),
     "trainer.policy.use_torch_compile": ((False,), "Compilation is not available in this version."),
     "trainer.policy.record_memory": ((False,), "Memory snapshots are not available in this version."),
     "trainer.policy.model.lora.rank": ((0,), _LORA),

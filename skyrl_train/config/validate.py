@@ -100,8 +100,17 @@ def _combinations(config: Config) -> Iterator[Problem]:
     if trainer.strategy == "single" and ranks > 1:
         advice = f"The policy has {ranks} ranks; one of {'policy_num_gpus_per_node, policy_num_nodes'} must go to 1."
         yield Problem("trainer.strategy", "single", "fsdp2 with more than one rank", advice)
+    yield from _collectives(config)
     if not config.data.train_data:
         yield Problem("data.train_data", [], "at least one file or dataset")
+
+
+def _collectives(config: Config) -> Iterator[Problem]:
+    backend = config.generator.weight_sync_backend
+    served = {"cpu": "gloo", "cuda": "nccl"}.get(config.device, backend)
+    if backend in CHOICES["generator.weight_sync_backend"] and backend != served:
+        limit, advice = f"{served} with device={config.device}", "Weights travel over the trainer's own collectives."
+        yield Problem("generator.weight_sync_backend", backend, limit, advice)
 
 
 def _algorithm(config: Config) -> Iterator[Problem]:

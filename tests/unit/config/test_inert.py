@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+import skyrl_train
 from skyrl_train.config.inert import ROWS
-from skyrl_train.config.keys import all_keys
+from skyrl_train.config.keys import all_keys, leaves
 from skyrl_train.config.prepare import prepare
+from skyrl_train.config.unavailable import VALUES
+from skyrl_train.config.validate import CHOICES
+
+PACKAGE = Path(skyrl_train.__file__).parent
 
 
 def warnings(*overrides: str) -> list[str]:
@@ -21,6 +29,10 @@ def test_defaults_warn_about_nothing_also_when_spelt_out():
     [
         "generator.async_engine=false",
         "generator.batched=true",
+        "generator.weight_sync_check=off",
+        "generator.max_num_batched_tokens=16",
+        "trainer.policy.optimizer_config.offload_after_step=false",
+        "trainer.log_path=/x",
         "generator.vllm_v1_disable_multiproc=false",
         "generator.gpu_memory_utilization=0.5",
         "trainer.use_sample_packing=false",
@@ -60,11 +72,29 @@ def test_key_without_effect_is_named_once_with_what_to_use(override: str):
             "trainer.algorithm.policy_loss_type=cispo",
             "trainer.plugins=[mine]",
         ],
+        ["generator.weight_sync_check=probe"],
         ["trainer.epochs=3", "generator.n_samples_per_prompt=8"],
     ],
 )
 def test_key_with_effect_is_not_named(overrides: list[str]):
     assert warnings(*overrides) == []
+
+
+def test_every_key_is_read_refused_or_named_as_having_no_effect():
+    modules = [
+        path for path in PACKAGE.rglob("*.py") if not {"config", "testing"} & set(path.relative_to(PACKAGE).parts)
+    ]
+    read = set(re.findall(r"\.([A-Za-z_]\w*)", "\n".join(path.read_text() for path in modules)))
+    explained = (
+        {key for row in ROWS for key in row.keys} | set(VALUES) | {key for key in CHOICES if len(CHOICES[key]) == 1}
+    )
+    explained.add("generator.weight_sync_backend")  # only what the device has is accepted
+    ignored = [
+        key
+        for key in leaves()
+        if key.rpartition(".")[2] not in read and not any(f"{key}.".startswith(f"{name}.") for name in explained)
+    ]
+    assert ignored == []
 
 
 def test_rows_name_keys_that_exist():

@@ -152,6 +152,12 @@ def test_every_range_is_of_a_key_that_holds_numbers_and_contains_its_default():
                 assert number is None or number.startswith("${"), key
 
 
+def test_collectives_are_those_of_the_device():
+    on_cuda = resolve_device(load(["generator.weight_sync_backend=gloo"]), has_accelerator=True)[0]
+    (problem,) = validate(on_cuda)
+    assert str(problem).startswith("generator.weight_sync_backend=gloo: must be nccl with device=cuda.")
+
+
 @pytest.mark.fault("F02")
 def test_nan_is_refused_at_every_number_also_past_the_command_line():
     for key, item in leaves().items():
