@@ -53,11 +53,6 @@ def prepare(argv: Sequence[str], has_accelerator: bool | None = None) -> Prepare
     return _check(raw, line.problems, has_accelerator)
 
 
-def prepare_composed(raw: DictConfig, has_accelerator: bool | None = None) -> PreparedConfig:
-    """The same from a configuration that the caller's own `@hydra.main` composed."""
-    return _check(raw, [], has_accelerator)
-
-
 def _check(raw: DictConfig, problems: list[Problem], has_accelerator: bool | None) -> PreparedConfig:
     present = accelerator_present() if has_accelerator is None else has_accelerator
     config, more = finish(raw)
