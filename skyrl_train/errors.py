@@ -9,7 +9,7 @@
     ├── EngineError            an inference engine refused or died; names the engine
     │   └── UnsupportedParameter  a sampling parameter or call this engine cannot honour
     ├── WeightSyncError        a transfer that is stale, partial or corrupt; names the tensor
-    ├── EnvironmentFailure     an episode's environment raised, lied or hung; the trajectory is masked, not the run stopped
+    ├── EnvironmentFailure     an episode's environment raised, lied or hung; the trajectory is masked, the run goes on
     ├── RolloutsFailed         too many episodes of a step failed; the run stops instead of training on zeros
     ├── NonFiniteUpdate        loss or gradient was not finite too many times in a row
     └── CheckpointError        a checkpoint is torn or corrupt and nothing older can replace it

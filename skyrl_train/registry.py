@@ -21,8 +21,8 @@ def load_object(target: str) -> Any:
 class Registry(Generic[T]):
     """One kind of choice.
 
-    `table` maps the built-in names to "module:object" and is loaded on first use, so that knowing a name costs no import
-    of torch, ray or an engine. `register` adds a user's own; a name is never silently replaced.
+    `table` maps the built-in names to "module:object" and is loaded on first use, so that knowing a name costs no
+    import of torch, ray or an engine. `register` adds a user's own; a name is never silently replaced.
     """
 
     def __init__(self, kind: str, table: Mapping[str, str] | None = None):

@@ -2,10 +2,10 @@
 
 1. Generate word problems; no expression is in both splits.
 2. Make a tokenizer and a small Llama.
-3. Warm it up (`main_sft`) on demonstrations of two kinds: some work step by step, most blurt out an answer. The model then
-   knows the format, and mostly blurts.
-4. GRPO (`main_base`): right answers are rewarded and nothing else. Steps pay, so it learns to take them, and to take them
-   right.
+3. Warm it up (`main_sft`) on demonstrations of two kinds: some work step by step, most blurt out an answer. The model
+   then knows the format, and mostly blurts.
+4. GRPO (`main_base`): right answers are rewarded and nothing else. Steps pay, so it learns to take them, and to take
+   them right.
 5. Compare greedy accuracy on held-out problems before and after, and draw the reward.
 """
 
@@ -27,7 +27,7 @@ from skyrl_train.report.curve import write_reward_curve
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 
 HERE = Path(__file__).parent
-OPERATIONS, MAX_VALUE = 2, 9
+OPERATIONS, MAX_VALUE = 3, 6
 STEPWISE = 0.45
 """Share of demonstrations that work step by step."""
 

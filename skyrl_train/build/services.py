@@ -14,6 +14,7 @@ from skyrl_train.build.layout import Layout, place
 from skyrl_train.build.learner import build_learner
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.hydra import plain, save_resolved
+from skyrl_train.config.safety import redact
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.errors import DeadlineExceeded
 from skyrl_train.report.trackers import Trackers, make_trackers
@@ -52,7 +53,7 @@ def build_trackers(cfg: Config, directory: Path) -> Trackers:
     """JSONL files in `directory`, and whatever trainer.logger names."""
     trainer = cfg.trainer
     names = [trainer.logger] if isinstance(trainer.logger, str) else list(trainer.logger)
-    return make_trackers(names, directory, trainer.project_name, trainer.run_name, plain(cfg))
+    return make_trackers(names, directory, trainer.project_name, trainer.run_name, redact(plain(cfg)))
 
 
 def run_directory(cfg: Config, fingerprints: Mapping[str, str]) -> RunDirectory:

@@ -20,20 +20,22 @@ _OWN_CLUSTER_ENV = {
     # Keep CUDA_VISIBLE_DEVICES as it is for actors without a GPU (Ray's announced future default).
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray runs workers at nice 15. Here they do the work: at a lower priority than anything else on a shared machine, the
+    # After kill -9 of the driver, Ray's agents look for the dead head this long before they end too, by default 60 s.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
+    # Ray runs workers at nice 15. Here they do the work: at a lower priority than everything else on a machine, the
     # threads of one matrix product wait for whichever of them was pre-empted.
     "RAY_worker_niceness": "0",
-    # Spinning for a pre-empted thread took a step from 1.3 s to 10-44 s on a busy machine; sleeping costs little on a quiet one.
+    # Spinning for a pre-empted thread took a step from 1.3 s to 10-44 s on a busy machine; a quiet one gains little.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 OBJECT_STORE_BYTES = 2 << 30
-"""Batches pass through the object store one by one; Ray's own default is 30 % of memory."""
+"""Batches pass through it one by one; Ray's own default is 30 % of memory."""
 
 
 class Cluster:
     """Connects on enter; on exit kills what this run started, gives its slots back and disconnects.
 
-    A cluster that we started ourselves ends with its driver, also after kill -9 (Ray's processes die with their parent).
+    A cluster that we started ourselves ends with its driver, also after kill -9: Ray's processes watch their parents.
     """
 
     def __init__(self, plugins: Sequence[str] = ()):

@@ -1,8 +1,8 @@
 """The ragged training batch: sequences laid end to end, no padding.
 
 Legend: T tokens of all sequences (prompt and response), B sequences.
-Alignment: value i of a token-level tensor belongs to token i. `logprobs[i]` is the log-probability of input_ids[i] given what
-precedes it in its own sequence; a sequence's first token has none (mask 0, value 0).
+Alignment: value i of a token-level tensor belongs to token i. `logprobs[i]` is the log-probability of input_ids[i]
+given what precedes it in its own sequence; a sequence's first token has none (mask 0, value 0).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class TrainBatch:
         return TrainBatch(**{name: value if value is None else value.to(device) for name, value in moved.items()})  # type: ignore[arg-type]
 
     def split(self, *, max_sequences: int | None = None, token_budget: int | None = None) -> list[TrainBatch]:
-        """Micro-batches in order, closed before either bound would be passed; a sequence longer than the budget stands alone."""
+        """Micro-batches in order, closed before a bound is passed; a sequence longer than the budget stands alone."""
         return [self.select(rows) for rows in pack(self.lengths.tolist(), max_sequences, token_budget)]
 
     def shard(self, ranks: int, cost: Tensor | None = None) -> list[list[int]]:
@@ -172,7 +172,7 @@ def cat(batches: Sequence[TrainBatch]) -> TrainBatch:
 def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
     """Groups to one ragged batch on the CPU: trajectories in group order, group_ids counting groups.
 
-    Failed and cut trajectories keep their place with an all-zero loss mask, so that row counts and groups stay what they were.
+    Failed and cut trajectories keep their place with an all-zero loss mask: row counts and groups stay what they were.
     """
     trajectories = [(index, item) for index, group in enumerate(groups) for item in group.trajectories]
     assert trajectories, "a batch needs at least one trajectory"

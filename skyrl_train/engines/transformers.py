@@ -127,12 +127,12 @@ class TransformersEngine:
             raise
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """See InferenceEngine. Works while paused."""
+        """See InferenceEngine. Works while paused, and with only the weights awake: it needs no cache."""
         for ids in token_ids:
             self._check_ids("score", ids)
 
         def score() -> list[list[float]]:
-            self._check_serving()
+            self._check_serving(only_weights=True)
             with torch.inference_mode():
                 return self._served.score(token_ids, temperature)
 
@@ -309,12 +309,12 @@ class TransformersEngine:
                 raise EngineError(f"Engine {self.name!r} is closed.") from error
             raise
 
-    def _check_serving(self) -> None:
+    def _check_serving(self, only_weights: bool = False) -> None:
         if self._receiver.torn:
             raise EngineError(
                 f"Engine {self.name!r} holds half of a weight transfer; it serves nothing until a complete sync."
             )
-        if self._asleep:
+        if "weights" in self._asleep or (self._asleep and not only_weights):
             raise EngineError(f"Engine {self.name!r} is asleep; wake_up() first.")
 
     def _check(self, request: SampleRequest) -> None:

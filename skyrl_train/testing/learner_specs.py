@@ -54,5 +54,8 @@ def policy_batch(lengths: tuple[int, ...] = (9, 4, 12, 9, 2, 7, 9, 5), seed: int
         return torch.randn(len(batch.input_ids), generator=generator) * scale * batch.loss_mask
 
     return batch.with_tokens(
-        advantages=noise(1.0), old_logprobs=noise(0.1) - 5.0, ref_logprobs=noise(0.1) - 5.0, rollout_logprobs=noise(0.1) - 5.0
+        advantages=noise(1.0),
+        old_logprobs=noise(0.1) - 5.0,
+        ref_logprobs=noise(0.1) - 5.0,
+        rollout_logprobs=noise(0.1) - 5.0,
     )

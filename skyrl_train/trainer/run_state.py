@@ -49,8 +49,7 @@ class RunState:
             if current != stored:
                 raise CheckpointError(
                     f"{name} has changed since {found.path} was written (then {stored}, now {current}): "
-                    "the run cannot go on where it stopped. Restore the data, or start anew with trainer.resume_mode=none "
-                    "and another trainer.ckpt_path."
+                    "the run cannot go on where it stopped. Restore the data, or start in another trainer.ckpt_path."
                 )
         await self._learner.policy.all("load", str(found.path / "policy"))
         for name, controller in self._controllers.items():

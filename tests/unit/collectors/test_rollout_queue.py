@@ -17,7 +17,9 @@ STEPS, PER_STEP = 12, 4
 def group_of(prompt: Prompt, version: int = 0, failed: int = 0, samples: int = 2) -> TrajectoryGroup:
     rows = []
     for sample in range(samples):
-        row = Trajectory(prompt, sample, [1], [2], [1], [-0.5], [Turn(0, 1, 1.0, "stop", version, version)], 1.0, "stop", 1.0)
+        row = Trajectory(
+            prompt, sample, [1], [2], [1], [-0.5], [Turn(0, 1, 1.0, "stop", version, version)], 1.0, "stop", 1.0
+        )
         if sample < failed:
             row.status, row.error = FAILED, "timeout"
         rows.append(row)

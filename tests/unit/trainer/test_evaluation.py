@@ -26,7 +26,11 @@ def rollout_of(rewards: dict[str, list[float | None]]):  # type: ignore[no-untyp
 
 
 def test_mean_and_pass_at_n_are_given_by_source_and_failures_count_as_zero(tmp_path: Path):
-    prompts = [Prompt("a", [], "x", data_source="one/x"), Prompt("b", [], "x", data_source="one/x"), Prompt("c", [], "x")]
+    prompts = [
+        Prompt("a", [], "x", data_source="one/x"),
+        Prompt("b", [], "x", data_source="one/x"),
+        Prompt("c", [], "x"),
+    ]
     rewards: dict[str, list[float | None]] = {"a": [1.0, 0.0], "b": [0.0, None], "c": [1.0, 1.0]}
     found = asyncio.run(Evaluator(rollout_of(rewards), prompts, batch_size=2, dump_to=tmp_path).run(step=7))
     assert found["eval/one/x/avg_score"] == 0.25

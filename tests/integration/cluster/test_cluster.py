@@ -1,0 +1,152 @@
+"""Slots, actors and the Ray runtime, for real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from skyrl_train.build.layout import place
+from skyrl_train.cluster.actors import Remote, spawn
+from skyrl_train.cluster.placement import cpus_per_slot, reserve
+from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.config.schema import GeneratorConfig, PlacementConfig
+from skyrl_train.errors import ConfigError, DeadlineExceeded, WorkerDied
+
+
+class Subject:
+    """What the actors of these tests hold."""
+
+    constant = 7
+
+    def __init__(self, fail: bool = False):
+        if fail:
+            raise ValueError("no such model")
+
+    def add(self, a: int, b: int = 0) -> int:
+        return a + b
+
+    def raise_config_error(self) -> None:
+        raise ConfigError("key=3 is wrong")
+
+    def hang(self) -> None:
+        time.sleep(600)
+
+    def die(self) -> None:
+        os._exit(3)
+
+    async def wait(self, seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        return seconds
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as running:
+        yield running
+
+
+def start(cluster: Cluster, concurrent: bool = False, deadline_s: float = 60.0, **kwargs: bool) -> Remote:
+    slots = reserve(cluster, count=1, tenants=1, device="cpu", total_slots=8, deadline_s=10, key="test")
+    target = f"{__name__}:Subject"
+    return spawn(
+        cluster, target, kwargs, slots=slots, index=0, name="subject", concurrent=concurrent, deadline_s=deadline_s
+    )
+
+
+def test_calls_results_and_errors_cross_as_they_are(cluster: Cluster):
+    subject = start(cluster)
+
+    async def run() -> None:
+        assert await subject.add(2, b=3) == 5
+        assert await subject.read("constant", 10.0) == 7
+        with pytest.raises(ConfigError, match=r"^key=3 is wrong$"):
+            await subject.raise_config_error()
+
+    asyncio.run(run())
+
+
+def test_a_concurrent_actor_overlaps_its_calls(cluster: Cluster):
+    subject = start(cluster, concurrent=True)
+
+    async def run() -> float:
+        await subject.wait(0.0)
+        begun = time.monotonic()
+        await asyncio.gather(*(subject.wait(0.3) for _ in range(10)))
+        return time.monotonic() - begun
+
+    assert asyncio.run(run()) < 2.0
+
+
+def test_silence_and_death_are_errors_that_name_the_process(cluster: Cluster):
+    hanging, dying, failing = start(cluster), start(cluster), start(cluster, fail=True)
+
+    async def run() -> None:
+        await hanging.add(1)
+        with pytest.raises(DeadlineExceeded, match=r"subject\.hang did not finish within 0\.3 s"):
+            await hanging.call_within(0.3, "hang")
+        with pytest.raises(WorkerDied, match="subject died during die"):
+            await dying.die()
+        with pytest.raises(WorkerDied, match="no such model"):
+            await failing.add(1)
+
+    asyncio.run(run())
+    hanging.kill()
+
+
+@pytest.mark.fault("F05")
+def test_more_than_the_cluster_has_is_refused_at_once_with_need_and_have(cluster: Cluster):
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match=r"policy.*needs 2 slots of 1 GPU, 2 GPUs.*has .* and 0 GPUs"):
+        reserve(cluster, count=2, tenants=1, device="cuda", total_slots=2, deadline_s=10, key="policy")
+    occupied = reserve(cluster, count=1, tenants=1, device="cpu", total_slots=1, deadline_s=10, key="first")
+    assert occupied.count == 1
+    with pytest.raises(ConfigError, match=r"engines: needs 64 slots of 1 CPU.*not placed within 1 s.*colocate"):
+        reserve(cluster, count=64, tenants=1, device="cpu", total_slots=0, deadline_s=1, key="engines")
+    assert time.monotonic() - begun < 10
+
+
+def test_two_ranks_and_an_engine_fit_two_cores():
+    assert 3 * cpus_per_slot(2.0, 3) <= 2.0
+    assert cpus_per_slot(64.0, 3) == 1.0
+
+
+def test_layouts_share_slots_when_colocated_and_do_not_when_apart(cluster: Cluster):
+    generator = GeneratorConfig(num_inference_engines=2)
+    together = PlacementConfig(policy_num_gpus_per_node=2)
+    layout = place(cluster, together, generator, device="cpu", deadline_s=10, with_reference=True)
+    assert layout.time_shared
+    assert layout.policy and layout.engines and layout.reference
+    assert layout.policy.slots is layout.engines.slots is layout.reference.slots
+    assert layout.policy.slots.tenants == 3
+    apart = PlacementConfig(colocate_all=False)
+    layout = place(cluster, apart, generator, device="cpu", deadline_s=10, with_reference=True)
+    assert not layout.time_shared
+    assert layout.policy and layout.engines and layout.reference
+    assert layout.policy.slots is not layout.engines.slots
+    assert layout.policy.slots is layout.reference.slots
+
+
+def test_leaving_a_cluster_ends_its_processes_and_gives_its_slots_back():
+    # In a process of its own, because a driver has one cluster: the check for left-overs is the conftest's.
+    import subprocess
+    import sys
+
+    code = (
+        "from skyrl_train.cluster.runtime import Cluster\n"
+        "with Cluster() as cluster:\n"
+        "    assert cluster.cpus >= 1 and cluster.nodes == 1\n"
+        "import ray\n"
+        "assert not ray.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
+
+
+def test_a_cluster_that_was_there_before_stays(cluster: Cluster):
+    with Cluster() as inner:
+        start(inner)
+    assert ray.is_initialized()

@@ -1,0 +1,117 @@
+"""What users bring: plugins under Ray, and subclasses of BasePPOExp."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .conftest import Run, metrics_of
+
+PLUGIN = """
+import torch
+from skyrl_train.algorithms.registry import register_advantage_estimator, register_policy_loss
+from skyrl_train.environments.base import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_train.environments.registry import register
+
+
+@register_advantage_estimator("centred")
+def centred(rewards, group_ids, valid, *, norm_by_std):
+    return torch.where(valid, rewards - rewards[valid].mean(), 0.0)
+
+
+@register_policy_loss("reinforce")
+def reinforce(logprobs, old_logprobs, advantages, mask, *, eps_low, eps_high):
+    return -logprobs * advantages * mask, torch.zeros_like(mask)
+
+
+class LetterEnv(BaseTextEnv):
+    def step(self, action):
+        reward = float(len(action) % 3)
+        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={"length": len(action)})
+
+
+register("letters", "my_plugin:LetterEnv")
+"""
+
+SUBCLASS = """
+from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
+
+
+class Halved(BasePPOExp):
+    def get_generator(self, client, environments, *, evaluation):
+        generator = super().get_generator(client, environments, evaluation=evaluation)
+        rollout = generator.rollout
+
+        async def halved(prompt, position):
+            group = await rollout(prompt, position)
+            for row in group.trajectories:
+                row.reward = 0.25
+            return group
+
+        generator.rollout = halved
+        return generator
+
+
+if __name__ == "__main__":
+    run_experiment(Halved)
+"""
+
+ONE_STEP = (
+    "trainer.max_steps=1",
+    "trainer.ckpt_interval=0",
+    "trainer.eval_before_train=false",
+    "trainer.eval_interval=0",
+)
+
+
+def without_environment(overrides: list[str]) -> list[str]:
+    return [one for one in overrides if not one.startswith(("environment.", "data.train"))]
+
+
+@pytest.mark.slow
+def test_plugins_work_in_the_driver_in_ranks_and_in_environment_processes(
+    run: Run,
+    small: Callable,  # type: ignore[type-arg]
+    tmp_path: Path,
+):
+    (tmp_path / "my_plugin.py").write_text(PLUGIN)
+    rows = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(
+        "main_base",
+        *without_environment(small(tmp_path)),
+        *ONE_STEP,
+        f"data.train_data=['{tmp_path / 'rows.jsonl'}']",
+        "trainer.plugins=[my_plugin]",
+        "environment.env_class=letters",
+        "trainer.algorithm.advantage_estimator=centred",
+        "trainer.algorithm.policy_loss_type=reinforce",
+        PYTHONPATH=str(tmp_path),
+    )
+    found = metrics_of(tmp_path)[1]
+    assert found["rollouts/failed"] == 0
+    assert found["environment/length"] > 0
+    assert found["policy/grad_norm"] > 0
+
+
+@pytest.mark.slow
+def test_a_subclass_of_the_experiment_replaces_one_part(small: Callable, tmp_path: Path):  # type: ignore[type-arg]
+    (tmp_path / "main_halved.py").write_text(SUBCLASS)
+    command = [sys.executable, str(tmp_path / "main_halved.py"), *small(tmp_path), *ONE_STEP]
+    subprocess.run(command, check=True, timeout=250, env=os.environ, capture_output=True)
+    assert metrics_of(tmp_path)[1]["reward/mean"] == 0.25
+
+
+@pytest.mark.slow
+def test_evaluation_alone_scores_a_model_and_trains_nothing(run: Run, small: Callable, tmp_path: Path):  # type: ignore[type-arg]
+    done = run("main_generate", *small(tmp_path))
+    scores = json.loads(done.stdout[done.stdout.index("{") :])
+    assert scores["eval/arithmetic/num_failed"] == 0
+    assert metrics_of(tmp_path)[0]["eval/arithmetic/avg_score"] == scores["eval/arithmetic/avg_score"]
+    assert (tmp_path / "exports" / "dumped_evals" / "global_step_0_evals" / "arithmetic.jsonl").exists()

@@ -1,0 +1,75 @@
+"""Promise 6: a run that was killed and resumed is the run that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from .conftest import Run, command, metrics_of
+
+SIX_STEPS = ("trainer.epochs=1", "trainer.max_steps=6", "trainer.hf_save_interval=6")
+
+
+def kill_in_the_middle_of_step(overrides: list[str], folder: Path, step: int) -> None:
+    """Start a run; kill -9 its driver when `step` steps are logged, so while a later one is under way."""
+    metrics = folder / "ckpts" / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    with (folder / "killed.log").open("w") as log:
+        driver = subprocess.Popen(command("main_base", overrides), stdout=log, stderr=log, env=os.environ)
+    while not (metrics.exists() and re.search(rf'"step": {step},', metrics.read_text())):
+        assert driver.poll() is None and time.monotonic() < deadline, (folder / "killed.log").read_text()[-4000:]
+        time.sleep(0.005)
+    family = psutil.Process(driver.pid).children(recursive=True)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    _, left = psutil.wait_procs(family, timeout=30)
+    assert not left, f"a killed driver left {[process.cmdline()[:3] for process in left]}"
+
+
+@pytest.mark.slow
+@pytest.mark.fault("F35")
+def test_a_killed_run_resumes_to_the_same_metrics_and_the_same_bits(run: Run, small: Callable, tmp_path: Path):  # type: ignore[type-arg]
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    run("main_base", *small(straight), *SIX_STEPS)
+    killed.mkdir()
+    overrides = [*small(killed), *SIX_STEPS]
+    kill_in_the_middle_of_step(overrides, killed, step=3)
+    assert (killed / "ckpts" / "latest_ckpt_global_step.txt").read_text() == "2"
+    done = run("main_base", *overrides)
+    assert "resumed" in done.stdout
+    assert metrics_of(killed) == metrics_of(straight)
+    weights = "exports/global_step_6/policy/model.safetensors"
+    ours, theirs = load_file(killed / weights), load_file(straight / weights)
+    assert all(bool((ours[name] == tensor).all()) for name, tensor in theirs.items())
+
+
+@pytest.mark.slow
+@pytest.mark.fault("F06")
+@pytest.mark.fault("F09")
+def test_a_run_goes_on_only_with_its_own_data_and_folder(run: Run, small: Callable, tmp_path: Path):  # type: ignore[type-arg]
+    overrides = [*small(tmp_path), "trainer.max_steps=2", "trainer.eval_before_train=false", "trainer.eval_interval=0"]
+    data = tmp_path / "mine.jsonl"
+    data.write_text(Path(overrides[0].split("'")[1]).read_text())
+    overrides[0] = f"data.train_data=['{data}']"
+    run("main_base", *overrides)
+    again = run("main_base", *overrides)
+    assert "step 2 of 2, resumed" in again.stdout, "a finished run has nothing left to do"
+
+    lines = data.read_text().splitlines()
+    row = json.loads(lines[0])
+    row["reward_spec"]["ground_truth"] = "-1"
+    data.write_text("\n".join([json.dumps(row), *lines[1:]]) + "\n")
+    changed = run("main_base", *overrides, expect=2)
+    assert "train_data was" in changed.stderr
+    other = run("main_base", *overrides, "trainer.run_name=another", expect=2)
+    assert "run_name was 'test_run', is 'another'" in other.stderr
