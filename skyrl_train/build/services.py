@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.hydra import plain, save_resolved
 from skyrl_train.config.safety import redact
 from skyrl_train.config.schema import Config, TrainerConfig
-from skyrl_train.errors import DeadlineExceeded
+from skyrl_train.errors import ConfigError, DeadlineExceeded
 from skyrl_train.report.trackers import Trackers, make_trackers
 from skyrl_train.trainer.checkpoints import Checkpoints
 from skyrl_train.trainer.run_directory import RunDirectory
@@ -37,6 +37,17 @@ class Services:
     layout: Layout
     learner: Learner | None
     trackers: Trackers
+
+
+def import_plugins(names: Sequence[str]) -> None:
+    """Import users' modules, which register what they bring. Raises ConfigError for one that cannot be imported."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(
+                f"trainer.plugins: module {name!r} cannot be imported ({error}); put its folder on PYTHONPATH or install it."
+            ) from error
 
 
 def schedule_of(trainer: TrainerConfig, num_prompts: int) -> StepSchedule:
@@ -81,8 +92,6 @@ async def learner_services(
 ) -> AsyncIterator[Services]:
     """Folder, trackers, cluster, slots, and a learner that is not yet set up. On exit nothing is left running."""
     trainer = cfg.trainer
-    for module in trainer.plugins:
-        importlib.import_module(module)
     with ExitStack() as stack:
         directory = stack.enter_context(run_directory(cfg, fingerprints))
         save_resolved(cfg, directory.path / "config.yaml")

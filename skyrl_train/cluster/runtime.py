@@ -14,14 +14,14 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
+from skyrl_train.cluster.guard import Guard
+
 _OWN_CLUSTER_ENV = {
     # A driver under `uv run` would make every worker run `uv run` again; they share its environment already.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     # Keep CUDA_VISIBLE_DEVICES as it is for actors without a GPU (Ray's announced future default).
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # After kill -9 of the driver, Ray's agents look for the dead head this long before they end too, by default 60 s.
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
     # Ray runs workers at nice 15. Here they do the work: at a lower priority than everything else on a machine, the
     # threads of one matrix product wait for whichever of them was pre-empted.
     "RAY_worker_niceness": "0",
@@ -35,7 +35,7 @@ OBJECT_STORE_BYTES = 2 << 30
 class Cluster:
     """Connects on enter; on exit kills what this run started, gives its slots back and disconnects.
 
-    A cluster that we started ourselves ends with its driver, also after kill -9: Ray's processes watch their parents.
+    A cluster that we started ourselves ends with its driver, also after kill -9; see guard.py.
     """
 
     def __init__(self, plugins: Sequence[str] = ()):
@@ -43,6 +43,7 @@ class Cluster:
         self._actors: list[ActorHandle] = []
         self._groups: list[PlacementGroup] = []
         self._connected_here = False
+        self._guard: Guard | None = None
 
     def __enter__(self) -> Cluster:
         if ray.is_initialized():
@@ -59,6 +60,7 @@ class Cluster:
                 object_store_memory=OBJECT_STORE_BYTES,
                 logging_level=logging.WARNING,
             )
+            self._guard = Guard()
         return self
 
     def __exit__(
@@ -72,6 +74,8 @@ class Cluster:
             remove_placement_group(group)
         if self._connected_here:
             ray.shutdown()
+        if self._guard is not None:
+            self._guard.close()
 
     @property
     def cpus(self) -> float:

@@ -28,6 +28,9 @@ class BasePPOExp:
     """
 
     def __init__(self, cfg: Config):
+        from skyrl_train.build.services import import_plugins
+
+        import_plugins(cfg.trainer.plugins)
         self.cfg = cfg
         self.tokenizer = self.get_tokenizer()
         self.train_dataset = self.get_train_dataset()

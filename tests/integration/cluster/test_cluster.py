@@ -45,7 +45,14 @@ class Subject:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def ray_runtime() -> Iterator[None]:
+    with Cluster():
+        yield
+
+
+@pytest.fixture
+def cluster(ray_runtime: None) -> Iterator[Cluster]:
+    """A run of its own on the module's runtime: its slots and actors go when the test ends."""
     with Cluster() as running:
         yield running
 
@@ -118,7 +125,8 @@ def test_two_ranks_and_an_engine_fit_two_cores():
 def test_layouts_share_slots_when_colocated_and_do_not_when_apart(cluster: Cluster):
     generator = GeneratorConfig(num_inference_engines=2)
     together = PlacementConfig(policy_num_gpus_per_node=2)
-    layout = place(cluster, together, generator, device="cpu", deadline_s=10, with_reference=True)
+    with Cluster() as one_run:
+        layout = place(one_run, together, generator, device="cpu", deadline_s=10, with_reference=True)
     assert layout.time_shared
     assert layout.policy and layout.engines and layout.reference
     assert layout.policy.slots is layout.engines.slots is layout.reference.slots
