@@ -46,7 +46,7 @@ def import_plugins(names: Sequence[str]) -> None:
             importlib.import_module(name)
         except ImportError as error:
             raise ConfigError(
-                f"trainer.plugins: module {name!r} cannot be imported ({error}); put its folder on PYTHONPATH or install it."
+                f"trainer.plugins: {name!r} cannot be imported ({error}); put its folder on PYTHONPATH or install it."
             ) from error
 
 

@@ -27,7 +27,7 @@ class Guard:
 
 
 def main(arguments: list[str]) -> None:
-    """Wait until the driver's end of the pipe closes, which no death prevents; then kill what is left of its children."""
+    """Wait until the driver's end of the pipe closes, however it ended; then kill what is left of its children."""
     sys.stdin.buffer.read()
     for argument in arguments:
         pid, _, created = argument.partition(":")

@@ -31,6 +31,7 @@ def test_kl_in_the_reward_lowers_the_reward_of_the_sequence_that_strayed():
     step = AdvantageStep(grpo, False, False, KLInReward(k1, FixedKLController(0.1)))
     result = step(batch, metrics)
     penalty = 0.1 * 2.0 * int(strayed.sum())
+    assert result.advantages is not None
     torch.testing.assert_close(result.advantages[strayed], torch.full((int(strayed.sum()),), -penalty / 2))
     assert metrics.flush()["policy/kl_in_reward"] == pytest.approx(2.0 / 4)
 
