@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,11 +19,15 @@ from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.errors import DeadlineExceeded, SkyRLError, WorkerDied
 from skyrl_train.registry import load_object
 
+NODE_ADDRESS = "SKYRL_NODE_ADDRESS"
+"""In an actor's environment: where other nodes reach its own."""
+
 
 class _Shell:
     """Holds one object of any class; one call at a time."""
 
     def __init__(self, target: str, kwargs: Mapping[str, Any], plugins: Sequence[str]):
+        os.environ[NODE_ADDRESS] = ray.util.get_node_ip_address()
         for module in plugins:
             importlib.import_module(module)
         self._object = load_object(target)(**kwargs)

@@ -31,12 +31,12 @@ class PolicyObjective:
     """None: no KL in the loss, and no reference model is asked for."""
     kl_coef: float = 0.0
     entropy_coef: float | None = None
-    """None: no entropy bonus; entropy is then reported where the caller has it."""
+    """None: no entropy bonus; entropy is reported all the same."""
 
     @property
     def wants_entropy(self) -> bool:
-        """Whether `entropy` must come with a gradient."""
-        return self.entropy_coef is not None
+        """Always, with or without a bonus: a run whose entropy collapses must show it."""
+        return True
 
     @property
     def needs_reference(self) -> bool:

@@ -91,8 +91,8 @@ class Trainer:
             await self._publish()
         self.trackers.begin(self.step, self.schedule.total_steps)
         self.metrics.flush()
-        if self.step == 0 and self.intervals.evaluate_before:
-            await self._evaluate()
+        if self.evaluator is not None and self.step == 0 and self.intervals.evaluate_before:
+            await self._evaluate(self.evaluator)
             self.trackers.log(self.metrics.flush(), self.step)
         self.collector.start(self.step, self.schedule.prompts_before(self.step))
 
@@ -117,17 +117,16 @@ class Trainer:
                 values = await self.publish(self.step)
         self._add({name: value for name, value in values.items() if not name.startswith("timing/")})
 
-    async def _evaluate(self) -> None:
-        assert self.evaluator is not None
+    async def _evaluate(self, evaluator: Evaluator) -> None:
         with self.metrics.timed("evaluate"):
             async with self.residency.generating():
-                self._add(await self.evaluator.run(self.step))
+                self._add(await evaluator.run(self.step))
 
     async def _after_step(self, groups: Sequence[TrajectoryGroup]) -> None:
         """Evaluate, save, export and report where due."""
         due = self.intervals.due
         if self.evaluator is not None and due(self.intervals.evaluate, self.step):
-            await self._evaluate()
+            await self._evaluate(self.evaluator)
         values = self.metrics.flush()
         values["throughput/tokens_per_s"] = values.get("rollouts/tokens", 0.0) / values["timing/step_s"]
         self.trackers.log(values, self.step)

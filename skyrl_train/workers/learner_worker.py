@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.reductions import Denominators
+from skyrl_train.cluster.actors import NODE_ADDRESS
 from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
@@ -90,7 +92,7 @@ class LearnerWorker:
         """(host, free port) where the ranks meet."""
         with closing(socket.socket()) as probe:
             probe.bind(("", 0))
-            return socket.gethostbyname(socket.gethostname()), probe.getsockname()[1]
+            return os.environ.get(NODE_ADDRESS, "127.0.0.1"), probe.getsockname()[1]
 
     def setup(self, address: str, port: int) -> int:
         """Join the other ranks, load and shard the model; returns its number of parameters."""

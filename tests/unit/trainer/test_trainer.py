@@ -1,0 +1,171 @@
+"""The loop with fakes: what happens in which order, whatever the parts are."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from skyrl_train.collectors.rollout_collector import RolloutCollector
+from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup, Turn
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.report.trackers import Trackers
+from skyrl_train.trainer.residency import AlwaysResident, TimeShared
+from skyrl_train.trainer.schedule import StepSchedule
+from skyrl_train.trainer.trainer import Intervals, Trainer
+
+
+class Fakes:
+    """Learner, engines, state and tracker in one; `events` says what was asked of them."""
+
+    def __init__(self, resumed_at: int = 0):
+        self.events: list[str] = []
+        self.logged: dict[int, dict[str, float]] = {}
+        self.version = -1
+        self.resumed_at = resumed_at
+        self.fail_at_version: int | None = None
+
+    async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
+        turn = Turn(0, 1, 1.0, "stop", self.version, self.version)
+        rows = [Trajectory(prompt, n, [1], [2], [1], [-1.0], [turn], float(n), "stop", 1.0) for n in range(2)]
+        return TrajectoryGroup(prompt, rows)
+
+    async def score(self, batch: Any) -> Any:
+        self.events.append("score")
+        return batch
+
+    async def update(self, batch: Any) -> dict[str, float]:
+        self.events.append(f"update {len(batch)}")
+        return {"policy/loss": 0.5}
+
+    async def publish(self, version: int) -> dict[str, float]:
+        if version == self.fail_at_version:
+            raise WeightSyncError("torn")
+        self.version = version
+        self.events.append(f"publish {version}")
+        return {"weights/version": float(version)}
+
+    async def run(self, step: int) -> dict[str, float]:
+        self.events.append(f"evaluate {step}")
+        return {"eval/x/avg_score": 0.5}
+
+    async def resume(self) -> int:
+        return self.resumed_at
+
+    async def save(self, step: int) -> None:
+        self.events.append(f"save {step}")
+
+    async def export(self, step: int) -> None:
+        self.events.append(f"export {step}")
+
+    async def offload(self) -> None:
+        self.events.append("offload")
+
+    async def onload(self) -> None:
+        self.events.append("onload")
+
+    async def wake_up(self, tags: Any = None) -> None:
+        self.events.append(f"wake {tags[0] if tags else 'all'}")
+
+    async def sleep(self) -> None:
+        self.events.append("sleep")
+
+    def begin(self, step: int, total: int) -> None:
+        self.events.append(f"begin {step}/{total}")
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.logged[step] = dict(metrics)
+
+    def samples(self, rows: Any, step: int) -> None:
+        """Not looked at here."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def trainer_of(fakes: Any, max_staleness: int = 0, residency: Any = None, evaluator: Any = "fakes") -> Trainer:
+    schedule = StepSchedule(num_prompts=5, batch_size=2, epochs=1)
+    return Trainer(
+        schedule=schedule,
+        intervals=Intervals(evaluate=2, checkpoint=2, export=0, evaluate_before=True, total_steps=3),
+        collector=RolloutCollector(
+            fakes.rollout, lambda i: Prompt(str(i), [], "x"), schedule.prompts_of_step, max_staleness, 0.5
+        ),
+        learner=fakes,
+        advantages=lambda batch, metrics: batch,
+        publish=fakes.publish,
+        residency=residency or AlwaysResident(),
+        evaluator=fakes if evaluator == "fakes" else evaluator,
+        state=fakes,
+        trackers=Trackers({"fake": fakes}),
+    )
+
+
+def test_a_run_is_publish_evaluate_then_rollouts_update_and_publish_of_every_step():
+    fakes = Fakes()
+    trainer = trainer_of(fakes)
+    asyncio.run(trainer.fit())
+    assert fakes.events == [
+        *["publish 0", "begin 0/3", "evaluate 0"],
+        *["score", "update 4", "publish 1"],
+        *["score", "update 4", "publish 2", "evaluate 2", "save 2"],
+        *["score", "update 2", "publish 3", "evaluate 3", "save 3"],
+    ]
+    assert set(fakes.logged) == {0, 1, 2, 3}
+    assert fakes.logged[3]["eval/x/avg_score"] == 0.5
+    assert fakes.logged[1]["reward/mean"] == 0.5
+    assert fakes.logged[1]["rollouts/max_staleness"] == 0
+
+
+def test_a_resumed_run_publishes_its_step_and_goes_on_from_there():
+    fakes = Fakes(resumed_at=2)
+    asyncio.run(trainer_of(fakes).fit())
+    assert fakes.events[:3] == ["publish 2", "begin 2/3", "score"]
+    assert set(fakes.logged) == {3}
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_staleness_is_a_number_not_another_loop(max_staleness: int):
+    fakes = Fakes()
+    asyncio.run(trainer_of(fakes, max_staleness).fit())
+    assert max(row["rollouts/max_staleness"] for step, row in fakes.logged.items() if step) <= max_staleness
+    assert [event for event in fakes.events if event.startswith("publish")] == [f"publish {i}" for i in range(4)]
+
+
+def test_without_evaluation_data_a_run_trains_all_the_same():
+    fakes = Fakes()
+    asyncio.run(trainer_of(fakes, evaluator=None).fit())
+    assert not any(event.startswith("evaluate") for event in fakes.events)
+
+
+def test_engines_sleep_while_the_learner_works_and_take_weights_awake():
+    fakes = Fakes()
+    trainer = trainer_of(fakes, residency=TimeShared(fakes, fakes))  # type: ignore[arg-type]
+    asyncio.run(trainer.fit())
+    text = " ".join(fakes.events)
+    assert text.startswith(
+        "onload wake weights publish 0 begin 0/3 offload wake all evaluate 0 sleep offload wake all sleep"
+    )
+    assert "sleep onload score update 4 wake weights publish 1 offload wake all sleep" in text
+
+
+def test_engines_sleep_also_after_an_exception_in_a_rollout():
+    fakes = Fakes()
+
+    async def run() -> None:
+        async with TimeShared(fakes, fakes).generating():  # type: ignore[arg-type]
+            raise ValueError("an episode")
+
+    with pytest.raises(ValueError, match="an episode"):
+        asyncio.run(run())
+    assert fakes.events == ["offload", "wake all", "sleep"]
+
+
+def test_a_sync_that_fails_stops_the_run_before_anything_is_sampled_from_old_weights():
+    fakes = Fakes()
+    fakes.fail_at_version = 1
+    with pytest.raises(WeightSyncError):
+        asyncio.run(trainer_of(fakes).fit())
+    assert fakes.events[-1] == "update 4"
+    assert fakes.version == 0
