@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K. Data first: uv run examples/gsm8k/gsm8k_dataset.py --output $HOME/data/gsm8k
-#   NUM_GPUS=4 EXTRA=vllm LOGGER=wandb examples/gsm8k/run_gsm8k.sh [key=value ...]
+#   NUM_GPUS=4 LOGGER=wandb examples/gsm8k/run_gsm8k.sh [key=value ...]
 set -euo pipefail
 DATA_DIR="${DATA_DIR:-$HOME/data/gsm8k}"
 NUM_GPUS="${NUM_GPUS:-1}"
 
-uv run ${EXTRA:+--extra "$EXTRA"} -m skyrl_train.entrypoints.main_base \
+uv run -m skyrl_train.entrypoints.main_base \
   --config-dir "$(dirname "$0")" --config-name gsm8k \
   data.train_data="['$DATA_DIR/train.parquet']" \
   data.val_data="['$DATA_DIR/validation.parquet']" \

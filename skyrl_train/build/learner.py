@@ -52,6 +52,7 @@ def build_learner(
         rope_scaling=trainer.rope_scaling,
         rope_theta=trainer.rope_theta,
         rendezvous_s=trainer.timeouts.rendezvous_s,
+        collective_s=trainer.timeouts.update_s,
         wire_dtype=wire_dtype,
         bucket_bytes=bucket_bytes,
     )

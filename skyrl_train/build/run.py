@@ -13,7 +13,15 @@ from typing import Any
 
 from skyrl_train.build.algorithm import build_advantages, build_objective, needs_reference
 from skyrl_train.build.engines import build_engines
-from skyrl_train.build.services import Services, build_state, intervals, learner_services, schedule_of, start_learner
+from skyrl_train.build.services import (
+    Services,
+    build_state,
+    fingerprints_of,
+    intervals,
+    learner_services,
+    schedule_of,
+    start_learner,
+)
 from skyrl_train.collectors.rollout_collector import RolloutCollector
 from skyrl_train.config.hydra import plain
 from skyrl_train.config.schema import Config
@@ -64,7 +72,7 @@ async def services(
         base = await stack.enter_async_context(
             learner_services(
                 cfg,
-                fingerprints={"train_data": train_dataset.fingerprint} if train_dataset else {},
+                fingerprints=fingerprints_of(trainer, train_dataset.fingerprint) if train_dataset else {},
                 schedule=schedule_of(trainer, len(train_dataset)) if train_dataset else None,
                 objective=build_objective(cfg) if trains else None,
                 with_reference=trains and needs_reference(trainer.algorithm),
@@ -188,11 +196,13 @@ def build_trainer(
         publish=build_publisher(cfg, base.learner, running.client, probe_ids).publish,
         residency=residency,
         evaluator=build_evaluator(cfg, eval_generator, eval_dataset) if eval_dataset else None,
-        state=build_state(base, {"train_data": train_dataset.fingerprint}, {"kl": advantages}),
+        state=build_state(base, fingerprints_of(trainer, train_dataset.fingerprint), {"kl": advantages}),
         trackers=base.trackers,
     )
 
 
 def build_evaluator(cfg: Config, generator: ConversationGenerator, dataset: PromptDataset) -> Evaluator:
     dump_to = Path(cfg.trainer.export_path) / "dumped_evals" if cfg.trainer.dump_eval_results else None
-    return Evaluator(generator.rollout, dataset.prompts, cfg.trainer.eval_batch_size, dump_to)
+    return Evaluator(
+        generator.rollout, dataset.prompts, cfg.trainer.eval_batch_size, dump_to, cfg.trainer.max_failed_fraction
+    )

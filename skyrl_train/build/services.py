@@ -56,8 +56,13 @@ def schedule_of(trainer: TrainerConfig, num_prompts: int) -> StepSchedule:
 
 def optimizer_steps(trainer: TrainerConfig, schedule: StepSchedule) -> int:
     """Length of the learning-rate schedule."""
-    per_step = -(-trainer.train_batch_size // trainer.policy_mini_batch_size) * trainer.update_epochs_per_batch
-    return schedule.total_steps * per_step
+    sizes = (schedule.prompts_of_step(step) for step in range(schedule.total_steps))
+    return sum(-(-size // trainer.policy_mini_batch_size) for size in sizes) * trainer.update_epochs_per_batch
+
+
+def fingerprints_of(trainer: TrainerConfig, train_data: str) -> dict[str, str]:
+    """What decides which prompts a step sees: a run goes on only where all of it is as it was."""
+    return {"train_data": train_data, "data_order": f"seed {trainer.seed}, {trainer.train_batch_size} prompts a step"}
 
 
 def build_trackers(cfg: Config, directory: Path) -> Trackers:
@@ -76,7 +81,9 @@ def run_directory(cfg: Config, fingerprints: Mapping[str, str]) -> RunDirectory:
         "model": trainer.policy.model.path,
         **fingerprints,
     }
-    return RunDirectory(Path(trainer.ckpt_path), identity, resuming=trainer.resume_mode != "none")
+    # Evaluation alone keeps its records beside those of a run that trains in the same folder.
+    path = Path(trainer.ckpt_path) / ("" if fingerprints else "evaluation")
+    return RunDirectory(path, identity, resuming=trainer.resume_mode != "none")
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -124,7 +125,8 @@ def spawn(
     """Start "module:Class"(**kwargs) in slot `index`. Returns at once: the first call waits for the constructor."""
     shell = ray.remote(_AsyncShell if concurrent else _Shell)
     handle: Any = shell.options(
-        num_cpus=slots.cpus / slots.tenants if not slots.gpus else 0,
+        # Ray counts in ten-thousandths and rounds up: three thirds of a slot would not fit into it.
+        num_cpus=math.floor(slots.cpus / slots.tenants * 10_000) / 10_000 if not slots.gpus else 0,
         num_gpus=slots.gpus / slots.tenants,
         max_concurrency=1000 if concurrent else 1,
         scheduling_strategy=PlacementGroupSchedulingStrategy(slots.group, placement_group_bundle_index=index),

@@ -101,6 +101,9 @@ def _combinations(config: Config) -> Iterator[Problem]:
         advice = f"The policy has {ranks} ranks; one of {'policy_num_gpus_per_node, policy_num_nodes'} must go to 1."
         yield Problem("trainer.strategy", "single", "fsdp2 with more than one rank", advice)
     yield from _collectives(config)
+    if trainer.export_path.rstrip("/") == trainer.ckpt_path.rstrip("/"):
+        allowed = "another folder than trainer.ckpt_path"
+        yield Problem("trainer.export_path", trainer.export_path, allowed, "Both get folders called global_step_N.")
     if not config.data.train_data:
         yield Problem("data.train_data", [], "at least one file or dataset")
 

@@ -26,7 +26,14 @@ class SFTExp(BasePPOExp):
 
     async def _train(self) -> Path:
         from skyrl_train.build.data import build_demonstrations
-        from skyrl_train.build.services import build_state, intervals, learner_services, schedule_of, start_learner
+        from skyrl_train.build.services import (
+            build_state,
+            fingerprints_of,
+            intervals,
+            learner_services,
+            schedule_of,
+            start_learner,
+        )
         from skyrl_train.data.order import PromptOrder
         from skyrl_train.objectives.sft import SFTObjective
         from skyrl_train.trainer.sft_trainer import SFTTrainer
@@ -34,7 +41,7 @@ class SFTExp(BasePPOExp):
         trainer = self.cfg.trainer
         demonstrations, fingerprint = build_demonstrations(self.cfg, self.tokenizer)
         schedule = schedule_of(trainer, len(demonstrations))
-        fingerprints = {"train_data": fingerprint}
+        fingerprints = fingerprints_of(trainer, fingerprint)
         async with learner_services(
             self.cfg,
             fingerprints=fingerprints,

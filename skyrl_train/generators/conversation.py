@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -13,7 +14,9 @@ from skyrl_train.data.trajectory import FAILED, Message, Prompt, Trajectory, Tra
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.sampling import request_seed
 from skyrl_train.environments.base import StepOutput
-from skyrl_train.errors import DeadlineExceeded, EngineError, EnvironmentFailure
+from skyrl_train.errors import DeadlineExceeded, EngineError, EnvironmentFailure, UnsupportedParameter
+
+log = logging.getLogger(__name__)
 
 
 class Sampler(Protocol):
@@ -70,7 +73,10 @@ class ConversationGenerator:
             requests = [self._request(row, position) for row in open_rows]
             try:
                 completions = await self._sampler.generate(requests) if requests else []
+            except UnsupportedParameter:
+                raise  # the same for every request: a mistake of the configuration, not an accident
             except (EngineError, DeadlineExceeded) as error:
+                log.warning("Rollouts of prompt %s are lost: %s", prompt.uid, error)
                 for row in open_rows:
                     row.fail("engine", str(error))
                 completions, open_rows = [], []

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 
-from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteUpdate
 from skyrl_train.strategies.base import OptimizerSettings
 from skyrl_train.strategies.shards import Slice, local, open_shards, write_shard
 
@@ -20,6 +20,8 @@ SCHEDULES = (
 )
 """Those of transformers that need no more than warm-up steps and the total."""
 _STATE = ("exp_avg", "exp_avg_sq")
+MAX_SKIPPED = 5
+"""Updates in a row whose gradient is not finite, until the run stops instead of going on unchanged."""
 
 
 class OptimizedModel:
@@ -35,6 +37,7 @@ class OptimizedModel:
         self.rank = rank
         self.world_size = world_size
         self._updates = 0
+        self._skipped_in_a_row = 0
         self._optimizer: torch.optim.AdamW | None = None
 
     def _own(self, scorer: nn.Module, total_steps: int | None) -> None:
@@ -85,6 +88,12 @@ class OptimizedModel:
         for parameter in self._parameters.values():
             parameter.grad = None
         self._updates += 1
+        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row >= MAX_SKIPPED:  # the norm is everybody's: all ranks stop together
+            raise NonFiniteUpdate(
+                f"The gradient was not finite in {MAX_SKIPPED} updates in a row, so nothing is learnt any more. Lower "
+                "the learning rate, or look for NaN in rewards and log-probs; the last checkpoint is from before."
+            )
         return {"grad_norm": float(norm), "lr": lr, "skipped": float(not finite)}
 
     def _global_norm(self, gradients: list[Tensor]) -> Tensor:

@@ -12,18 +12,27 @@ _BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
 """With NCCL, host tensors (offloaded shards, agreement flags) still go through gloo."""
 
 
-def init_process_group(rank: int, world_size: int, address: str, port: int, backend: str, timeout_s: float) -> None:
-    """Join the group that rank 0 hosts at address:port; collectives get the same deadline.
+def init_process_group(
+    rank: int,
+    world_size: int,
+    address: str,
+    port: int,
+    backend: str,
+    timeout_s: float,
+    collective_s: float | None = None,
+) -> None:
+    """Join the group that rank 0 hosts at address:port. A collective's deadline is `collective_s`, else the same.
 
     Raises DeadlineExceeded when not all ranks arrive within `timeout_s` seconds.
     """
     try:
+        store = dist.TCPStore(address, port, world_size, rank == 0, timeout=timedelta(seconds=timeout_s))
         dist.init_process_group(
             _BACKENDS[backend],
-            init_method=f"tcp://{address}:{port}",
+            store=store,
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=collective_s or timeout_s),
         )
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         meeting = f"Rank {rank}: the meeting of {world_size} ranks at {address}:{port}"

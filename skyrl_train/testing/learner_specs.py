@@ -39,6 +39,7 @@ def tiny_spec(model_path: str, **changes: Any) -> LearnerSpec:
         "rope_scaling": None,
         "rope_theta": None,
         "rendezvous_s": 60.0,
+        "collective_s": 60.0,
         "wire_dtype": "float32",
         "bucket_bytes": 1 << 20,
     }

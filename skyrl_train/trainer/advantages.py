@@ -53,4 +53,4 @@ class AdvantageStep:
 
     def load_state(self, state: dict[str, float]) -> None:
         if self.kl is not None:
-            self.kl.controller.coef = state["kl_coef"]
+            self.kl.controller.coef = state.get("kl_coef", self.kl.controller.coef)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from skyrl_train.data.trajectory import OK, Prompt, TrajectoryGroup
+from skyrl_train.errors import RolloutsFailed
 
 PASSED = 1.0
 """Reward from which a sample counts as a pass."""
@@ -23,16 +24,19 @@ class Evaluator:
         prompts: Sequence[Prompt],
         batch_size: int,
         dump_to: Path | None,
+        max_failed_fraction: float = 1.0,
     ):
         self._rollout = rollout
         self._prompts = prompts
         self._batch_size = batch_size
         self._dump_to = dump_to
+        self._max_failed_fraction = max_failed_fraction
 
     async def run(self, step: int) -> dict[str, float]:
         """eval/<source>/avg_score, pass_at_<n> and num_failed; eval/all/... where there are several sources.
 
         A failed episode counts as reward 0: an evaluation has no mask, and leaving it out would flatter the model.
+        Raises RolloutsFailed when more than `max_failed_fraction` failed: then it is not the model that was measured.
         """
         groups: list[TrajectoryGroup] = []
         for start in range(0, len(self._prompts), self._batch_size):
@@ -40,6 +44,9 @@ class Evaluator:
             groups += await asyncio.gather(*(self._rollout(prompt, start + i) for i, prompt in enumerate(batch)))
         if self._dump_to is not None:
             self._dump(groups, self._dump_to / f"global_step_{step}_evals")
+        failed = Counter(item.error for group in groups for item in group.trajectories if item.status != OK)
+        if failed.total() > self._max_failed_fraction * sum(len(group.trajectories) for group in groups):
+            raise RolloutsFailed(f"evaluation at step {step}: too many episodes failed: {dict(failed)}.")
         by_source: dict[str, list[TrajectoryGroup]] = defaultdict(list)
         for group in groups:
             by_source[group.prompt.data_source].append(group)
@@ -67,7 +74,7 @@ class Evaluator:
                     "status": item.status,
                     "error": item.error,
                 }
-                lines[group.prompt.data_source].append(json.dumps(row, ensure_ascii=False))
+                lines[group.prompt.data_source].append(json.dumps(row))
         for source, rows in lines.items():
             name = "".join(c if c.isalnum() or c in "-_." else "_" for c in source)
             (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")

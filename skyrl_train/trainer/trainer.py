@@ -115,7 +115,7 @@ class Trainer:
         with self.metrics.timed("publish"):
             async with self.residency.syncing():
                 values = await self.publish(self.step)
-        self._add({name: value for name, value in values.items() if not name.startswith("timing/")})
+        self._add(values)
 
     async def _evaluate(self, evaluator: Evaluator) -> None:
         with self.metrics.timed("evaluate"):
@@ -131,10 +131,11 @@ class Trainer:
         values["throughput/tokens_per_s"] = values.get("rollouts/tokens", 0.0) / values["timing/step_s"]
         self.trackers.log(values, self.step)
         self.trackers.samples(sample_rows(groups), self.step)
-        if due(self.intervals.checkpoint, self.step):
-            await self.state.save(self.step)
+        # Export first: a run killed in between does it again, while one that saved its last step has nothing to do.
         if due(self.intervals.export, self.step):
             await self.state.export(self.step)
+        if due(self.intervals.checkpoint, self.step):
+            await self.state.save(self.step)
 
     def _add(self, values: dict[str, float]) -> None:
         for name, value in values.items():

@@ -125,6 +125,8 @@ class WeightPublisher:
 
     async def _transfer(self, version: int) -> tuple[Manifest, int]:
         engines = list(self._engines())
+        if not engines:
+            raise WeightSyncError("no inference engine is alive: there is nobody to send weights to.")
         await self._connect(engines)
         self._doing = "the trainer's manifest"
         manifest: Manifest = (await self._trainer.all("manifest", version))[0]

@@ -63,6 +63,8 @@ class LearnerSpec:
     rope_scaling: Mapping[str, Any] | None
     rope_theta: float | None
     rendezvous_s: float
+    collective_s: float
+    """Deadline of one collective: ranks may differ by as much as one of them writes a file longer."""
     wire_dtype: str
     bucket_bytes: int
 
@@ -102,7 +104,7 @@ class LearnerWorker:
         if spec.device == "cuda":
             torch.cuda.set_device(0)
         backend = "nccl" if spec.device == "cuda" else "gloo"
-        init_process_group(self.rank, self.world_size, address, port, backend, spec.rendezvous_s)
+        init_process_group(self.rank, self.world_size, address, port, backend, spec.rendezvous_s, spec.collective_s)
         model = load_causal_lm(
             spec.model_path,
             dtype=torch.float32 if spec.optimizer else getattr(torch, spec.dtype),
@@ -175,7 +177,7 @@ class LearnerWorker:
         self.sender.disconnect()
 
     def save(self, directory: str) -> None:
-        """This rank's part of weights and optimizer, and its random state."""
+        """This rank's part of weights and optimizer. Nothing is random between updates: there is no more state."""
         self.strategy.save(Path(directory))
 
     def load(self, directory: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
-from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteUpdate
 from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.strategies.single import SingleStrategy
 from skyrl_train.testing.padded_reference import ragged_batch
@@ -171,3 +171,16 @@ def test_on_the_cpu_offload_moves_nothing() -> None:
 def test_two_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"strategy='single' runs one rank, got 2.*fsdp2"):
         SingleStrategy(optimizer=None, world_size=2)
+
+
+@pytest.mark.fault("F32")
+def test_gradients_that_stay_not_finite_stop_the_run():
+    strategy = make(total_steps=100)
+
+    def poisoned_step() -> dict[str, float]:
+        strategy.backward(logprobs_of(strategy, 0).sum() * math.nan, last=True)
+        return strategy.step()
+
+    assert [poisoned_step()["skipped"] for _ in range(4)] == [1.0] * 4
+    with pytest.raises(NonFiniteUpdate, match="5 updates in a row"):
+        poisoned_step()

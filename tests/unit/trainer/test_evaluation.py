@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.data.trajectory import FAILED, Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.errors import RolloutsFailed
 from skyrl_train.trainer.evaluation import Evaluator
 
 
@@ -40,6 +41,13 @@ def test_mean_and_pass_at_n_are_given_by_source_and_failures_count_as_zero(tmp_p
     assert found["eval/all/avg_score"] == pytest.approx(0.5)
     dumped = tmp_path / "global_step_7_evals" / "one_x.jsonl"
     assert [json.loads(line)["reward"] for line in dumped.read_text().splitlines()] == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_an_evaluation_that_mostly_failed_is_an_error_not_a_score_of_zero():
+    prompts = [Prompt("a", [], "x")]
+    evaluator = Evaluator(rollout_of({"a": [None, None, 1.0]}), prompts, 1, None, max_failed_fraction=0.5)
+    with pytest.raises(RolloutsFailed, match="timeout"):
+        asyncio.run(evaluator.run(0))
 
 
 def test_at_most_a_batch_of_prompts_is_in_flight():
