@@ -29,7 +29,7 @@ from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 
 HERE = Path(__file__).parent
 OPERATIONS, MAX_VALUE = 3, 6
-STEPWISE = 0.45
+STEPWISE = 0.4
 """Share of demonstrations that work step by step."""
 
 
