@@ -28,7 +28,7 @@ from skyrl_train.report.curve import write_reward_curve
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 
 HERE = Path(__file__).parent
-OPERATIONS, MAX_VALUE = 3, 6
+OPERATIONS, MAX_VALUE = 4, 4
 STEPWISE = 0.4
 """Share of demonstrations that work step by step."""
 
