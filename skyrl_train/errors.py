@@ -7,7 +7,8 @@
     ├── DeadlineExceeded       also TimeoutError: a wait passed its deadline; says who was waited for
     ├── WorkerDied             a worker process ended; names it and how
     ├── EngineError            an inference engine refused or died; names the engine
-    │   └── UnsupportedParameter  a sampling parameter or call this engine cannot honour
+    │   ├── UnsupportedParameter  a sampling parameter or call this engine cannot honour
+    │   └── EnginesLost        no engine is left and none comes back; the run saves what it learnt and stops
     ├── WeightSyncError        a transfer that is stale, partial or corrupt; names the tensor
     ├── EnvironmentFailure     an episode's environment raised, lied or hung; the trajectory is masked, the run goes on
     ├── RolloutsFailed         too many episodes of a step failed; the run stops instead of training on zeros
@@ -58,6 +59,10 @@ class EngineError(SkyRLError):
 
 class UnsupportedParameter(EngineError):
     """A parameter that the named engine cannot honour; it is never dropped silently."""
+
+
+class EnginesLost(EngineError):
+    """No engine is left, and the restarts are spent; the message begins with the first cause."""
 
 
 class WeightSyncError(SkyRLError):

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skyrl_train.engines.base import EngineHealth
+from skyrl_train.engines.base import Capabilities, EngineHealth
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.sender import WeightSender
+from skyrl_train.weight_sync.store import InPlace
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 
@@ -39,11 +40,14 @@ class LocalTrainer:
     def connect_weights(self, route: str, address: str, world_size: int, timeout_s: float) -> None:
         self.sender.connect(route, address, world_size, timeout_s)
 
-    def manifest(self, version: int) -> Manifest:
-        return self.sender.manifest(version)
+    def manifest(self, version: int, rehearsal: bool = False) -> Manifest:
+        return self.sender.manifest(version, rehearsal)
 
     def send_weights(self, index: int) -> Bucket | None:
         return self.sender.send(index)
+
+    def weights_delivered(self, version: int) -> None:
+        self.sender.delivered(version)
 
     def disconnect_weights(self) -> None:
         self.sender.disconnect()
@@ -55,7 +59,8 @@ class ModelTarget:
     def __init__(self, model: PreTrainedModel, name: str):
         self.model = model
         self.name = name
-        self.receiver = WeightReceiver(lambda: dict(model.named_parameters()), name)
+        self.capabilities = Capabilities(name)
+        self.receiver = WeightReceiver(InPlace(lambda: dict(model.named_parameters())), name)
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
         await asyncio.to_thread(self.receiver.connect, route, address, rank, world_size, timeout_s)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_train.weight_sync.wire import Bucket, Manifest, TensorSpec, dtype_of
+from skyrl_train.weight_sync.wire import WORD, Bucket, Manifest, TensorSpec, dtype_of, fingerprint
 
 ALIGNMENT = 16
-"""Every tensor starts at a multiple of it, so that bytes can be viewed as any dtype."""
+"""Every tensor starts at a multiple of it, so that bytes can be viewed as any dtype and are whole words."""
+_LARGE = 1 << 20
+"""Bytes; for smaller tensors a call each costs more than their bytes."""
 
 
 def num_bytes(spec: TensorSpec) -> int:
@@ -43,15 +47,53 @@ def buffer_bytes(specs: Sequence[TensorSpec]) -> int:
 def views(buffer: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
     """Each tensor's place in a uint8 buffer, in its own dtype and shape: to write into, or to read from."""
     start = 0
+    for name, run in groupby(specs, key=lambda spec: spec.dtype):
+        same = list(run)
+        dtype = dtype_of(name)
+        end = start + buffer_bytes(same)
+        places = buffer[start:end].view(dtype).split([_aligned(num_bytes(spec)) // dtype.itemsize for spec in same])
+        for spec, place in zip(same, places, strict=True):
+            yield place[: math.prod(spec.shape)].view(spec.shape)
+        start = end
+
+
+def clear_gaps(buffer: Tensor, specs: Sequence[TensorSpec]) -> None:
+    """Zero what lies between the tensors of a buffer that is used again: fingerprints count it."""
+    start = 0
     for spec in specs:
         size = num_bytes(spec)
-        yield buffer[start : start + size].view(dtype_of(spec.dtype)).view(spec.shape)
+        if size % ALIGNMENT:
+            buffer[start + size : start + _aligned(size)] = 0
         start += _aligned(size)
+
+
+def fingerprints(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[int]:
+    """Of each tensor in a buffer whose gaps are zero."""
+    if not buffer.is_cpu or buffer.numel() > len(specs) * _LARGE:
+        return [fingerprint(tensor) for tensor in views(buffer, specs)]
+    words = [_aligned(num_bytes(spec)) // WORD for spec in specs]
+    starts = [end - count for end, count in zip(accumulate(words), words, strict=True) if count]
+    sums = iter(np.add.reduceat(buffer.view(torch.int64).numpy(), starts).tolist() if starts else [])
+    return [next(sums) if count else 0 for count in words]
 
 
 def empty_buffer(specs: Sequence[TensorSpec], device: torch.device | str) -> Tensor:
     """uint8; zeroed, so that the gaps between tensors hold nothing of this process's memory."""
     return torch.zeros(buffer_bytes(specs), dtype=torch.uint8, device=device)
+
+
+class TurningBuffers:
+    """Two buffers that are used again and again: fresh memory costs more than the copy into it."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor | None] = [None, None]
+
+    def take(self, index: int, size: int, device: torch.device | str) -> Tensor:
+        """uint8 [size]; what lies in it is of the bucket `index` - 2."""
+        buffer = self._buffers[index % 2]
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[index % 2] = torch.zeros(size, dtype=torch.uint8, device=device)
+        return buffer[:size]
 
 
 def _aligned(size: int) -> int:

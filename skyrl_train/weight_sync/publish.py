@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Protocol
 
-from skyrl_train.errors import DeadlineExceeded, WeightSyncError
+from skyrl_train.errors import DeadlineExceeded, EngineError, WeightSyncError
 from skyrl_train.weight_sync.buckets import buckets, num_bytes
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 PROBE_TOLERANCE = 1e-4
 """nats, fp32 on both sides; half-precision engines need a wider one."""
+_ANSWER_S = 5.0
+"""An engine that lives says so within that."""
 
 
 class TrainerRanks(Protocol):
     """The trainer's ranks seen as one.
 
-    Each rank answers address() -> (host, free port), connect_weights(route, "host:port", world_size, timeout_s),
-    manifest(version), send_weights(index) and disconnect_weights(), all of them a WeightSender's.
+    Each rank answers address() -> (host, free port), connect_weights(route, address, world_size, timeout_s),
+    manifest(version, rehearsal), send_weights(index), weights_delivered(version) and disconnect_weights(), all of them
+    a WeightSender's.
     """
 
     async def all(self, method: str, *args: Any) -> list[Any]:
@@ -37,6 +42,9 @@ class WeightHealth(Protocol):
 
 class WeightTarget(Protocol):
     """The part of an InferenceEngine that takes weights; `receive_weights` must not block the event loop."""
+
+    capabilities: Any
+    """`name`; `weight_ranks`: members that it has in the `broadcast` group."""
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None: ...
 
@@ -76,43 +84,100 @@ class WeightPublisher:
         route: str,
         deadline_s: float,
         probe: Probe | None = None,
+        folder: str = "",
+        rehearse_first: bool = False,
     ):
-        """`engines` is asked at every sync: an engine that was replaced makes the group connect anew."""
+        """`engines` is asked at every sync: an engine that was replaced makes the group connect anew.
+
+        `folder`: where the `checkpoint` route writes; every engine must see it under the same path. `rehearse_first`:
+        the first publish is a `rehearse`.
+        """
         self._trainer = trainer
         self._engines = engines
         self._route = route
         self._deadline_s = deadline_s
         self._probe = probe
+        self._folder = folder
+        self._rehearses = rehearse_first
         self._connected: list[WeightTarget] = []
         self._doing = ""
+        self.version = 0
+        """Last published whole."""
 
     async def publish(self, version: int) -> dict[str, float]:
         """Send everything as `version`; returns metrics.
 
         Raises WeightSyncError naming engine and tensor, DeadlineExceeded naming the phase, or an engine's own error.
         """
-        try:
-            async with asyncio.timeout(self._deadline_s) as deadline:
-                manifest, count = await self._transfer(version)
-                await self.check(version)
-        except BaseException as error:
-            await self._disconnect()
-            if isinstance(error, TimeoutError) and deadline.expired():
-                raise DeadlineExceeded(f"weight sync of version {version}: {self._doing}", self._deadline_s) from error
-            raise
-        return {
+        if self._rehearses:
+            self._rehearses = False
+            return await self.rehearse(version)
+        metrics = await self._publish(version, list(self._engines()))
+        self.version = version
+        return metrics
+
+    async def rehearse(self, version: int) -> dict[str, float]:
+        """Before the first step: altered weights must open a gap in the probe, the true ones must close it.
+
+        Ends with the true weights live as `version`. Without a probe it is a `publish`. Raises WeightSyncError when the
+        probe does not notice: then it would not notice a sync that went wrong either.
+        """
+        if self._probe is None:
+            return await self.publish(version)
+        engines = list(self._engines())
+        async with self._whole_or_nothing(version, engines):
+            await self._transfer(version, engines, rehearsal=True)
+            gaps = await self._probe_gaps(self._probe, engines)
+        metrics = await self.publish(version)
+        parity = metrics["weights/probe_gap"]
+        for name, gap in gaps.items():
+            if not gap > 10 * parity:
+                raise WeightSyncError(
+                    f"engine {name}: altered weights moved the probe's log-probs by {gap:.3g} nats only, the true ones "
+                    f"by {parity:.3g}: either the engine does not load what it is sent, or the probe is too blunt."
+                )
+        return metrics | {"weights/rehearsal_gap": min(gaps.values())}
+
+    async def publish_to(self, engine: WeightTarget, version: int) -> None:
+        """The same once more, to one engine that has just started or that a failed sync left behind."""
+        # What the engines of the last sync hold is another matter for this one: everything goes, over a new connection.
+        await self._disconnect()
+        await self._publish(version, [engine])
+        self._connected = []
+
+    async def _publish(self, version: int, engines: list[WeightTarget]) -> dict[str, float]:
+        async with self._whole_or_nothing(version, engines):
+            manifest, count = await self._transfer(version, engines)
+            gap = await self._check(version, engines)
+        metrics = {
             "weights/version": float(version),
             "weights/bytes": float(sum(num_bytes(spec) for spec in manifest.tensors)),
             "weights/buckets": float(count),
         }
+        return metrics if gap is None else metrics | {"weights/probe_gap": gap}
 
-    async def check(self, version: int) -> None:
+    @asynccontextmanager
+    async def _whole_or_nothing(self, version: int, engines: Sequence[WeightTarget]) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._deadline_s) as deadline:
+                yield
+        except BaseException as error:
+            await self._disconnect()
+            if isinstance(error, TimeoutError) and deadline.expired():
+                raise DeadlineExceeded(f"weight sync of version {version}: {self._doing}", self._deadline_s) from error
+            if isinstance(error, WeightSyncError) and (lost := await _lost(engines)):
+                raise EngineError(f"engine {lost!r} was lost at {self._doing}: {error}") from error
+            raise
+
+    async def check(self, version: int) -> float | None:
         """Every engine says that it serves `version`, whole; with a probe, its log-probs say so too.
 
-        Raises WeightSyncError naming the engine that does not.
+        Returns the probe's largest difference in nats. Raises WeightSyncError naming the engine that differs.
         """
+        return await self._check(version, list(self._engines()))
+
+    async def _check(self, version: int, engines: Sequence[WeightTarget]) -> float | None:
         self._doing = "engines naming their version"
-        engines = list(self._engines())
         health = await _together(engine.health() for engine in engines)
         for one in health:
             if one.torn or one.version != version:
@@ -120,47 +185,78 @@ class WeightPublisher:
                 raise WeightSyncError(
                     f"engine {one.name} {state}, but the trainer is at version {version}: sync it first."
                 )
-        if self._probe is not None:
-            await self._check_probe(self._probe, version, engines, [one.name for one in health])
+        if self._probe is None:
+            return None
+        gaps = await self._probe_gaps(self._probe, engines)
+        for name, worst in gaps.items():
+            if not worst <= self._probe.tolerance:
+                raise WeightSyncError(
+                    f"engine {name}: log-probs of the probe's tokens differ from the trainer's by {worst:.3g} nats "
+                    f"(allowed: {self._probe.tolerance:g}) at version {version}: its weights are stale or altered."
+                )
+        return max(gaps.values())
 
-    async def _transfer(self, version: int) -> tuple[Manifest, int]:
-        engines = list(self._engines())
+    async def _transfer(
+        self, version: int, engines: list[WeightTarget], rehearsal: bool = False
+    ) -> tuple[Manifest, int]:
         if not engines:
             raise WeightSyncError("no inference engine is alive: there is nobody to send weights to.")
         await self._connect(engines)
         self._doing = "the trainer's manifest"
-        manifest: Manifest = (await self._trainer.all("manifest", version))[0]
+        manifest: Manifest = (await self._trainer.all("manifest", version, rehearsal))[0]
         self._doing = "engines checking the manifest"
         await _together(engine.begin_weights(manifest) for engine in engines)
         cut = buckets(manifest)
-        for bucket in cut:
-            self._doing = f"bucket {bucket.index + 1} of {len(cut)} ({bucket.names[0]}...)"
-            await self._send(bucket, engines)
+        await (self._broadcast(cut, engines) if self._route == "broadcast" else self._hand_over(cut, engines))
         self._doing = "engines checking what they hold"
         await _together(engine.commit_weights(version) for engine in engines)
+        await self._trainer.all("weights_delivered", version)
         return manifest, len(cut)
 
-    async def _send(self, bucket: Bucket, engines: list[WeightTarget]) -> None:
-        if self._route == "in_process":
-            sent = (await self._trainer.all("send_weights", bucket.index))[0]
-            await _together(engine.receive_weights(sent) for engine in engines)
-        else:
+    async def _broadcast(self, cut: Sequence[Bucket], engines: Sequence[WeightTarget]) -> None:
+        """Trainer and engines meet in a collective for every bucket."""
+        for bucket in cut:
+            self._name_bucket(bucket, cut)
             sending = self._trainer.all("send_weights", bucket.index)
             await _together([sending, *(engine.receive_weights(bucket) for engine in engines)])
+
+    async def _hand_over(self, cut: Sequence[Bucket], engines: Sequence[WeightTarget]) -> None:
+        """The trainer's answer says where a bucket lies; it prepares the next one while engines load this one."""
+        offers = asyncio.ensure_future(self._offer(cut[0])) if cut else None
+        try:
+            for bucket, following in zip(cut, [*cut[1:], None], strict=True):
+                self._name_bucket(bucket, cut)
+                assert offers is not None
+                offered = await offers
+                offers = asyncio.ensure_future(self._offer(following)) if following else None
+                await _together(engine.receive_weights(offered) for engine in engines)
+        finally:
+            if offers is not None:
+                offers.cancel()
+
+    async def _offer(self, bucket: Bucket) -> Bucket:
+        answers = [answer for answer in await self._trainer.all("send_weights", bucket.index) if answer is not None]
+        return replace(answers[0], handles=tuple(handle for answer in answers for handle in answer.handles))
+
+    def _name_bucket(self, bucket: Bucket, cut: Sequence[Bucket]) -> None:
+        self._doing = f"bucket {bucket.index + 1} of {len(cut)} ({bucket.names[0]}...)"
 
     async def _connect(self, engines: list[WeightTarget]) -> None:
         if len(engines) == len(self._connected) and all(a is b for a, b in zip(engines, self._connected, strict=True)):
             return
         self._doing = "connecting trainer and engines"
-        host, port = (await self._trainer.all("address"))[0]
-        address, world_size = f"{host}:{port}", len(engines) + 1
+        sizes = [engine.capabilities.weight_ranks for engine in engines]
+        address, world_size = self._folder, sum(sizes) + 1
+        if self._route == "broadcast":
+            host, port = (await self._trainer.all("address"))[0]
+            address = f"{host}:{port}"
         timeout = self._deadline_s
         await _together(
             [
                 self._trainer.all("connect_weights", self._route, address, world_size, timeout),
                 *(
                     e.connect_weights(self._route, address, rank, world_size, timeout)
-                    for rank, e in enumerate(engines, 1)
+                    for rank, e in zip(accumulate([1, *sizes]), engines, strict=False)
                 ),
             ]
         )
@@ -174,20 +270,25 @@ class WeightPublisher:
         for task in done:
             task.exception()
 
-    async def _check_probe(
-        self, probe: Probe, version: int, engines: Sequence[WeightTarget], names: Sequence[str]
-    ) -> None:
+    async def _probe_gaps(self, probe: Probe, engines: Sequence[WeightTarget]) -> dict[str, float]:
+        """Largest difference (nats) of each engine's log-probs from the trainer's, by the engine's name."""
         self._doing = "the log-prob probe"
+        names = [one.name for one in await _together(engine.health() for engine in engines)]
         wanted, *answers = await _together(
             [probe.trainer_score(probe.token_ids), *(engine.score(probe.token_ids) for engine in engines)]
         )
-        for name, answer in zip(names, answers, strict=True):
-            worst = _largest_difference(wanted, answer)
-            if not worst <= probe.tolerance:
-                raise WeightSyncError(
-                    f"engine {name}: log-probs of the probe's tokens differ from the trainer's by {worst:.3g} nats "
-                    f"(allowed: {probe.tolerance:g}) at version {version}: its weights are stale or altered."
-                )
+        return {name: _largest_difference(wanted, answer) for name, answer in zip(names, answers, strict=True)}
+
+
+async def _lost(engines: Sequence[WeightTarget]) -> str | None:
+    """The name of an engine that does not answer: in a collective its peers notice first, and cannot say who."""
+    answers = asyncio.gather(*(engine.health() for engine in engines), return_exceptions=True)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_ANSWER_S):
+            for engine, answer in zip(engines, await answers, strict=True):
+                if isinstance(answer, EngineError):
+                    return str(engine.capabilities.name)
+    return None
 
 
 def _largest_difference(wanted: list[list[float]], got: list[list[float]]) -> float:

@@ -2,71 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.buckets import buffer_bytes, empty_buffer, views
+from skyrl_train.weight_sync.buckets import TurningBuffers, buffer_bytes, fingerprints, views
+from skyrl_train.weight_sync.files import read_bucket
+from skyrl_train.weight_sync.ipc import open_handle
+from skyrl_train.weight_sync.store import WeightStore
 from skyrl_train.weight_sync.transport import BroadcastGroup
-from skyrl_train.weight_sync.wire import Bucket, Manifest, TensorSpec, dtype_name, fingerprint
-
-ROUTES = frozenset({"in_process", "broadcast"})
+from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, TensorSpec, dtype_name, fingerprint
 
 
 class WeightReceiver:
     """begin(manifest), receive(bucket) for all buckets in order, commit(version).
 
-    Whatever fails before the first tensor is overwritten leaves the old weights serving. From there to `commit` the
-    model is a mixture of two versions: `torn` is True, also after a transfer that died, until a complete sync.
+    Whatever fails before the first tensor is overwritten leaves the old weights serving; with `checkpoint` that is all
+    until `commit`. From there to the end of `commit` the model is a mixture of two versions: `torn` is True, also
+    after a transfer that died, until a complete sync. With `broadcast` a bucket is verified and loaded while the next
+    one comes in: the next call says what is wrong with it.
     Not thread-safe: one call at a time; `receive` blocks (broadcast: until the bytes came, at most `timeout_s`).
     """
 
-    def __init__(self, parameters: Callable[[], Mapping[str, Tensor]], name: str, device: torch.device | str = "cpu"):
-        """`parameters` gives the tensors held by Hugging Face name (tied ones under one or both); written in place."""
-        self._parameters = parameters
+    def __init__(self, store: WeightStore, name: str, device: torch.device | str = "cpu", slot: int = 0):
+        """`slot`: the placement slot that this engine lies in; `ipc` takes the bytes of the trainer rank beside it."""
+        self._store = store
         self._name = name
         self._device = torch.device(device)
+        self._slot = slot
+        self._route = "in_process"
         self._group: BroadcastGroup | None = None
+        self._buffers = TurningBuffers()
         self._manifest: Manifest | None = None
-        self._specs: dict[str, TensorSpec] = {}
-        self._held_prints: dict[str, int] = {}
+        self._announced: dict[str, TensorSpec] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        """Held, of what is announced."""
+        self._pending: tuple[Bucket, Tensor] | None = None
+        """The bucket that came last and its bytes: neither verified nor loaded yet."""
+        self._arrived: dict[str, int] = {}
+        """Fingerprints, in the dtype held, of what was loaded."""
+        self._staged: list[Bucket] = []
+        """`checkpoint`: files that were verified, to be loaded together."""
         self._next = 0
+        self._loading = False
+        """The store was told to start."""
         self._synced = False
+        """What is held is what the trainer had, not what was altered for a rehearsal."""
+        self._newest = -1
+        """Version that this connection brought last: a sync must be newer. Another connection begins anew."""
         self.torn = False
         self.version = 0
-        """Of the weights last committed; 0 before: loaded from disk, which a first sync may replace as 0."""
+        """Of the weights last committed; 0 before: loaded from disk."""
 
     def connect(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        """Join the trainer's group as `rank` (1 to world_size - 1), leaving an earlier one; `in_process` has none."""
+        """Take part in `route`; `broadcast`: join the trainer's group as `rank` (1 to world_size - 1)."""
         if route not in ROUTES:
             raise WeightSyncError(f"{self._name} has no weight route {route!r}; it has {', '.join(sorted(ROUTES))}.")
         self.close()
+        self._route = route
+        self._newest = -1
         if route == "broadcast":
             self._group = BroadcastGroup(address, rank, world_size, self._device, timeout_s)
 
     def begin(self, manifest: Manifest) -> None:
         """Check version, finiteness, names, shapes, dtypes. Changes nothing; WeightSyncError names the tensor."""
         self._manifest = None
-        if manifest.version < self.version or (self._synced and manifest.version == self.version):
+        if manifest.version <= self._newest:
             raise self._error(f"version {manifest.version} is stale: version {self.version} is being served.")
         if manifest.non_finite:
             raise self._error(f"{_some(manifest.non_finite)} holds NaN or infinity; nothing was sent.")
-        held = self._parameters()
+        self._check_base(manifest)
+        held = self._store.layout()
         specs = {spec.name: spec for spec in manifest.tensors}
         if len(specs) != len(manifest.tensors):
             raise self._error("a tensor is announced twice.")
         if extra := [name for name in specs if name not in held]:
             hint = " (the trainer's model is untied, the engine's tied?)" if "lm_head.weight" in extra else ""
             raise self._error(f"{_some(extra)} was announced, but the engine holds no such tensor{hint}.")
-        covered = {_place(held[name]) for name in specs}
-        if missing := [name for name, tensor in held.items() if name not in specs and _place(tensor) not in covered]:
-            raise self._error(f"{_some(missing)} is held by the engine, but the trainer does not send it.")
+        if manifest.base_version is None and len(specs) < len(held):
+            covered = {_place(held[name]) for name in specs}
+            if missing := [name for name in held if name not in specs and _place(held[name]) not in covered]:
+                raise self._error(f"{_some(missing)} is held by the engine, but the trainer does not send it.")
         for name, spec in specs.items():
             self._check_fit(spec, held[name])
-        self._manifest, self._specs = manifest, specs
-        self._held_prints = {}
+        self._manifest = manifest
+        self._announced = specs
+        self._dtypes = {name: held[name].dtype for name in specs}
+        self._pending = None
+        self._loading = False
+        self._arrived = {}
+        self._staged = []
         self._next = 0
 
     def receive(self, bucket: Bucket) -> None:
@@ -74,18 +101,16 @@ class WeightReceiver:
         manifest = self._begun(f"bucket {bucket.index}")
         if bucket.index != self._next:
             raise self._error(f"bucket {self._next} is missing: bucket {bucket.index} came instead.")
-        specs = [self._spec(name) for name in bucket.names]
-        tensors = list(views(self._bytes(manifest, bucket, specs), specs))
-        for spec, tensor, expected in zip(specs, tensors, bucket.fingerprints, strict=True):
-            if fingerprint(tensor) != expected:
-                raise self._error(f"{spec.name} arrived altered: its fingerprint is not the trainer's.")
-        held = self._parameters()
-        self.torn = True
-        with torch.no_grad():
-            for spec, tensor in zip(specs, tensors, strict=True):
-                target = held[spec.name]
-                target.copy_(tensor)
-                self._held_prints[spec.name] = fingerprint(tensor.to(target.dtype))
+        if extra := [name for name in bucket.names if name not in self._announced]:
+            raise self._error(f"{_some(extra)} was sent but not announced.")
+        if bucket.file is not None:
+            self._read(bucket)
+            self._staged.append(bucket)
+        elif bucket.payload is not None or bucket.handles:
+            self._pending = bucket, self._handed_over(bucket)
+            self._settle()
+        else:
+            self._pending = bucket, self._broadcast(manifest.version, bucket)
         self._next += 1
 
     def commit(self, version: int) -> None:
@@ -93,37 +118,123 @@ class WeightReceiver:
         manifest = self._begun(f"commit of version {version}")
         if version != manifest.version:
             raise self._error(f"commit of version {version}, but version {manifest.version} was begun.")
-        if lost := [name for name in self._specs if name not in self._held_prints]:
+        self._settle()
+        came = self._arrived.keys() | {name for bucket in self._staged for name in bucket.names}
+        if lost := [spec.name for spec in manifest.tensors if spec.name not in came]:
             raise self._error(f"{_some(lost)} never arrived.")
-        held = self._parameters()
-        for name, expected in self._held_prints.items():
-            if fingerprint(held[name]) != expected:
+        for bucket in self._staged:
+            self._load(bucket, self._read(bucket))
+        if self._loading:
+            self._store.finish()
+        for name, expected in self._arrived.items():
+            held = self._store.held(name)
+            if held is not None and fingerprint(held) != expected:
                 raise self._error(f"{name} was received but is not what the engine holds.")
         self._manifest = None
+        self._staged = []
+        self._loading = False
         self.version = version
         self.torn = False
-        self._synced = True
+        self._synced = not manifest.rehearsal
+        self._newest = version - manifest.rehearsal
 
     def close(self) -> None:
         """Leave the transfer group."""
         group, self._group = self._group, None
+        self._buffers = TurningBuffers()
+        self._pending = None
         if group is not None:
             group.close()
 
-    def _bytes(self, manifest: Manifest, bucket: Bucket, specs: list[TensorSpec]) -> Tensor:
-        size = buffer_bytes(specs)
-        if bucket.payload is not None:
-            if bucket.payload.numel() != size:
-                raise self._error(f"bucket {bucket.index} has {bucket.payload.numel()} bytes instead of {size}.")
-            return bucket.payload.to(self._device)
-        if self._group is None:
-            raise self._error(f"bucket {bucket.index} cannot come: no transfer group is connected.")
-        buffer = empty_buffer(specs, self._device)
+    def _check_base(self, manifest: Manifest) -> None:
+        if manifest.base_version is None:
+            return
+        if self.torn or not self._synced or manifest.base_version != self.version:
+            state = "is torn" if self.torn else f"serves version {self.version}"
+            raise self._error(
+                f"version {manifest.version} was announced as what changed since version {manifest.base_version}, "
+                f"but this engine {state}: a complete sync is needed."
+            )
+
+    def _settle(self) -> None:
+        """Verify and load the bucket that came last."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            bucket, buffer = pending
+            specs = self._specs(bucket)
+            self._verify(bucket, fingerprints(buffer, specs))
+            self._load(bucket, list(views(buffer, specs)))
+
+    def _verify(self, bucket: Bucket, arrived: Sequence[int]) -> None:
+        for name, found, expected in zip(bucket.names, arrived, bucket.fingerprints, strict=True):
+            if found != expected:
+                raise self._error(f"{name} arrived altered: its fingerprint is not the trainer's.")
+
+    def _load(self, bucket: Bucket, tensors: Sequence[Tensor]) -> None:
+        if not self._loading:
+            self.torn = self._loading = True
+            self._store.start()
+        self._store.load(list(zip(bucket.names, tensors, strict=True)))
+        for name, tensor in zip(bucket.names, tensors, strict=True):
+            held = self._dtypes[name]
+            same = tensor.dtype == held
+            self._arrived[name] = self._announced[name].fingerprint if same else fingerprint(tensor.to(held))
+
+    def _specs(self, bucket: Bucket) -> list[TensorSpec]:
+        return [self._announced[name] for name in bucket.names]
+
+    def _read(self, bucket: Bucket) -> list[Tensor]:
+        """The tensors of a bucket that lies in a file, on this engine's device, verified."""
+        assert bucket.file is not None
         try:
-            self._group.receive_bucket(manifest.version, bucket.index, buffer)
+            found = read_bucket(bucket.file, self._device)
         except WeightSyncError as error:
-            self.close()  # what comes next would be out of step
             raise self._error(f"{_some(bucket.names)} did not arrive: {error}") from error
+        if absent := [name for name in bucket.names if name not in found]:
+            raise self._error(f"{_some(absent)} is not in {bucket.file}.")
+        for spec in self._specs(bucket):
+            self._check_fit(spec, found[spec.name])
+        tensors = [found[name] for name in bucket.names]
+        self._verify(bucket, [fingerprint(tensor) for tensor in tensors])
+        return tensors
+
+    def _handed_over(self, bucket: Bucket) -> Tensor:
+        """The bytes of a bucket that came with the call, on this engine's device."""
+        size = buffer_bytes(self._specs(bucket))
+        try:
+            if bucket.payload is not None:
+                buffer = bucket.payload
+            else:
+                beside = [handle for handle in bucket.handles if handle.slot == self._slot]
+                buffer = open_handle((beside or bucket.handles)[0])
+            if buffer.numel() != size:
+                raise WeightSyncError(f"bucket {bucket.index} has {buffer.numel()} bytes instead of {size}")
+            return buffer.to(self._device)
+        except WeightSyncError as error:
+            raise self._error(f"{_some(bucket.names)} did not arrive: {error}") from error
+
+    def _broadcast(self, version: int, bucket: Bucket) -> Tensor:
+        """The bytes of a bucket that the group sends; meanwhile the one before is settled."""
+        group = self._group
+        failures: list[Exception] = []
+
+        def settle() -> None:
+            try:
+                self._settle()
+            except Exception as error:  # the transfer is let through: it says nothing about this bucket
+                failures.append(error)
+
+        buffer = self._buffers.take(bucket.index, buffer_bytes(self._specs(bucket)), self._device)
+        try:
+            if group is None:
+                raise WeightSyncError("no transfer group is connected")
+            group.receive_bucket(version, bucket.index, buffer, settle)
+        except WeightSyncError as error:
+            if self._group is group:
+                self.close()  # what comes next would be out of step
+            raise self._error(f"{_some(bucket.names)} did not arrive: {error}") from error
+        if failures:
+            raise failures[0]
         return buffer
 
     def _check_fit(self, spec: TensorSpec, held: Tensor) -> None:
@@ -140,18 +251,13 @@ class WeightReceiver:
             raise self._error(f"{what} came without a manifest; begin a sync first.")
         return self._manifest
 
-    def _spec(self, name: str) -> TensorSpec:
-        if name not in self._specs:
-            raise self._error(f"{name} was sent but not announced.")
-        return self._specs[name]
-
     def _error(self, detail: str) -> WeightSyncError:
         return WeightSyncError(f"engine {self._name}: {detail}")
 
 
 def _place(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
     """Equal for tied tensors."""
-    return tensor.data_ptr(), tuple(tensor.shape)
+    return (id(tensor) if tensor.is_meta else tensor.data_ptr()), tuple(tensor.shape)
 
 
 def _some(names: tuple[str, ...] | list[str]) -> str:

@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.buckets import buckets, empty_buffer, views
+from skyrl_train.weight_sync.buckets import (
+    TurningBuffers,
+    buckets,
+    buffer_bytes,
+    clear_gaps,
+    empty_buffer,
+    views,
+)
+from skyrl_train.weight_sync.files import BucketFolder
+from skyrl_train.weight_sync.ipc import SharedPages
 from skyrl_train.weight_sync.transport import ROOT, BroadcastGroup
-from skyrl_train.weight_sync.wire import Bucket, Manifest, TensorSpec, dtype_name, dtype_of, fingerprint
+from skyrl_train.weight_sync.wire import Bucket, Manifest, TensorSpec, all_finite, dtype_name, dtype_of, fingerprint
+
+REHEARSAL = 1.5
+"""Far enough from 1 for a probe of any model to notice."""
+CPU_BUCKET = 1 << 25
+"""Bytes: on CPUs a bucket is packed, sent and loaded fastest while it is in the cache, and the stages overlap."""
+
+
+@dataclass
+class _Sync:
+    """One sync under way. A send that hangs in a group that was left still has its own, and disturbs no other."""
+
+    manifest: Manifest
+    cut: list[Bucket]
+    specs: dict[str, TensorSpec]
+    stream: Iterator[tuple[str, Tensor]]
+    buffers: TurningBuffers
+    next: int = 0
+    gathered: Tensor | None = None
+    """The next bucket, already packed (broadcast)."""
 
 
 class WeightSender:
     """Lives on every trainer rank, because full tensors come out of collectives; only rank 0 reads and sends them.
 
     A sync is `manifest(version)`, then `send(0)`, `send(1)`, ... in order, on all ranks. It reads the parameters twice:
-    once to look (finite? which bits?), once to send, and the receiver proves that both times were the same. Memory: one
-    bucket and one tensor.
+    once to look (finite? which bits?), once to send, and the receiver proves that both times were the same. While a
+    broadcast bucket is under way the next one is gathered. Memory: two buckets and one tensor.
     """
 
     def __init__(
@@ -29,89 +56,170 @@ class WeightSender:
         wire_dtype: str,
         bucket_bytes: int,
         rank: int,
+        only_changed: bool = False,
     ):
         """`parameters` yields (Hugging Face name, full tensor) in a fixed order, on all ranks together.
 
-        Floating-point tensors travel as `wire_dtype` ("bfloat16", "float32"), others as they are.
+        Floating-point tensors travel as `wire_dtype` ("bfloat16", "float32"), others as they are. With `only_changed`
+        a sync that follows a complete one leaves out the tensors whose bits are the same.
         """
         self._parameters = parameters
         self._wire_dtype = dtype_of(wire_dtype)
         self._bucket_bytes = bucket_bytes
         self._rank = rank
+        self._only_changed = only_changed
         self._route = "in_process"
+        self._device = "cpu"
         self._group: BroadcastGroup | None = None
-        self._manifest: Manifest | None = None
-        self._stream: Iterator[tuple[str, Tensor]] | None = None
-        self._next = 0
+        self._pages: SharedPages | None = None
+        self._folder: BucketFolder | None = None
+        self._sync: _Sync | None = None
+        self._buffers = TurningBuffers()
+        self._scale = 1.0
+        self._delivered: tuple[int, dict[str, int]] | None = None
+        """Version and fingerprints of what the engines confirmed to hold."""
 
     def connect(self, route: str, address: str, world_size: int, timeout_s: float, device: str = "cpu") -> None:
-        """Rank 0 becomes root of the `broadcast` group, with engines as ranks 1 to world_size - 1.
+        """`broadcast`: rank 0 becomes root of the group, with engines as ranks 1 to world_size - 1.
 
-        `address` is "host:port", a free port of rank 0's machine. `device` ("cpu", "cuda") is where buffers live: gloo
-        or NCCL. Raises WeightSyncError when not all came within `timeout_s`.
+        `address` is "host:port" (broadcast: a free port of rank 0's machine) or a shared folder (checkpoint). `device`
+        ("cpu", "cuda") is where buffers live. Raises WeightSyncError when not all came within `timeout_s`.
         """
         self.disconnect()
         self._route = route
-        if route == "broadcast" and self._rank == ROOT:
+        self._device = device
+        if route == "ipc" and (self._rank == ROOT or device != "cpu"):
+            self._pages = SharedPages(device, self._rank)
+        if self._rank != ROOT:
+            return
+        if route == "broadcast":
             self._group = BroadcastGroup(address, ROOT, world_size, device, timeout_s)
+        elif route == "checkpoint":
+            self._folder = BucketFolder(address)
 
-    def manifest(self, version: int) -> Manifest:
-        """Names, shapes, wire dtypes, fingerprints and non-finite tensors of a sync; an earlier one is forgotten."""
+    def manifest(self, version: int, rehearsal: bool = False) -> Manifest:
+        """Names, shapes, wire dtypes, fingerprints and non-finite tensors of a sync; an earlier one is forgotten.
+
+        In a rehearsal every weight is sent as REHEARSAL times what it is.
+        """
+        self._scale = REHEARSAL if rehearsal else 1.0
         specs, non_finite = [], []
+        looks = self._rank == ROOT or self._only_changed
         for name, tensor in self._parameters():
-            on_wire = self._to_wire(tensor) if self._rank == ROOT else tensor
+            on_wire = self._to_wire(tensor) if looks else tensor
             dtype = self._wire_dtype if tensor.is_floating_point() else tensor.dtype
             bits = 0
-            if self._rank == ROOT:
+            if looks:
                 bits = fingerprint(on_wire)
-                if on_wire.is_floating_point() and not bool(on_wire.isfinite().all()):
+                if dtype.is_floating_point and not all_finite(on_wire):
                     non_finite.append(name)
             specs.append(TensorSpec(name, tuple(tensor.shape), dtype_name(dtype), bits))
-        self._manifest = Manifest(version, tuple(specs), tuple(non_finite), self._bucket_bytes)
-        self._stream = None
-        self._next = 0
-        return self._manifest
+        base = None
+        if self._only_changed and self._delivered is not None and not rehearsal:
+            base, known = self._delivered
+            specs = [spec for spec in specs if known.get(spec.name) != spec.fingerprint]
+        on_cpu = self._device == "cpu" and self._route in ("broadcast", "ipc")
+        bucket_bytes = min(self._bucket_bytes, CPU_BUCKET) if on_cpu else self._bucket_bytes
+        manifest = Manifest(version, tuple(specs), tuple(non_finite), bucket_bytes, base, rehearsal)
+        by_name = {spec.name: spec for spec in specs}
+        self._sync = _Sync(manifest, buckets(manifest), by_name, self._parameters(), self._buffers)
+        return manifest
+
+    def delivered(self, version: int) -> None:
+        """Every engine holds what the last manifest announced."""
+        manifest = self._sync.manifest if self._sync is not None else None
+        if manifest is None or manifest.version != version:
+            raise WeightSyncError(f"version {version} was not the one that was sent.")
+        known = {} if self._delivered is None else self._delivered[1]
+        known = known | {spec.name: spec.fingerprint for spec in manifest.tensors}
+        self._delivered = None if manifest.rehearsal else (version, known)
+        if self._folder is not None:
+            self._folder.close()
 
     def send(self, index: int) -> Bucket | None:
-        """Bucket `index` of the manifest: in the answer (`in_process`), or to the group. None on ranks other than 0."""
-        manifest = self._manifest
-        if manifest is None or index != self._next:
-            raise WeightSyncError(f"bucket {index} was asked for, but bucket {self._next} of a manifest comes next.")
-        if self._stream is None:
-            self._stream = iter(self._parameters())
-        bucket = buckets(manifest)[index]
-        wanted = set(bucket.names)
-        specs = [spec for spec in manifest.tensors if spec.name in wanted]
-        buffer = empty_buffer(specs, self._group.device if self._group else "cpu") if self._rank == ROOT else None
-        places = [None] * len(specs) if buffer is None else list(views(buffer, specs))
-        for spec, place in zip(specs, places, strict=True):
-            name, tensor = next(self._stream, ("nothing", None))
-            if name != spec.name or tensor is None or tuple(tensor.shape) != spec.shape:
-                raise WeightSyncError(f"{spec.name} was announced, {name} came: the parameters changed during a sync.")
-            if place is not None:
-                place.copy_(self._to_wire(tensor))
-        self._next += 1
-        return None if buffer is None else self._hand_over(manifest, bucket, buffer)
-
-    def _hand_over(self, manifest: Manifest, bucket: Bucket, buffer: Tensor) -> Bucket:
-        if self._route == "in_process":
-            return replace(bucket, payload=buffer)
-        if self._group is None:
-            raise WeightSyncError(f"version {manifest.version}: no transfer group is connected; connect before a sync.")
-        self._group.send_bucket(manifest.version, bucket.index, buffer)
-        return bucket
+        """Bucket `index` of the manifest: to the group, or in the answer; None on ranks that have nothing to say."""
+        sync = self._sync
+        if sync is None or index != sync.next:
+            expected = "no manifest" if sync is None else f"bucket {sync.next} of a manifest"
+            raise WeightSyncError(f"bucket {index} was asked for, but {expected} comes next.")
+        sync.next += 1
+        bucket = sync.cut[index]
+        if self._route == "broadcast":
+            return self._broadcast(sync, bucket)
+        buffer = self._gather(sync, bucket)
+        return None if buffer is None else self._hand_over(sync, bucket, buffer)
 
     def disconnect(self) -> None:
         """Leave the transfer group, e.g. after a failed sync; connect again before the next one."""
         group, self._group = self._group, None
-        self._stream = None
-        self._manifest = None
-        if group is not None:
-            group.close()
+        pages, self._pages = self._pages, None
+        folder, self._folder = self._folder, None
+        self._sync = None
+        self._buffers = TurningBuffers()
+        self._delivered = None
+        for resource in (group, pages, folder):
+            if resource is not None:
+                resource.close()
 
     def close(self) -> None:
         self.disconnect()
 
-    @torch.no_grad()
+    def _gather(self, sync: _Sync, bucket: Bucket) -> Tensor | None:
+        """The bucket's tensors out of the stream of parameters, packed; None on ranks that only take part in it."""
+        specs = [sync.specs[name] for name in bucket.names]
+        buffer = self._buffer(sync, bucket.index, specs)
+        if buffer is not None:
+            clear_gaps(buffer, specs)
+        places = [None] * len(specs) if buffer is None else list(views(buffer, specs))
+        for spec, place in zip(specs, places, strict=True):
+            name, tensor = next(sync.stream, ("nothing", None))
+            while sync.manifest.base_version is not None and tensor is not None and name != spec.name:
+                name, tensor = next(sync.stream, ("nothing", None))  # it did not change
+            if name != spec.name or tensor is None or tuple(tensor.shape) != spec.shape:
+                raise WeightSyncError(f"{spec.name} was announced, {name} came: the parameters changed during a sync.")
+            if place is not None:
+                place.copy_(self._to_wire(tensor))
+        return buffer
+
+    def _buffer(self, sync: _Sync, index: int, specs: Sequence[TensorSpec]) -> Tensor | None:
+        if self._pages is not None:
+            return self._pages.page(index, buffer_bytes(specs))[0]
+        if self._rank != ROOT:
+            return None
+        device = self._group.device if self._group else "cpu"
+        if self._route == "in_process":  # it may still be read when the next one is made
+            return empty_buffer(specs, device)
+        return sync.buffers.take(index, buffer_bytes(specs), device)
+
+    def _broadcast(self, sync: _Sync, bucket: Bucket) -> Bucket | None:
+        """Rank 0 sends; meanwhile all ranks gather the next bucket."""
+        group, version = self._group, sync.manifest.version
+        if self._rank == ROOT and group is None:
+            raise WeightSyncError(f"version {version}: no transfer group is connected; connect before a sync.")
+        buffer = sync.gathered if bucket.index else self._gather(sync, bucket)
+
+        def gather_next() -> None:
+            following = bucket.index + 1
+            sync.gathered = self._gather(sync, sync.cut[following]) if following < len(sync.cut) else None
+
+        if group is None or buffer is None:
+            gather_next()
+            return None
+        group.send_bucket(version, bucket.index, buffer, gather_next)
+        return bucket
+
+    def _hand_over(self, sync: _Sync, bucket: Bucket, buffer: Tensor) -> Bucket:
+        if self._route == "ipc":
+            assert self._pages is not None
+            return replace(bucket, handles=(self._pages.page(bucket.index, buffer.numel())[1],))
+        if self._route == "checkpoint":
+            assert self._folder is not None
+            named = zip(bucket.names, views(buffer, [sync.specs[name] for name in bucket.names]), strict=True)
+            return replace(bucket, file=self._folder.write(sync.manifest.version, bucket.index, list(named)))
+        return replace(bucket, payload=buffer)
+
     def _to_wire(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().to(self._wire_dtype) if tensor.is_floating_point() else tensor.detach()
+        tensor = tensor.detach()
+        if not tensor.is_floating_point():
+            return tensor
+        return (tensor if self._scale == 1.0 else tensor * self._scale).to(self._wire_dtype)

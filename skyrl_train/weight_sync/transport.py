@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -43,12 +44,19 @@ class BroadcastGroup:
                 f"within {timeout_s:g} s: {_first_line(error)}"
             ) from error
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """From the root into everybody's `tensor`, which has the same shape and dtype everywhere."""
+    def broadcast(self, tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
+        """From the root into everybody's `tensor`, which has the same shape and dtype everywhere.
+
+        `meanwhile` runs on this thread while the bytes move.
+        """
         options = dist.BroadcastOptions()
         options.rootRank = ROOT
+        under_way = None
         try:
-            self._group.broadcast([tensor], options).wait(self._timeout)
+            under_way = self._group.broadcast([tensor], options)
+            if meanwhile is not None:
+                meanwhile()
+            under_way.wait(self._timeout)
             if tensor.is_cuda:
                 torch.cuda.current_stream(tensor.device).synchronize()
         except RuntimeError as error:
@@ -56,12 +64,18 @@ class BroadcastGroup:
                 f"a transfer of {tensor.nbytes} bytes did not complete on rank {self.rank} "
                 f"(deadline {self._timeout.total_seconds():g} s): {_first_line(error)}"
             ) from error
+        finally:
+            under_way = None  # an exception's traceback would keep it, and with it the connections, alive
 
-    def send_bucket(self, version: int, index: int, buffer: Tensor) -> None:
+    def send_bucket(
+        self, version: int, index: int, buffer: Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> None:
         self.broadcast(torch.tensor([version, index, buffer.numel()], dtype=torch.int64, device=self.device))
-        self.broadcast(buffer)
+        self.broadcast(buffer, meanwhile)
 
-    def receive_bucket(self, version: int, index: int, buffer: Tensor) -> None:
+    def receive_bucket(
+        self, version: int, index: int, buffer: Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> None:
         """Fills `buffer`. The header comes first: gloo ends the whole process when lengths differ."""
         header = torch.zeros(3, dtype=torch.int64, device=self.device)
         self.broadcast(header)
@@ -71,7 +85,7 @@ class BroadcastGroup:
                 f"(version, bucket, bytes) {expected} was announced but {header.tolist()} is being sent: "
                 "a bucket was lost or repeated"
             )
-        self.broadcast(buffer)
+        self.broadcast(buffer, meanwhile)
 
     def close(self) -> None:
         """Drop the connections; a peer that waits for this rank fails at once instead of at its deadline."""

@@ -8,19 +8,21 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from skyrl_train.engines.base import EngineHealth
+from skyrl_train.engines.base import Capabilities, EngineHealth
 from skyrl_train.errors import DeadlineExceeded, EngineError, SkyRLError, WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.testing.weight_targets import LocalTrainer, ModelTarget, score
 from skyrl_train.weight_sync.publish import Probe, WeightPublisher, WeightTarget
+from skyrl_train.weight_sync.sender import CPU_BUCKET
 from skyrl_train.weight_sync.transport import BroadcastGroup
 from skyrl_train.weight_sync.wire import Bucket, fingerprint
 
@@ -139,6 +141,57 @@ def test_an_engine_lost_between_buckets_ends_the_sync_in_time_and_a_complete_one
     assert not [thread for thread in threading.enumerate() if "asyncio" in thread.name]
 
 
+class Forgetful(LocalTrainer):
+    """Sends another value of one parameter than the one that it announced."""
+
+    def __init__(self, model: PreTrainedModel, altered: str):
+        super().__init__(model, bucket_bytes=20_000)
+        self.altered = altered
+        self.readings = 0
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        self.readings += 1
+        second = self.readings % 2 == 0
+        for name, tensor in self.model.named_parameters():
+            yield name, tensor + 1 if second and name == self.altered else tensor
+
+
+@pytest.mark.fault("F30")
+@pytest.mark.parametrize(
+    ("altered", "torn"),
+    [
+        ("model.embed_tokens.weight", False),  # in the first bucket: nothing was loaded
+        ("model.layers.1.self_attn.q_proj.weight", True),
+        ("model.norm.weight", True),  # in the last, which no other follows
+    ],
+)
+def test_a_tensor_that_arrives_altered_is_named_though_the_next_bucket_is_on_its_way(altered: str, torn: bool):
+    trainer = Forgetful(tiny_model(seed=1, **SMALL), altered)
+    engines = [ModelTarget(tiny_model(seed=seed, **SMALL), f"engine-{seed}") for seed in (2, 3)]
+    before = {name: tensor.detach().clone() for name, tensor in engines[0].model.named_parameters()}
+    publisher = publisher_of(trainer, engines)
+    with pytest.raises(WeightSyncError, match=f"engine-[23]: {altered} arrived altered"):
+        asyncio.run(publisher.publish(1))
+    for engine in engines:
+        assert (engine.receiver.version, engine.receiver.torn) == (0, torn)
+    held = dict(engines[0].model.named_parameters())
+    assert torch.equal(held[altered], before[altered])
+    assert all(torch.equal(held[name], before[name]) for name in held) != torn
+    trainer.altered = ""
+    asyncio.run(publisher.publish(1))
+    assert all(holds_trainers_weights(trainer, engine) for engine in engines)
+    close(trainer, *engines)
+
+
+def test_buckets_of_a_broadcast_between_cpus_fit_the_cache():
+    trainer = LocalTrainer(tiny_model(seed=1, **SMALL), bucket_bytes=1 << 30)
+    engine = ModelTarget(tiny_model(seed=2, **SMALL), "engine-0")
+    assert trainer.manifest(0).bucket_bytes == 1 << 30
+    asyncio.run(publisher_of(trainer, [engine]).publish(1))
+    assert trainer.manifest(2).bucket_bytes == CPU_BUCKET
+    close(trainer, engine)
+
+
 @pytest.mark.fault("F30")
 def test_engines_that_never_connect_are_a_deadline_not_a_hang():
     trainer = LocalTrainer(tiny_model(seed=1, **SMALL))
@@ -195,6 +248,7 @@ class RemoteTarget:
         self.process.start()
         other.close()
         self.kill_at: int | None = None
+        self.capabilities = Capabilities("right")
 
     async def call(self, method: str, *args):
         def ask():

@@ -1,11 +1,21 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.weight_sync.buckets import ALIGNMENT, buckets, buffer_bytes, empty_buffer, num_bytes, views
-from skyrl_train.weight_sync.wire import Manifest, TensorSpec, fingerprint
+from skyrl_train.weight_sync.buckets import (
+    ALIGNMENT,
+    buckets,
+    buffer_bytes,
+    clear_gaps,
+    empty_buffer,
+    fingerprints,
+    num_bytes,
+    views,
+)
+from skyrl_train.weight_sync.wire import Manifest, TensorSpec, all_finite, fingerprint
 
 specs = st.lists(
     st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from(["float32", "bfloat16", "int64", "uint8"])),
@@ -38,11 +48,41 @@ def test_tensors_of_mixed_dtypes_come_out_of_the_buffer_as_they_went_in(tensors)
     assert buffer.numel() % ALIGNMENT == 0
 
 
-def test_a_fingerprint_adds_up_over_shards_and_sees_every_bit():
-    for dtype in (torch.float32, torch.bfloat16):
-        tensor = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
-        top, bottom = tensor.split(3)
-        assert fingerprint(tensor) == fingerprint(top) + fingerprint(bottom)
-        bits = tensor.view(torch.uint8).clone()
-        bits[2, 3] ^= 1
-        assert fingerprint(bits.view(dtype)) != fingerprint(tensor)
+@given(specs)
+def test_fingerprints_of_a_buffer_are_those_of_its_tensors_whatever_lay_in_the_gaps(tensors):
+    torch.manual_seed(0)
+    buffer = torch.randint(0, 256, (buffer_bytes(tensors),), dtype=torch.uint8)
+    clear_gaps(buffer, tensors)
+    assert fingerprints(buffer, tensors) == [fingerprint(tensor.clone()) for tensor in views(buffer, tensors)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fingerprint_adds_up_over_shards_and_sees_every_bit(dtype: torch.dtype):
+    tensor = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    top, bottom = tensor.split(3)
+    assert (fingerprint(top) + fingerprint(bottom) - fingerprint(tensor)) % 2**64 == 0
+    for byte in range(tensor.nbytes):
+        for bit in range(8):
+            altered = tensor.clone()
+            altered.view(-1).view(torch.uint8)[byte] ^= 1 << bit
+            assert fingerprint(altered) != fingerprint(tensor)
+
+
+def test_a_fingerprint_is_of_the_values_not_of_where_they_lie():
+    for numel in (0, 1, 3, 7, 8, 4097):
+        lies_apart = torch.arange(2 * numel, dtype=torch.bfloat16)[::2]
+        begins_inside_a_word = torch.cat([torch.zeros(1, dtype=torch.bfloat16), lies_apart])[1:]
+        assert fingerprint(lies_apart) == fingerprint(lies_apart.clone()) == fingerprint(begins_inside_a_word)
+    assert fingerprint(torch.tensor(2.5)) == fingerprint(torch.tensor([2.5])) != 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_non_finite_values_are_told_from_sums_that_overflow(dtype: torch.dtype):
+    largest = torch.finfo(dtype).max
+    for values in ([], [largest] * 8, [-largest] * 8, [largest, -largest] * 8):
+        assert all_finite(torch.tensor(values, dtype=dtype)), values
+    for values in ([torch.inf], [-torch.inf], [torch.nan], [torch.inf, -torch.inf], [largest, torch.nan, largest]):
+        for place in (0, 7, 4000):
+            tensor = torch.ones(5000, dtype=dtype)
+            tensor[place : place + len(values)] = torch.tensor(values, dtype=dtype)
+            assert not all_finite(tensor), values

@@ -47,6 +47,7 @@ def test_every_engine_gets_the_trainers_weights_and_the_metrics_say_how_much_mov
             for name, tensor in trainer.model.named_parameters():
                 assert torch.equal(engine.model.get_parameter(name), tensor), name
     size = sum(tensor.nbytes for tensor in trainer.model.parameters())
+    assert metrics.pop("weights/probe_gap") <= 1e-5
     assert metrics == {"weights/version": 2, "weights/bytes": size, "weights/buckets": -(-size // (1 << 16))}
 
 
@@ -99,6 +100,39 @@ def test_one_nan_among_the_probes_answers_does_not_pass():
     _, publisher = in_process(Broken(tiny_model(seed=2, **SMALL), "broken"), probed=True)
     with pytest.raises(WeightSyncError, match=r"engine broken: .* by nan nats"):
         asyncio.run(publisher.publish(1))
+
+
+def test_a_rehearsal_ends_with_the_true_weights_as_the_same_version():
+    engines = [engine_named("left"), engine_named("right")]
+    trainer, publisher = in_process(*engines, probed=True)
+    metrics = asyncio.run(publisher.rehearse(0))
+    assert metrics["weights/rehearsal_gap"] > 0.1
+    assert metrics["weights/probe_gap"] <= 1e-5
+    for engine in engines:
+        assert (engine.receiver.version, engine.receiver.torn) == (0, False)
+        assert torch.equal(engine.model.get_parameter("model.norm.weight"), trainer.model.model.norm.weight)
+
+
+@pytest.mark.fault("F31")
+def test_a_rehearsal_notices_an_engine_that_ignores_what_it_is_sent():
+    class Deaf(ModelTarget):
+        """Answers with weights that happen to be the trainer's, and takes no others."""
+
+        async def score(self, token_ids, temperature: float = 1.0) -> list[list[float]]:
+            return score(tiny_model(seed=1, **SMALL), token_ids, temperature)
+
+    engines = [engine_named("left"), Deaf(tiny_model(seed=2, **SMALL), "deaf")]
+    _, publisher = in_process(*engines, probed=True)
+    asyncio.run(publisher.publish(0))  # a probe alone does not see it
+    with pytest.raises(WeightSyncError, match=r"engine deaf: altered weights moved .* does not load what it is sent"):
+        asyncio.run(publisher.rehearse(1))
+
+
+def test_without_a_probe_a_rehearsal_is_a_sync():
+    engine = engine_named("only")
+    trainer, publisher = in_process(engine)
+    assert asyncio.run(publisher.rehearse(0)).keys() == {"weights/version", "weights/bytes", "weights/buckets"}
+    assert torch.equal(engine.model.get_parameter("model.norm.weight"), trainer.model.model.norm.weight)
 
 
 @pytest.mark.fault("F30")

@@ -12,6 +12,7 @@ from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.weight_sync.buckets import buckets
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.sender import WeightSender
+from skyrl_train.weight_sync.store import InPlace
 from skyrl_train.weight_sync.wire import Manifest
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
@@ -24,7 +25,7 @@ def sender_of(model: PreTrainedModel, wire_dtype: str = "float32", bucket_bytes:
 
 
 def receiver_of(model: PreTrainedModel) -> WeightReceiver:
-    return WeightReceiver(lambda: dict(model.named_parameters()), "engine-0")
+    return WeightReceiver(InPlace(lambda: dict(model.named_parameters())), "engine-0")
 
 
 def pair(**options) -> tuple[PreTrainedModel, WeightSender, PreTrainedModel, WeightReceiver]:
@@ -80,7 +81,7 @@ def test_values_are_those_of_the_wire_cast_to_what_the_engine_holds(wire, held):
 @pytest.mark.fault("F30")
 def test_tied_weights_may_be_listed_under_both_names():
     trainer, engine = tiny_model(seed=1, **SMALL), tiny_model(seed=2, **SMALL)
-    receiver = WeightReceiver(lambda: dict(engine.named_parameters(remove_duplicate=False)), "engine-0")
+    receiver = WeightReceiver(InPlace(lambda: dict(engine.named_parameters(remove_duplicate=False))), "engine-0")
     sync(sender_of(trainer), receiver, 1)
     assert same(snapshot(trainer), snapshot(engine))
 
@@ -213,7 +214,7 @@ def test_weights_that_change_while_they_are_sent_are_caught():
 def test_an_engine_that_does_not_keep_what_it_was_given_is_caught_at_commit():
     trainer, engine = tiny_model(seed=1, **SMALL), tiny_model(seed=2, **SMALL)
     sender = sender_of(trainer)
-    receiver = WeightReceiver(lambda: snapshot(engine), "engine-0")  # hands out copies: loading into them is lost
+    receiver = WeightReceiver(InPlace(lambda: snapshot(engine)), "engine-0")  # loading into copies is lost
     with pytest.raises(WeightSyncError, match=r"model\.embed_tokens\.weight was received but is not what"):
         sync(sender, receiver, 1)
     assert receiver.torn
@@ -254,5 +255,7 @@ def test_other_ranks_read_the_parameters_along_and_send_nothing():
 
 
 def test_an_unknown_route_is_refused():
-    with pytest.raises(WeightSyncError, match=r"engine-0 has no weight route 'pigeon'; it has broadcast, in_process"):
+    with pytest.raises(
+        WeightSyncError, match=r"engine-0 has no weight route 'pigeon'; it has broadcast, checkpoint, in_process"
+    ):
         receiver_of(tiny_model(**SMALL)).connect("pigeon", "", 1, 2, 1.0)

@@ -1,0 +1,54 @@
+"""Where an engine's weights lie: what a receiver needs of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class WeightStore(Protocol):
+    """Loads full Hugging Face tensors into an engine, which fuses, splits and repacks them as it likes.
+
+    A sync is start(), load() for every bucket, finish(); between start and finish the engine holds a mixture.
+    """
+
+    def layout(self) -> Mapping[str, Tensor]:
+        """Tensors by Hugging Face name (tied ones under one or both): those held, or stand-ins on the meta device."""
+
+    def start(self) -> None: ...
+
+    def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Whole tensors on the receiver's device, in the wire's dtype; they are overwritten after the call."""
+
+    def finish(self) -> None: ...
+
+    def held(self, name: str) -> Tensor | None:
+        """The tensor held under this name, or None where the engine does not keep it as such."""
+
+
+class InPlace:
+    """A plain model: every tensor is written over the one of the same name."""
+
+    def __init__(self, parameters: Callable[[], Mapping[str, Tensor]]):
+        self._parameters = parameters
+        self._held: Mapping[str, Tensor] = {}
+
+    def layout(self) -> Mapping[str, Tensor]:
+        return self._parameters()
+
+    def start(self) -> None:
+        self._held = self._parameters()
+
+    @torch.no_grad()
+    def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            self._held[name].copy_(tensor)
+
+    def finish(self) -> None:
+        self._held = self._parameters()  # asked again: what was loaded into must still be what is used
+
+    def held(self, name: str) -> Tensor | None:
+        return self._held[name]

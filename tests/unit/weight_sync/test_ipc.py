@@ -1,0 +1,94 @@
+"""Memory that two processes map: what one writes the other reads, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.weight_sync.ipc import SharedPages, open_handle
+from skyrl_train.weight_sync.wire import SharedHandle
+
+
+def reader(connection: Connection) -> None:
+    """A process that opens every handle it is sent, answers with the bytes, and leaves a mark on the first."""
+    while (handle := connection.recv()) is not None:
+        memory = open_handle(handle)
+        connection.send(bytes(memory.tolist()))
+        memory[0] = 99
+        connection.send(memory.numel())
+
+
+def test_another_process_reads_what_was_written_and_writes_into_the_same_memory():
+    context = multiprocessing.get_context("spawn")
+    connection, other = context.Pipe()
+    process = context.Process(target=reader, args=(other,), daemon=True)
+    process.start()
+    pages = SharedPages("cpu", slot=3)
+    try:
+        for index, size in enumerate((32, 64, 16, 128)):
+            buffer, handle = pages.page(index, size)
+            buffer.copy_(torch.arange(index, index + size, dtype=torch.uint8))
+            assert (handle.slot, handle.size) == (3, size)
+            connection.send(handle)
+            assert connection.recv() == bytes(range(index, index + size))
+            assert connection.recv() == size
+            assert buffer[0] == 99
+        connection.send(None)
+        process.join(20)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        process.join()
+        pages.close()
+
+
+def test_two_pages_take_turns_and_grow():
+    pages = SharedPages("cpu", slot=0)
+    (first, handle), (second, other) = pages.page(0, 64), pages.page(1, 64)
+    first.fill_(1)
+    second.fill_(2)
+    again, smaller = pages.page(2, 16)
+    again.fill_(3)
+    assert handle.file == smaller.file != other.file
+    assert first.tolist() == [3] * 16 + [1] * 48  # the same memory
+    assert second.tolist() == [2] * 64
+    larger, handle = pages.page(2, 4096)
+    larger.fill_(4)
+    assert open_handle(handle).tolist() == [4] * 4096
+    assert first.tolist() == [3] * 16 + [1] * 48  # another one; who still reads the old one is not disturbed
+    pages.close()
+
+
+def test_memory_that_is_gone_is_an_error_and_no_file_is_left():
+    before = set(os.listdir(f"/proc/{os.getpid()}/fd"))
+    pages = SharedPages("cpu", slot=0)
+    _, handle = pages.page(0, 64)
+    pages.close()
+    pages.close()
+    with pytest.raises(WeightSyncError, match="the trainer's memory cannot be mapped"):
+        open_handle(handle)
+    with pytest.raises(WeightSyncError, match="the trainer's memory cannot be mapped"):
+        open_handle(replace(handle, file="/proc/999999999/fd/3"))
+    assert set(os.listdir(f"/proc/{os.getpid()}/fd")) <= before
+
+
+def test_a_handle_may_not_ask_for_more_than_there_is_nor_for_any_other_file(tmp_path: Path):
+    pages = SharedPages("cpu", slot=0)
+    _, handle = pages.page(0, 64)
+    with (tmp_path / "other").open("wb+") as other:
+        other.write(bytes(64))
+        other.flush()
+        for wrong in (
+            SharedHandle(0, 1 << 20, file=handle.file),
+            SharedHandle(0, 64, file=f"/proc/{os.getpid()}/fd/{other.fileno()}"),
+        ):
+            with pytest.raises(WeightSyncError, match="bytes of a trainer's memory"):
+                open_handle(wrong)
+    pages.close()
