@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from skyrl_train.weight_sync.wire import Bucket, Manifest
@@ -28,6 +28,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """In addition to the model's own end-of-sequence tokens."""
     ignore_eos: bool = False
+
+
+SAMPLING = frozenset(field.name for field in fields(SamplingParams))
+"""All that an engine may honour."""
+PAUSE_MODES = frozenset({"keep", "abort", "wait", "retract"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +90,20 @@ class Capabilities:
     sampling: frozenset[str] = frozenset()
     """Names of SamplingParams fields it honours when they are not off."""
     weight_routes: frozenset[str] = frozenset()
+    weight_ranks: int = 1
+    """Members that it has in the `broadcast` group."""
     lora: bool = False
     pause_modes: frozenset[str] = frozenset()
+    partial_weights: bool = True
+    """Whether a sync may leave out tensors that did not change."""
     keeps_fingerprints: bool = False
     """Whether the tensors it holds can be summed after loading (not when fused or repacked)."""
+    seeds: bool = True
+    """Whether a request's seed decides its tokens."""
+    score_temperature: bool = True
+    """Whether `score` takes temperatures other than 1."""
+    refusals: Mapping[str, str] = field(default_factory=dict)
+    """What it cannot do, by the name of the parameter or feature, and why: engine, version, reason."""
 
 
 @dataclass(slots=True)
@@ -127,7 +142,11 @@ class InferenceEngine(Protocol):
     async def abort(self, request_ids: Sequence[str]) -> None: ...
 
     async def pause(self, mode: str = "keep") -> None:
-        """keep: running requests stop where they are; abort: they return what they have; wait: they finish first."""
+        """keep: running requests stop where they are; abort: they return what they have; wait: they finish first;
+        retract: they go back to the queue, and what they have so far is read again after `resume`.
+
+        Raises UnsupportedParameter for a mode that is not in capabilities.pause_modes.
+        """
 
     async def resume(self) -> None: ...
 
@@ -156,6 +175,14 @@ class InferenceEngine(Protocol):
         """Everything in the manifest arrived: verify the tensors held, drop prefix caches, serve `version`."""
 
     async def reset_prefix_cache(self) -> None: ...
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Serve requests with `adapter=name` through the LoRA adapter in a peft folder, in place of an earlier `name`.
+
+        Raises UnsupportedParameter where capabilities.lora is False, EngineError for a folder that does not fit.
+        """
+
+    async def unload_adapter(self, name: str) -> None: ...
 
     async def health(self) -> EngineHealth: ...
 

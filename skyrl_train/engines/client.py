@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
@@ -15,9 +16,24 @@ from skyrl_train.errors import DeadlineExceeded, EngineError, UnsupportedParamet
 _REMEMBERED = 1 << 16
 """Sessions and groups whose engine is remembered, the latest ones."""
 _GRACE_S = 30.0
-"""How long an engine may take beyond a request's own deadline before it counts as dead."""
+"""How long an engine may take beyond a request's own deadline, or to say how it is, before it counts as dead."""
 
 _DEATHS = (EngineError, WorkerDied, DeadlineExceeded, ConnectionError)
+
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    """An engine and what is known of it; another engine under its name is another place."""
+
+    engine: Any
+    name: str
+    load: int = 0
+    """Tokens under way: prompts and what may be sampled."""
+    cause: str | None = None
+    """Why it gets no more traffic: the first thing that went wrong."""
+
+    def bury(self, error: BaseException) -> None:
+        self.cause = self.cause or f"{type(error).__name__}: {error}"
 
 
 class EngineClient:
@@ -25,59 +41,84 @@ class EngineClient:
 
     A session stays on the engine that has its history, a group on the engine that reads its prompt once; everything
     else goes where least is under way. Which engine gets what depends on the order of calls only, not on time. An
-    engine that fails a call gets no more traffic until `replace`.
+    engine that dies gets no more traffic until `replace`.
     """
 
     def __init__(self, engines: Sequence[Any], *, deadline_s: float):
         """`deadline_s`: for requests without a deadline of their own, and for every other call."""
-        self._all = list(engines)
-        self._names = [getattr(engine, "name", f"engine {index}") for index, engine in enumerate(engines)]
+        self._all = [_Place(one, getattr(one, "name", f"engine {index}")) for index, one in enumerate(engines)]
         self._deadline_s = deadline_s
-        self._dead: dict[int, str] = {}
-        """Index -> why."""
-        self._load = [0] * len(self._all)
-        """Tokens under way on each engine: prompts and what may be sampled."""
         self._homes: OrderedDict[tuple[str, str], int] = OrderedDict()
         """("session" or "group", its name) -> index of its engine."""
         self._background: set[asyncio.Task[Any]] = set()
-        self._measured = (time.monotonic(), 0)
+        self._reviving: asyncio.Task[None] | None = None
+        self._under_way = 0
+        self._busy_s = self._busy_until = 0.0
+        """Time in which requests were under way, and up to when that was counted."""
+        self._measured: dict[str, float] = defaultdict(float)
+        """Counters at the last call of `metrics`."""
+        self._asleep = False
+        self._holds = 0
+        self._interruptions = 0
+        self._serving = asyncio.Event()
+        """Cleared while the engines sleep or take weights: requests wait."""
+        self._serving.set()
+        self.revive: Callable[[], Awaitable[None]] | None = None
+        """Brings dead engines back; asked when requests find none alive."""
 
     @property
     def engines(self) -> list[Any]:
         """Those alive, in order: who must get weights."""
-        return [engine for index, engine in enumerate(self._all) if index not in self._dead]
+        return [place.engine for place in self._all if place.cause is None]
 
     @property
     def dead(self) -> dict[str, str]:
-        """Name -> why, of engines that failed a call."""
-        return {self._names[index]: reason for index, reason in self._dead.items()}
+        """Name -> why, of engines that died."""
+        return {place.name: place.cause for place in self._all if place.cause is not None}
+
+    def kill(self, name: str) -> None:
+        """End what is left of the engine called `name`: one that hangs still holds its slot, or its connections."""
+        engine = self._named(name).engine
+        if hasattr(engine, "kill"):
+            engine.kill()
+        else:
+            self._in_background(asyncio.wait_for(engine.close(), _GRACE_S))
 
     def replace(self, name: str, engine: Any) -> None:
         """Put a new engine, which must hold the current weights already, where the one called `name` was."""
-        index = self._names.index(name)
-        self._all[index] = engine
-        self._load[index] = 0
-        self._dead.pop(index, None)
+        self._all[self._all.index(self._named(name))] = _Place(engine, name)
+
+    def _named(self, name: str) -> _Place:
+        return next(place for place in self._all if place.name == name)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """Completions in request order, one call to each engine that has a part.
 
-        The part of an engine that dies goes to the others, once. Raises EngineError naming the engines when none is
-        left, UnsupportedParameter as the engine says it.
+        The part of an engine that dies goes to the others, once; where none is left, to what `revive` brings back.
+        Requests wait while engines sleep or take weights, those too that an engine refused because they came as that
+        began. Raises EngineError naming the engines when there is none, UnsupportedParameter as the engine says it.
         """
         completions: dict[int, Completion] = {}
-        places = list(range(len(requests)))
-        for last_try in (False, True):
-            failed = await self._dispatch(requests, places, completions)
-            if not failed:
-                break
-            places = sorted(place for lost, _ in failed.values() for place in lost)
-            error = next(error for _, error in failed.values())
-            if last_try or not self.engines:
-                raise EngineError(self._none_left()) from error
-        return [completions[place] for place in range(len(requests))]
+        missing = dict(enumerate(requests))
+        lost_at: set[_Place] = set()
+        while missing:
+            await self._until_serving()
+            if not self.engines and self.revive is not None:
+                await self._revived()
+            before = self._interruptions
+            failed = await self._dispatch(missing, completions, avoid=lost_at)
+            missing = {number: missing[number] for number in missing if number not in completions}
+            died = {place: error for place, error in failed.items() if not self._was_interrupted(before, error)}
+            for place, error in died.items():
+                if not (isinstance(error, EngineError) and await self._serves(place)):
+                    place.bury(error)
+            if died and (lost_at or not (self.engines or self.revive)):
+                place, error = next(iter(died.items()))
+                raise EngineError(self._lost(place, error)) from error
+            lost_at |= died.keys()
+        return [completions[number] for number in range(len(requests))]
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
@@ -85,72 +126,107 @@ class EngineClient:
         yield
 
     async def _dispatch(
-        self, requests: Sequence[SampleRequest], places: Sequence[int], completions: dict[int, Completion]
-    ) -> dict[int, tuple[list[int], BaseException]]:
-        """Send the requests at `places`, fill `completions`; returns by engine what was lost and why."""
-        parts: dict[int, list[int]] = defaultdict(list)
-        for place in places:
-            index = self._route(requests[place])
-            parts[index].append(place)
-            self._load[index] += _tokens(requests[place])
-        calls = [self._generate(index, [requests[place] for place in part]) for index, part in parts.items()]
+        self, requests: dict[int, SampleRequest], completions: dict[int, Completion], *, avoid: Collection[_Place]
+    ) -> dict[_Place, BaseException]:
+        """Send them, fill `completions` under their numbers; returns which engines failed their part, and how."""
+        parts: dict[_Place, dict[int, SampleRequest]] = defaultdict(dict)
+        for number, request in requests.items():
+            place = self._route(request, avoid)
+            parts[place][number] = request
+            place.load += _tokens(request)
+        calls = [self._generate(place, list(part.values())) for place, part in parts.items()]
         results = await asyncio.gather(*calls, return_exceptions=True)
-        failed: dict[int, tuple[list[int], BaseException]] = {}
-        for (index, part), result in zip(parts.items(), results, strict=True):
-            if not isinstance(result, BaseException):
+        failed: dict[_Place, BaseException] = {}
+        for (place, part), result in zip(parts.items(), results, strict=True):
+            if isinstance(result, UnsupportedParameter) or (
+                isinstance(result, BaseException) and not isinstance(result, _DEATHS)
+            ):
+                raise result
+            if isinstance(result, BaseException):
+                failed[place] = result
+            else:
                 completions.update(zip(part, result, strict=True))
-            elif isinstance(result, _DEATHS) and not isinstance(result, UnsupportedParameter):
-                self._bury(index, result)
-                failed[index] = (part, result)
-        for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, _DEATHS):
-                raise result
-            if isinstance(result, UnsupportedParameter):
-                raise result
         return failed
 
-    async def _generate(self, index: int, requests: list[SampleRequest]) -> list[Completion]:
+    def _was_interrupted(self, before: int, error: BaseException) -> bool:
+        """Refused because the engines began to sleep or to take weights."""
+        return self._interruptions != before and isinstance(error, EngineError)
+
+    async def _generate(self, place: _Place, requests: list[SampleRequest]) -> list[Completion]:
         deadlines = [request.deadline_s for request in requests if request.deadline_s is not None]
         limit = max(deadlines) + _GRACE_S if len(deadlines) == len(requests) else self._deadline_s
+        self._count_under_way(1)
         try:
-            return await self._within(index, "generate", self._all[index].generate(requests), limit)  # type: ignore[no-any-return]
+            return await self._within(place, "generate", place.engine.generate(requests), limit)  # type: ignore[no-any-return]
         except (asyncio.CancelledError, DeadlineExceeded):
             # A remote engine does not notice that nobody waits any more.
-            task = asyncio.ensure_future(self._abort_quietly(index, [request.request_id for request in requests]))
-            self._background.add(task)
-            task.add_done_callback(self._background.discard)
+            self._in_background(self._abort_quietly(place, [request.request_id for request in requests]))
             raise
         finally:
-            self._load[index] -= sum(_tokens(request) for request in requests)
+            self._count_under_way(-1)
+            place.load -= sum(_tokens(request) for request in requests)
 
-    def _route(self, request: SampleRequest) -> int:
+    def _count_under_way(self, change: int) -> None:
+        now = time.monotonic()
+        if self._under_way:
+            self._busy_s += now - self._busy_until
+        self._busy_until = now
+        self._under_way += change
+
+    def _route(self, request: SampleRequest, avoid: Collection[_Place]) -> _Place:
         keys = [(kind, name) for kind, name in (("session", request.session), ("group", request.group)) if name]
+        alive = [index for index, place in enumerate(self._all) if place.cause is None]
+        if not alive:
+            raise EngineError(f"There is no inference engine left. {self._causes()}")
+        welcome = [index for index in alive if self._all[index] not in avoid] or alive
         homes = (self._homes.get(key) for key in keys)
-        index = next((home for home in homes if home is not None and home not in self._dead), None)
+        index = next((home for home in homes if home in welcome), None)
         if index is None:
-            alive = [index for index in range(len(self._all)) if index not in self._dead]
-            if not alive:
-                raise EngineError(self._none_left())
-            index = min(alive, key=lambda candidate: (self._load[candidate], candidate))
+            index = min(welcome, key=lambda candidate: (self._all[candidate].load, candidate))
         for key in keys:
             self._homes[key] = index
             self._homes.move_to_end(key)
         while len(self._homes) > _REMEMBERED:
             self._homes.popitem(last=False)
-        return index
+        return self._all[index]
 
-    def _bury(self, index: int, error: BaseException) -> None:
-        self._dead[index] = f"{type(error).__name__}: {error}"
+    def _lost(self, place: _Place, error: BaseException) -> str:
+        last = "" if place.cause else f" {place.name}: {type(error).__name__}: {error}"
+        return (
+            f"Requests were lost and could not be sent to another engine ({len(self.engines)} left)."
+            f"{last} {self._causes()}".rstrip()
+        )
 
-    def _none_left(self) -> str:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.dead.items())
-        return f"Requests were lost and could not be sent to another engine ({len(self.engines)} left). {reasons}"
+    def _causes(self) -> str:
+        return "; ".join(f"{name}: {reason}" for name, reason in self.dead.items())
 
-    async def _abort_quietly(self, index: int, request_ids: list[str]) -> None:
+    async def _serves(self, place: _Place) -> bool:
+        """Whether an engine that failed a call is whole all the same: then what it failed is lost, not the engine."""
         try:
-            await asyncio.wait_for(self._all[index].abort(request_ids), _GRACE_S)
+            health = await asyncio.wait_for(place.engine.health(), _GRACE_S)
+        except (*_DEATHS, TimeoutError):
+            return False
+        return not health.torn
+
+    async def _abort_quietly(self, place: _Place, request_ids: list[str]) -> None:
+        try:
+            await asyncio.wait_for(place.engine.abort(request_ids), _GRACE_S)
         except Exception as error:
-            self._bury(index, error)
+            place.bury(error)
+
+    async def _revived(self) -> None:
+        """One restart for all who wait for it; it goes on when they no longer do."""
+        assert self.revive is not None
+        if self._reviving is None or self._reviving.done():
+            self._reviving = self._in_background(self.revive())
+        await asyncio.shield(self._reviving)
+
+    def _in_background(self, work: Awaitable[None]) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[assignment]
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be waiting
+        return task
 
     # -- all engines -------------------------------------------------------------------------------------------------
 
@@ -164,17 +240,46 @@ class EngineClient:
         await self._each("resume")
 
     async def sleep(self, level: int = 1) -> int:
-        """Bytes freed by all."""
+        """Bytes freed by all. Requests wait until `wake_up`."""
+        self._asleep = True
+        self._update_serving()
         return sum(await self._each("sleep", level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         await self._each("wake_up", tags)
+        self._asleep = self._asleep and tags is not None and "kv_cache" not in tags
+        self._update_serving()
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Requests that come meanwhile wait: an engine that takes weights would refuse them, and count as dead."""
+        self._holds += 1
+        self._update_serving()
+        try:
+            yield
+        finally:
+            self._holds -= 1
+            self._update_serving()
+
+    def _update_serving(self) -> None:
+        if self._asleep or self._holds:
+            self._serving.clear()
+            self._interruptions += 1
+        else:
+            self._serving.set()
+
+    async def _until_serving(self) -> None:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await self._serving.wait()
+        except TimeoutError as error:
+            raise DeadlineExceeded("engines that sleep or take weights", self._deadline_s) from error
 
     async def reset_prefix_cache(self) -> None:
         await self._each("reset_prefix_cache")
 
     async def health(self) -> list[EngineHealth]:
-        return await self._each("health")
+        return await self._each("health", deadline_s=_GRACE_S)
 
     async def close(self) -> None:
         """Close every engine that is alive; the first error is raised when all were tried."""
@@ -183,39 +288,51 @@ class EngineClient:
         await self._each("close")
 
     async def metrics(self) -> dict[str, float]:
-        """Tokens per second since the last call, share of prompt tokens that needed no prefill, what is under way."""
+        """Since the last call: tokens per second in which requests were under way, and the share of prompt tokens that
+        needed no prefill. Now: what is under way, and how many engines are dead.
+        """
         every = await self.health()
-        (before, tokens_before), now = self._measured, time.monotonic()
-        generated = sum(one.generated_tokens for one in every)
-        prefilled, cached = (sum(getattr(one, f"{kind}_tokens") for one in every) for kind in ("prefilled", "cached"))
-        self._measured = (now, generated)
+        self._count_under_way(0)
+        kinds = ("generated_tokens", "prefilled_tokens", "cached_tokens")
+        counted = {kind: float(sum(getattr(one, kind) for one in every)) for kind in kinds} | {"busy_s": self._busy_s}
+        # An engine that was restarted counts from 0 again.
+        since = {kind: max(0.0, count - self._measured[kind]) for kind, count in counted.items()}
+        self._measured = defaultdict(float, counted)
+        prompts = since["prefilled_tokens"] + since["cached_tokens"]
         return {
-            "engines/tokens_per_s": max(0, generated - tokens_before) / max(now - before, 1e-9),
-            "engines/prefix_cache_hit_rate": cached / max(prefilled + cached, 1),
+            "engines/tokens_per_s": since["generated_tokens"] / max(since["busy_s"], 1e-9),
+            "engines/prefix_cache_hit_rate": since["cached_tokens"] / max(prompts, 1.0),
             "engines/running": float(sum(one.running for one in every)),
             "engines/queued": float(sum(one.queued for one in every)),
-            "engines/dead": float(len(self._dead)),
+            "engines/dead": float(len(self.dead)),
         }
 
-    async def _each(self, method: str, *args: Any) -> list[Any]:
-        """The same call on every engine alive, at once; all are waited for before the first error is raised."""
-        indices = [index for index in range(len(self._all)) if index not in self._dead]
-        calls = [
-            self._within(index, method, getattr(self._all[index], method)(*args), self._deadline_s) for index in indices
-        ]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results
+    async def _each(self, method: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
+        """The same call on every engine alive, at once; answers of those that live through it.
 
-    async def _within(self, index: int, method: str, call: Awaitable[Any], seconds: float) -> Any:
+        All are waited for before the first error is raised. An engine that dies meanwhile is no error while others
+        live, or while dead ones are brought back.
+        """
+        places = [place for place in self._all if place.cause is None]
+        limit = self._deadline_s if deadline_s is None else min(deadline_s, self._deadline_s)
+        calls = [self._within(place, method, getattr(place.engine, method)(*args), limit) for place in places]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for place, result in zip(places, results, strict=True):
+            if isinstance(result, _DEATHS) and not isinstance(result, UnsupportedParameter):
+                place.bury(result)
+        for result in results:
+            fatal = not isinstance(result, _DEATHS) or isinstance(result, UnsupportedParameter)
+            if isinstance(result, BaseException) and (fatal or not (self.engines or self.revive)):
+                raise result
+        return [result for result in results if not isinstance(result, BaseException)]
+
+    async def _within(self, place: _Place, method: str, call: Awaitable[Any], seconds: float) -> Any:
         try:
             async with asyncio.timeout(seconds) as deadline:
                 return await call
         except TimeoutError as error:
             if deadline.expired():
-                raise DeadlineExceeded(f"{self._names[index]}.{method}", seconds) from error
+                raise DeadlineExceeded(f"{place.name}.{method}", seconds) from error
             raise
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
+from skyrl_train.config.ranges import LEAST_TEMPERATURE
 from skyrl_train.engines.base import Capabilities, SamplingParams
 from skyrl_train.errors import ConfigError, UnsupportedParameter
 
@@ -48,7 +49,7 @@ def normalise(config: Any, key: str = "sampling_params") -> SamplingParams:
         else:
             values[name] = _plain(name, value)
     for name, value in values.items():
-        allowed, holds = _RULES[name]
+        allowed, holds = RULES[name]
         if not holds(value):
             problems.append(f"{key}.{name}={value!r} is not allowed: {allowed}.")
     if not problems and values.get("min_tokens", 0) > values["max_tokens"]:
@@ -64,8 +65,20 @@ def request_seed(run_seed: int, uid: str, sample: int, turn: int, step: int) -> 
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+def end_tokens(*sources: Any) -> frozenset[int]:
+    """Every end-of-sequence id that generation config, model config or tokenizer names."""
+    found: set[int] = set()
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        found.update(ids if isinstance(ids, list | tuple) else [ids] if ids is not None else [])
+    return frozenset(found)
+
+
 def check_supported(params: SamplingParams, capabilities: Capabilities) -> None:
-    """Raises UnsupportedParameter naming engine and parameter when something that is on would be ignored."""
+    """Raises UnsupportedParameter naming engine and parameter for what would be ignored, or is out of its range."""
+    for name, (allowed, holds) in RULES.items():
+        if not holds(value := getattr(params, name)):
+            raise UnsupportedParameter(f"Engine {capabilities.name!r} cannot honour {name}={value!r}; give {allowed}.")
     for name, on in active(params).items():
         if name not in capabilities.sampling:
             honoured = ", ".join(sorted(capabilities.sampling)) or "nothing beyond max_tokens"
@@ -78,7 +91,7 @@ def check_supported(params: SamplingParams, capabilities: Capabilities) -> None:
 def active(params: SamplingParams) -> dict[str, Any]:
     """The parameters that are on, by name: what an engine must be able to honour."""
     values = {name: getattr(params, name) for name, off in _OFF.items() if getattr(params, name) != off}
-    if params.temperature != 1.0:
+    if params.temperature not in (0.0, 1.0):  # every engine can be greedy
         values["temperature"] = params.temperature
     if params.ignore_eos:
         values["ignore_eos"] = True
@@ -97,11 +110,15 @@ def _plain(name: str, value: Any) -> Any:
 
 def _number(low: float, high: float, *, open_low: bool = False) -> Callable[[Any], bool]:
     def holds(value: Any) -> bool:
-        if type(value) is not float or not math.isfinite(value):
+        if type(value) not in (int, float) or not math.isfinite(value):
             return False
         return low <= value <= high and not (open_low and value == low)
 
     return holds
+
+
+def _temperature(value: Any) -> bool:
+    return any(holds(value) for holds in (_number(0.0, 0.0), _number(LEAST_TEMPERATURE, math.inf)))
 
 
 def _whole(low: int) -> Callable[[Any], bool]:
@@ -109,13 +126,14 @@ def _whole(low: int) -> Callable[[Any], bool]:
 
 
 _FLOATS = {"temperature", "top_p", "min_p", "repetition_penalty"}
-_RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    # What is allowed, in words and as a test.
     "max_tokens": ("a whole number of at least 1", _whole(1)),
-    "temperature": ("a finite number of at least 0; 0 is greedy", _number(0.0, math.inf)),
+    "temperature": (f"0, which is greedy, or a finite number of at least {LEAST_TEMPERATURE}", _temperature),
     "top_p": ("more than 0 and at most 1; 1 is off", _number(0.0, 1.0, open_low=True)),
     "top_k": ("a whole number of at least 1; -1 or 0 is off", _whole(0)),
     "min_p": ("from 0 to 1; 0 is off", _number(0.0, 1.0)),
-    "repetition_penalty": ("a finite number above 0; 1 is off", _number(0.0, math.inf, open_low=True)),
+    "repetition_penalty": ("from 0.01 to 100; 1 is off", _number(0.01, 100.0)),
     "min_tokens": ("a whole number of at least 0", _whole(0)),
     "stop": ("strings that are not empty", lambda value: all(isinstance(text, str) and text for text in value)),
     "stop_token_ids": ("whole numbers of at least 0", lambda value: all(type(i) is int and i >= 0 for i in value)),

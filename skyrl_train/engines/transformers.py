@@ -5,6 +5,7 @@
 - transformers_scheduler.py  admission, decode steps, ends
 - transformers_model.py      forwards; refuses models that it cannot run exactly
 - transformers_cache.py      keys and values, the prompt's shared by its samples
+- transformers_adapters.py   LoRA: some rows of a batch go through adapters
 - token_sampler.py           tokens and log-probs from logits
 """
 
@@ -14,25 +15,30 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import nn
 
-from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest, SamplingParams
-from skyrl_train.engines.sampling import check_supported
+from skyrl_train.engines.base import (
+    PAUSE_MODES,
+    SAMPLING,
+    Capabilities,
+    Completion,
+    EngineHealth,
+    SampleRequest,
+)
+from skyrl_train.engines.checks import Checks
+from skyrl_train.engines.sampling import end_tokens
 from skyrl_train.engines.step_thread import StepThread
-from skyrl_train.engines.transformers_model import ServedModel, end_tokens
+from skyrl_train.engines.transformers_model import ServedModel
 from skyrl_train.engines.transformers_rows import Call
 from skyrl_train.engines.transformers_scheduler import Scheduler
-from skyrl_train.errors import EngineError, UnsupportedParameter
+from skyrl_train.errors import EngineError
 from skyrl_train.models.loading import load_causal_lm, load_tokenizer
-from skyrl_train.weight_sync.receiver import ROUTES, WeightReceiver
-from skyrl_train.weight_sync.wire import Bucket, Manifest, dtype_of
-
-SAMPLING = frozenset(field.name for field in fields(SamplingParams))
-PAUSE_MODES = ("keep", "abort", "wait")
+from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.store import InPlace
+from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, dtype_of
 
 
 class TransformersEngine:
@@ -56,45 +62,38 @@ class TransformersEngine:
         max_model_len: int | None = None,
         name: str = "transformers",
         threads: int | None = None,
+        slot: int = 0,
         rope_scaling: dict[str, Any] | None = None,
         rope_theta: float | None = None,
     ):
         """`model` is a folder or hub name, loaded in `dtype`, or a module that the engine then owns.
 
         Without a tokenizer (None with a module) stop strings are refused. `threads` is how many of this process compute
-        on a CPU. Raises ConfigError for what cannot be loaded, EngineError for a model that cannot be served exactly.
+        on a CPU; `slot` is the placement slot that it lies in.
+        Raises ConfigError for what cannot be loaded, EngineError for a model that cannot be served exactly.
         """
         device = torch.device(device)
         if threads is not None:
             torch.set_num_threads(threads)
         if isinstance(model, str):
-            torch_dtype = dtype_of(dtype) if isinstance(dtype, str) else dtype
+            dtype = dtype_of(dtype) if isinstance(dtype, str) else dtype
             tokenizer = tokenizer or load_tokenizer(model)
-            model = load_causal_lm(
-                model, dtype=torch_dtype, device=device, rope_scaling=rope_scaling, rope_theta=rope_theta
-            )
+            model = load_causal_lm(model, dtype=dtype, device=device, rope_scaling=rope_scaling, rope_theta=rope_theta)
         self.name = name
-        self._tokenizer = tokenizer
-        self._device = device
         self._served = ServedModel(model, device, name)  # type: ignore[arg-type]
-        longest = self._served.max_positions
-        self._max_model_len = min(max_model_len or longest, longest)
+        longest, served = self._served.max_positions, self._served.model
+        max_model_len = min(max_model_len or longest, longest)
         self._scheduler = Scheduler(
             self._served,
             tokenizer,
-            end_tokens(self._served.model, tokenizer),
+            end_tokens(served.generation_config, served.config, served.config.get_text_config(), tokenizer),
             max_num_seqs=max_num_seqs,
-            max_model_len=self._max_model_len,
+            max_model_len=max_model_len,
             name=name,
         )
-        self._receiver = WeightReceiver(lambda: self._served.parameters, name, device)
-        self.capabilities = Capabilities(
-            name=name,
-            sampling=SAMPLING if tokenizer is not None else SAMPLING - {"stop"},
-            weight_routes=ROUTES,
-            pause_modes=frozenset(PAUSE_MODES),
-            keeps_fingerprints=True,
-        )
+        self._receiver = WeightReceiver(InPlace(lambda: self._served.parameters), name, device, slot)
+        self.capabilities = _capabilities(name, strings=tokenizer is not None)
+        self._checks = Checks(self.capabilities, self._served.vocab_size, max_model_len, max_score_len=longest)
         self._paused = False
         self._paused_before_sleep = False
         self._asleep: set[str] = set()
@@ -109,7 +108,7 @@ class TransformersEngine:
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """See InferenceEngine. Cancelling it aborts its requests."""
         for request in requests:
-            self._check(request)
+            self._checks.request(request, self._served.adapters.names)
         if not requests:
             return []
         call = Call(requests)
@@ -128,8 +127,7 @@ class TransformersEngine:
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """See InferenceEngine. Works while paused, and with only the weights awake: it needs no cache."""
-        for ids in token_ids:
-            self._check_ids("score", ids)
+        self._checks.score(token_ids, temperature)
 
         def score() -> list[list[float]]:
             self._check_serving(only_weights=True)
@@ -146,15 +144,14 @@ class TransformersEngine:
 
     async def pause(self, mode: str = "keep") -> None:
         """See InferenceEngine. Requests that come while paused wait for `resume`; so do queued ones with "wait"."""
-        if mode not in PAUSE_MODES:
-            raise UnsupportedParameter(
-                f"Engine {self.name!r} cannot pause with mode={mode!r}; it knows {', '.join(PAUSE_MODES)}."
-            )
+        self._checks.pause(mode)
         drained: Future[None] = Future()
 
         def pause() -> None:
             if mode == "abort":
                 self._scheduler.abort()
+            if mode == "retract":
+                self._scheduler.retract()
             if mode == "wait" and self._scheduler.running and not self._halted():
                 self._scheduler.admitting = False
                 self._drained.append(drained)
@@ -188,11 +185,7 @@ class TransformersEngine:
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take back what `sleep` gave: tags "weights", "kv_cache", None for all; awake when nothing is missing."""
-        unknown = set(tags or ()) - {"weights", "kv_cache"}
-        if unknown:
-            raise UnsupportedParameter(
-                f"Engine {self.name!r} cannot wake up {sorted(unknown)}; it knows weights, kv_cache."
-            )
+        self._checks.wake_up(tags)
 
         def wake_up() -> None:
             if "weights" in self._asleep and (tags is None or "weights" in tags):
@@ -229,6 +222,15 @@ class TransformersEngine:
 
     async def reset_prefix_cache(self) -> None:
         await self._ask(self._scheduler.forget)
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """See InferenceEngine. Requests under way finish with the adapter that they began with."""
+        adapter = await asyncio.to_thread(self._served.adapters.read, name, path)
+        await self._ask(lambda: self._served.adapters.add(adapter))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Requests under way finish with it; a name that is not loaded is ignored."""
+        await self._ask(lambda: self._served.adapters.remove(name))
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -317,25 +319,14 @@ class TransformersEngine:
         if "weights" in self._asleep or (self._asleep and not only_weights):
             raise EngineError(f"Engine {self.name!r} is asleep; wake_up() first.")
 
-    def _check(self, request: SampleRequest) -> None:
-        check_supported(request.sampling, self.capabilities)
-        if request.adapter is not None:
-            raise UnsupportedParameter(
-                f"Engine {self.name!r} cannot honour adapter={request.adapter!r}: it has no LoRA."
-            )
-        self._check_ids(f"request {request.request_id!r}", request.token_ids)
-        if len(request.token_ids) >= self._max_model_len:
-            raise UnsupportedParameter(
-                f"Engine {self.name!r} cannot honour request {request.request_id!r}: its prompt has "
-                f"{len(request.token_ids)} tokens, max_model_len={self._max_model_len} leaves none to sample. "
-                "Shorten the prompt or raise max_model_len."
-            )
 
-    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
-        if not ids:
-            raise UnsupportedParameter(f"Engine {self.name!r} cannot honour {what}: it has no tokens.")
-        if min(ids) < 0 or max(ids) >= self._served.vocab_size:
-            raise UnsupportedParameter(
-                f"Engine {self.name!r} cannot honour {what}: token ids must be in 0..{self._served.vocab_size - 1}, "
-                f"got {min(ids)}..{max(ids)}."
-            )
+def _capabilities(name: str, *, strings: bool) -> Capabilities:
+    return Capabilities(
+        name=name,
+        sampling=SAMPLING if strings else SAMPLING - {"stop"},
+        weight_routes=ROUTES,
+        lora=True,
+        pause_modes=PAUSE_MODES,
+        keeps_fingerprints=True,
+        refusals={} if strings else {"stop": f"engine {name!r} was given no tokenizer to read what it samples."},
+    )

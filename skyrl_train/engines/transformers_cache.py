@@ -11,17 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache
 
+from skyrl_train.engines.transformers_adapters import Adapter
 from skyrl_train.engines.transformers_attention import PackedPrompts
 
-Key = tuple[int, ...]
-"""The prompt's token ids."""
+
+class Key(NamedTuple):
+    """What keys and values of a prompt depend on, besides the model's weights."""
+
+    token_ids: tuple[int, ...]
+    adapter: Adapter | None = None
 
 
 @dataclass(slots=True)
@@ -32,6 +37,10 @@ class NewPrompt:
     rows: int
     start: int | None
     """Where the prompt begins in the packed forward; None when the cache holds it already."""
+
+    @property
+    def length(self) -> int:
+        return len(self.key.token_ids)
 
 
 @dataclass(slots=True)
@@ -169,7 +178,7 @@ class DecodeCache(Cache):
     def place(self, prompts: Sequence[NewPrompt], packed: PackedPrompts | None, needed: frozenset[Key]) -> list[int]:
         """Slots for the rows of `prompts`, in order. Prompts in `needed` stay even while no row uses them."""
         if not self._chunks:
-            self._width = _best_width([(len(p.key), p.rows) for p in prompts], lane_tokens=32)
+            self._width = _best_width([(p.length, p.rows) for p in prompts], lane_tokens=32)
         slots: list[int] = []
         writes: list[tuple[int, NewPrompt]] = []
         for prompt in prompts:
@@ -179,7 +188,7 @@ class DecodeCache(Cache):
                     slots += self._take_lanes(index, end - len(slots))
             while len(slots) < end:
                 index = self._free_chunk(needed)
-                self._chunks[index] = _Chunk(prompt.key, len(prompt.key), [False] * self._width)
+                self._chunks[index] = _Chunk(prompt.key, prompt.length, [False] * self._width)
                 writes.append((index, prompt))
                 slots += self._take_lanes(index, end - len(slots))
         if writes:
@@ -313,7 +322,7 @@ class DecodeCache(Cache):
 
     def _write_prompts(self, writes: Sequence[tuple[int, NewPrompt]], packed: PackedPrompts | None) -> None:
         """Fill the prefixes of chunks, from the packed forward or from another chunk of the same prompt."""
-        longest = max(len(prompt.key) for _, prompt in writes)
+        longest = max(prompt.length for _, prompt in writes)
         if not self._layers:
             assert packed is not None
             self._layers = [_empty_layer(k, v) for k, v in packed.layers_kv]
@@ -328,7 +337,7 @@ class DecodeCache(Cache):
         written = {index for index, _ in writes}
         for index, prompt in writes:
             if prompt.start is not None:
-                by_length.setdefault(len(prompt.key), []).append((index, prompt.start))
+                by_length.setdefault(prompt.length, []).append((index, prompt.start))
                 continue
             twin = next(i for i, chunk in enumerate(self._chunks) if chunk.key == prompt.key and i not in written)
             for layer in self._layers:
@@ -343,7 +352,7 @@ class DecodeCache(Cache):
         hidden = torch.finfo(self._prefix_mask.dtype).min
         for index, prompt in writes:
             self._prefix_mask[index] = hidden
-            self._prefix_mask[index, : len(prompt.key)] = 0.0
+            self._prefix_mask[index, : prompt.length] = 0.0
 
     def _hide_lanes(self, slots: Sequence[int]) -> None:
         rows = self._lane_mask.view(-1, self._lane_capacity)

@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skyrl_train.engines.cpu_linear import use_onednn
+from skyrl_train.engines.transformers_adapters import AdaptedRows, Adapters, adapted_rows
 from skyrl_train.engines.transformers_attention import NAME, PackedPrompts
-from skyrl_train.engines.transformers_cache import DecodeCache, NewPrompt
+from skyrl_train.engines.transformers_cache import DecodeCache, Key, NewPrompt
 from skyrl_train.errors import EngineError
 
 _LOGIT_ELEMENTS = 1 << 26
@@ -31,6 +32,7 @@ class ServedModel:
         self.model.to(device)
         self.device = device
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.adapters = Adapters(model, name)
         if device.type == "cpu":
             use_onednn(model)
         with torch.inference_mode():
@@ -60,27 +62,31 @@ class ServedModel:
     def take_weights_back(self) -> None:
         self.model.to(self.device)
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[PackedPrompts, list[int], Tensor]:
-        """Read prompts in one forward without padding.
+    def prefill(self, prompts: Sequence[Key]) -> tuple[PackedPrompts, list[int], Tensor]:
+        """Read prompts in one forward without padding, each through its adapter.
 
         Returns keys and values, where each prompt begins in them, and the logits [U, V] after each prompt's last token.
         """
-        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-        packed, starts = self._pack([prompts[index] for index in order])
-        ends = torch.tensor([start + len(prompts[i]) - 1 for start, i in zip(starts, order, strict=True)])
-        logits = self._forward([prompts[index] for index in order], packed, ends.to(self.device))
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))
+        texts = [prompts[index].token_ids for index in order]
+        packed, starts = self._pack(texts)
+        lengths = [len(text) for text in texts]
+        ends = torch.tensor([start + length - 1 for start, length in zip(starts, lengths, strict=True)])
+        with self.adapters.acting(adapted_rows([prompts[index].adapter for index in order], lengths, self.device)):
+            logits = self._forward(texts, packed, ends.to(self.device))
         place = sorted(range(len(order)), key=order.__getitem__)
         return packed, [starts[rank] for rank in place], logits[place]
 
-    def decode(self, ids: Tensor, cache: DecodeCache) -> Tensor:
+    def decode(self, ids: Tensor, cache: DecodeCache, adapted: AdaptedRows = ()) -> Tensor:
         """One token of every row of the cache's step: int64 [B] -> logits [B, V]."""
-        output = self.model(
-            input_ids=ids.unsqueeze(1),
-            position_ids=cache.positions,
-            past_key_values=cache,
-            use_cache=True,
-            engine_plan=cache,
-        )
+        with self.adapters.acting(adapted):
+            output = self.model(
+                input_ids=ids.unsqueeze(1),
+                position_ids=cache.positions,
+                past_key_values=cache,
+                use_cache=True,
+                engine_plan=cache,
+            )
         return output.logits[:, -1]  # type: ignore[no-any-return]
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
@@ -142,8 +148,8 @@ class ServedModel:
     def _check_exact(self, reference: Tensor, name: str) -> None:
         """Two rows read 8 tokens packed with another prompt, then decode 4: refuse a model that comes out different."""
         tokens = self._check_tokens()
-        prompt = tuple(tokens[:8])
-        packed, starts, logits = self.prefill([tuple(tokens[:3]), prompt])
+        prompt = Key(tuple(tokens[:8]))
+        packed, starts, logits = self.prefill([Key(tuple(tokens[:3])), prompt])
         got = [logits[1]]
         cache = DecodeCache(self.device)
         slots = sorted(cache.place([NewPrompt(prompt, 2, starts[1])], packed, frozenset()))
@@ -181,12 +187,3 @@ def _refuse(model: PreTrainedModel, name: str) -> None:
         raise EngineError(
             f"Engine {name!r} cannot serve {type(model).__name__}: {reason}. Use another engine for this model."
         )
-
-
-def end_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """Every end-of-sequence id that generation config, model config or tokenizer names."""
-    found: set[int] = set()
-    for source in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        found.update(ids if isinstance(ids, list | tuple) else [ids] if ids is not None else [])
-    return frozenset(found)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
 from skyrl_train.engines.stop_strings import StopStrings
+from skyrl_train.engines.transformers_cache import Key
 
 
 class Call:
@@ -41,6 +42,8 @@ class Row:
 
     request: SampleRequest
     call: Call
+    key: Key = field(default_factory=lambda: Key(()))
+    """What is read when it is admitted: the prompt, and after a retraction also what it had sampled."""
     limit: int = 0
     """Tokens at most: max_tokens, or less where the model's length ends first."""
     stop_ids: frozenset[int] = frozenset()
@@ -64,6 +67,23 @@ class Row:
     def set_deadline(self) -> None:
         if self.request.deadline_s is not None:
             self.expires = time.monotonic() + self.request.deadline_s
+
+    @property
+    def reread(self) -> int:
+        """Sampled tokens that were read like a prompt's."""
+        return len(self.key.token_ids) - len(self.request.token_ids)
+
+    def admit(self, transcript: Transcript, version: int) -> None:
+        """It runs, with weights of this version; also again after a retraction."""
+        if self.page < 0:
+            self.page = transcript.page()
+        if not self.changes or self.changes[-1][1] != version:
+            self.changes.append((self.generated, version))
+
+    def retract(self, transcript: Transcript) -> None:
+        """It goes back to the queue with what it has."""
+        sampled, _, _ = transcript.read(self.page, self.generated)
+        self.key = self.key._replace(token_ids=(*self.request.token_ids, *sampled))
 
     def finish(self, transcript: Transcript, reason: str) -> None:
         ids, logprobs, full = transcript.read(self.page, self.generated) if self.page >= 0 else ([], [], [])

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skyrl_train.engines.checks import check_logprobs, check_new_ids
 from skyrl_train.engines.stop_strings import StopStrings
 from skyrl_train.engines.token_sampler import RowSampler, uniforms
+from skyrl_train.engines.transformers_adapters import adapted_rows
 from skyrl_train.engines.transformers_cache import DecodeCache, Key, NewPrompt
 from skyrl_train.engines.transformers_model import ServedModel
 from skyrl_train.engines.transformers_rows import Call, Row, Transcript
-from skyrl_train.errors import EngineError
 
 _PREFILL_TOKENS = 8192
 """Prompt tokens read in one forward, unless one prompt alone is longer: bounds the memory of activations."""
@@ -40,7 +41,7 @@ class Scheduler:
     ):
         self._served = served
         self._tokenizer = tokenizer
-        self._eos = eos
+        self._eos = frozenset(end for end in eos if end < served.vocab_size)
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._name = name
@@ -79,13 +80,12 @@ class Scheduler:
         return self._earliest
 
     def submit(self, call: Call) -> None:
-        """Queue the requests of a call in their order."""
-        taken = {row.request.request_id for row in (*self._rows, *self._queue)}
-        for row in call.rows:
-            if row.request.request_id in taken:
-                used = row.request.request_id
-                raise EngineError(f"Engine {self._name!r}: request id {used!r} is in use; ids must differ.")
-            taken.add(row.request.request_id)
+        """Queue the requests of a call in their order.
+
+        Raises UnsupportedParameter for an adapter that is not loaded and for an id that is in use.
+        """
+        under_way = (row.request.request_id for row in (*self._rows, *self._queue))
+        check_new_ids(self._name, (row.request for row in call.rows), under_way)
         for row in call.rows:
             self._prepare(row)
         self._queue.extend(call.rows)
@@ -93,6 +93,7 @@ class Scheduler:
 
     def _prepare(self, row: Row) -> None:
         params = row.request.sampling
+        row.key = Key(row.request.token_ids, self._served.adapters.get(row.request.adapter))
         row.limit = min(params.max_tokens, self._max_model_len - len(row.request.token_ids))
         row.set_deadline()
         self._earliest = min(self._earliest, row.expires)
@@ -121,6 +122,14 @@ class Scheduler:
         if self._earliest <= now:
             self._end(lambda row: row.expires <= now)
             self._earliest = min((row.expires for row in (*self._rows, *self._queue)), default=math.inf)
+
+    def retract(self) -> None:
+        """Running rows go back to the head of the queue; what they have so far is read again when they are admitted."""
+        for row in self._rows:
+            row.retract(self._transcript)
+        self._queue.extendleft(reversed(self._rows))
+        self._rows, self._batch = [], None
+        self.forget()
 
     def fail(self, error: Exception) -> None:
         """Give up on everything under way: its callers get `error`."""
@@ -194,7 +203,7 @@ class Scheduler:
                     row.slot = int(moved[row.slot])
 
     def _queued_prompts(self) -> frozenset[Key]:
-        return frozenset(row.request.token_ids for row in self._queue)
+        return frozenset(row.key for row in self._queue)
 
     def _admit(self) -> None:
         """Take queued rows in order, read their prompts, sample first tokens, give a place to those that go on."""
@@ -204,20 +213,19 @@ class Scheduler:
             packed, places, logits = self._served.prefill(unread)
             starts = dict(zip(unread, places, strict=True))
             self._prompt_logits.update(zip(unread, logits, strict=True))
-        lengths = sum(len(row.request.token_ids) for row in rows)
-        fresh = sum(len(key) for key in unread)
+        lengths = sum(len(row.key.token_ids) for row in rows)
+        fresh = sum(len(key.token_ids) for key in unread)
         self.prefilled_tokens += fresh
         self.cached_tokens += lengths - fresh
         for row in rows:
-            row.page = self._transcript.page()
-            row.changes.append((0, self.version))
-        logits = torch.stack([self._prompt_logits[row.request.token_ids] for row in rows])
+            row.admit(self._transcript, self.version)
+        logits = torch.stack([self._prompt_logits[row.key] for row in rows])
         _, done = _Batch(rows, self._served).sample(logits, self)
         needed = self._queued_prompts()
         staying = [row for row, over in zip(rows, done, strict=True) if not over]
         by_prompt: dict[Key, list[Row]] = {}
         for row in staying:
-            by_prompt.setdefault(row.request.token_ids, []).append(row)
+            by_prompt.setdefault(row.key, []).append(row)
         new = [NewPrompt(key, len(same), starts.get(key)) for key, same in by_prompt.items()]
         slots = iter(self._cache.place(new, packed, needed)) if new else iter(())
         for same in by_prompt.values():
@@ -234,12 +242,12 @@ class Scheduler:
         unread: dict[Key, None] = {}
         tokens = 0
         while self._queue and len(self._rows) + len(rows) < self._max_num_seqs:
-            key = self._queue[0].request.token_ids
+            key = self._queue[0].key
             if key not in unread and not (key in self._prompt_logits and self._cache.holds(key)):
-                if unread and tokens + len(key) > _PREFILL_TOKENS:
+                if unread and tokens + len(key.token_ids) > _PREFILL_TOKENS:
                     break
                 unread[key] = None
-                tokens += len(key)
+                tokens += len(key.token_ids)
             rows.append(self._queue.popleft())
         return rows, list(unread)
 
@@ -249,11 +257,11 @@ class Scheduler:
             self._next_ids = None
         if self._next_ids is None or not self._cache.advance():
             # The newest token of a row is not stored yet: this step stores it.
-            self._cache.begin([row.slot for row in self._rows], self._batch.generated - 1)
+            self._cache.begin([row.slot for row in self._rows], self._batch.generated - self._batch.reread - 1)
         if self._next_ids is None:
             last = self._transcript.at(self._batch.pages, self._batch.generated - 1)
             self._next_ids = torch.from_numpy(last).to(self._served.device)
-        logits = self._served.decode(self._next_ids, self._cache)
+        logits = self._served.decode(self._next_ids, self._cache, self._batch.adapted)
         ids, done = self._batch.sample(logits, self)
         self._next_ids = ids
         if done.any():
@@ -271,8 +279,8 @@ class Scheduler:
 
     def record(self, batch: _Batch, ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
         """Write a step's tokens down and finish the rows they ended: bool [B]."""
-        if np.isnan(logprobs).any():
-            raise EngineError(f"Engine {self._name!r}: the model's logits are not finite; its weights are broken.")
+        if np.isnan(logprobs).any():  # asked of all at once: number by number it would slow every step
+            check_logprobs(self._name, *logprobs.tolist())
         self._transcript.write(batch.pages, batch.generated, ids, logprobs)
         batch.generated += 1
         self.generated_tokens += len(ids)
@@ -313,6 +321,8 @@ class _Batch:
         self._seeds = np.array([row.request.seed % 2**64 for row in rows], dtype=np.uint64)
         self.pages = np.array([row.page for row in rows])
         self.generated = np.array([row.generated for row in rows])
+        self.reread = np.array([row.reread for row in rows])
+        self.adapted = adapted_rows([row.key.adapter for row in rows], [1] * len(rows), served.device)
         self.limits = np.array([row.limit for row in rows])
         self.with_strings = [index for index, row in enumerate(rows) if row.stops is not None]
         self.penalised = [index for index, row in enumerate(rows) if row.seen is not None]
@@ -321,7 +331,7 @@ class _Batch:
         self.may_stop: np.ndarray | None = None
         if ends:
             self.may_stop = np.zeros(served.vocab_size, dtype=bool)
-            self.may_stop[[end for end in ends if end < served.vocab_size]] = True
+            self.may_stop[list(ends)] = True
 
     def sample(self, logits: Tensor, scheduler: Scheduler) -> tuple[Tensor, np.ndarray]:
         """Sample a token for each row and write it down: ids [B] on the device, and bool [B] for rows that are done."""

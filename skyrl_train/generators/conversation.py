@@ -14,7 +14,7 @@ from skyrl_train.data.trajectory import FAILED, Message, Prompt, Trajectory, Tra
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.sampling import request_seed
 from skyrl_train.environments.base import StepOutput
-from skyrl_train.errors import DeadlineExceeded, EngineError, EnvironmentFailure, UnsupportedParameter
+from skyrl_train.errors import DeadlineExceeded, EngineError, EnginesLost, EnvironmentFailure, UnsupportedParameter
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +73,8 @@ class ConversationGenerator:
             requests = [self._request(row, position) for row in open_rows]
             try:
                 completions = await self._sampler.generate(requests) if requests else []
-            except UnsupportedParameter:
-                raise  # the same for every request: a mistake of the configuration, not an accident
+            except (UnsupportedParameter, EnginesLost):
+                raise  # the same for every request to come, not an accident of these
             except (EngineError, DeadlineExceeded) as error:
                 log.warning("Rollouts of prompt %s are lost: %s", prompt.uid, error)
                 for row in open_rows:

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL_LMS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import cached_file
 
 from skyrl_train.errors import ConfigError
 
@@ -82,6 +85,33 @@ def load_causal_lm(
     return model.to(device)  # type: ignore[no-any-return]
 
 
+def meta_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model's layers, names and shapes, without memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(load_config(path), dtype=dtype)  # type: ignore[no-any-return]
+
+
+def meta_parameters(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Names and shapes of a causal language model's parameters, without memory; tied ones are one object twice."""
+    return dict(meta_model(path, dtype).named_parameters(remove_duplicate=False))
+
+
+def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same weights named and cut as in checkpoints, where transformers does it otherwise: experts one by one."""
+    return revert_weight_conversion(model, dict(tensors))  # type: ignore[no-any-return]
+
+
+def checkpoint_names(path: str) -> set[str]:
+    """What the safetensors of a folder or hub name hold; empty when it has none."""
+    absent: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    if index := cached_file(path, "model.safetensors.index.json", **absent):
+        return set(json.loads(Path(index).read_text())["weight_map"])
+    if file := cached_file(path, "model.safetensors", **absent):
+        with safe_open(file, framework="pt") as opened:
+            return set(opened.keys())
+    return set()
+
+
 def load_tokenizer(path: str, *, use_fast: bool = True, key: str = POLICY_PATH) -> Any:
     """The tokenizer of a folder or hub name. Raises ConfigError naming `key`."""
     try:
@@ -145,7 +175,7 @@ def export_hf(
         files.append(list(shard))
         dtypes |= {tensor.dtype for tensor in shard.values()}
         total += sum(tensor.nbytes for tensor in shard.values())
-    _name_files(directory, files, total)
+    name_files(directory, files, total)
     config = copy.deepcopy(model_config)
     architecture: Any = CAUSAL_LMS[type(config)]
     config.architectures = [architecture.__name__]
@@ -167,7 +197,7 @@ def _shards(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[d
     yield shard
 
 
-def _name_files(directory: Path, files: list[list[str]], total: int) -> None:
+def name_files(directory: Path, files: list[list[str]], total: int) -> None:
     """Give the parts the names transformers looks for, which say how many there are."""
     if len(files) == 1:
         (directory / "part-0.safetensors").replace(directory / "model.safetensors")

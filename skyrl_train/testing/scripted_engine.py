@@ -144,6 +144,12 @@ class ScriptedEngine:
     async def reset_prefix_cache(self) -> None:
         self._note("reset_prefix_cache")
 
+    async def load_adapter(self, name: str, path: str) -> None:
+        self._note("load_adapter")
+
+    async def unload_adapter(self, name: str) -> None:
+        self._note("unload_adapter")
+
     async def health(self) -> EngineHealth:
         self._note("health")
         return EngineHealth(

@@ -46,11 +46,12 @@ def tiny_model(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """A randomly initialised model of a real architecture: qwen2, qwen3, llama, gemma, mistral...
+    """A randomly initialised model of a real architecture: qwen2, qwen3, qwen3_moe, llama, gemma, mistral...
 
     Weights are drawn wider than usual, so that different tokens get visibly different probabilities.
     """
     torch.manual_seed(seed)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
     config = AutoConfig.for_model(
         kind,
         vocab_size=vocab_size,
@@ -66,6 +67,7 @@ def tiny_model(
         bos_token_id=None,
         eos_token_id=2,
         pad_token_id=0,
+        **(experts if kind.endswith("moe") else {}),
     )
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 

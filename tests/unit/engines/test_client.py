@@ -81,7 +81,7 @@ def test_without_ties_the_least_loaded_engine_is_taken():
 @pytest.mark.parametrize("death", [EngineError("e0 died"), WorkerDied("e0 was killed"), ConnectionError("reset")])
 def test_requests_of_a_dead_engine_go_to_another_once(death):
     engines = _engines(2)
-    engines[0].failures["generate"] = death
+    engines[0].failures |= {"generate": death, "health": death}
 
     async def run():
         client = EngineClient(engines, deadline_s=5)
@@ -120,7 +120,7 @@ async def _never(*_: Any) -> Any:
 
 
 def test_with_no_engine_left_the_error_names_them_all():
-    engines = _engines(2, failures={"generate": EngineError("out of memory")})
+    engines = _engines(2, failures=dict.fromkeys(("generate", "health"), EngineError("out of memory")))
     client = EngineClient(engines, deadline_s=5)
     for _ in range(2):
         with pytest.raises(EngineError) as caught:
@@ -130,7 +130,7 @@ def test_with_no_engine_left_the_error_names_them_all():
 
 
 def test_a_replaced_engine_gets_traffic_again():
-    engines = _engines(1, failures={"generate": EngineError("gone")})
+    engines = _engines(1, failures=dict.fromkeys(("generate", "health"), EngineError("gone")))
     client = EngineClient(engines, deadline_s=5)
     with pytest.raises(EngineError):
         asyncio.run(client.generate([_request("a")]))
@@ -190,20 +190,67 @@ def test_calls_to_all_reach_every_live_engine():
         assert [call for call in engine.calls if call != "abort"] == [call for call in wanted if call != "abort"]
 
 
-def test_a_call_to_all_that_hangs_names_the_engine():
+def test_an_engine_that_hangs_in_a_call_to_all_is_given_up_and_the_others_go_on():
     engines = _engines(2)
     engines[1].resume = _never  # type: ignore[method-assign,assignment]
-    with pytest.raises(DeadlineExceeded, match=r"e1\.resume did not finish within 0.05 s"):
-        asyncio.run(EngineClient(engines, deadline_s=0.05).resume())
+    client = EngineClient(engines, deadline_s=0.05)
+    asyncio.run(client.resume())
     assert engines[0].calls == ["resume"]
+    assert "e1.resume did not finish within 0.05 s" in client.dead["e1"]
 
 
-def test_metrics_count_tokens_of_all():
+def test_a_call_to_all_that_leaves_no_engine_names_the_last():
+    engines = _engines(1)
+    engines[0].resume = _never  # type: ignore[method-assign,assignment]
+    with pytest.raises(DeadlineExceeded, match=r"e0\.resume did not finish within 0.05 s"):
+        asyncio.run(EngineClient(engines, deadline_s=0.05).resume())
+
+
+def test_tokens_per_second_are_of_the_time_in_which_requests_were_under_way():
     async def run():
-        client = EngineClient(_engines(2), deadline_s=5)
-        await client.generate([_request(f"r{n}") for n in range(4)])
-        return await client.metrics()
+        client = EngineClient(_engines(2, delay_s=0.05), deadline_s=5)
+        completions = await client.generate([_request(f"r{n}") for n in range(4)])
+        await asyncio.sleep(0.3)
+        return sum(len(one.token_ids) for one in completions), await client.metrics(), await client.metrics()
 
-    metrics = asyncio.run(run())
-    assert metrics["engines/tokens_per_s"] > 0
+    tokens, metrics, later = asyncio.run(run())
+    assert tokens / 0.2 < metrics["engines/tokens_per_s"] <= tokens / 0.05
     assert metrics["engines/dead"] == metrics["engines/running"] == 0
+    assert later["engines/tokens_per_s"] == 0
+
+
+def test_a_failure_of_a_whole_engine_kills_none_and_the_request_goes_to_another_once():
+    engines = _engines(2)
+    engines[0].failures["generate"] = EngineError("could not do that")
+
+    async def run():
+        client = EngineClient(engines, deadline_s=5)
+        completions = await client.generate([_request("a")])
+        engines[1].failures["generate"] = EngineError("nor could I")
+        with pytest.raises(EngineError, match="nor could I"):
+            await client.generate([_request("b")])
+        return completions, client.dead
+
+    completions, dead = asyncio.run(run())
+    assert [one.request_id for one in completions] == ["a"]
+    assert dead == {}
+
+
+def test_a_late_failure_of_a_replaced_engine_leaves_the_new_one_alone():
+    old, new = ScriptedEngine(name="e0", delay_s=0.1), ScriptedEngine(name="e0")
+
+    async def run():
+        client = EngineClient([old], deadline_s=5)
+        slow = asyncio.ensure_future(client.generate([_request("slow")]))
+        await asyncio.sleep(0.02)
+        client.replace("e0", new)
+        old.failures["health"] = EngineError("gone")
+        old.torn = True
+        slow.cancel()
+        await asyncio.gather(slow, return_exceptions=True)
+        old.failures["abort"] = EngineError("gone")
+        await asyncio.sleep(0.02)
+        await client.generate([_request("next")])
+        return client.dead
+
+    assert asyncio.run(run()) == {}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.engines.base import Capabilities, SamplingParams
+from skyrl_train.engines.base import SAMPLING, Capabilities, SamplingParams
 from skyrl_train.engines.sampling import active, check_supported, normalise, request_seed
 from skyrl_train.errors import ConfigError, UnsupportedParameter
 
@@ -52,12 +52,16 @@ def test_whole_numbers_are_numbers():
         ("temperature", float("nan")),
         ("temperature", float("inf")),
         ("temperature", "hot"),
+        ("temperature", 1e-40),
+        ("temperature", 0.009),
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("top_k", -2),
         ("top_k", 1.5),
         ("min_p", 2.0),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-40),
+        ("repetition_penalty", 100.1),
         ("max_tokens", 0),
         ("max_tokens", True),
         ("min_tokens", -1),
@@ -72,6 +76,14 @@ def test_a_wrong_value_is_refused_with_its_key_and_value(name, value):
         normalise({"max_tokens": 4, name: value}, "generator.sampling_params")
     assert f"generator.sampling_params.{name}=" in str(caught.value)
     assert "is not allowed" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", 0.0), ("temperature", 0.01), ("repetition_penalty", 0.01), ("repetition_penalty", 100.0)],
+)
+def test_the_ends_of_a_range_are_allowed(name, value):
+    assert getattr(normalise({"max_tokens": 4, name: value}), name) == value
 
 
 def test_all_mistakes_are_reported_at_once():
@@ -97,6 +109,21 @@ def test_what_an_engine_lacks_is_named():
     check_supported(SamplingParams(4, temperature=0.5), weak)
     with pytest.raises(UnsupportedParameter, match=r"'weak'.*min_p=0.1"):
         check_supported(SamplingParams(4, min_p=0.1), weak)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"temperature": 1e-40}, r"'able' cannot honour temperature=1e-40; give 0, which is greedy, or .* 0\.01"),
+        ({"repetition_penalty": 1e-40}, r"'able' cannot honour repetition_penalty=1e-40; give from 0\.01 to 100"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+    ],
+)
+def test_a_value_out_of_its_range_is_refused_by_the_engine_too(wrong, named):
+    able = Capabilities(name="able", sampling=SAMPLING)
+    check_supported(SamplingParams(4, temperature=0, repetition_penalty=2), able)
+    with pytest.raises(UnsupportedParameter, match=named):
+        check_supported(SamplingParams(4, **wrong), able)
 
 
 def test_seeds_are_pinned():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 
 from skyrl_train.engines.transformers_attention import PackedPrompts
-from skyrl_train.engines.transformers_cache import DecodeCache, NewPrompt
+from skyrl_train.engines.transformers_cache import DecodeCache, Key, NewPrompt
 
 CPU = torch.device("cpu")
 
@@ -20,10 +22,14 @@ def _packed(lengths: list[int]) -> PackedPrompts:
     return packed
 
 
+def _key(tokens: Iterable[int]) -> Key:
+    return Key(tuple(tokens))
+
+
 def _prompts(lengths: list[int], rows: list[int]) -> list[NewPrompt]:
     starts = [sum(lengths[:index]) for index in range(len(lengths))]
     return [
-        NewPrompt(tuple(range(start, start + length)), count, start)
+        NewPrompt(_key(range(start, start + length)), count, start)
         for start, length, count in zip(starts, lengths, rows, strict=True)
     ]
 
@@ -47,19 +53,19 @@ def test_a_free_lane_of_the_same_prompt_is_taken_before_a_new_chunk():
     cache = DecodeCache(CPU)
     slots = cache.place(_prompts([6], [4]), _packed([6]), frozenset())
     cache.release(slots[1:3])
-    again = cache.place([NewPrompt(tuple(range(6)), 2, None)], None, frozenset())
+    again = cache.place([NewPrompt(_key(range(6)), 2, None)], None, frozenset())
     assert sorted(again) == slots[1:3]
-    more = cache.place([NewPrompt(tuple(range(6)), 1, None)], None, frozenset())
+    more = cache.place([NewPrompt(_key(range(6)), 1, None)], None, frozenset())
     assert more[0] // 4 == 1  # a second chunk, its prompt copied from the first
     assert torch.equal(cache._layers[1].prefix_k[1], cache._layers[1].prefix_k[0])
 
 
 def test_a_prompt_that_is_still_needed_is_not_overwritten():
-    for needed, kept in ((frozenset({tuple(range(6))}), True), (frozenset(), False)):
+    for needed, kept in ((frozenset({_key(range(6))}), True), (frozenset(), False)):
         cache = DecodeCache(CPU)
         cache.release(cache.place(_prompts([6], [2]), _packed([6]), frozenset()))
-        cache.place([NewPrompt((90, 91), 2, 0)], _packed([2]), needed)
-        assert cache.holds(tuple(range(6))) is kept
+        cache.place([NewPrompt(_key((90, 91)), 2, 0)], _packed([2]), needed)
+        assert cache.holds(_key(range(6))) is kept
 
 
 def test_mostly_empty_lanes_are_packed_together_and_keep_what_they_hold():
@@ -85,7 +91,7 @@ def test_weights_that_changed_split_twins():
     cache = DecodeCache(CPU)
     slots = cache.place(_prompts([6], [8]), _packed([6]), frozenset())
     cache.forget_prompts()
-    assert not cache.holds(tuple(range(6)))
+    assert not cache.holds(_key(range(6)))
     later = cache.place(_prompts([6], [8]), _packed([6]), frozenset())
     assert not {slot // 8 for slot in slots} & {slot // 8 for slot in later}
     cache.release(slots[1:] + later[1:])

@@ -205,9 +205,9 @@ def test_finished_rows_leave_the_batch_and_an_idle_engine_holds_no_cache():
             sizes = []
             decode = engine._served.decode
 
-            def watched(ids, cache):
+            def watched(ids, *others):
                 sizes.append(len(ids))
-                return decode(ids, cache)
+                return decode(ids, *others)
 
             engine._served.decode = watched  # type: ignore[method-assign]
             await engine.generate([_request(f"r{n}", max_tokens=n + 1) for n in range(6)])
@@ -221,7 +221,7 @@ def test_finished_rows_leave_the_batch_and_an_idle_engine_holds_no_cache():
 def test_an_id_that_is_in_use_is_refused():
     async def run():
         async with _engine() as engine:
-            with pytest.raises(EngineError, match="'r' is in use"):
+            with pytest.raises(UnsupportedParameter, match="'r' is in use"):
                 await engine.generate([_request("r"), _request("r")])
 
     asyncio.run(run())
@@ -234,6 +234,11 @@ def test_an_id_that_is_in_use_is_refused():
         (_request(prompt=(1, 320)), "0..319"),
         (_request(prompt=(-1,)), "0..319"),
         (replace(_request(), adapter="lora"), "adapter='lora'"),
+        (_request(temperature=1e-40), "temperature=1e-40"),
+        (_request(repetition_penalty=1e-40), "repetition_penalty=1e-40"),
+        (_request(stop_token_ids=(7, 320), min_tokens=2), "stop_token_ids with 320: token ids must be in 0..319"),
+        (_request(stop_token_ids=(-1,)), "stop_token_ids"),
+        (_request(stop_token_ids=tuple(range(320)), min_tokens=2), "320 stop_token_ids with min_tokens=2"),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused_by_name(request_, named):
@@ -246,6 +251,17 @@ def test_requests_that_cannot_be_served_are_refused_by_name(request_, named):
     asyncio.run(run())
 
 
+def test_an_end_of_sequence_beyond_the_vocabulary_is_no_token():
+    model = tiny_model(hidden_size=32)
+    model.generation_config.eos_token_id = [EOS, 5000]
+
+    async def run():
+        async with _engine(model) as engine:
+            return await engine.generate([_request(min_tokens=8, ignore_eos=False)])
+
+    assert len(asyncio.run(run())[0].token_ids) == 8
+
+
 def test_without_a_tokenizer_stop_strings_are_refused_and_the_rest_is_honoured():
     engine = TransformersEngine(tiny_model(hidden_size=32))
     assert engine.capabilities.sampling == {field.name for field in fields(SamplingParams)} - {"stop"}
@@ -256,6 +272,22 @@ def test_without_a_tokenizer_stop_strings_are_refused_and_the_rest_is_honoured()
         await engine.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_queued_request_shares_a_prompt_unless_the_prefix_cache_was_reset(reset):
+    async def run():
+        async with _engine(max_num_seqs=1) as engine:
+            call = asyncio.ensure_future(engine.generate([_request(f"r{n}", seed=n, max_tokens=60) for n in range(2)]))
+            await _until(lambda: engine._scheduler.running == 1)
+            await engine.pause()
+            if reset:
+                await engine.reset_prefix_cache()
+            await engine.resume()
+            await call
+            return (await engine.health()).prefilled_tokens
+
+    assert asyncio.run(run()) == (2 if reset else 1) * len(PROMPT)
 
 
 # -- aborts, pauses, deadlines ----------------------------------------------------------------------------------------

@@ -1,0 +1,109 @@
+"""LoRA adapters of the transformers engine: low-rank terms, added for the rows of a batch that ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from skyrl_train.engines.adapter_folder import adapted_linears, read_adapter
+from skyrl_train.errors import UnsupportedParameter
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Adapter:
+    """W x becomes W x + scaling · B (A x) in some linear layers."""
+
+    name: str
+    scaling: float
+    layers: Mapping[str, tuple[Tensor, Tensor]]
+    """A [r, in] and B [out, r] by the layer's name, in the layer's dtype."""
+
+
+AdaptedRows = Sequence[tuple[Adapter, Tensor]]
+"""Adapters that act in a forward, each with the int64 places of its tokens among all of the forward's."""
+
+
+def adapted_rows(adapters: Sequence[Adapter | None], lengths: Sequence[int], device: torch.device) -> AdaptedRows:
+    """Of sequences laid end to end, `lengths` tokens each."""
+    places: dict[Adapter, list[range]] = {}
+    start = 0
+    for adapter, length in zip(adapters, lengths, strict=True):
+        if adapter is not None:
+            places.setdefault(adapter, []).append(range(start, start + length))
+        start += length
+    return [
+        (adapter, torch.tensor([place for run in runs for place in run], device=device))
+        for adapter, runs in places.items()
+    ]
+
+
+class Adapters:
+    """The adapters loaded beside one model, whose parameters and their names stay as they are."""
+
+    def __init__(self, model: PreTrainedModel, engine: str):
+        self._engine = engine
+        self._linears = adapted_linears(model)
+        self._loaded: dict[str, Adapter] = {}
+        self._hooked: set[str] = set()
+        self._acting: AdaptedRows = ()
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of those loaded."""
+        return self._loaded.keys()
+
+    def get(self, name: str | None) -> Adapter | None:
+        """None for None. Raises UnsupportedParameter for a name that is not loaded."""
+        if name is None:
+            return None
+        if name not in self._loaded:
+            known = ", ".join(sorted(self._loaded)) or "none"
+            raise UnsupportedParameter(
+                f"Engine {self._engine!r} cannot honour adapter={name!r}: adapters loaded: {known}."
+            )
+        return self._loaded[name]
+
+    def read(self, name: str, path: str) -> Adapter:
+        """The adapter in a peft folder, not loaded yet. Raises EngineError naming the option or tensor at fault."""
+        found = read_adapter(path, self._linears, adapter=name, engine=self._engine)
+
+        def ready(layer: str, tensor: Tensor) -> Tensor:
+            weight = self._linears[layer].weight
+            return tensor.to(weight.device, weight.dtype)
+
+        layers = {layer: (ready(layer, down), ready(layer, up)) for layer, (down, up) in found.layers.items()}
+        return Adapter(name, found.scaling, layers)
+
+    def add(self, adapter: Adapter) -> None:
+        """An earlier one of that name is no longer found."""
+        self._loaded[adapter.name] = adapter
+        for layer in adapter.layers.keys() - self._hooked:
+            self._linears[layer].register_forward_hook(partial(self._adapt, layer))
+            self._hooked.add(layer)
+
+    def remove(self, name: str) -> None:
+        """A name that is not loaded is ignored."""
+        self._loaded.pop(name, None)
+
+    @contextmanager
+    def acting(self, rows: AdaptedRows) -> Iterator[None]:
+        """Forwards in here are adapted in these places."""
+        self._acting = rows
+        try:
+            yield
+        finally:
+            self._acting = ()
+
+    def _adapt(self, layer: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        for adapter, places in self._acting:
+            if layer in adapter.layers:
+                down, up = adapter.layers[layer]
+                tokens = inputs[0].flatten(0, -2).index_select(0, places)
+                term = (tokens @ down.T) @ up.T
+                output.view(-1, output.shape[-1]).index_add_(0, places, term, alpha=adapter.scaling)

@@ -1,0 +1,90 @@
+"""What an engine must agree with: a Hugging Face model in fp32, one plain forward at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from skyrl_train.engines.base import SamplingParams
+from skyrl_train.testing.weight_targets import score
+
+
+class Reference:
+    """Holds a copy of the model as it is now, with eager attention."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model: Any = copy.deepcopy(model).float().eval()
+        self.model.set_attn_implementation("eager")
+
+    @torch.no_grad()
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The `count` likeliest next tokens; ends of sequence do not end it."""
+        ids = list(prompt)
+        for _ in range(count):
+            ids.append(int(self._logits(ids)[-1].argmax()))
+        return ids[len(prompt) :]
+
+    def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        """Log-probs (nats) of every token after its first."""
+        return score(self.model, token_ids, temperature)
+
+    @torch.no_grad()
+    def logprobs(
+        self, prompt: Sequence[int], sampled: Sequence[int], sampling: SamplingParams
+    ) -> tuple[list[float], list[float]]:
+        """Log-probs (nats) of `sampled`: of the distribution sampled from, and of the one before truncation.
+
+        The order is Hugging Face's: repetition penalty, temperature, top_k, top_p, min_p.
+        """
+        tokens = torch.tensor([[*prompt, *sampled]])
+        logits = self._logits(tokens[0].tolist())[len(prompt) - 1 : -1]
+        temperature = sampling.temperature or 1.0
+        truncated, full = [], []
+        for index, (token, row) in enumerate(zip(sampled, logits, strict=True)):
+            seen = tokens[:, : len(prompt) + index]
+            full.append(float((row / temperature).log_softmax(-1)[token]))
+            truncated.append(float(_truncate(seen, row.unsqueeze(0), sampling).log_softmax(-1)[0, token]))
+        return ([0.0] * len(full) if sampling.temperature == 0 else truncated), full
+
+    @torch.no_grad()
+    def full_logprobs_after(
+        self, old: Reference, prompt: Sequence[int], sampled: Sequence[int], change: int
+    ) -> list[float]:
+        """Of sampled[change:] (nats, temperature 1) where weights changed from `old` under a running request.
+
+        Keys and values of all that was read before stay those of `old`; the newest token was sampled, not yet read.
+        """
+        ids = torch.tensor([[*prompt, *sampled]])
+        read = len(prompt) + change - 1
+        before = old.model(ids[:, :read], use_cache=True)
+        logits = self.model(ids[:, read:-1], past_key_values=before.past_key_values, use_cache=True).logits[0]
+        return logits.float().log_softmax(-1).gather(-1, ids[0, read + 1 :, None])[:, 0].tolist()  # type: ignore[no-any-return]
+
+    def _logits(self, ids: Sequence[int]) -> Tensor:
+        """[L, V]"""
+        return self.model(torch.tensor([list(ids)]), use_cache=False).logits[0].float()  # type: ignore[no-any-return]
+
+
+def _truncate(seen: Any, logits: Any, sampling: SamplingParams) -> Tensor:
+    """[1, V] -> [1, V], -inf where a token cannot be sampled."""
+    if sampling.repetition_penalty != 1:
+        logits = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(seen, logits)
+    steps = LogitsProcessorList()
+    if sampling.top_k:
+        steps.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        steps.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        steps.append(MinPLogitsWarper(sampling.min_p))
+    return steps(seen, logits / (sampling.temperature or 1.0))  # type: ignore[no-any-return]

@@ -1,0 +1,54 @@
+"""LoRA adapters for tiny models, in the folder format of peft, made on the spot."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+TARGETS = ("q_proj", "v_proj", "o_proj", "down_proj")
+
+
+def save_tiny_adapter(
+    directory: Path,
+    model: PreTrainedModel,
+    *,
+    targets: Sequence[str] = TARGETS,
+    rank: int = 4,
+    alpha: int = 8,
+    seed: int = 0,
+    **options: Any,
+) -> str:
+    """Random A and B for the linear layers called `targets`, wide enough to change tokens; returns the folder."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in targets:
+            linear: Any = module
+            for end, shape in (("A", (rank, linear.in_features)), ("B", (linear.out_features, rank))):
+                tensors[f"base_model.model.{name}.lora_{end}.weight"] = 0.2 * torch.randn(shape, generator=generator)
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": rank, "lora_alpha": alpha}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps({**config, "target_modules": list(targets), **options}))
+    save_file(tensors, directory / "adapter_model.safetensors")
+    return str(directory)
+
+
+@torch.no_grad()
+def merged(model: PreTrainedModel, directory: str) -> PreTrainedModel:
+    """A copy of the model whose weights are W + alpha / r · B A."""
+    config = json.loads((Path(directory) / "adapter_config.json").read_text())
+    tensors = load_file(Path(directory) / "adapter_model.safetensors")
+    adapted = copy.deepcopy(model)
+    for key, down in tensors.items():
+        if key.endswith(".lora_A.weight"):
+            layer = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            up = tensors[key.replace(".lora_A.", ".lora_B.")]
+            adapted.get_submodule(layer).weight += config["lora_alpha"] / config["r"] * (up @ down)
+    return adapted

@@ -1,0 +1,158 @@
+"""Dead engines come back with current weights before they get traffic, as often as the budget allows."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from skyrl_train.engines.base import SampleRequest, SamplingParams
+from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.supervisor import EngineSupervisor
+from skyrl_train.errors import EngineError, EnginesLost
+from skyrl_train.testing.scripted_engine import ScriptedEngine
+
+
+class Mortal(ScriptedEngine):
+    """Dies at its first request unless it is told to live."""
+
+    def __init__(self, name: str, lives: bool = False):
+        super().__init__(name=name)
+        self.lives = lives
+        self.synced = False
+
+    async def generate(self, requests: Any) -> Any:
+        if not self.lives:
+            raise EngineError(f"{self.name} was killed")
+        assert self.synced, "traffic before the current weights"
+        return await super().generate(requests)
+
+    async def health(self) -> Any:
+        if not self.lives:
+            raise EngineError(f"{self.name} was killed")
+        return await super().health()
+
+
+def supervised(engines: list[Mortal], budget: int) -> tuple[EngineClient, EngineSupervisor]:
+    client = EngineClient(engines, deadline_s=5)
+
+    async def start(name: str) -> Mortal:
+        return Mortal(name, lives=True)
+
+    async def sync(engine: Mortal) -> None:
+        engine.synced = True
+
+    async def stop(engine: Mortal) -> None:
+        await engine.close()
+
+    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=stop, budget=budget)
+    client.revive = supervisor.revive
+    return client, supervisor
+
+
+def request(name: str) -> SampleRequest:
+    return SampleRequest(name, (1, 2, 3), SamplingParams(max_tokens=4), 0)
+
+
+@pytest.mark.fault("F29")
+def test_requests_that_find_no_engine_alive_wait_for_one_that_comes_back():
+    client, supervisor = supervised([Mortal("a"), Mortal("b")], budget=4)
+    answers = asyncio.run(client.generate([request("r1"), request("r2")]))
+    assert [answer.request_id for answer in answers] == ["r1", "r2"]
+    assert client.dead == {}
+    assert supervisor.restarts == 2
+
+
+@pytest.mark.fault("F29")
+def test_a_spent_budget_is_an_error_that_begins_with_the_cause():
+    client, _ = supervised([Mortal("a")], budget=0)
+    with pytest.raises(EnginesLost, match=r"a died \(EngineError: a was killed\), and the 0 restarts of generator\."):
+        asyncio.run(client.generate([request("r1")]))
+
+
+@pytest.mark.fault("F29")
+def test_a_restart_that_fails_counts_and_is_tried_again_until_the_budget_is_spent():
+    client = EngineClient([Mortal("a")], deadline_s=5)
+    started: list[Mortal] = []
+
+    async def start(name: str) -> Mortal:
+        started.append(Mortal(name, lives=True))
+        return started[-1]
+
+    async def sync(engine: Mortal) -> None:
+        if len(started) < 3:
+            raise EngineError("half of it arrived")
+        engine.synced = True
+
+    async def stop(engine: Mortal) -> None:
+        await engine.close()
+
+    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=stop, budget=3)
+    client.revive = supervisor.revive
+    (answer,) = asyncio.run(client.generate([request("r1")]))
+    assert answer.request_id == "r1"
+    assert supervisor.restarts == 3
+    assert [engine.closed for engine in started] == [True, True, False]
+
+
+@pytest.mark.fault("F29")
+def test_whoever_hangs_up_in_a_restart_does_not_end_it():
+    client = EngineClient([Mortal("a")], deadline_s=5)
+    may_start = asyncio.Event()
+
+    async def start(name: str) -> Mortal:
+        await may_start.wait()
+        return Mortal(name, lives=True)
+
+    async def sync(engine: Mortal) -> None:
+        engine.synced = True
+
+    async def stop(engine: Mortal) -> None:
+        await engine.close()
+
+    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=stop, budget=1)
+    client.revive = supervisor.revive
+
+    async def run() -> None:
+        for name in ("r1", "r2"):
+            impatient = asyncio.ensure_future(client.generate([request(name)]))
+            await asyncio.sleep(0.02)
+            impatient.cancel()
+            await asyncio.gather(impatient, return_exceptions=True)
+        may_start.set()
+        await client.generate([request("r3")])
+
+    asyncio.run(run())
+    assert supervisor.restarts == 1
+
+
+@pytest.mark.fault("F31")
+def test_no_engine_comes_back_in_the_middle_of_a_sync():
+    client, supervisor = supervised([Mortal("a")], budget=1)
+
+    async def run() -> None:
+        async with supervisor.syncing():
+            waiting = asyncio.ensure_future(client.generate([request("r1")]))
+            await asyncio.sleep(0.02)
+            assert supervisor.restarts == 0
+        assert supervisor.restarts == 1
+        await waiting
+
+    asyncio.run(run())
+
+
+def test_the_living_are_left_alone():
+    alive = Mortal("a", lives=True)
+    alive.synced = True
+    client, supervisor = supervised([alive, Mortal("b")], budget=1)
+
+    async def run() -> None:
+        await client.generate([request("r1"), request("r2")])
+        assert list(client.dead) == ["b"]
+        await supervisor.revive()
+
+    asyncio.run(run())
+    assert client.engines[0] is alive
+    assert len(client.engines) == 2
+    assert supervisor.restarts == 1
