@@ -1,0 +1,560 @@
+"""vLLM as an engine: its scheduler and (with one rank) its model in this process, stepped by a thread of ours.
+
+Between two steps nothing runs, so that pausing is not stepping, and weights change at a known token of every request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future
+from typing import Any
+from uuid import uuid4
+
+import torch
+
+from skyrl_train.engines.base import (
+    PAUSE_MODES,
+    SAMPLING,
+    Capabilities,
+    Completion,
+    EngineHealth,
+    SampleRequest,
+)
+from skyrl_train.engines.checks import SLEEPING, Checks, check_new_ids
+from skyrl_train.engines.step_thread import StepThread
+from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
+from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest
+
+# Read when vLLM is imported: its scheduler in this process, no compilation on the first step, no reports home.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+# The model runner whose sampler tells both log-probs of a token: see vllm_worker.BehaviourSampler.
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+try:
+    import vllm
+except ImportError as error:
+    raise ConfigError(
+        "generator.backend='vllm' needs vLLM: `uv run --extra vllm ...` on GPUs, `scripts/cpu_engines` on CPUs."
+    ) from error
+from vllm import EngineArgs, SamplingParams
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.request import Request
+
+from skyrl_train.engines.vllm_adapters import VLLMAdapters
+from skyrl_train.engines.vllm_arguments import bind_threads, engine_arguments, sampling_params
+from skyrl_train.engines.vllm_rows import Call, Row, ScoreSink
+
+
+class VLLMEngine:
+    """An InferenceEngine over vLLM. Close it: it owns a thread, and with several ranks processes.
+
+    The cache of prompts is salted with the version of the weights: kept requests go on with what they have, and no
+    other one finds keys and values of weights that are gone.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        max_num_seqs: int = 256,
+        max_model_len: int | None = None,
+        name: str = "vllm",
+        threads: int | None = None,
+        slot: int = 0,
+        max_lora_rank: int = 0,
+        **engine_args: Any,
+    ):
+        """`engine_args`: see vllm_arguments.engine_arguments. Adapters need `max_lora_rank` above 0.
+
+        Raises ConfigError for arguments that vLLM refuses and what cannot be loaded.
+        """
+        self.name = name
+        self._on_cpu = device == "cpu"
+        given = {"dtype": dtype, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len, **engine_args}
+        arguments = engine_arguments(model, self._on_cpu, max_lora_rank, given)
+        ranks = arguments["tensor_parallel_size"]
+        self.capabilities = _capabilities(name, ranks, max_lora_rank > 0, self._on_cpu)
+        if (stages := arguments.pop("pipeline_parallel_size", 1)) > 1:
+            refusal = self.capabilities.refusals["pipeline_parallel_size"]
+            raise ConfigError(f"generator.inference_engine_pipeline_parallel_size={stages}: {refusal}")
+        if self._on_cpu:
+            bind_threads(threads, ranks)
+        try:
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"Engine {name!r}: vLLM {vllm.__version__} refuses to start: {error}") from error
+        self._core = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
+        self._engine.collective_rpc("prepare", args=(name, slot))
+        self._core.set_weight_version("0")
+        served = self._engine.model_config
+        # vLLM samples a token after the text that it scores.
+        self._checks = Checks(
+            self.capabilities, served.get_vocab_size(), served.max_model_len, max_score_len=served.max_model_len - 1
+        )
+        self._rows: dict[str, Row] = {}
+        self._waiting: list[Row] = []
+        """Came while new requests had to wait."""
+        self._adapters = VLLMAdapters(self._engine, name)
+        self._version = 0
+        self._generation = 0
+        """Grows with every reset of the prompt cache."""
+        self._torn = False
+        self._weights_are_gone = False
+        """A sleep gave them up; a complete sync brings others."""
+        self._paused = self._draining = False
+        self._paused_before_sleep = False
+        self._asleep: set[str] = set()
+        self._drained: list[Future[None]] = []
+        self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
+        self._closed = False
+        self._thread = StepThread(self, f"engine-{name}")
+        # vLLM's kernels fail where OpenMP counts other threads than torch: asking torch makes the two agree here.
+        self._thread.ask(torch.get_num_threads)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """See InferenceEngine. Cancelling it aborts its requests."""
+        for request in requests:
+            self._checks.request(request, self._adapters.loaded)
+        if not requests:
+            return []
+        call = Call(requests)
+        try:
+            await self._ask(lambda: self._submit(call.rows))
+            await asyncio.shield(asyncio.wrap_future(call.future))
+        except asyncio.CancelledError:
+            if not self._closed:
+                self._thread.ask(lambda: self._abort([row.id for row in self._everybody() if row.call is call]))
+            raise
+        return [row.completion(self.name, self._decode) for row in call.rows]
+
+    async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        """See InferenceEngine. Requests under way, paused or not, stay where they are meanwhile."""
+        self._checks.score(token_ids, temperature)
+        return await self._ask(lambda: self._score(token_ids))  # type: ignore[no-any-return]
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Their generate() returns what they have; ids that are not here are ignored."""
+        await self._ask(lambda: self._abort(request_ids))
+
+    # -- traffic -----------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: str = "keep") -> None:
+        """See InferenceEngine. Requests that come while paused wait for `resume`."""
+        self._checks.pause(mode)
+        drained: Future[None] = Future()
+
+        def pause() -> None:
+            if mode == "wait" and self._rows and not self._halted():
+                self._draining = True
+                self._drained.append(drained)
+                return
+            if mode == "abort":
+                self._abort(list(self._rows))
+            if mode == "retract":
+                self._core.reset_prefix_cache(reset_running_requests=True)
+            self._paused = True
+            drained.set_result(None)
+
+        await self._ask(pause)
+        await asyncio.shield(asyncio.wrap_future(drained))
+
+    async def resume(self) -> None:
+        def resume() -> None:
+            self._paused = self._draining = False
+            self._notify_drained()
+            self._admit_waiting()
+
+        await self._ask(resume)
+
+    async def sleep(self, level: int = 1) -> int:
+        """See InferenceEngine. Running requests end as aborted: their cache is what is given back."""
+
+        def sleep() -> int:
+            if not self._asleep:
+                self._paused_before_sleep = self._paused
+            self._paused = True
+            self._abort([row.id for row in self._everybody()])
+            if not self._on_cpu:
+                return self._give_memory_back(level)
+            self._asleep |= {"kv_cache"} if level < 2 else SLEEPING
+            return 0
+
+        return await self._ask(sleep)  # type: ignore[no-any-return]
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take back what `sleep` gave: tags "weights", "kv_cache", None for all; awake when nothing is missing."""
+        self._checks.wake_up(tags)
+
+        def wake_up() -> None:
+            if not self._asleep:
+                return
+            wanted = SLEEPING if tags is None else set(tags)
+            self._take_memory_back(wanted)
+            self._asleep -= wanted
+            if not self._asleep:
+                self._paused = self._paused_before_sleep
+                self._admit_waiting()
+
+        await self._ask(wake_up)
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        await self._ask(lambda: self._weights("connect", route, address, rank, world_size, timeout_s))
+
+    async def begin_weights(self, manifest: Manifest) -> None:
+        def begin() -> None:
+            if "weights" in self._asleep:
+                raise EngineError(f'Engine {self.name!r} sleeps without its weights; wake_up(["weights"]) first.')
+            self._weights("begin", manifest)
+
+        await self._ask(begin)
+
+    async def receive_weights(self, bucket: Bucket) -> None:
+        await self._ask(lambda: self._weights("receive", bucket))
+
+    async def commit_weights(self, version: int) -> None:
+        def commit() -> None:
+            self._weights("commit", version)
+            self._torn = self._weights_are_gone = False
+            self._version = version
+            self._core.set_weight_version(str(version))
+            self._forget_prompts()
+            self._admit_waiting()
+
+        await self._ask(commit)
+
+    async def reset_prefix_cache(self) -> None:
+        await self._ask(self._forget_prompts)
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """See InferenceEngine. The base model's weights may change under it."""
+        self._checks.adapter(name)
+        copied = await asyncio.to_thread(self._adapters.copy, name, path)
+        await self._ask(lambda: self._adapters.add(name, copied))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Requests under way finish with it; one that is not here is ignored."""
+
+        def unload() -> None:
+            self._adapters.drop(name)
+            self._deliver()
+
+        await self._ask(unload)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    async def health(self) -> EngineHealth:
+        """Counters as they are now; answers while a step or a transfer is under way. EngineError when closed."""
+        if self._closed:
+            raise EngineError(f"Engine {self.name!r} is closed.")
+        running = len(self._core.scheduler.running)
+        return EngineHealth(
+            name=self.name,
+            version=self._version,
+            running=running,
+            queued=max(0, len(self._rows) - running) + len(self._waiting),
+            paused=self._paused or self._draining,
+            asleep=bool(self._asleep),
+            torn=self._torn,
+            generated_tokens=self._generated_tokens,
+            prefilled_tokens=self._prompt_tokens - self._cached_tokens,
+            cached_tokens=self._cached_tokens,
+        )
+
+    async def close(self) -> None:
+        """End the thread and vLLM's processes; requests under way end as aborted. Closing twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        await asyncio.to_thread(self._thread.close)
+        try:
+            self._abort([row.id for row in self._everybody()])
+            self._engine.collective_rpc("weights", args=("close",))
+        finally:
+            self._notify_drained()
+            self._engine.engine_core.shutdown()
+            self._adapters.close()
+
+    # -- what the thread calls ---------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        return not self._halted() and bool(self._core.scheduler.has_unfinished_requests() or self._drained)
+
+    def wakes_at(self) -> float:
+        return math.inf if self._closed else min((row.expires for row in self._everybody()), default=math.inf)
+
+    def tick(self) -> None:
+        late = [row.id for row in self._everybody() if row.expires <= time.monotonic()]
+        if late:
+            self._abort(late)
+        if not self._halted() and self._core.scheduler.has_unfinished_requests():
+            try:
+                self._engine.step()
+                self._deliver()
+            except Exception as error:
+                self._fail(EngineError(f"Engine {self.name!r} failed: {type(error).__name__}: {error}"))
+        if self._draining and not self._rows:
+            self._paused, self._draining = True, False
+            self._notify_drained()
+
+    def _everybody(self) -> list[Row]:
+        return [*self._rows.values(), *self._waiting]
+
+    def _halted(self) -> bool:
+        return self._paused or self._torn or bool(self._asleep)
+
+    def _submit(self, rows: Sequence[Row]) -> None:
+        self._check_serving()
+        under_way = (row.id for row in self._everybody())
+        check_new_ids(self.name, (row.request for row in rows), under_way)
+        for row in rows:  # all of them, before any is known here
+            row.built = self._build(row.request)
+        self._waiting.extend(rows)
+        self._admit_waiting()
+
+    def _admit_waiting(self) -> None:
+        """Requests that come while paused are read with the weights, and into the cache, of when they begin."""
+        if self._halted() or self._draining:
+            return
+        rows, self._waiting = self._waiting, []
+        for row in rows:
+            if row.call.future.done():  # with the error of another row of its call
+                continue
+            try:
+                if row.built.cache_salt != self._salt(self._lora(row.request)):
+                    row.built = self._build(row.request)
+                self._add(row.built, row)
+                self._rows[row.id] = row
+            except Exception as error:
+                self._refuse(row.call, error)
+
+    def _build(self, request: SampleRequest) -> EngineCoreRequest:
+        """A request in vLLM's words, for the weights and the adapter of now. Raises UnsupportedParameter."""
+        try:
+            params, lora = sampling_params(request), self._lora(request)
+            return self._core_request(request.request_id, request.token_ids, params, lora)
+        except (ValueError, VLLMClientError) as error:
+            what = f"Engine {self.name!r} cannot honour request {request.request_id!r}"
+            raise UnsupportedParameter(f"{what}: {error}") from error
+
+    def _lora(self, request: SampleRequest) -> LoRARequest | None:
+        """UnsupportedParameter where its adapter was unloaded while it waited."""
+        if request.adapter is None:
+            return None
+        self._checks.request(request, self._adapters.loaded)
+        return self._adapters.loaded[request.adapter]
+
+    def _core_request(
+        self, request_id: str, ids: Sequence[int], params: SamplingParams, lora: LoRARequest | None = None
+    ) -> EngineCoreRequest:
+        return self._engine.input_processor.process_inputs(
+            request_id,
+            tokens_input(list(ids), cache_salt=self._salt(lora)),
+            params,
+            supported_tasks=self._engine.get_supported_tasks(),
+            lora_request=lora,
+        )
+
+    def _refuse(self, call: Call, error: Exception) -> None:
+        """A call that vLLM did not take when it was to begin."""
+        failed = EngineError(f"Engine {self.name!r} failed: {type(error).__name__}: {error}")
+        call.future.set_exception(error if isinstance(error, EngineError) else failed)
+        self._engine.abort_request([row.id for row in call.rows])
+        self._rows = {one: row for one, row in self._rows.items() if row.call is not call}
+
+    def _add(self, request: EngineCoreRequest, sink: Any) -> None:
+        self._engine.input_processor.assign_request_id(request)
+        self._engine.output_processor.add_request(request, None, queue=sink)
+        params = request.sampling_params
+        if params is not None and params.stop and params.min_tokens:
+            # vLLM looks for stop strings from the token after min_tokens on, the other engines from that one on.
+            self._engine.output_processor.request_states[request.request_id].detokenizer.min_tokens -= 1
+        self._engine.engine_core.add_request(request)
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        ids = set(request_ids)
+        unread = [row for row in self._waiting if row.id in ids]
+        self._waiting = [row for row in self._waiting if row.id not in ids]
+        self._engine.abort_request([one for one in request_ids if one in self._rows])
+        for row in unread:
+            row.put_nothing()
+            row.call.row_done()
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Tell the callers whose rows have their output."""
+        done = [row for row in self._rows.values() if row.output is not None]
+        for row in done:
+            del self._rows[row.id]
+            self._count(row)
+        self._adapters.forget_unused(row.built.lora_request for row in self._rows.values())
+        for row in done:  # when all is true that they may ask about
+            row.call.row_done()
+
+    def _fail(self, error: EngineError) -> None:
+        """Give up on everything under way: its callers get `error`."""
+        for row in self._everybody():
+            if not row.call.future.done():
+                row.call.future.set_exception(error)
+        self._waiting = []
+        self._abort(list(self._rows))
+
+    def _score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        self._check_serving(only_weights=True)
+        self._take_memory_back({"kv_cache"})
+        scheduler = self._core.scheduler
+        running, waiting = scheduler.running, scheduler.waiting
+        scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
+        names = [f"score-{uuid4()}" for _ in token_ids]  # no request's id
+        answers: dict[str, list[float]] = {}
+        try:
+            for name, ids in zip(names, token_ids, strict=True):
+                params = SamplingParams(
+                    max_tokens=1, temperature=0, prompt_logprobs=0, flat_logprobs=True, detokenize=False,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )  # fmt: skip
+                self._add(self._core_request(name, ids, params), ScoreSink(answers))
+            while len(answers) < len(token_ids):
+                before = len(answers)
+                self._engine.step()
+                if len(answers) == before and not scheduler.running:
+                    self._make_room(running, waiting)
+        finally:
+            self._engine.abort_request(names)
+            scheduler.running, scheduler.waiting = [*running, *scheduler.running], waiting
+        return [answers[name] for name in names]
+
+    def _make_room(self, running: list[Request], waiting: RequestQueue) -> None:
+        """Of requests that a score set aside, the last one goes back to the queue: what it has is read again.
+
+        Raises EngineError when there is none.
+        """
+        if not running:
+            raise EngineError(f"Engine {self.name!r}: its cache is too small to score; raise gpu_memory_utilization.")
+        request, scheduler = running.pop(), self._core.scheduler
+        scores, scheduler.waiting = scheduler.waiting, waiting
+        scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        scheduler.waiting = scores
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        self._salt_again(request)
+
+    def _give_memory_back(self, level: int) -> int:
+        """vLLM gives back weights and cache at every level; at level 2 it keeps no copy of the weights."""
+        before = torch.cuda.mem_get_info()[0]
+        if level >= 2 and "weights" not in self._core.model_executor.sleeping_tags:
+            self._torn = self._weights_are_gone = True
+        self._asleep |= SLEEPING
+        self._engine.sleep(level=level)
+        return torch.cuda.mem_get_info()[0] - before
+
+    def _take_memory_back(self, wanted: Set[str]) -> None:
+        """vLLM wakes nothing when it is told to wake something that is awake."""
+        asleep = sorted(wanted & self._core.model_executor.sleeping_tags)
+        if asleep:
+            self._engine.wake_up(asleep)
+
+    def _weights(self, method: str, *args: Any) -> None:
+        try:
+            answers = self._engine.collective_rpc("weights", args=(method, *args))
+        except Exception as error:  # of a rank's process
+            self._torn = True
+            raise EngineError(f"Engine {self.name!r}: {method} failed: {type(error).__name__}: {error}") from error
+        self._torn = self._weights_are_gone or any(torn for _, torn in answers)
+        for problem, _ in answers:
+            if problem is not None:
+                raise WeightSyncError(problem)
+
+    def _forget_prompts(self) -> None:
+        self._generation += 1
+        self._core.reset_prefix_cache()  # frees the blocks where nothing runs; the salt makes it right in any case
+        for request in self._core.scheduler.waiting:  # handed over, but not read yet, or to be read again
+            self._salt_again(request)
+
+    def _salt_again(self, request: Request) -> None:
+        request.cache_salt = self._salt(request.lora_request)
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+    def _salt(self, lora: LoRARequest | None) -> str:
+        """Part of the key of what is cached."""
+        return f"{self._version}.{self._generation}.{lora.lora_int_id if lora else 0}"
+
+    def _notify_drained(self) -> None:
+        waiting, self._drained = self._drained, []
+        for drained in waiting:
+            drained.set_result(None)
+
+    def _decode(self, token: int) -> str | None:
+        tokenizer = self._engine.renderer.tokenizer
+        return None if tokenizer is None else tokenizer.decode([token])
+
+    def _count(self, row: Row) -> None:
+        assert row.output is not None
+        self._generated_tokens += len(row.output.outputs[0].token_ids)
+        self._prompt_tokens += len(row.request.token_ids)
+        self._cached_tokens += row.output.num_cached_tokens or 0
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+
+    async def _ask(self, command: Callable[[], Any]) -> Any:
+        """Run on the engine's thread between two steps. EngineError when closed."""
+        try:
+            return await asyncio.wrap_future(self._thread.ask(command))
+        except (RuntimeError, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if self._closed and not (task is not None and task.cancelling()):
+                raise EngineError(f"Engine {self.name!r} is closed.") from error
+            raise
+
+    def _check_serving(self, only_weights: bool = False) -> None:
+        if self._torn:
+            raise EngineError(
+                f"Engine {self.name!r} holds half of a weight transfer; it serves nothing until a complete sync."
+            )
+        if "weights" in self._asleep or (self._asleep and not only_weights):
+            raise EngineError(f"Engine {self.name!r} is asleep; wake_up() first.")
+
+
+_NO_LORA = "adapters are off; start it with max_lora_rank above 0 (generator.engine_init_kwargs)."
+
+
+def _capabilities(name: str, ranks: int, lora: bool, on_cpu: bool) -> Capabilities:
+    engine = f"vLLM {vllm.__version__}"
+    refusals = {
+        "score.temperature": f"{engine} gives log-probs of prompts at temperature 1 only.",
+        "partial_weights": f"{engine} takes a layer's weights only together.",
+        "pipeline_parallel_size": f"{engine} has a batch under way between two steps then; use tensor parallelism.",
+    }
+    if not lora:
+        refusals["adapter"] = _NO_LORA
+    if on_cpu:
+        refusals["enable_chunked_prefill"] = f"{engine} on CPU cannot combine it with seeds of requests: it is off."
+    return Capabilities(
+        name=name,
+        sampling=SAMPLING,
+        weight_routes=ROUTES,
+        weight_ranks=ranks,
+        lora=lora,
+        pause_modes=PAUSE_MODES,
+        partial_weights=False,
+        keeps_fingerprints=False,
+        score_temperature=False,
+        refusals=refusals,
+    )

@@ -1,0 +1,106 @@
+"""What vLLM is started with, and how a request's sampling is said in its words. Imports vLLM: see vllm.py."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from skyrl_train.engines.base import SampleRequest
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.loading import load_config
+
+_CPU_CACHE_BYTES = 4 << 30
+"""Keys and values on a CPU take what max_num_seqs full sequences need, at most this."""
+
+
+def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of EngineArgs; those `given` win where a choice is left.
+
+    Besides EngineArgs' own there are expert_parallel_size (vLLM spreads experts over all ranks, or not at all),
+    rope_scaling and rope_theta. Raises ConfigError for a model that cannot be loaded.
+    """
+    given = dict(given)
+    rope = {name: given.pop(name, None) for name in ("rope_scaling", "rope_theta")}
+    arguments: dict[str, Any] = {
+        "model": model,
+        "tensor_parallel_size": 1,
+        "enable_expert_parallel": given.pop("expert_parallel_size", 1) > 1,
+        "enable_lora": max_lora_rank > 0,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "skyrl_train.engines.vllm_worker.WorkerExtension",
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "generation_config": "vllm",
+        "trust_remote_code": False,
+        "seed": 0,
+    }
+    if max_lora_rank:
+        arguments["max_lora_rank"] = max_lora_rank
+    config = load_config(model, **rope)
+    if any(value is not None for value in rope.values()):
+        arguments["hf_overrides"] = {"rope_parameters": config.rope_parameters}
+    if not on_cpu:
+        arguments["enable_sleep_mode"] = True
+    arguments |= given
+    if arguments["tensor_parallel_size"] > 1:
+        arguments.setdefault("distributed_executor_backend", "mp")
+    return {**arguments, **(_cpu_arguments(config, arguments) if on_cpu else {})}
+
+
+def bind_threads(threads: int | None, ranks: int) -> None:
+    """vLLM binds its threads to cores of its own choice, the same ones in every process: leave that to the system."""
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if ranks == 1:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    else:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(rank) for rank in range(ranks)))
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _cpu_arguments(config: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """What differs on a CPU, unless it was given: no compilation, unchunked prefill, a cache of the size needed."""
+    text = config.get_text_config()
+    length = given["max_model_len"] or text.max_position_embeddings
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if head_dim % 32:
+        raise ConfigError(
+            f"vLLM's attention on CPUs needs a head size that 32 divides; {given['model']} has {head_dim}."
+        )
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    bytes_per_token = 2 * text.num_hidden_layers * heads * head_dim * 4
+    needed = bytes_per_token * length * given["max_num_seqs"]
+    return {
+        "enforce_eager": True,
+        # A request's own seed and chunked prefill together fail on CPU: a prompt must fit into one step.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(given.get("max_num_batched_tokens") or 0, length, 8192),
+        "kv_cache_memory_bytes": given.get("kv_cache_memory_bytes") or max(64 << 20, min(needed, _CPU_CACHE_BYTES)),
+    }
+
+
+def sampling_params(request: SampleRequest) -> SamplingParams:
+    """One sample, its own seed, and both log-probs of every token."""
+    sampling = request.sampling
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        min_tokens=sampling.min_tokens,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        seed=request.seed % 2**63,
+        logprobs=1,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

@@ -1,0 +1,81 @@
+"""Requests under way in the vLLM engine, and where vLLM puts what it sampled. Imports vLLM: see vllm.py."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.engine import EngineCoreRequest
+
+from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
+from skyrl_train.engines.checks import check_logprobs
+
+
+class Call:
+    """One generate(): done when each of its rows is."""
+
+    def __init__(self, requests: Sequence[SampleRequest]):
+        self.future: Future[None] = Future()
+        self.rows = [Row(request, self) for request in requests]
+
+    def row_done(self) -> None:
+        if not self.future.done() and all(row.output is not None for row in self.rows):
+            self.future.set_result(None)
+
+
+class Row:
+    """One request under way; vLLM puts its final output here."""
+
+    def __init__(self, request: SampleRequest, call: Call):
+        self.id = request.request_id
+        self.request = request
+        self.call = call
+        self.built: EngineCoreRequest
+        """As vLLM takes it; from its submission on."""
+        self.output: RequestOutput | None = None
+        self.expires = math.inf if request.deadline_s is None else time.monotonic() + request.deadline_s
+
+    def put(self, output: RequestOutput) -> None:
+        self.output = output
+
+    def put_nothing(self) -> None:
+        """It was aborted before vLLM saw it."""
+        empty = CompletionOutput(0, "", [], None, None, finish_reason="abort")
+        self.put(RequestOutput(self.id, None, list(self.request.token_ids), None, [empty], finished=True))
+
+    def completion(self, engine: str, decode: Callable[[int], str | None]) -> Completion:
+        """What vLLM put here. Raises EngineError where a log-prob is NaN."""
+        assert self.output is not None
+        sampled = self.output.outputs[0]
+        logprobs: Any = sampled.logprobs
+        starts = logprobs.start_indices[: len(sampled.token_ids)] if sampled.token_ids else []
+        behaviour, full = ([logprobs.logprobs[start + column] for start in starts] for column in (0, 1))
+        check_logprobs(engine, behaviour, full)
+        stop_text = None
+        if sampled.finish_reason == "stop":
+            ended_by = sampled.stop_reason
+            stop_text = ended_by if isinstance(ended_by, str) else decode(sampled.token_ids[-1])
+        return Completion(
+            request_id=self.id,
+            token_ids=list(sampled.token_ids),
+            logprobs=behaviour,
+            full_logprobs=full,
+            stop_reason=sampled.finish_reason or "abort",
+            versions=[VersionSpan(span.start, span.end, int(span.version)) for span in sampled.weight_versions or ()],
+            stop_text=stop_text,
+        )
+
+
+class ScoreSink:
+    """Takes log-probs of a prompt's tokens after its first."""
+
+    def __init__(self, answers: dict[str, list[float]]):
+        self._answers = answers
+
+    def put(self, output: RequestOutput) -> None:
+        logprobs: Any = output.prompt_logprobs
+        self._answers[output.request_id] = list(logprobs.logprobs)

@@ -1,0 +1,208 @@
+"""What runs inside vLLM's workers: the sampler that tells both log-probs, and the end of a weight sync."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.sampler import Sampler
+
+from skyrl_train.errors import ConfigError, WeightSyncError
+from skyrl_train.models.loading import meta_parameters
+from skyrl_train.weight_sync.receiver import WeightReceiver
+
+_GREEDY = 1e-5
+"""Temperatures below count as greedy, as in vLLM."""
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to each of its workers, called through collective_rpc."""
+
+    def prepare(self: Any, name: str, slot: int) -> None:
+        """Once, before the first request. Raises ConfigError for a model runner whose sampler is another one."""
+        sampler = type(self.model_runner.sampler)
+        if sampler is not Sampler:
+            raise ConfigError(
+                f"Engine {name!r}: vLLM samples by {sampler.__module__}.{sampler.__name__}, which cannot tell both "
+                f"log-probs; it must be {Sampler.__module__}.Sampler: set VLLM_USE_V2_MODEL_RUNNER=0."
+            )
+        self.model_runner.sampler = BehaviourSampler("processed_logprobs")
+        head = getattr(self.model_runner.model, "logits_processor", None)
+        if hasattr(head, "punica_wrapper"):
+            _score_without_adapters(head)
+            if self.device.type == "cpu":
+                _spare_the_base_model()
+        store = ReloadedModel(self.model_runner.model, self.model_config)
+        self.engine_name = name
+        self.weight_receiver = WeightReceiver(store, name, self.device, slot + self.rank)
+
+    def weights(self: Any, method: str, *args: Any) -> tuple[str | None, bool]:
+        """A WeightReceiver's method; returns what went wrong, which would lose its type on the way, and `torn`."""
+        receiver: WeightReceiver = self.weight_receiver
+        if method == "connect":
+            route, address, rank, world_size, timeout_s = args
+            args = (route, address, rank + self.rank, world_size, timeout_s)
+        try:
+            getattr(receiver, method)(*args)
+        except WeightSyncError as error:
+            return str(error), receiver.torn
+        except Exception as error:  # of vLLM's loaders, of the device
+            return f"engine {self.engine_name}: {method} failed: {type(error).__name__}: {error}", receiver.torn
+        return None, receiver.torn
+
+    def reload_folder(self: Any, folder: str) -> None:
+        """The weights of a checkpoint with every tensor: for vLLM's own server (http/native_vllm.py).
+
+        Raises WeightSyncError for a model that cannot take weights again.
+        """
+        if not hasattr(self, "folder_store"):
+            self.folder_store = ReloadedModel(self.model_runner.model, self.model_config)
+        store: ReloadedModel = self.folder_store
+        store.layout()
+        store.start()
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            store.load(list(load_file(file, device=str(self.device)).items()))
+        store.finish()
+
+
+def _score_without_adapters(head: Any) -> None:
+    """vLLM's adapters expect the rows that are sampled from; all rows of a prompt, whose log-probs are wanted, fail.
+
+    Scores are the base model's, so that these rows pass the adapters by.
+    """
+    adapted = head._get_logits
+
+    def logits(hidden: Tensor, lm_head: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+        if len(hidden) == len(head.punica_wrapper.sampler_indices):
+            return adapted(hidden, lm_head, *args, **kwargs)  # type: ignore[no-any-return]
+        return head.base_layer._get_logits(hidden, getattr(lm_head, "base_layer", lm_head), *args, **kwargs)  # type: ignore[no-any-return]
+
+    head._get_logits = logits
+
+
+def _spare_the_base_model() -> None:
+    """vLLM marks rows without an adapter by -1, and its operators for CPUs take that as the last adapter."""
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    shrink = lora_ops.bgmv_shrink
+    if shrink.__module__ != lora_ops.__name__:
+        return
+
+    def bgmv_shrink(inputs: Tensor, weights: Tensor, output: Tensor, adapters: Tensor, scaling: float = 1.0) -> None:
+        shrink(inputs, weights, output, adapters, scaling)
+        output[adapters < 0] = 0.0
+
+    for module in (lora_ops, punica_cpu):
+        module.bgmv_shrink = bgmv_shrink  # type: ignore[attr-defined]
+
+
+class BehaviourSampler(Sampler):
+    """Each sampled token's two log-probs in the two columns that `logprobs=1` has room for.
+
+    First that of the distribution sampled from (penalties, temperature, top-k, top-p, min-p; 0 where greedy), then that
+    of the temperature-scaled logits alone (temperature 1 where greedy).
+    """
+
+    _scaled: Tensor | None = None
+    _greedy: Tensor | None = None
+
+    def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        temperature = sampling_metadata.temperature
+        if temperature is None:  # everything is greedy
+            temperature = torch.zeros(len(logits), device=logits.device)
+        self._greedy = temperature < _GREEDY
+        # A copy: processors write into `logits`.
+        self._scaled = logits.float() / torch.where(self._greedy, 1.0, temperature)[:, None]
+        try:
+            return super().forward(logits, sampling_metadata, *args, **kwargs)
+        finally:
+            self._scaled = self._greedy = None
+
+    def sample(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """In the order that every engine has: temperature, top-k, top-p, min-p. vLLM's own begins with min-p."""
+        if sampling_metadata.all_greedy:
+            return super().sample(logits, sampling_metadata, *args, **kwargs)  # type: ignore[no-any-return]
+        greedy = None if sampling_metadata.all_random else self.greedy_sample(logits)
+        logits = self.apply_temperature(logits, sampling_metadata.temperature, sampling_metadata.all_random)
+        logits = apply_top_k_top_p(logits, sampling_metadata.top_k, sampling_metadata.top_p)
+        for processor in sampling_metadata.logitsprocs.argmax_invariant:
+            logits = processor.apply(logits)
+        sampled, logprobs = self.topk_topp_sampler(logits, sampling_metadata.generators, None, None)
+        if greedy is not None:
+            sampled = torch.where(sampling_metadata.temperature < _GREEDY, greedy, sampled)
+        return sampled, logprobs
+
+    def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:  # type: ignore[override]
+        if self._scaled is None or self._greedy is None:  # of a prompt
+            return Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
+        ids = token_ids[:, None]
+        behaviour = logprobs.gather(-1, ids).masked_fill(self._greedy[:, None], 0.0)
+        full = self._scaled.gather(-1, ids) - self._scaled.logsumexp(-1, keepdim=True)
+        both = torch.cat((behaviour, full), dim=1)
+        return LogprobsTensors(ids.expand(-1, 2).to(torch.int32), both, torch.zeros_like(token_ids))
+
+
+class ReloadedModel:
+    """A WeightStore: vLLM fuses, shards and repacks what it is given, layer by layer."""
+
+    def __init__(self, model: Any, config: Any):
+        self._model = model
+        self._config = config
+        self._layout = meta_parameters(config.model, config.dtype)
+        self._experts = list(_packed_experts(model))
+        self._open = False
+        """Layers take weights: from start to finish, or since a sync that died."""
+
+    def layout(self) -> Mapping[str, Tensor]:
+        """Raises WeightSyncError for experts that vLLM cannot load a second time."""
+        for experts in self._experts:
+            size, held = experts.moe_config.intermediate_size_per_partition, experts.w2_weight.shape[-1]
+            if held != size:
+                raise WeightSyncError(
+                    f"vLLM on CPUs pads the experts of this model from {size} to {held} columns a rank and cannot load "
+                    "weights into them again. Serve it on GPUs or by another engine (generator.backend)."
+                )
+        return self._layout
+
+    def start(self) -> None:
+        if self._open:  # half of a sync: opened again, its layers would count it as part of this one
+            finalize_layerwise_reload(self._model, self._config)
+        initialize_layerwise_reload(self._model)
+        self._open = True
+
+    def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        # A layer is loaded when it is complete, which may be in a later bucket: until then vLLM keeps what it got.
+        self._model.load_weights((name, tensor.clone()) for name, tensor in tensors)
+
+    def finish(self) -> None:
+        finalize_layerwise_reload(self._model, self._config)
+        self._open = False
+        # A tied head on a CPU multiplies by a packed copy of the embedding, which a reload leaves as it was.
+        for module in self._model.modules():
+            if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+                dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+        for experts in self._experts:  # vLLM packs them after its first load only
+            experts.quant_method.moe_kernel.fused_experts.process_weights_after_loading(experts)
+
+    def held(self, name: str) -> None:
+        """Fused and packed: not there as such."""
+        return None
+
+
+def _packed_experts(model: Any) -> Iterator[Any]:
+    """Mixture-of-experts layers whose weights vLLM keeps in the layout of its kernels for CPUs."""
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if isinstance(module, RoutedExperts) and kernel is not None and module.w2_weight.device.type == "cpu":
+            yield module
