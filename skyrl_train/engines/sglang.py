@@ -1,0 +1,347 @@
+"""SGLang as an engine: its scheduler and model in processes of their own, its front end on a thread of this one.
+
+- sglang.py            what callers see: asynchronous, validates, never blocks the event loop
+- sglang_host.py       the thread and the processes
+- sglang_arguments.py  what SGLang is started with
+- sglang_traffic.py    on that thread: requests under way, pausing, sleeping
+- sglang_weights.py    full tensors into SGLang's model
+- sglang_scheduler.py  in SGLang's process: aborts and scores while paused, prompt cache
+- sglang_sampler.py    in SGLang's process: sampling and stopping, the same as in the transformers engine
+- sglang_stand_ins/    packages that SGLang imports on a CPU and does not need there
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from transformers import GenerationConfig
+
+from skyrl_train.engines.base import (
+    PAUSE_MODES,
+    SAMPLING,
+    Capabilities,
+    Completion,
+    EngineHealth,
+    SampleRequest,
+)
+from skyrl_train.engines.checks import Checks
+from skyrl_train.engines.sampling import end_tokens
+from skyrl_train.engines.sglang_arguments import engine_arguments
+from skyrl_train.engines.sglang_host import Host
+from skyrl_train.engines.sglang_traffic import Traffic
+from skyrl_train.engines.sglang_weights import SGLangWeights, check_names
+from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.models.loading import load_config, load_tokenizer, meta_model
+from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, dtype_of
+
+_LOADING_S = 600.0
+"""The longest that SGLang may take to load one bucket of weights."""
+
+T = TypeVar("T")
+
+
+class SGLangEngine:
+    """An InferenceEngine over SGLang. Close it: it owns two threads and SGLang's processes.
+
+    Requests that are kept while weights change go on with the keys and values of the old ones; no other request finds
+    those in the prompt cache. When a process of SGLang ends, everything under way gets EngineError, and this one lives.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Any = None,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        max_num_seqs: int = 256,
+        max_model_len: int | None = None,
+        name: str = "sglang",
+        threads: int | None = None,
+        slot: int = 0,
+        rope_scaling: dict[str, Any] | None = None,
+        rope_theta: float | None = None,
+        tensor_parallel_size: int = 1,
+        max_lora_rank: int = 0,
+        **options: Any,
+    ):
+        """`options`: further keys of `generator` in their own names, and SGLang's ServerArgs as they are.
+
+        Blocks until the model is loaded. Adapters need `max_lora_rank` above 0. Raises ConfigError for arguments that
+        SGLang refuses and what cannot be loaded.
+        """
+        self.name = name
+        self.capabilities = _capabilities(name, on_cpu=device == "cpu", lora=max_lora_rank > 0)
+        self._refuse(options, max_lora_rank)
+        config = load_config(model).get_text_config()
+        tokenizer = tokenizer or load_tokenizer(model)
+        longest: int = max_model_len or config.max_position_embeddings
+        skeleton = meta_model(model, dtype_of(dtype))
+        check_names(model, skeleton)
+        self._checks = Checks(self.capabilities, config.vocab_size, longest, max_score_len=longest)
+        arguments = engine_arguments(
+            model,
+            name=name,
+            device=device,
+            dtype=dtype,
+            max_num_seqs=max_num_seqs,
+            max_model_len=longest,
+            max_lora_rank=max_lora_rank,
+            rope_scaling=rope_scaling,
+            rope_theta=rope_theta,
+            options={**options, "tensor_parallel_size": tensor_parallel_size},
+        )
+        self._asked: set[asyncio.Task[Any]] = set()
+        self._gone: str | None = None  # why nothing can be asked any more
+        self._worker = ThreadPoolExecutor(1, f"weights-{name}")
+        self._host = self._start(arguments, tokenizer, threads)
+        self._traffic = Traffic(
+            self._host.manager,
+            tokenizer,
+            end_tokens(*_configs(model), tokenizer),
+            name=name,
+            max_model_len=longest,
+            on_cpu=device == "cpu",
+        )
+        store = SGLangWeights(skeleton, self._host.manager, self._wait, self._traffic.halt, ranks=tensor_parallel_size)
+        self._receiver = self._traffic.receiver = WeightReceiver(store, name, torch.device(device), slot)
+        self._host.watch(self._died)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """See InferenceEngine. Cancelling it aborts its requests."""
+        for request in requests:
+            self._checks.request(request, self._traffic.adapters)
+        return await self._ask(self._traffic.generate(requests)) if requests else []
+
+    async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        """See InferenceEngine. Requests under way, paused or not, stay where they are meanwhile.
+
+        Where the cache has no room beside paused ones, they read their tokens again later, as after a retraction.
+        """
+        self._checks.score(token_ids, temperature)
+        return await self._ask(self._traffic.score(token_ids), shielded=True)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Their generate() returns what they have; ids that are not here are ignored."""
+        await self._ask(self._traffic.abort(request_ids))
+
+    # -- traffic -----------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: str = "keep") -> None:
+        """See InferenceEngine. Requests that come while paused wait for `resume`; so do those not sent with "wait"."""
+        self._checks.pause(mode)
+        await self._ask(self._traffic.pause(mode))
+
+    async def resume(self) -> None:
+        await self._ask(self._traffic.resume())
+
+    async def sleep(self, level: int = 1) -> int:
+        """See InferenceEngine. Running requests end as aborted: their cache is what is given back."""
+        return await self._ask(self._traffic.sleep(level))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take back what `sleep` gave: tags "weights", "kv_cache", None for all; awake when nothing is missing."""
+        self._checks.wake_up(tags)
+        await self._ask(self._traffic.wake_up(tags))
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        await self._transfer(self._receiver.connect, route, address, rank, world_size, timeout_s)
+
+    async def begin_weights(self, manifest: Manifest) -> None:
+        if "weights" in self._traffic.asleep:
+            raise EngineError(f'Engine {self.name!r} sleeps without its weights; wake_up(["weights"]) first.')
+        await self._transfer(self._receiver.begin, manifest)
+
+    async def receive_weights(self, bucket: Bucket) -> None:
+        await self._transfer(self._receiver.receive, bucket)
+
+    async def commit_weights(self, version: int) -> None:
+        """Once begun it is ended, also when nobody waits for it: a committed version must be served."""
+        await self._transfer(self._commit, version)
+
+    def _commit(self, version: int) -> None:
+        """On the thread that receives weights."""
+        self._receiver.commit(version)
+        self._wait(self._traffic.serve(version))
+
+    async def reset_prefix_cache(self) -> None:
+        await self._ask(self._traffic.reset_prefix_cache())
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """See InferenceEngine. The base model's weights may change under it."""
+        self._checks.adapter(name)
+        await self._ask(self._traffic.load_adapter(name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Waits for requests under way with it; one that is not here is ignored."""
+        await self._ask(self._traffic.unload_adapter(name))
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    async def health(self) -> EngineHealth:
+        """Counters as they are now; answers while a transfer is under way. EngineError when closed or dead."""
+        self._check_alive()
+        traffic = self._traffic
+        return EngineHealth(
+            name=self.name,
+            version=self._receiver.version,
+            running=traffic.running,
+            queued=traffic.queued,
+            paused=traffic.paused or traffic.draining,
+            asleep=bool(traffic.asleep),
+            torn=self._receiver.torn,
+            generated_tokens=traffic.generated_tokens,
+            prefilled_tokens=traffic.prompt_tokens - traffic.cached_tokens,
+            cached_tokens=traffic.cached_tokens,
+        )
+
+    async def close(self) -> None:
+        """End the processes and threads; requests under way get EngineError. Closing twice is harmless."""
+        with suppress(RuntimeError):  # closed before
+            self._host.loop.call_soon_threadsafe(self._give_up, "is closed")
+        await asyncio.to_thread(self._host.close)
+        self._worker.shutdown(wait=False, cancel_futures=True)
+        self._receiver.close()
+
+    # -- between threads ---------------------------------------------------------------------------------------------
+
+    async def _ask(self, work: Coroutine[Any, Any, T], *, shielded: bool = False) -> T:
+        """Run on the host's loop. EngineError when SGLang is gone; `shielded` work goes on when nobody waits for it."""
+        future = asyncio.wrap_future(self._submit(work))
+        with self._error_when_gone():
+            return await (asyncio.shield(future) if shielded else future)
+
+    @contextmanager
+    def _error_when_gone(self) -> Iterator[None]:
+        """What was cancelled because SGLang is gone, and not by whoever waits for it, ends in EngineError."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._gone is not None and not (task is not None and task.cancelling()):
+                raise EngineError(f"Engine {self.name!r} {self._gone}.") from None
+            raise
+
+    async def _ended_with_us(self, work: Awaitable[T]) -> T:
+        """Cancelled when SGLang is gone: it would not answer."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._asked.add(task)
+        try:
+            return await work
+        finally:
+            self._asked.discard(task)
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        try:
+            self._check_alive()
+        except EngineError:
+            work.close()
+            raise
+        return asyncio.run_coroutine_threadsafe(self._ended_with_us(work), self._host.loop)
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run on the host's loop; from the thread that receives weights."""
+        try:
+            return self._submit(work).result(_LOADING_S)
+        except CancelledError:
+            raise EngineError(f"Engine {self.name!r} {self._gone}.") from None
+
+    async def _transfer(self, step: Callable[..., None], *args: Any) -> None:
+        """A step of a weight sync, one after the other on a thread of their own: they wait for the trainer."""
+        self._check_alive()
+        with self._error_when_gone():
+            await asyncio.get_running_loop().run_in_executor(self._worker, partial(step, *args))
+
+    def _died(self, how: str) -> None:
+        """On the host's loop."""
+        self._give_up(f"is dead: {how}")
+        self._host.loop.run_in_executor(None, self._host.kill)
+
+    def _give_up(self, why: str) -> None:
+        """On the host's loop."""
+        self._gone = self._gone or why
+        self._traffic.give_up(EngineError(f"Engine {self.name!r} {self._gone}."))
+        for task in list(self._asked):
+            task.cancel()
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        if self._gone is not None:
+            raise EngineError(f"Engine {self.name!r} {self._gone}.")
+
+    def _start(self, arguments: dict[str, Any], tokenizer: Any, threads: int | None) -> Host:
+        try:
+            host = Host(arguments, tokenizer, threads, name=self.name)
+        except (TypeError, ValueError, AssertionError, RuntimeError, OSError) as error:
+            where = "its process says more in the log above"
+            raise ConfigError(f"Engine {self.name!r}: {_installed()} did not start ({where}): {error}") from error
+        room = host.manager.max_req_input_len
+        if room < self._checks.max_model_len:
+            host.close()
+            raise ConfigError(
+                f"Engine {self.name!r}: its cache has room for {room} tokens, less than max_model_len="
+                f"{self._checks.max_model_len}: lower that, or raise generator.gpu_memory_utilization."
+            )
+        return host
+
+    def _refuse(self, options: dict[str, Any], max_lora_rank: int) -> None:
+        """Raises ConfigError for what cannot work, before anything is started."""
+        for key in ("pipeline_parallel_size", "data_parallel_size"):
+            if (value := options.pop(key, 1)) != 1:
+                raise ConfigError(f"generator.inference_engine_{key}={value}: {self.capabilities.refusals[key]}")
+        if max_lora_rank and not self.capabilities.lora:
+            raise ConfigError(f"max_lora_rank={max_lora_rank}: {self.capabilities.refusals['adapter']}")
+
+
+def _installed() -> str:
+    """Raises ConfigError naming the extra to install."""
+    try:
+        return f"SGLang {importlib.metadata.version('sglang')}"
+    except importlib.metadata.PackageNotFoundError as error:
+        where = "`uv run --extra sglang ...` on GPUs, `scripts/cpu_engines` on CPUs"
+        raise ConfigError(f"generator.backend='sglang' needs SGLang: {where}.") from error
+
+
+def _capabilities(name: str, *, on_cpu: bool, lora: bool) -> Capabilities:
+    sglang = _installed()
+    refusals = {
+        "score.temperature": f"{sglang} gives log-probs of prompts at temperature 1 only.",
+        "pipeline_parallel_size": f"{sglang} cannot pause when pipeline-parallel; use tensor parallelism.",
+        "data_parallel_size": f"{sglang} takes weights without data parallelism only; raise num_inference_engines.",
+    }
+    if on_cpu:
+        refusals["adapter"] = f"{sglang} cannot serve LoRA on a CPU: it wants memory pinned for an accelerator."
+    elif not lora:
+        refusals["adapter"] = "none; start it with max_lora_rank above 0 (generator.engine_init_kwargs)."
+    return Capabilities(
+        name=name,
+        sampling=SAMPLING,
+        weight_routes=ROUTES,
+        lora=lora and not on_cpu,
+        pause_modes=PAUSE_MODES,
+        score_temperature=False,
+        refusals=refusals,
+    )
+
+
+def _configs(model: str) -> list[Any]:
+    """Whatever may name tokens that end a response."""
+    config = load_config(model)
+    configs: list[Any] = [config, config.get_text_config()]
+    with suppress(OSError):  # it is optional
+        configs.append(GenerationConfig.from_pretrained(model))
+    return configs

@@ -1,0 +1,98 @@
+"""What SGLang is started with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.loading import load_config
+from skyrl_train.weight_sync.wire import dtype_of
+
+RESERVED = 8
+"""Places that SGLang wants beyond the longest request."""
+_CPU_CACHE_BYTES = 4 << 30
+"""Keys and values on a CPU take what max_num_seqs full sequences need, at most this."""
+
+_NAMES = {
+    "tensor_parallel_size": "tp_size",
+    "expert_parallel_size": "ep_size",
+    "enforce_eager": "disable_cuda_graph",
+    "gpu_memory_utilization": "mem_fraction_static",
+    "seed": "random_seed",
+}
+"""Our keys -> SGLang's."""
+
+
+def engine_arguments(
+    model: str,
+    *,
+    name: str,
+    device: str,
+    dtype: str,
+    max_num_seqs: int,
+    max_model_len: int,
+    max_lora_rank: int,
+    rope_scaling: dict[str, Any] | None,
+    rope_theta: float | None,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Keyword arguments of ServerArgs; `options`, in our words or SGLang's, win where a choice is left.
+
+    Raises ConfigError where none is.
+    """
+    config = load_config(model, rope_scaling=rope_scaling, rope_theta=rope_theta)
+    fixed: dict[str, Any] = {
+        "model_path": model,
+        "device": device,
+        "dtype": dtype,
+        "context_length": max_model_len + RESERVED,
+        "max_running_requests": max_num_seqs,
+        "skip_tokenizer_init": True,
+        "sampling_backend": "pytorch",
+        "weight_version": "0",
+        "trust_remote_code": False,
+    }
+    given = _in_words_of_sglang(options)
+    if taken := sorted(fixed.keys() & given.keys()):
+        key = f"generator.engine_init_kwargs.{taken[0]}"
+        raise ConfigError(f"{key}={given[taken[0]]!r}: engine {name!r} sets it itself; leave it out.")
+    free: dict[str, Any] = {"grammar_backend": "none", "log_level": "error", "sleep_on_idle": True, "random_seed": 0}
+    if rope_scaling or rope_theta is not None:
+        free["json_model_override_args"] = json.dumps({"rope_parameters": config.rope_parameters})
+    if max_lora_rank:
+        free |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "lora_target_modules": ["all"]}
+    if device == "cpu":
+        free |= _cpu_arguments(config, dtype, max_num_seqs, max_model_len)
+    else:
+        free["enable_memory_saver"] = True
+    return {**free, **given, **fixed}
+
+
+def _in_words_of_sglang(options: Mapping[str, Any]) -> dict[str, Any]:
+    given = {_NAMES.get(key, key): value for key, value in options.items()}
+    if "enable_prefix_caching" in given:
+        given["disable_radix_cache"] = not given.pop("enable_prefix_caching")
+    tokens = given.pop("max_num_batched_tokens", None)
+    if tokens is not None:
+        given |= {"max_prefill_tokens": tokens, "chunked_prefill_size": tokens}
+    if not given.pop("enable_chunked_prefill", True):
+        given["chunked_prefill_size"] = -1
+    return given
+
+
+def _cpu_arguments(config: Any, dtype: str, max_num_seqs: int, max_model_len: int) -> dict[str, Any]:
+    """What differs on a CPU: plain torch attention, one step after the other, a cache of the size needed."""
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    bytes_per_token = 2 * text.num_hidden_layers * heads * head_dim * dtype_of(dtype).itemsize
+    longest = max_model_len + RESERVED
+    return {
+        "attention_backend": "torch_native",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "max_total_tokens": max(longest, min(max_num_seqs * longest, _CPU_CACHE_BYTES // bytes_per_token)),
+        "mem_fraction_static": 0.8,
+    }

@@ -1,0 +1,199 @@
+"""Sampling and stopping inside SGLang's process: what every engine here does, in place of what SGLang does.
+
+SGLang's own sampler knows seeds in its deterministic mode only, cuts top-p before top-k is renormalised, penalises no
+prompt tokens, and gives log-probs that lack either the truncation or, with penalties, the temperature-only ones.
+Imports SGLang: see sglang.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.layers import sampler as sglang_sampler
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput, SamplingMaskOutput, SamplingMaskStatus
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_STR, FINISH_MATCHED_TOKEN, Req
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from torch import Tensor
+
+from skyrl_train.engines.base import SampleRequest, SamplingParams
+from skyrl_train.engines.stop_strings import StopStrings
+from skyrl_train.engines.token_sampler import RowSampler, uniforms
+
+BACKEND = "pytorch"
+"""The `sampling_backend` that is replaced."""
+
+
+def is_altered(params: SamplingParams) -> bool:
+    """Whether tokens come from another distribution than softmax(logits / temperature)."""
+    truncated = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
+    return params.temperature > 0 and (truncated or params.repetition_penalty != 1 or params.min_tokens > 0)
+
+
+def for_sglang(request: SampleRequest, max_tokens: int, eos: frozenset[int]) -> dict[str, Any]:
+    """SGLang's sampling parameters of a request: all that it decides itself is the length."""
+    params = request.sampling
+    stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
+    return {
+        "max_new_tokens": max_tokens,
+        "top_k": 1,
+        "custom_params": {
+            **asdict(params),
+            "stop": list(params.stop),
+            "stop_token_ids": sorted(stop_ids),
+            "seed": request.seed % 2**63 - (request.seed % 2**64 >= 2**63) * 2**63,
+        },
+    }
+
+
+class Rules:
+    """What one request asked for; the other end of `for_sglang`."""
+
+    def __init__(self, told: Mapping[str, Any], tokenizer: Any):
+        params: dict[str, Any] = {field.name: told[field.name] for field in fields(SamplingParams)}
+        self.params = SamplingParams(**params | {"stop": tuple(told["stop"])})
+        self.seed = told["seed"] % 2**64
+        self.stop_ids = frozenset(told["stop_token_ids"])
+        self.stops = StopStrings(tokenizer, self.params.stop) if self.params.stop else None
+
+
+def rules_of(req: Req) -> Rules | None:
+    """None for a request that is not from `for_sglang`: one that is only scored."""
+    told = req.sampling_params.custom_params
+    if not told or "seed" not in told:
+        return None
+    rules: Rules | None = getattr(req, "_rules", None)
+    if rules is None:
+        rules = req._rules = Rules(told, _tokenizer)
+    return rules
+
+
+class _Row:
+    """A request in a batch, from its prefill on."""
+
+    def __init__(self, req: Req, vocab_size: int, device: str):
+        rules = rules_of(req)
+        self.params = SamplingParams(max_tokens=1, temperature=0.0) if rules is None else rules.params
+        self.seed = 0 if rules is None else rules.seed
+        self.generated = len(req.output_ids)
+        """Tokens sampled before the next one; grows with every forward, also with those not written down yet."""
+        self.returns_both = bool(req.return_sampling_mask)
+        self.never_yet: Tensor | None = None
+        self.seen: Tensor | None = None
+        if rules is not None and self.params.min_tokens and rules.stop_ids:
+            ends = [end for end in sorted(rules.stop_ids) if end < vocab_size]
+            self.never_yet = torch.tensor(ends, dtype=torch.int64, device=device)
+        if self.params.repetition_penalty != 1:
+            self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self.seen[torch.tensor([*req.origin_input_ids, *req.output_ids], device=device)] = True
+
+
+class _Batch:
+    """What stays the same from step to step while the same rows run."""
+
+    def __init__(self, rows: Sequence[_Row], device: torch.device):
+        self.rows = rows
+        self._sampler = RowSampler([row.params for row in rows], device)
+        self._seeds = np.array([row.seed for row in rows], dtype=np.uint64)
+        self._penalised = [(index, row.seen) for index, row in enumerate(rows) if row.seen is not None]
+        self._patient = [(index, row.never_yet) for index, row in enumerate(rows) if row.never_yet is not None]
+        both = [index for index, row in enumerate(rows) if row.returns_both]
+        self._both = torch.tensor(both, device=device) if both else None
+
+    def sample(self, logits: Tensor, output: LogitsProcessorOutput) -> Tensor:
+        """One token a row: [B, V] -> int64 [B]; log-probs go into `output`."""
+        generated = np.array([row.generated for row in self.rows])
+        forbidden = [(i, ends) for i, ends in self._patient if generated[i] < self.rows[i].params.min_tokens]
+        seen = [seen for _, seen in self._penalised]
+        sampled = self._sampler(logits, uniforms(self._seeds, generated), seen, forbidden)
+        for index, mine in self._penalised:
+            mine.index_fill_(0, sampled.ids[index : index + 1], True)
+        for row in self.rows:
+            row.generated += 1
+        output.next_token_logprobs = sampled.full_logprobs
+        if self._both is not None:
+            output.sampling_mask_output = _as_mask(sampled.ids[self._both], sampled.logprobs[self._both])
+        return sampled.ids
+
+
+def _as_mask(ids: Tensor, logprobs: Tensor) -> SamplingMaskOutput:
+    """SGLang's way of returning log-probs of the distribution sampled from; the mask itself is not wanted."""
+    ones = torch.ones(len(ids), dtype=torch.int32, device=ids.device)
+    return SamplingMaskOutput(
+        token_ids=ids.to(torch.int32).unsqueeze(1),
+        lengths=ones,
+        selected_logprobs=logprobs,
+        support_logprobs=None,
+        statuses=ones * int(SamplingMaskStatus.OK),
+    )
+
+
+class _Sampler(sglang_sampler.Sampler):
+    def __init__(self) -> None:
+        super().__init__()
+        self._batch: _Batch | None = None
+
+    def forward(
+        self,
+        logits_output: LogitsProcessorOutput,
+        sampling_info: SamplingBatchInfo,
+        return_logprob: bool,
+        top_logprobs_nums: Sequence[int],
+        token_ids_logprobs: Sequence[Sequence[int]],
+        positions: Tensor,
+    ) -> Tensor:
+        rows, logits = sampling_info.custom_params, logits_output.next_token_logits
+        if self._batch is None or self._batch.rows is not rows:
+            self._batch = _Batch(rows, logits.device)
+        return self._batch.sample(logits, logits_output)
+
+
+# SGLang leaves these three for others to fill in. `custom_params` is a field of its own that is otherwise unused here.
+
+
+def _made(info: SamplingBatchInfo, batch: Any, vocab_size: int) -> None:
+    info.custom_params = [_Row(req, vocab_size, info.device) for req in batch.reqs]
+
+
+def _merged(info: SamplingBatchInfo, other: SamplingBatchInfo) -> None:
+    info.custom_params = [*info.custom_params, *other.custom_params]
+
+
+def _filtered(info: SamplingBatchInfo, keep: Sequence[int], keep_on_device: Tensor) -> None:
+    info.custom_params = [info.custom_params[index] for index in keep]
+
+
+_tokenizer: Any = None
+_finish_sglang = Req.update_finish_state
+
+
+def _finish(req: Req, new_tokens: int = 1) -> None:
+    """After a token was written down: whether it ends the request."""
+    rules = rules_of(req)
+    if rules is None or req.finished() or req.to_finish is not None:
+        _finish_sglang(req, new_tokens)
+        return
+    token, count = int(req.output_ids[-1]), len(req.output_ids)
+    text = None
+    if rules.stops is not None and count >= rules.params.min_tokens and rules.stops.completed_by(token):
+        text = rules.stops.find(list(req.output_ids[-rules.stops.tail :]))
+    if text is not None:
+        req.finished_reason = FINISH_MATCHED_STR(matched=text)
+    elif token in rules.stop_ids:
+        req.finished_reason = FINISH_MATCHED_TOKEN(matched=token)
+    elif count >= req.sampling_params.max_new_tokens:
+        req.finished_reason = FINISH_LENGTH(length=count)
+
+
+def install(tokenizer: Any) -> None:
+    """From now on this process samples and stops as said above. Without a tokenizer there are no stop strings."""
+    global _tokenizer
+    _tokenizer = tokenizer
+    sglang_sampler.register_sampler_backend(BACKEND, _Sampler)
+    SamplingBatchInfo.adjusted_from_schedule_batch = _made
+    SamplingBatchInfo.adjusted_merge_batch = _merged
+    SamplingBatchInfo.adjusted_filter_batch = _filtered
+    Req.update_finish_state = _finish

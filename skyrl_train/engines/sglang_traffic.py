@@ -1,0 +1,401 @@
+"""Requests on their way through SGLang, and what its scheduler is told. All of it runs on the host's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+
+from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
+from skyrl_train.engines.checks import check_logprobs, check_new_ids
+from skyrl_train.errors import EngineError
+from skyrl_train.weight_sync.receiver import WeightReceiver
+
+_ABORT_AGAIN_S = 0.2
+"""An abort may overtake its request: it is repeated until the request is answered."""
+
+
+class _Row:
+    """One request, from submission to completion."""
+
+    def __init__(self, request: SampleRequest, rid: str, loop: asyncio.AbstractEventLoop):
+        self.request = request
+        self.rid = rid
+        """As SGLang knows it: no other one begins with it."""
+        self.done: asyncio.Future[Completion] = loop.create_future()
+        self.timer: asyncio.TimerHandle | None = None
+        self.aborted = False
+
+
+class Traffic:
+    """Nothing is sent while paused, asleep, or between the first tensor of a weight sync and its end."""
+
+    def __init__(
+        self, manager: Any, tokenizer: Any, eos: frozenset[int], *, name: str, max_model_len: int, on_cpu: bool
+    ):
+        """`manager` is SGLang's TokenizerManager."""
+        self.receiver: WeightReceiver
+        """To be set before the first request."""
+        self.adapters: dict[str, str] = {}
+        """Name -> SGLang's name."""
+        self.asleep: set[str] = set()
+        """What was given back and not taken again: "kv_cache", "weights"."""
+        self.paused = self.draining = False
+        self.generated_tokens = self.prompt_tokens = self.cached_tokens = 0
+        self._manager = manager
+        self._tokenizer = tokenizer
+        self._eos = eos
+        self._name = name
+        self._max_model_len = max_model_len
+        self._on_cpu = on_cpu
+        self._rows: dict[str, _Row] = {}
+        self._waiting: list[_Row] = []
+        """Those of `_rows` that were not sent yet."""
+        self._numbers = count()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._drained: list[asyncio.Future[None]] = []
+        """Pauses that wait until nothing runs any more."""
+        self._loading = False
+        self._scheduler_paused = False
+        self._paused_before_sleep = False
+        self._cache_is_back = False
+        """A score needed it before wake_up() asked for it."""
+        self._scheduler = asyncio.Lock()
+        """Held while the scheduler's state must stay as it is, or changes."""
+
+    @property
+    def running(self) -> int:
+        return len(self._rows) - len(self._waiting)
+
+    @property
+    def queued(self) -> int:
+        return len(self._waiting)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """Cancelling it aborts them. Raises UnsupportedParameter for an id that is in use."""
+        self._check_serving()
+        check_new_ids(self._name, requests, self._rows)
+        loop = asyncio.get_running_loop()
+        rows = [_Row(request, f"{next(self._numbers)}.", loop) for request in requests]
+        for row in rows:
+            self._rows[row.request.request_id] = row
+            self._waiting.append(row)
+            if row.request.deadline_s is not None:
+                row.timer = loop.call_later(row.request.deadline_s, self._expire, row)
+        self._settle()
+        try:
+            return list(await asyncio.gather(*(asyncio.shield(row.done) for row in rows)))
+        except asyncio.CancelledError:
+            self._begin(self._abort(rows))
+            raise
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """Until they have ended, so that their ids may be used again."""
+        await self._abort([self._rows[one] for one in request_ids if one in self._rows])
+
+    async def _abort(self, rows: Sequence[_Row]) -> None:
+        while flying := [row for row in rows if not row.done.done()]:
+            async with self._scheduler:
+                self._abort_once(flying)
+            await asyncio.wait([row.done for row in flying], timeout=_ABORT_AGAIN_S)
+
+    def give_up(self, error: EngineError) -> None:
+        """Whoever waits gets `error`."""
+        self._waiting = []
+        for row in list(self._rows.values()):
+            self._end(row, error)
+        self._notify_drained()
+
+    def _expire(self, row: _Row) -> None:
+        self._begin(self.abort([row.request.request_id]))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, row: _Row) -> None:
+        """Send a request to SGLang and wait for its end."""
+        try:
+            self._end(row, _nothing(row.request) if row.aborted else await self._sample(row))
+        except EngineError as error:
+            self._end(row, error)
+        except Exception as error:
+            failure = EngineError(f"Engine {self._name!r} failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._end(row, failure)
+
+    def _end(self, row: _Row, outcome: Completion | EngineError) -> None:
+        if self._rows.pop(row.request.request_id, None) is None:
+            return
+        if row.timer is not None:
+            row.timer.cancel()
+        if not row.done.done():
+            if isinstance(outcome, Completion):
+                row.done.set_result(outcome)
+            else:
+                row.done.set_exception(outcome)
+                row.done.exception()  # seen: nobody may wait for it any more
+        if self.draining and not self.running:
+            self.paused, self.draining = True, False
+            self._notify_drained()
+
+    async def _sample(self, row: _Row) -> Completion:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        from skyrl_train.engines.sglang_sampler import for_sglang, is_altered
+
+        request = row.request
+        longest = min(request.sampling.max_tokens, self._max_model_len - len(request.token_ids))
+        altered = is_altered(request.sampling)
+        answer = await self._answer(
+            GenerateReqInput(
+                rid=row.rid,
+                input_ids=list(request.token_ids),
+                sampling_params=for_sglang(request, longest, self._eos),
+                return_logprob=True,
+                logprob_start_len=-1,
+                return_sampling_mask=altered,
+                lora_path=None if request.adapter is None else self.adapters[request.adapter],
+            )
+        )
+        return self._completion(request, altered, answer["output_ids"], answer["meta_info"])
+
+    async def _answer(self, request: Any) -> dict[str, Any]:
+        """The one answer of a request that does not stream."""
+        (answer,) = [answer async for answer in self._manager.generate_request(request)]
+        return answer  # type: ignore[no-any-return]
+
+    def _completion(self, request: SampleRequest, altered: bool, ids: list[int], meta: dict[str, Any]) -> Completion:
+        full = [logprob for logprob, *_ in meta.get("output_token_logprobs", ())]
+        logprobs = full
+        if altered:
+            logprobs = meta.get("output_token_sampling_logprobs", [])
+        elif request.sampling.temperature == 0:
+            logprobs = [0.0] * len(full)
+        check_logprobs(self._name, logprobs, full)
+        assert len(ids) == len(full) == len(logprobs), (len(ids), len(full), len(logprobs))
+        self.generated_tokens += len(ids)
+        self.prompt_tokens += len(request.token_ids)
+        self.cached_tokens += meta.get("cached_tokens", 0)
+        spans = [VersionSpan(s["start"], s["end"], int(s["version"])) for s in meta.get("weight_versions", ())]
+        end = meta["finish_reason"]
+        matched = end.get("matched")
+        return Completion(
+            request_id=request.request_id,
+            token_ids=ids,
+            logprobs=logprobs,
+            full_logprobs=full,
+            stop_reason=end["type"],
+            versions=[span for span in spans if span.stop > span.start],
+            stop_text=self._tokenizer.decode([matched]) if isinstance(matched, int) else matched,
+        )
+
+    def _abort_once(self, rows: Iterable[_Row]) -> None:
+        """The scheduler must be there for it: while it scores, it does not look at what is kept."""
+        for row in rows:
+            if row in self._waiting:
+                self._waiting.remove(row)
+                self._end(row, _nothing(row.request))
+            elif row.rid in self._manager.rid_to_state:
+                self._manager.abort_request(rid=row.rid)
+            else:
+                row.aborted = True
+
+    def _check_serving(self, only_weights: bool = False) -> None:
+        if self.receiver.torn:
+            raise EngineError(
+                f"Engine {self._name!r} holds half of a weight transfer; it serves nothing until a complete sync."
+            )
+        if "weights" in self.asleep or (self.asleep and not only_weights):
+            raise EngineError(f"Engine {self._name!r} is asleep; wake_up() first.")
+
+    # -- scoring -----------------------------------------------------------------------------------------------------
+
+    async def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs (nats, temperature 1) of every token after its first; also while others are paused."""
+        self._check_serving(only_weights=True)
+        async with self._scheduler:
+            if "kv_cache" in self.asleep and not self._on_cpu and not self._cache_is_back:
+                await self._memory("resume", {"kv_cache"})
+                self._cache_is_back = True
+            return list(await asyncio.gather(*(self._score(ids) for ids in token_ids)))
+
+    async def _score(self, ids: Sequence[int]) -> list[float]:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        from skyrl_train.engines.sglang_scheduler import SCORE
+
+        answer = await self._answer(
+            GenerateReqInput(
+                rid=f"{SCORE}{next(self._numbers)}.",
+                input_ids=list(ids),
+                sampling_params={"max_new_tokens": 0},
+                return_logprob=True,
+                logprob_start_len=0,
+            )
+        )
+        if answer["meta_info"]["finish_reason"]["type"] == "abort":
+            raise EngineError(f"Engine {self._name!r}: its cache has no room for the {len(ids)} tokens to score.")
+        return [logprob for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
+
+    # -- pausing -----------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: str) -> None:
+        if mode == "wait" and self.running and not self._halted():
+            self.draining = True
+            drained = asyncio.get_running_loop().create_future()
+            self._drained.append(drained)
+            await asyncio.shield(drained)
+            return
+        self.paused = True
+        if mode == "abort":
+            await self._abort_everything()
+        else:
+            await self._stop("retract" if mode == "retract" else "in_place")
+
+    async def resume(self) -> None:
+        async with self._scheduler:
+            self.paused = self.draining = False
+            self._notify_drained()
+            self._settle()
+
+    def _halted(self) -> bool:
+        return self.paused or self._loading or self.receiver.torn or bool(self.asleep)
+
+    def _settle(self) -> None:
+        """After anything changed: let the scheduler go on and send what waits, where nothing is against it."""
+        if self._halted():
+            return
+        if self._scheduler_paused:
+            self._go_on()
+        if not self.draining:
+            waiting, self._waiting = self._waiting, []
+            for row in waiting:
+                self._begin(self._run(row))
+
+    def _go_on(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        self._scheduler_paused = False
+        self._manager._dispatch_to_scheduler(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    async def _stop(self, mode: str) -> None:
+        """What runs in SGLang, if anything does, takes no more steps when this returns."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        async with self._scheduler:
+            if self.running and (mode == "retract" or not self._scheduler_paused):
+                self._scheduler_paused = True
+                self._manager._dispatch_to_scheduler(PauseGenerationReqInput(mode=mode))
+                await self._reach(self.receiver.version)
+
+    async def _reach(self, version: int) -> None:
+        """The scheduler has seen everything that was sent before, and serves `version`."""
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        await self._manager.update_weight_version_communicator(UpdateWeightVersionReqInput(new_version=str(version)))
+
+    async def _abort_everything(self) -> None:
+        await self.abort(list(self._rows))
+
+    def _notify_drained(self) -> None:
+        waiting, self._drained = self._drained, []
+        for drained in waiting:
+            drained.set_result(None)
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    async def sleep(self, level: int) -> int:
+        """Bytes freed."""
+        if not self.asleep:
+            self._paused_before_sleep = self.paused
+        self.paused = True
+        await self._abort_everything()
+        async with self._scheduler:
+            wanted = {"kv_cache"} if level < 2 else {"kv_cache", "weights"}
+            given = wanted - self.asleep | ({"kv_cache"} if self._cache_is_back else set())
+            self._cache_is_back = False
+            self.asleep |= wanted
+            if self._scheduler_paused:
+                self._go_on()
+            if self._on_cpu or not given:
+                return 0
+            before = torch.cuda.mem_get_info()[0]
+            await self._memory("release", given)
+            if "weights" in given:
+                self.receiver.torn = True  # they are gone, not moved
+            return torch.cuda.mem_get_info()[0] - before
+
+    async def wake_up(self, tags: Sequence[str] | None) -> None:
+        async with self._scheduler:
+            wanted = self.asleep & ({"weights", "kv_cache"} if tags is None else set(tags))
+            missing = wanted - ({"kv_cache"} if self._cache_is_back else set())
+            if missing and not self._on_cpu:
+                await self._memory("resume", missing)
+            self.asleep -= wanted
+            if wanted and not self.asleep:
+                self.paused, self._cache_is_back = self._paused_before_sleep, False
+            self._settle()
+
+    async def _memory(self, what: str, tags: set[str]) -> None:
+        """`what` is "release" or "resume"."""
+        from sglang.srt.managers import io_struct
+
+        for _ in range(2):  # the step after a request's last one clears up
+            await self._reach(self.receiver.version)
+        request = getattr(io_struct, f"{what.title()}MemoryOccupationReqInput")(tags=sorted(tags))
+        await getattr(self._manager, f"{what}_memory_occupation_communicator")(request)
+
+    # -- weights and adapters ----------------------------------------------------------------------------------------
+
+    async def halt(self) -> None:
+        """Before the first tensor of a weight sync: whatever runs stays where it is."""
+        self._loading = True
+        await self._stop("in_place")
+
+    async def serve(self, version: int) -> None:
+        """After a weight sync: no prompt that was read before it is found again."""
+        async with self._scheduler:
+            await self._reach(version)
+            await self._manager.flush_cache()
+            self._loading = False
+            self._settle()
+
+    async def reset_prefix_cache(self) -> None:
+        async with self._scheduler:
+            await self._manager.flush_cache()
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
+
+        unique = f"{name}#{next(self._numbers)}"
+        loaded = await self._manager.load_lora_adapter(LoadLoRAAdapterReqInput(lora_name=unique, lora_path=path))
+        if not loaded.success:
+            reason = loaded.error_message
+            raise EngineError(f"Engine {self._name!r}: adapter {name!r} at {path} does not fit: {reason}")
+        old = self.adapters.get(name)
+        self.adapters[name] = unique
+        if old is not None:
+            self._begin(self._unload(old))
+
+    async def unload_adapter(self, name: str) -> None:
+        old = self.adapters.pop(name, None)
+        if old is not None:
+            await self._unload(old)
+
+    async def _unload(self, unique: str) -> None:
+        """Waits for requests under way with it."""
+        from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
+
+        await self._manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=unique))
+
+
+def _nothing(request: SampleRequest) -> Completion:
+    """Of a request that was aborted before SGLang saw it."""
+    return Completion(request.request_id, [], [], [], "abort", [])
