@@ -110,7 +110,9 @@ class _Chat:
         mark = None
         if any(controls.spelt.search(text) for text in _strings(messages)):
             used = set().union(*_strings(messages))
-            mark = next(chr(code) for code in PRIVATE_USE if chr(code) not in used)
+            mark = next((chr(code) for code in PRIVATE_USE if chr(code) not in used), None)
+            if mark is None:
+                raise DataError("messages that spell a control token must leave one private-use character unused.")
             messages = _replaced(messages, controls, mark)
         return cls(tokenizer, list(messages), dict(options or {}), controls, mark)
 

@@ -1,0 +1,470 @@
+"""An engine whose server is vLLM's or SGLang's own (native_vllm.py, native_sglang.py) instead of ours.
+
+Such a server answers nothing while it is paused and cannot be asked what it would keep, so pausing is done at this end:
+requests under way are aborted there, what they had is kept here, and later they are sent again from where they stood.
+Nothing is under way at the server when its weights change: the version of every token is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skyrl_train.engines.base import PAUSE_MODES, Capabilities, Completion, EngineHealth, SampleRequest, VersionSpan
+from skyrl_train.engines.checks import SLEEPING, Checks, check_new_ids
+from skyrl_train.engines.http.native_server import NativeServer, Sampled
+from skyrl_train.engines.http.native_weights import CheckpointFolder
+from skyrl_train.engines.http.wire import GRACE_S
+from skyrl_train.engines.sampling import request_seed
+from skyrl_train.engines.stop_strings import StopStrings
+from skyrl_train.errors import EngineError, SkyRLError, WeightSyncError
+from skyrl_train.models.loading import load_config, load_tokenizer, meta_parameters
+from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, dtype_of
+
+_ABORT_AGAIN_S = 0.2
+"""An abort may overtake its request: it is repeated until the request is answered."""
+
+
+class _Row:
+    """One request, from generate() to its completion."""
+
+    def __init__(self, request: SampleRequest):
+        self.request = request
+        self.rid = ""
+        """As the server knows it: another one each time that it is sent."""
+        self.flight: asyncio.Task[Sampled] | None = None
+        """While it is at the server."""
+        self.ended = asyncio.Event()
+        """Aborted, by its caller or its deadline: it is not sent again."""
+        self.retracted = False
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[VersionSpan] = []
+
+    def rest(self, room: int) -> SampleRequest:
+        """What is to be sampled still: `room` tokens at most."""
+        request, done = self.request, len(self.token_ids)
+        return replace(
+            request,
+            token_ids=(*request.token_ids, *self.token_ids),
+            sampling=replace(request.sampling, max_tokens=room),
+            seed=request_seed(request.seed, "rest", 0, 0, done) if done else request.seed,
+        )
+
+    def add(self, sampled: Sampled, version: int) -> None:
+        start = len(self.token_ids)
+        self.token_ids += sampled.token_ids
+        self.logprobs += sampled.logprobs
+        if sampled.token_ids:
+            if self.versions and self.versions[-1].version == version:
+                start = self.versions.pop().start
+            self.versions.append(VersionSpan(start, len(self.token_ids), version))
+
+    def cut(self, length: int) -> None:
+        """Forget what was sampled after `length` tokens."""
+        del self.token_ids[length:], self.logprobs[length:]
+        self.versions = [replace(span, stop=min(span.stop, length)) for span in self.versions if span.start < length]
+
+
+class NativeEngine:
+    """`engine = await NativeEngine(server, ...).connect(60)`; then an InferenceEngine like any other.
+
+    Weights are received, checked and put into a folder here; the server loads that. Fingerprints prove them up to the
+    folder, a log-prob probe the rest. `close` leaves the server running.
+    """
+
+    capabilities: Capabilities
+
+    def __init__(self, server: NativeServer, *, model: str, dtype: str, device: str, folder: str):
+        """`model`: the same as the server's. `folder`: for weights, the same path for both. `device`: the trainer's."""
+        self.name = server.connection.name
+        self._server = server
+        self._model = model
+        self._dtype = dtype
+        self._device = device
+        self._folder = folder
+        self._rows: dict[str, _Row] = {}
+        self._ids = (f"{uuid.uuid4().hex[:12]}-{number}" for number in count())
+        self._open = asyncio.Event()
+        """Whether requests may be sent."""
+        self._paused = self._paused_before_sleep = False
+        self._asleep: set[str] = set()
+        self._holds = 0
+        """Who needs the server idle."""
+        self._reading = asyncio.Lock()
+        """Held while weights are read by a score, or change."""
+        self._background: set[asyncio.Task[None]] = set()
+        self._worker = ThreadPoolExecutor(1, f"weights-{self.name}")
+        self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
+
+    async def connect(self, deadline_s: float) -> NativeEngine:
+        """Wait until the server answers; `capabilities` are known from then on.
+
+        Raises DeadlineExceeded when that takes more than `deadline_s`, EngineError for a wrong token or server,
+        ConfigError for a model that cannot be read here.
+        """
+        loop = asyncio.get_running_loop()
+        await self._server.connection.open()
+        try:
+            await self._server.start(deadline_s)
+            config, self._tokenizer, layout = await asyncio.to_thread(self._read_model)
+        except BaseException:
+            await self.close()
+            raise
+
+        def hand_over(folder: str) -> None:
+            asyncio.run_coroutine_threadsafe(self._load(folder), loop).result()
+
+        place = Path(self._folder) / "".join(c if c.isalnum() else "_" for c in self.name)
+        store = CheckpointFolder(layout, place, config, self._tokenizer, hand_over)
+        self._receiver = WeightReceiver(store, self.name)
+        self.capabilities = self._capabilities()
+        longest = self._server.max_model_len
+        self._checks = Checks(self.capabilities, config.get_text_config().vocab_size, longest, longest - 1)
+        self._settle()
+        return self
+
+    def _read_model(self) -> tuple[Any, Any, Mapping[str, torch.Tensor]]:
+        layout = meta_parameters(self._model, dtype_of(self._dtype))
+        return load_config(self._model), load_tokenizer(self._model), layout
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """See InferenceEngine. Cancelling it aborts its requests over there."""
+        for request in requests:
+            self._checks.request(request, ())
+        self._check_serving()
+        check_new_ids(self.name, requests, self._rows)
+        rows = [_Row(request) for request in requests]
+        self._rows |= {row.request.request_id: row for row in rows}
+        tasks = [asyncio.ensure_future(self._run(row)) for row in rows]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task, row in zip(tasks, rows, strict=True):
+                task.cancel()
+                self._rows.pop(row.request.request_id, None)  # one that never began does not do it
+
+    async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        """See InferenceEngine."""
+        self._checks.score(token_ids, temperature)
+        self._check_serving()
+        async with self._reading:
+            self._check_serving()
+            return list(await asyncio.gather(*(self._server.score(ids) for ids in token_ids)))
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Their generate() returns what they have; ids that are not here are ignored."""
+        await self._end([self._rows[one] for one in request_ids if one in self._rows])
+
+    async def _run(self, row: _Row) -> Completion:
+        """Send a request as often as it is retracted."""
+        timer = None
+        if row.request.deadline_s is not None:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(row.request.deadline_s, lambda: self._begin(self._end([row])))
+        try:
+            while True:
+                await self._until_open(row)
+                if row.ended.is_set():
+                    return self._completion(row, "abort")
+                row.retracted = False
+                version = self._receiver.version
+                row.flight = asyncio.ensure_future(self._send(row))
+                sampled = await row.flight
+                row.flight = None
+                row.add(sampled, version)
+                if sampled.stop_reason != "abort" or not row.retracted or not self._room(row):
+                    return self._completion(row, sampled.stop_reason)
+        except asyncio.CancelledError:
+            if row.flight is not None:
+                self._begin(self._server.abort([row.rid]))
+            raise
+        finally:
+            row.flight = None
+            self._rows.pop(row.request.request_id, None)
+            if timer is not None:
+                timer.cancel()
+
+    async def _until_open(self, row: _Row) -> None:
+        while not (self._open.is_set() or row.ended.is_set()):
+            waits = [asyncio.ensure_future(event.wait()) for event in (self._open, row.ended)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+
+    def _room(self, row: _Row) -> int:
+        """Tokens that it may still get."""
+        request = row.request
+        longest = min(request.sampling.max_tokens, self._server.max_model_len - len(request.token_ids))
+        return longest - len(row.token_ids)
+
+    async def _send(self, row: _Row) -> Sampled:
+        request = row.rest(self._room(row))
+        limit = self._server.deadline_s if request.deadline_s is None else request.deadline_s + 2 * GRACE_S
+
+        async def attempt(number: int) -> Sampled:
+            if number:  # the server may not know yet that the connection broke
+                await self._server.abort([row.rid])
+            row.rid = next(self._ids)
+            return await self._server.sample(row.rid, request)
+
+        connection = self._server.connection
+        sampled = await connection.within("generate", limit, connection.attempts("generate", attempt, repeatable=True))
+        self._generated_tokens += len(sampled.token_ids)
+        self._prompt_tokens += len(request.token_ids)
+        self._cached_tokens += sampled.cached_tokens
+        if len(sampled.token_ids) != len(sampled.logprobs) or not all(-9999 < one <= 1e-3 for one in sampled.logprobs):
+            raise EngineError(f"Engine {self.name!r}: log-probs are missing or not finite; its weights are broken.")
+        return sampled
+
+    async def _end(self, rows: Iterable[_Row]) -> None:
+        rows = list(rows)
+        for row in rows:
+            row.ended.set()
+        await self._stop(rows)
+
+    async def _stop(self, rows: Iterable[_Row]) -> None:
+        """Until none of `rows` is at the server; what they had is in them."""
+        rows = list(rows)
+        while flying := {row.rid: row.flight for row in rows if row.flight is not None}:
+            await self._server.abort(list(flying))
+            await asyncio.wait(flying.values(), timeout=_ABORT_AGAIN_S)
+            await asyncio.sleep(0)  # whoever waited for them has seen it
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Nobody waits for it: a server that cannot be told is found out by the request itself."""
+
+        async def quietly() -> None:
+            with suppress(SkyRLError):
+                await work
+
+        task = asyncio.ensure_future(quietly())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _completion(self, row: _Row, reason: str) -> Completion:
+        length, text = self._first_end(row)
+        if length is not None:
+            row.cut(length)
+            reason = "stop"
+        elif reason == "stop":
+            text = self._tokenizer.decode(row.token_ids[-1:])
+        elif reason == "abort" and not self._room(row):
+            reason = "length"
+        greedy = row.request.sampling.temperature == 0
+        return Completion(
+            request_id=row.request.request_id,
+            token_ids=row.token_ids,
+            logprobs=[0.0] * len(row.logprobs) if greedy else row.logprobs,
+            full_logprobs=row.logprobs,
+            stop_reason=reason,
+            versions=row.versions,
+            stop_text=text,
+        )
+
+    def _first_end(self, row: _Row) -> tuple[int | None, str | None]:
+        """Tokens up to the first stop string or stop token that the request names, and what it is.
+
+        Servers do not see a stop string that begins before a retraction and ends after it, and SGLang no stop tokens
+        where the end of sequence is ignored.
+        """
+        sampling = row.request.sampling
+        stops = StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None
+        if stops is None and not sampling.stop_token_ids:
+            return None, None
+        for index, token in enumerate(row.token_ids):
+            text = stops.find(row.token_ids[: index + 1]) if stops and stops.completed_by(token) else None
+            if text is None and token in sampling.stop_token_ids:
+                text = self._tokenizer.decode([token])
+            if text is not None:
+                return index + 1, text
+        return None, None
+
+    # -- traffic -----------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: str = "keep") -> None:
+        """See InferenceEngine. Requests that come while paused wait here for `resume`."""
+        self._checks.pause(mode)
+        self._paused = True
+        self._settle()
+        if mode == "abort":
+            await self._end(self._rows.values())
+        elif mode == "retract":
+            await self._retract()
+        elif flying := [row.flight for row in self._rows.values() if row.flight is not None]:
+            await asyncio.wait(flying)
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._settle()
+
+    async def sleep(self, level: int = 1) -> int:
+        """See InferenceEngine. Running requests end as aborted. Returns 0: servers do not say what they free."""
+        if not self._asleep:
+            self._paused_before_sleep = self._paused
+        self._asleep |= SLEEPING
+        self._settle()
+        await self._end(self._rows.values())
+        self._asleep = set(await self._server.sleep(level))
+        if level >= 2 and self._device != "cpu":
+            self._receiver.torn = True  # the weights are gone, not moved
+        return 0
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take back what `sleep` gave: tags "weights", "kv_cache", None for all; awake when nothing is missing."""
+        self._checks.wake_up(tags)
+        wanted = self._asleep & (SLEEPING if tags is None else set(tags))
+        if wanted:
+            await self._server.wake_up(sorted(wanted))
+            self._asleep -= wanted
+            if not self._asleep:
+                self._paused = self._paused_before_sleep
+        self._settle()
+
+    async def reset_prefix_cache(self) -> None:
+        """See InferenceEngine. What is under way is read again."""
+        async with self._idle():
+            await self._server.reset_prefix_cache()
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Raises UnsupportedParameter: see capabilities.refusals."""
+        self._checks.adapter(name)
+
+    async def unload_adapter(self, name: str) -> None:
+        """There is none."""
+
+    @asynccontextmanager
+    async def _idle(self) -> AsyncIterator[None]:
+        """Nothing is under way at the server."""
+        self._holds += 1
+        self._settle()
+        try:
+            async with self._reading:
+                await self._retract()
+                yield
+        finally:
+            self._holds -= 1
+            self._settle()
+
+    async def _retract(self) -> None:
+        for row in self._rows.values():
+            row.retracted = True
+        await self._stop(self._rows.values())
+
+    def _settle(self) -> None:
+        """After anything changed."""
+        if self._paused or self._holds or self._asleep or self._receiver.torn:
+            self._open.clear()
+        else:
+            self._open.set()
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        known = self.capabilities.weight_routes
+        if route in ROUTES and route not in known:
+            reason = self.capabilities.refusals["broadcast"]
+            raise WeightSyncError(
+                f"engine {self.name}: no weight route {route!r}: {reason} Use {', '.join(sorted(known))}."
+            )
+        await self._transfer(self._receiver.connect, route, address, rank, world_size, timeout_s)
+
+    async def begin_weights(self, manifest: Manifest) -> None:
+        if "weights" in self._asleep:
+            raise EngineError(f'Engine {self.name!r} sleeps without its weights; wake_up(["weights"]) first.')
+        if manifest.base_version is not None:
+            raise WeightSyncError(f"engine {self.name}: {self.capabilities.refusals['partial_weights']}")
+        await self._transfer(self._receiver.begin, manifest)
+
+    async def receive_weights(self, bucket: Bucket) -> None:
+        await self._transfer(self._receiver.receive, bucket)
+
+    async def commit_weights(self, version: int) -> None:
+        async with self._idle():
+            await self._transfer(self._receiver.commit, version)
+
+    async def _load(self, folder: str) -> None:
+        await self._server.load(folder)
+        await self._server.reset_prefix_cache()
+
+    async def _transfer(self, step: Callable[..., None], *args: Any) -> None:
+        """A step of a weight sync, one after the other on a thread of their own: they wait for the trainer."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._worker, step, *args)
+        finally:
+            self._settle()
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    async def health(self) -> EngineHealth:
+        """Counters as they are here. EngineError when the server does not live."""
+        await self._server.check()
+        rows = list(self._rows.values())
+        running = sum(row.flight is not None for row in rows)
+        return EngineHealth(
+            name=self.name,
+            version=self._receiver.version,
+            running=running,
+            queued=len(rows) - running,
+            paused=self._paused,
+            asleep=bool(self._asleep),
+            torn=self._receiver.torn,
+            generated_tokens=self._generated_tokens,
+            prefilled_tokens=self._prompt_tokens - self._cached_tokens,
+            cached_tokens=self._cached_tokens,
+        )
+
+    async def close(self) -> None:
+        """Close the connections; requests under way get EngineError. Closing twice is harmless."""
+        for task in self._background:
+            task.cancel()
+        await self._server.connection.close()
+        self._open.set()
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+
+    def _check_serving(self) -> None:
+        if self._receiver.torn:
+            raise EngineError(
+                f"Engine {self.name!r} holds half of a weight transfer; it serves nothing until a complete sync."
+            )
+        if self._asleep:
+            raise EngineError(f"Engine {self.name!r} is asleep; wake_up() first.")
+
+    def _capabilities(self) -> Capabilities:
+        kind = self._server.kind
+        one = f"a server of {kind} tells one log-prob a token, not that before and that after truncation."
+        refusals = {
+            **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty", "min_tokens"), one),
+            "score.temperature": f"{kind} gives log-probs of prompts at temperature 1 only.",
+            "pause.keep": f"a server of {kind} answers nothing while it is paused, so its weights could not be proven.",
+            "partial_weights": f"a server of {kind} loads whole checkpoints.",
+            "adapter": f"adapters of a server of {kind} are not managed from here.",
+            "broadcast": f"the weights of a server of {kind} pass through this process, which has no accelerator.",
+            **self._server.refusals,
+        }
+        return Capabilities(
+            name=self.name,
+            sampling=self._server.sampling,
+            weight_routes=ROUTES if self._device == "cpu" else frozenset({"checkpoint", "in_process"}),
+            pause_modes=PAUSE_MODES - {"keep"},
+            partial_weights=False,
+            seeds=self._server.seeds,
+            score_temperature=False,
+            refusals=refusals,
+        )

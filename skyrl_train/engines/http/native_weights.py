@@ -1,0 +1,87 @@
+"""Weights for a server that loads them from a folder: a Hugging Face checkpoint that grows with every bucket."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.models.loading import name_files
+
+
+class CheckpointFolder:
+    """A WeightStore. Folders that servers load are complete: a sync is written under another name first."""
+
+    def __init__(
+        self,
+        layout: Mapping[str, Tensor],
+        root: Path,
+        config: Any,
+        tokenizer: Any,
+        hand_over: Callable[[str], None],
+    ):
+        """`root`: of nobody else. `hand_over` returns when the server has loaded the folder that it is given."""
+        self._layout = layout
+        self._root = root
+        self._config = config
+        self._tokenizer = tokenizer
+        self._hand_over = hand_over
+        self._count = 0
+        self._files: list[list[str]] = []
+        """Names of the tensors in each file written."""
+        self._bytes = 0
+
+    def layout(self) -> Mapping[str, Tensor]:
+        return self._layout
+
+    def held(self, name: str) -> None:
+        """The server's, out of sight."""
+        return None
+
+    @property
+    def _unfinished(self) -> Path:
+        return self._root / "unfinished"
+
+    def start(self) -> None:
+        self._files, self._bytes = [], 0
+        try:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+            self._unfinished.mkdir(parents=True)
+            self._config.save_pretrained(self._unfinished)
+            self._tokenizer.save_pretrained(self._unfinished)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        path = self._unfinished / f"part-{len(self._files)}.safetensors"
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in tensors}, path, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            raise self._failed(error) from error
+        self._files.append([name for name, _ in tensors])
+        self._bytes += sum(tensor.nbytes for _, tensor in tensors)
+
+    def finish(self) -> None:
+        self._count += 1
+        done = self._root / f"weights_{self._count:06d}"
+        try:
+            name_files(self._unfinished, self._files, self._bytes)
+            shutil.rmtree(done, ignore_errors=True)
+            self._unfinished.rename(done)
+        except OSError as error:
+            raise self._failed(error) from error
+        self._hand_over(str(done.resolve()))
+        for old in self._root.iterdir():
+            if old != done:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _failed(self, error: Exception) -> WeightSyncError:
+        return WeightSyncError(
+            f"weights for a server could not be written to {self._root}: {error}; set generator.weight_sync_folder."
+        )

@@ -1,0 +1,344 @@
+"""OpenAI's chat and text completions in terms of SampleRequests and Completions.
+
+A parameter is honoured, refused by name, or listed in IGNORED because it cannot change the answer.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
+from typing import Any
+
+from skyrl_train.data.chat import render_prompt
+from skyrl_train.data.trajectory import Message
+from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from skyrl_train.engines.http.codec import Malformed, decode
+from skyrl_train.engines.http.wire import Limits, check_ids, checked_sampling, within
+from skyrl_train.engines.sampling import request_seed
+from skyrl_train.errors import EngineError
+
+IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"}) | {
+    "prompt_cache_key",
+    "prompt_cache_retention",
+}
+"""Accepted and without effect: they are about accounts, billing and storage, or belong to what is refused."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "top_logprobs": (0,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+}
+"""Refused unless null or one of these values, which change nothing."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOptions:
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPart:
+    type: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatMessage:
+    """A message of the conversation; members of an assistant's answer that are null may come back as they went."""
+
+    role: str
+    content: str | list[TextPart]
+    name: str | None = None
+    tool_call_id: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Body:
+    """What both kinds of completion take."""
+
+    model: str
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    # Beyond OpenAI's, under vLLM's names.
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    return_token_ids: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatBody(_Body):
+    """POST /v1/chat/completions"""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextBody(_Body):
+    """POST /v1/completions"""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: int | None = None
+
+
+SAMPLED = [field.name for field in fields(SamplingParams) if field.name != "max_tokens"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One call of a client: what to sample, and what its answer needs."""
+
+    id: str
+    created: int
+    body: ChatBody | TextBody
+    prompts: list[list[int]]
+    requests: list[SampleRequest]
+    """n for each prompt, in order."""
+
+    @property
+    def chat(self) -> bool:
+        return isinstance(self.body, ChatBody)
+
+    @property
+    def usage(self) -> bool:
+        """Whether a stream ends with the number of tokens."""
+        return self.body.stream_options is not None and self.body.stream_options.include_usage
+
+
+class Translator:
+    """Bodies to requests and completions to answers; holds no state of a call."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        limits: Limits,
+        default_max_tokens: int,
+        deadline_s: float,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ):
+        """`default_max_tokens`: for a call that names none. `deadline_s`: of every request."""
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._default_max_tokens = default_max_tokens
+        self._deadline_s = deadline_s
+        self._chat_template_kwargs = dict(chat_template_kwargs or {})
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    def chat(self, raw: Any, adapter: str | None) -> Asked:
+        """Raises Malformed naming the parameter, DataError for messages that the chat template refuses."""
+        body: ChatBody = decode(ChatBody, _stripped(raw, messages=True))
+        if not body.messages:
+            raise Malformed("messages", "must hold at least one message.")
+        messages = [_message(message, f"messages[{index}]") for index, message in enumerate(body.messages)]
+        prompt = render_prompt(self._tokenizer, messages, self._chat_template_kwargs)
+        lengths = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
+        if len(lengths) > 1:
+            raise Malformed("max_completion_tokens", "and max_tokens differ; give one of them.")
+        return self._asked("chatcmpl", body, [prompt], next(iter(lengths), None), adapter)
+
+    def text(self, raw: Any, adapter: str | None) -> Asked:
+        """A prompt that is text is tokenized as it is, control tokens included. Raises Malformed."""
+        body: TextBody = decode(TextBody, _stripped(raw))
+        if body.logprobs:
+            raise Malformed("logprobs", f"must be 0 (the sampled tokens' own) or null, got {body.logprobs}.")
+        prompt: Any = body.prompt
+        several = bool(prompt) and not isinstance(prompt, str) and not isinstance(prompt[0], int)
+        prompts = [
+            self._tokenizer(one)["input_ids"] if isinstance(one, str) else one
+            for one in (prompt if several else [prompt])
+        ]
+        return self._asked("cmpl", body, prompts, body.max_tokens, adapter)
+
+    def _asked(
+        self,
+        kind: str,
+        body: ChatBody | TextBody,
+        prompts: list[list[int]],
+        max_tokens: int | None,
+        adapter: str | None,
+    ) -> Asked:
+        limits = self._limits
+        within(body.n, limits.samples, "n", "samples")
+        within(len(prompts) * body.n, limits.requests, "prompt", "prompts times n")
+        param = "messages" if kind == "chatcmpl" else "prompt"
+        for prompt in prompts:
+            check_ids(prompt, param, limits)
+        in_all = sum(map(len, prompts)) * body.n
+        within(in_all, limits.prompt_tokens_in_all, param, "prompt tokens times n, all prompts together")
+        within(body.seed or 0, 2**63 - 1, "seed", "as a seed", least=-(2**63))
+        if body.stream_options is not None and not body.stream:
+            raise Malformed("stream_options", "belongs to stream=true.")
+        given: dict[str, Any] = {name: getattr(body, name) for name in SAMPLED}
+        given["max_tokens"] = self._default_max_tokens if max_tokens is None else max_tokens
+        sampling = checked_sampling(given, "", limits)
+        id = f"{kind}-{uuid.uuid4().hex}"
+        requests = [
+            SampleRequest(
+                request_id=f"{id}.{index}.{sample}",
+                token_ids=ids,
+                sampling=sampling,
+                seed=_seed(body.seed, index, sample),
+                group=f"{id}.{index}",
+                deadline_s=self._deadline_s,
+                adapter=adapter,
+            )
+            for index, ids in enumerate(map(tuple, prompts))  # one copy for all samples
+            for sample in range(body.n)
+        ]
+        return Asked(id, int(time.time()), body, prompts, requests)
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    def answer(self, asked: Asked, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The whole answer. Raises EngineError when a completion did not come to its end."""
+        choices = [self._choice(asked, index, done) for index, done in enumerate(completions)]
+        kind = "chat.completion" if asked.chat else "text_completion"
+        answer = _head(asked, kind) | {"choices": choices, "usage": _usage(asked, completions)}
+        if asked.body.return_token_ids and asked.chat:
+            answer["prompt_token_ids"] = asked.prompts[0]
+        return answer
+
+    def chunks(self, asked: Asked, completions: Sequence[Completion]) -> Iterator[dict[str, Any]]:
+        """The same as a stream: every choice is one piece, then its end; then the number of tokens where asked for."""
+        head = _head(asked, "chat.completion.chunk" if asked.chat else "text_completion")
+        for choice in self.answer(asked, completions)["choices"]:
+            reason = choice["finish_reason"]
+            piece = {name: value for name, value in choice.items() if name != "message"} | {"finish_reason": None}
+            end: dict[str, Any] = {"index": choice["index"], "logprobs": None, "finish_reason": reason}
+            if asked.chat:
+                piece["delta"], end["delta"] = choice["message"], {}
+            else:
+                end["text"] = ""
+            yield head | {"choices": [piece]}
+            yield head | {"choices": [end]}
+        if asked.usage:
+            yield head | {"choices": [], "usage": _usage(asked, completions)}
+
+    def _choice(self, asked: Asked, index: int, completion: Completion) -> dict[str, Any]:
+        request = asked.requests[index]
+        if completion.stop_reason not in ("stop", "length"):
+            raise EngineError(
+                f"The completion ended as {completion.stop_reason!r} after {len(completion.token_ids)} tokens: its "
+                f"deadline of {self._deadline_s:g} s passed, or the engine was paused or put to sleep."
+            )
+        text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        if completion.stop_text in request.sampling.stop:
+            at = text.rfind(completion.stop_text)
+            text = text[:at] if at >= 0 else text
+        choice: dict[str, Any] = {"index": index, "finish_reason": completion.stop_reason, "logprobs": None}
+        choice |= {"message": {"role": "assistant", "content": text}} if asked.chat else {"text": text}
+        if isinstance(asked.body, ChatBody) and asked.body.logprobs:
+            choice["logprobs"] = {"content": self._chat_logprobs(completion), "refusal": None}
+        if isinstance(asked.body, TextBody) and asked.body.logprobs is not None:
+            choice["logprobs"] = self._text_logprobs(completion)
+        if asked.body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+            choice["weight_versions"] = [[span.start, span.stop, span.version] for span in completion.versions]
+            if not asked.chat:
+                choice["prompt_token_ids"] = list(request.token_ids)
+        return choice
+
+    def _chat_logprobs(self, completion: Completion) -> list[dict[str, Any]]:
+        return [
+            {"token": token, "logprob": logprob, "bytes": _bytes(token), "top_logprobs": []}
+            for token, logprob in zip(self._tokens(completion), completion.logprobs, strict=True)
+        ]
+
+    def _text_logprobs(self, completion: Completion) -> dict[str, Any]:
+        tokens = self._tokens(completion)
+        offsets = list(accumulate(map(len, tokens), initial=0))[:-1]
+        return {
+            "tokens": tokens,
+            "token_logprobs": completion.logprobs,
+            "top_logprobs": None,
+            "text_offset": offsets,
+        }
+
+    def _tokens(self, completion: Completion) -> list[str]:
+        return [self._tokenizer.decode([token], skip_special_tokens=False) for token in completion.token_ids]
+
+
+def _stripped(raw: Any, messages: bool = False) -> Any:
+    """The body without what is ignored or neutral. Raises Malformed for a refused parameter."""
+    if not isinstance(raw, dict):
+        return raw
+    for name, allowed in NEUTRAL.items():
+        value = raw.get(name)
+        if value is not None and value not in allowed:
+            only = "".join(f" or {item!r}" for item in allowed)
+            raise Malformed(name, f"is not supported here; leave it out (null{only} changes nothing).")
+    kept = {name: value for name, value in raw.items() if name not in IGNORED and name not in NEUTRAL}
+    if messages and isinstance(kept.get("messages"), list):
+        kept["messages"] = [
+            {k: v for k, v in one.items() if v is not None and v != []} if isinstance(one, dict) else one
+            for one in kept["messages"]
+        ]
+    return kept
+
+
+def _message(message: ChatMessage, where: str) -> Message:
+    if message.role not in ROLES:
+        raise Malformed(f"{where}.role", f"must be one of {', '.join(ROLES)}.")
+    content = message.content
+    if isinstance(content, list):
+        for index, part in enumerate(content):
+            if part.type != "text":
+                raise Malformed(f"{where}.content[{index}].type", "must be 'text': only text is supported.")
+        content = "".join(part.text for part in content)
+    rendered: Message = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    extras = {"name": message.name, "tool_call_id": message.tool_call_id}
+    return rendered | {name: value for name, value in extras.items() if value is not None}
+
+
+def _bytes(token: str) -> list[int] | None:
+    """None for a token that is a part of a character."""
+    return None if "\ufffd" in token else list(token.encode())
+
+
+def _seed(seed: int | None, prompt: int, sample: int) -> int:
+    return secrets.randbits(64) if seed is None else request_seed(seed, str(prompt), sample, 0, 0)
+
+
+def _head(asked: Asked, kind: str) -> dict[str, Any]:
+    return {"id": asked.id, "object": kind, "created": asked.created, "model": asked.body.model}
+
+
+def _usage(asked: Asked, completions: Sequence[Completion]) -> dict[str, int]:
+    prompt = sum(map(len, asked.prompts))
+    sampled = sum(len(completion.token_ids) for completion in completions)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

@@ -1,0 +1,209 @@
+"""An InferenceEngine in another process or machine, behind an HttpEndpoint (server.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest
+from skyrl_train.engines.http.codec import Malformed, decode, write_json
+from skyrl_train.engines.http.connection import Connection
+from skyrl_train.engines.http.wire import CALLS, GRACE_S, TRAVELLING_ROUTES, Call, Limits, Served, check_route, raised
+from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
+from skyrl_train.weight_sync.wire import Bucket, Manifest
+
+_ENVELOPE_BYTES = 64
+"""Of a call's body, round its requests."""
+
+
+class RemoteEngine:
+    """`engine = await RemoteEngine(url, token, name="...").connect(60)`; then an InferenceEngine like any other.
+
+    What the server's engine raises is raised here as itself. A server that cannot be reached, or dies in a call, is an
+    EngineError, within seconds: its requests can be given to another engine. Calls larger than the server's limits are
+    split. `close` leaves the server's engine running.
+    """
+
+    capabilities: Capabilities
+
+    def __init__(self, url: str, token: str, *, name: str = "", deadline_s: float = 600.0):
+        """`deadline_s`: of every call, and of requests that have none. Raises ConfigError for what is no address."""
+        self._connection = Connection(url, token, name)
+        self.name = self._connection.name
+        self._deadline_s = deadline_s
+        self._limits = Limits()
+
+    async def connect(self, deadline_s: float) -> RemoteEngine:
+        """Wait until the server answers and its engine is alive; `capabilities` are known from then on.
+
+        Raises DeadlineExceeded when that takes more than `deadline_s`, EngineError for a wrong token.
+        """
+        await self._connection.open()
+        try:
+            served = await self._connection.until_there(self._served, deadline_s)
+        except BaseException:
+            await self.close()
+            raise
+        self._limits = served.limits
+        routes = served.capabilities.weight_routes & TRAVELLING_ROUTES
+        self.capabilities = replace(served.capabilities, name=self.name, weight_routes=routes)
+        return self
+
+    async def _served(self) -> Served:
+        served: Served = await self._once(CALLS["capabilities"], b"")
+        await self._once(CALLS["health"], b"")
+        return served
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """See InferenceEngine. Cancelling it closes the connection, which aborts its requests over there."""
+        known = [request.deadline_s for request in requests if request.deadline_s is not None]
+        limit = max(known) if requests and len(known) == len(requests) else self._deadline_s
+        parts = [self._call("generate", part, deadline_s=limit + 2 * GRACE_S) for part in self._parts(requests)]
+        return [completion for part in await _together(parts) for completion in part]
+
+    async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        rows = [list(ids) for ids in token_ids]
+        parts = [self._call("score", part, temperature) for part in self._parts(rows)]
+        return [logprobs for part in await _together(parts) for logprobs in part]
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await _together(self._call("abort", part) for part in self._parts(list(request_ids)))
+
+    # -- traffic -----------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: str = "keep") -> None:
+        await self._call("pause", mode)
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def sleep(self, level: int = 1) -> int:
+        return await self._call("sleep", level)  # type: ignore[no-any-return]
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        await self._call("wake_up", None if tags is None else list(tags))
+
+    async def reset_prefix_cache(self) -> None:
+        await self._call("reset_prefix_cache")
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """See InferenceEngine; `path` is a folder of the server's machine."""
+        await self._call("load_adapter", name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._call("unload_adapter", name)
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        check_route(route)
+        await self._call(
+            "connect_weights", route, address, rank, world_size, float(timeout_s), deadline_s=timeout_s + 2 * GRACE_S
+        )
+
+    async def begin_weights(self, manifest: Manifest) -> None:
+        await self._call("begin_weights", manifest)
+
+    async def receive_weights(self, bucket: Bucket) -> None:
+        if bucket.payload is not None:
+            check_route("in_process")
+        if any(handle.cuda is not None for handle in bucket.handles):
+            raise WeightSyncError(
+                f"engine {self.name!r}: an accelerator's memory is not lent over HTTP; use broadcast."
+            )
+        await self._call("receive_weights", bucket)
+
+    async def commit_weights(self, version: int) -> None:
+        await self._call("commit_weights", version)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    async def health(self) -> EngineHealth:
+        return replace(await self._call("health"), name=self.name)
+
+    async def close(self) -> None:
+        """Close the connections. Closing twice is harmless."""
+        await self._connection.close()
+
+    # -- HTTP --------------------------------------------------------------------------------------------------------
+
+    def _parts(self, items: Sequence[Any]) -> Iterator[list[Any]]:
+        """`items` in order, cut where a call would pass the server's limits. UnsupportedParameter for one too large."""
+        most = self._limits.body_bytes - _ENVELOPE_BYTES
+        part: list[Any] = []
+        used = 0
+        for item in items:
+            size = len(write_json(item)) + 1
+            if size > most:
+                what = getattr(item, "request_id", "a sequence")
+                raise UnsupportedParameter(
+                    f"Engine {self.name!r} cannot take {what!r}: {size} bytes, its server allows {most}."
+                )
+            if part and (used + size > most or len(part) == self._limits.requests):
+                yield part
+                part, used = [], 0
+            part.append(item)
+            used += size
+        if part:
+            yield part
+
+    async def _call(self, method: str, *values: Any, deadline_s: float | None = None) -> Any:
+        limit = self._deadline_s + 2 * GRACE_S if deadline_s is None else deadline_s
+        call = CALLS[method]
+        body = b"" if call.verb == "GET" else write_json(call.arguments(*values))
+
+        async def attempt(number: int) -> Any:
+            if number and method == "generate":
+                # The server may not know yet that the connection broke: the same ids must not run twice.
+                await self._once(CALLS["abort"], write_json({"request_ids": [r.request_id for r in values[0]]}))
+            return await self._once(call, body)
+
+        work = self._connection.attempts(method, attempt, repeatable=call.repeatable)
+        return await self._connection.within(method, limit, work)
+
+    async def _once(self, call: Call, body: bytes) -> Any:
+        status, raw = await self._connection.once(call.verb, call.route, body)
+        try:
+            answer = json.loads(raw)
+        except ValueError:
+            answer = None
+        if status != 200:
+            raise raised(status, answer, self.name)
+        try:
+            result = answer.get("result") if isinstance(answer, dict) else None
+            return None if call.answer is None else decode(call.answer, result, "result")
+        except Malformed as error:
+            raise EngineError(
+                f"Engine {self.name!r} at {self._connection.url} does not speak this protocol: {error}"
+            ) from error
+
+
+async def has_our_routes(connection: Connection, deadline_s: float) -> bool:
+    """Whether an HttpEndpoint answers, which others than its owner see as 401; False for another kind of server.
+
+    Waits for a server. Raises DeadlineExceeded when none comes.
+    """
+
+    async def status() -> int:
+        return (await connection.once("GET", CALLS["capabilities"].route))[0]
+
+    await connection.open()
+    try:
+        return await connection.until_there(status, deadline_s) != 404
+    finally:
+        await connection.close()
+
+
+async def _together(calls: Any) -> list[Any]:
+    """All at once; the first failure is raised and the others are given up."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()

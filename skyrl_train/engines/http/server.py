@@ -1,0 +1,426 @@
+"""The HTTP endpoint over an engine or an EngineClient: OpenAI's routes for programs that speak text, the token-level
+wire for RemoteEngines. Every route wants the token; nothing that comes in is unpickled or run."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import errno
+import hmac
+import ipaddress
+import json
+import logging
+import os
+import secrets
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from aiohttp import HttpVersion11, hdrs, web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from skyrl_train.engines.base import Completion, SampleRequest
+from skyrl_train.engines.http.codec import Malformed, decode, read_json, write_json
+from skyrl_train.engines.http.openai import Asked, Translator
+from skyrl_train.engines.http.wire import (
+    API_KEY,
+    CALLS,
+    GRACE_S,
+    SAMPLING_LIMITS,
+    Call,
+    ConnectWeights,
+    Generate,
+    Limits,
+    LoadAdapter,
+    Served,
+    UnloadAdapter,
+    error_body,
+    failure,
+)
+from skyrl_train.errors import ConfigError, DeadlineExceeded, EngineError, SkyRLError
+
+log = logging.getLogger(__name__)
+_protocol_log = logging.getLogger(f"{__name__}.protocol")
+# What is wrong with the bytes of a request is the client's to know: a log would show parts of them, tokens included.
+_protocol_log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
+
+_LINGER_S = 2.0
+"""How long a refused body is read and dropped, so that its sender comes to read the refusal."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class _Refusal(Exception):
+    """An answer with an error status that no engine had a part in."""
+
+    def __init__(self, status: int, message: str, code: str, param: str | None = None):
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+class HttpEndpoint:
+    """Serves while entered: `async with HttpEndpoint(client, tokenizer, model_name="policy") as endpoint`.
+
+    Runs on the caller's event loop and does not close the engine. Routes whose method the engine has not got (weights
+    and score of an EngineClient) answer 501.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        tokenizer: Any,
+        *,
+        model_name: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        limits: Limits | None = None,
+        deadline_s: float = 600.0,
+        default_max_tokens: int = 1024,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        control: bool = True,
+        drain_s: float = 5.0,
+    ):
+        """`token` None makes one, kept in a file that only this user can read (`token_file`); port 0 takes a free one.
+
+        `deadline_s`: what a request has at most. `default_max_tokens`: for completions that name no length. `control`:
+        whether there are routes that abort, pause, put to sleep and change weights; without them who holds the token
+        can only sample and score, with bodies of SAMPLING_LIMITS and under ids that no other request has. `drain_s`:
+        how long leaving waits for requests under way before it ends them. Without a tokenizer there are no OpenAI
+        routes. Raises ConfigError as `checked_token` does.
+        """
+        self.token = checked_token(token, host)
+        self.token_file: Path | None = None
+        self._makes_token_file = token is None
+        self._engine = engine
+        self.model_name = model_name
+        self._host, self._port = host, port
+        self._limits = limits or (Limits() if control else SAMPLING_LIMITS)
+        self._deadline_s = deadline_s
+        self._control = control
+        self._sessions = "" if control else f"{secrets.token_hex(8)}."
+        """Before the sessions of callers that could otherwise name those of others."""
+        self._drain_s = drain_s
+        self._translator: Translator | None = None
+        if tokenizer is not None:
+            self._translator = Translator(
+                copy.deepcopy(tokenizer),  # it is used in a thread of its own, and tokenizers are not made for two
+                limits=self._limits,
+                default_max_tokens=default_max_tokens,
+                deadline_s=deadline_s,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+        self._adapters: set[str] = set()
+        self._thread = ThreadPoolExecutor(1, "http-endpoint")
+        self._background: set[asyncio.Task[Any]] = set()
+        self._runner: web.AppRunner | None = None
+
+    async def __aenter__(self) -> HttpEndpoint:
+        app = web.Application(middlewares=[self._guard], client_max_size=self._limits.body_bytes)
+        app.router.add_get("/health", self._health, expect_handler=self._expect)
+        app.router.add_get("/v1/models", self._models, expect_handler=self._expect)
+        app.router.add_post("/v1/chat/completions", self._openai("chat"), expect_handler=self._expect)
+        app.router.add_post("/v1/completions", self._openai("text"), expect_handler=self._expect)
+        for call in [call for call in CALLS.values() if self._control or not call.control]:
+            app.router.add_route(call.verb, call.route, self._handler(call), expect_handler=self._expect)
+        app.router.add_route("*", "/{path:(?s:.*)}", self._unknown, expect_handler=self._expect)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=_protocol_log,
+            handler_cancellation=True,
+            auto_decompress=False,
+            lingering_time=_LINGER_S,
+            shutdown_timeout=max(self._drain_s, 0.01),  # 0 would be forever
+        )
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, self._host, self._port).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise _cannot_listen(self._host, self._port, error) from error
+        if self._makes_token_file:
+            descriptor, path = tempfile.mkstemp(prefix="skyrl-api-key-")  # readable by this user only
+            self.token_file = Path(path)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(self.token)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
+        if self._background:
+            await asyncio.wait(self._background, timeout=self._drain_s)
+        for task in self._background:
+            task.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self.token_file is not None:
+            self.token_file.unlink(missing_ok=True)
+
+    @property
+    def url(self) -> str:
+        """Where it listens, e.g. http://127.0.0.1:8000; OpenAI clients want `/v1` behind it."""
+        assert self._runner is not None
+        host, port = self._runner.addresses[0][:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    # -- every route -------------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Nobody without the token learns even which routes there are; every error has one form."""
+        try:
+            self._check_token(request)
+            return await handler(request)
+        except _Refusal as refusal:
+            return _error(refusal.status, error_body(refusal.status, str(refusal), refusal.code, refusal.param))
+        except Malformed as error:
+            return _error(400, error_body(400, str(error), "invalid_value", error.param or None))
+        except SkyRLError as error:
+            return _error(*failure(error))
+        except web.HTTPException as error:
+            return self._http_error(request, error)
+        except (web.RequestPayloadError, HttpProcessingError):
+            return _error(400, error_body(400, "The body ended early or is not HTTP.", "invalid_body"))
+        except Exception:
+            log.exception("%s %s failed", request.method, request.path)
+            return _error(500, error_body(500, "The server made a mistake; its log says more.", "internal_error"))
+
+    def _http_error(self, request: web.Request, error: web.HTTPException) -> web.Response:
+        """aiohttp's own refusals: 404, 405, 413."""
+        texts = {
+            404: f"There is no {request.path[:100]!r}.",
+            405: f"{request.path[:100]!r} does not take {request.method[:20]}.",
+            413: f"The body has more than {self._limits.body_bytes} bytes.",
+        }
+        text = texts.get(error.status, error.reason or "refused")
+        code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}.get(error.status, "refused")
+        return _error(error.status, error_body(error.status, text, code))
+
+    async def _unknown(self, request: web.Request) -> NoReturn:
+        """What no route takes: aiohttp would answer its Expect before its missing token."""
+        if request.path in {resource.canonical for resource in request.app.router.resources()}:
+            raise web.HTTPMethodNotAllowed(request.method, [])
+        raise web.HTTPNotFound
+
+    async def _expect(self, request: web.Request) -> None:
+        """Only who has the token is invited to send a body; other expectations have no effect."""
+        invited = request.headers[hdrs.EXPECT].lower() == "100-continue" and request.version == HttpVersion11
+        if invited and self._has_token(request):
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0  # the answer itself has not begun
+
+    def _has_token(self, request: web.Request) -> bool:
+        scheme, _, given = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+        same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self.token.encode())
+        return same and scheme.lower() == "bearer"
+
+    def _check_token(self, request: web.Request) -> None:
+        if not self._has_token(request):
+            raise _Refusal(401, "Send the header 'Authorization: Bearer <token>' with this server's token.", "no_token")
+
+    async def _body(self, request: web.Request) -> Any:
+        """The parsed body; an empty one is an empty object."""
+        length = request.content_length
+        if length == 0 or not request.can_read_body:
+            return {}
+        if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
+            raise _Refusal(415, "Compressed bodies are not taken.", "unsupported_encoding")
+        if request.content_type != "application/json":
+            raise _Refusal(415, "Content-Type must be application/json.", "unsupported_media_type")
+        if length is not None and length > self._limits.body_bytes:
+            raise web.HTTPRequestEntityTooLarge(self._limits.body_bytes, length)
+        async with _within("reading the body", self._deadline_s):
+            return read_json(await request.read())
+
+    # -- the token-level wire ----------------------------------------------------------------------------------------
+
+    def _handler(self, call: Call) -> Handler:
+        async def handle(request: web.Request) -> web.Response:
+            body = await self._body(request) if call.verb == "POST" else {}
+            # In a run the loop is the trainer's, and checking a million members takes seconds.
+            arguments = await asyncio.to_thread(lambda: decode(call.arguments, body).checked(self._limits))
+            if call.method == "capabilities":
+                result: Any = Served(self.model_name, self._attribute("capabilities"), self._limits)
+            elif isinstance(arguments, Generate):
+                result = await self._sample(arguments.requests)
+            else:
+                longest = arguments.timeout_s if isinstance(arguments, ConnectWeights) else self._deadline_s
+                result = await self._ask(call.method, arguments.values(), longest + GRACE_S)
+                self._note_adapter(arguments)
+            return web.Response(body=write_json({"result": result}), content_type="application/json")
+
+        return handle
+
+    async def _ask(self, method: str, values: Sequence[Any], deadline_s: float) -> Any:
+        async with _within(method, deadline_s):
+            return await self._attribute(method)(*values)
+
+    async def _sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """Completions in request order, each within its own deadline or this server's, whichever is shorter."""
+        if not requests:
+            return []
+        prefix = "" if self._control else f"{secrets.token_hex(8)}."
+        own = [self._owned(request, prefix) for request in requests]
+        longest = max(request.deadline_s or self._deadline_s for request in own)
+        try:
+            completions: list[Completion] = await self._ask("generate", [own], longest + GRACE_S)
+        except (asyncio.CancelledError, DeadlineExceeded):
+            # The client is gone, or the engine deaf; an engine in another process would go on.
+            task = asyncio.ensure_future(self._abort_quietly([request.request_id for request in own]))
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
+            raise
+        return [replace(done, request_id=asked.request_id) for asked, done in zip(requests, completions, strict=True)]
+
+    def _owned(self, request: SampleRequest, prefix: str) -> SampleRequest:
+        """What the engine is asked: names that are no one else's where callers may only sample, and a deadline."""
+        return replace(
+            request,
+            request_id=prefix + request.request_id,
+            group=request.group and prefix + request.group,
+            session=request.session and self._sessions + request.session,  # goes on in later calls
+            deadline_s=min(request.deadline_s or self._deadline_s, self._deadline_s),
+        )
+
+    async def _abort_quietly(self, request_ids: list[str]) -> None:
+        try:
+            await self._ask("abort", [request_ids], GRACE_S)
+        except SkyRLError as error:
+            log.warning("Requests of a client that went away could not be aborted: %s", error)
+
+    def _attribute(self, name: str) -> Any:
+        found = getattr(self._engine, name, None)
+        if found is None:
+            kind = type(self._engine).__name__
+            raise _Refusal(501, f"What is served here, {kind}, has no {name}; serve one engine alone.", "not_supported")
+        return found
+
+    def _note_adapter(self, arguments: object) -> None:
+        """Completions choose a loaded adapter as their model."""
+        if isinstance(arguments, LoadAdapter):
+            self._adapters.add(arguments.name)
+        elif isinstance(arguments, UnloadAdapter):
+            self._adapters.discard(arguments.name)
+
+    # -- OpenAI's routes ---------------------------------------------------------------------------------------------
+
+    def _openai(self, kind: str) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            translator = self._translator
+            if translator is None:
+                raise _Refusal(501, "This server has no tokenizer: use /generate with token ids.", "not_supported")
+            body = await self._body(request)
+            asked: Asked = await self._off_loop(getattr(translator, kind), body, self._adapter(body))
+            completions = await self._sample(asked.requests)
+            if not asked.body.stream:
+                answer = await self._off_loop(lambda: write_json(translator.answer(asked, completions)))
+                return web.Response(body=answer, content_type="application/json")
+            chunks = await self._off_loop(lambda: list(map(write_json, translator.chunks(asked, completions))))
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+            await response.prepare(request)
+            for chunk in chunks:
+                await response.write(b"data: " + chunk + b"\n\n")
+            await response.write(b"data: [DONE]\n\n")
+            return response
+
+        return handle
+
+    async def _off_loop(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Tokenizing takes seconds for megabytes. Raises DeadlineExceeded."""
+        async with _within("turning text into tokens or back", self._deadline_s):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args))
+
+    def _adapter(self, body: Any) -> str | None:
+        """The adapter that `model` names; None for the model itself. Raises 404 for a name that is not served."""
+        name = body.get("model") if isinstance(body, dict) else None
+        if not isinstance(name, str) or name == self.model_name:
+            return None  # what is not a name is refused with the rest of the body
+        if name in self._adapters:
+            return name
+        served = ", ".join(repr(known) for known in (self.model_name, *sorted(self._adapters)))
+        raise _Refusal(404, f"model={name[:100]!r} is not served here; there is {served}.", "model_not_found", "model")
+
+    async def _models(self, request: web.Request) -> web.Response:
+        names = [self.model_name, *sorted(self._adapters)]
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "skyrl-train"} for name in names]
+        return web.Response(body=write_json({"object": "list", "data": models}), content_type="application/json")
+
+    async def _health(self, request: web.Request) -> web.Response:
+        """200 while an engine answers."""
+        answer = await self._ask("health", [], GRACE_S)
+        if answer == []:
+            raise EngineError("No engine is alive.")
+        return web.json_response({"status": "ok"})
+
+
+def checked_token(token: str | None, host: str) -> str:
+    """The token of an endpoint at `host`, made where there is none.
+
+    Raises ConfigError for a token that no header can carry, and for a host that other machines can reach without one.
+    """
+    if token is None:
+        if not _is_loopback(host):
+            raise ConfigError(
+                f"generator.http_endpoint_host={host!r} can be reached from other machines, and no token protects it: "
+                f"set the environment variable {API_KEY} to a secret, or use 127.0.0.1."
+            )
+        return secrets.token_urlsafe(32)
+    if not token or not all("!" <= character <= "~" for character in token):
+        raise ConfigError(f"{API_KEY} must be letters, digits and signs without blanks; its value is not shown here.")
+    return token
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises ConfigError when nothing can listen there now."""
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in found:
+            try:
+                socket.create_server(address, family=family).close()
+            except OSError as error:
+                if family != socket.AF_INET6 or error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise  # a machine without IPv6 still has its other addresses
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"The HTTP endpoint cannot listen at {host}:{port}: {error.strerror or error}. "
+        "Choose another generator.http_endpoint_port, or another generator.http_endpoint_host of this machine."
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _error(status: int, body: dict[str, Any]) -> web.Response:
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    response = web.Response(
+        status=status, body=json.dumps(body).encode(), content_type="application/json", headers=headers
+    )
+    return response
+
+
+@asynccontextmanager
+async def _within(what: str, seconds: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+            yield
+    except TimeoutError as error:
+        if deadline.expired() and not isinstance(error, DeadlineExceeded):
+            raise DeadlineExceeded(what, seconds) from error
+        raise

@@ -1,0 +1,378 @@
+"""The token-level wire between an HttpEndpoint and a RemoteEngine: calls, limits and errors. Both ends read this file.
+
+A call is `POST /<path>` with its arguments as one JSON object, answered by `{"result": ...}`; calls without arguments
+that change nothing are `GET`. An error is OpenAI's `{"error": {"message", "type", "param", "code"}}`, where `code` is
+the name of the exception to raise at the other end.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest, SamplingParams
+from skyrl_train.engines.http.codec import Malformed, below, decode
+from skyrl_train.engines.sampling import normalise
+from skyrl_train.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineError,
+    SkyRLError,
+    UnsupportedParameter,
+    WeightSyncError,
+    WorkerDied,
+)
+from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, TensorSpec
+
+API_KEY = "SKYRL_API_KEY"
+"""The environment variable that holds the token of both ends."""
+GRACE_S = 30.0
+"""How much longer than the work itself its caller waits."""
+TRAVELLING_ROUTES = ROUTES - {"in_process"}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one call may hold. More is refused before an engine sees it, and a RemoteEngine splits its calls to fit."""
+
+    body_bytes: int = 8 << 20
+    requests: int = 4096
+    """Requests of a /generate, sequences of a /score, ids of an /abort, prompts times n of a completion."""
+    samples: int = 128
+    """n of a chat or completion."""
+    max_tokens: int = 1 << 17
+    prompt_tokens: int = 1 << 18
+    prompt_tokens_in_all: int = 1 << 22
+    """Prompt tokens times n of a completion, all prompts together: what a body of token ids can hold."""
+    stop_strings: int = 16
+    stop_chars: int = 256
+    stop_token_ids: int = 256
+    name_chars: int = 1024
+    """Of ids, sessions, groups and adapters."""
+
+
+SAMPLING_LIMITS = Limits(body_bytes=1 << 20)
+"""Of an endpoint without control: in a run, its loop is the trainer's, and parsing JSON holds it up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The answer of /capabilities."""
+
+    model: str
+    capabilities: Capabilities
+    limits: Limits
+
+
+class Arguments:
+    """What a call sends. Its members are the parameters of the engine's method, in order."""
+
+    __slots__ = ()
+
+    def checked(self, limits: Limits) -> Arguments:
+        """These arguments, brought into the engine's form. Raises Malformed for what is out of bounds."""
+        return self
+
+    def values(self) -> list[Any]:
+        return [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing(Arguments):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Generate(Arguments):
+    requests: list[SampleRequest]
+
+    def checked(self, limits: Limits) -> Generate:
+        count = within(len(self.requests), limits.requests, "requests", "requests in one call", least=0)
+        if len({request.request_id for request in self.requests}) != count:
+            raise Malformed("requests", "hold a request_id twice.")
+        return Generate([self._checked(r, f"requests[{i}]", limits) for i, r in enumerate(self.requests)])
+
+    def _checked(self, request: SampleRequest, where: str, limits: Limits) -> SampleRequest:
+        for name in ("request_id", "session", "group", "adapter"):
+            within(len(getattr(request, name) or ""), limits.name_chars, f"{where}.{name}", "characters", least=0)
+        check_ids(request.token_ids, f"{where}.token_ids", limits)
+        within(request.seed, 2**64 - 1, f"{where}.seed", "as a seed of 64 bits", least=0)
+        if request.deadline_s is not None and request.deadline_s <= 0:
+            raise Malformed(f"{where}.deadline_s", f"must be more than 0 seconds, got {request.deadline_s:g}.")
+        return replace(request, sampling=checked_sampling(request.sampling, f"{where}.sampling", limits))
+
+
+@dataclass(frozen=True, slots=True)
+class Score(Arguments):
+    token_ids: list[list[int]]
+    temperature: float = 1.0
+
+    def checked(self, limits: Limits) -> Score:
+        within(len(self.token_ids), limits.requests, "token_ids", "sequences in one call", least=0)
+        for index, ids in enumerate(self.token_ids):
+            check_ids(ids, f"token_ids[{index}]", limits)
+        if self.temperature <= 0:
+            raise Malformed("temperature", f"must be more than 0 to score, got {self.temperature:g}.")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Abort(Arguments):
+    request_ids: list[str]
+
+    def checked(self, limits: Limits) -> Abort:
+        within(len(self.request_ids), limits.requests, "request_ids", "ids in one call", least=0)
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Pause(Arguments):
+    mode: str = "keep"
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep(Arguments):
+    level: int = 1
+
+    def checked(self, limits: Limits) -> Sleep:
+        within(self.level, 2, "level", "as a sleep level")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class WakeUp(Arguments):
+    tags: list[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAdapter(Arguments):
+    name: str
+    path: str
+
+    def checked(self, limits: Limits) -> LoadAdapter:
+        within(len(self.name), limits.name_chars, "name", "characters")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter(Arguments):
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectWeights(Arguments):
+    route: str
+    address: str
+    rank: int
+    world_size: int
+    timeout_s: float
+
+    def checked(self, limits: Limits) -> ConnectWeights:
+        check_route(self.route)
+        within(self.world_size, 1 << 20, "world_size", "ranks", least=2)
+        within(self.rank, self.world_size - 1, "rank", "as a rank of an engine")
+        if not 0 < self.timeout_s <= 86_400:
+            raise Malformed("timeout_s", f"must be more than 0 seconds and at most a day, got {self.timeout_s:g}.")
+        if self.route == "broadcast" and not re.fullmatch(r"[^\s/@]+:[0-9]{1,5}", self.address):
+            raise Malformed("address", "must be host:port.")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class BeginWeights(Arguments):
+    manifest: Manifest
+
+    def checked(self, limits: Limits) -> BeginWeights:
+        manifest = self.manifest
+        within(manifest.version, 2**63 - 1, "manifest.version", "as a version", least=0)
+        within(manifest.bucket_bytes, 1 << 40, "manifest.bucket_bytes", "bytes in a bucket")
+        for index, spec in enumerate(manifest.tensors):
+            _check_spec(spec, f"manifest.tensors[{index}]")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveWeights(Arguments):
+    bucket: Bucket
+
+    def checked(self, limits: Limits) -> ReceiveWeights:
+        bucket = self.bucket
+        within(bucket.index, 1 << 31, "bucket.index", "as an index", least=0)
+        if len(bucket.names) != len(bucket.fingerprints):
+            raise Malformed("bucket.fingerprints", "must be as many as bucket.names.")
+        for index, handle in enumerate(bucket.handles):
+            # Mapping a file creates or grows it: only another process's memory may be named.
+            if handle.cuda is not None:
+                raise Malformed(f"bucket.handles[{index}].cuda", "does not travel over HTTP.")
+            if handle.file is None or not re.fullmatch(r"/proc/[0-9]+/fd/[0-9]+", handle.file):
+                raise Malformed(f"bucket.handles[{index}].file", "must be /proc/<pid>/fd/<number>: a process's memory.")
+            within(handle.size, 1 << 40, f"bucket.handles[{index}].size", "bytes")
+        if bucket.file is not None and not re.fullmatch(r"/[^\0]*\.safetensors", bucket.file):
+            raise Malformed("bucket.file", "must be the absolute path of a .safetensors file.")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class CommitWeights(Arguments):
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One method of an InferenceEngine as a route."""
+
+    method: str
+    arguments: type[Arguments] = Nothing
+    answer: Any = None
+    """Type of the result; None: there is none."""
+    repeatable: bool = True
+    """Whether doing it twice is the same as once: what may be sent again when a connection broke."""
+    verb: str = "POST"
+    path: str = field(default="", kw_only=True)
+    control: bool = field(default=True, kw_only=True)
+    """Whether it changes what others get from the engine."""
+
+    @property
+    def route(self) -> str:
+        return f"/{self.path or self.method}"
+
+
+CALLS = {
+    call.method: call
+    for call in (
+        Call("generate", Generate, list[Completion], control=False),
+        Call("score", Score, list[list[float]], control=False),
+        Call("abort", Abort),
+        Call("pause", Pause),
+        Call("resume"),
+        Call("sleep", Sleep, int),
+        Call("wake_up", WakeUp),
+        Call("reset_prefix_cache"),
+        Call("load_adapter", LoadAdapter),
+        Call("unload_adapter", UnloadAdapter, repeatable=False),
+        Call("connect_weights", ConnectWeights, repeatable=False),
+        Call("begin_weights", BeginWeights, repeatable=False),
+        Call("receive_weights", ReceiveWeights, repeatable=False),
+        Call("commit_weights", CommitWeights, repeatable=False),
+        Call("health", answer=EngineHealth, verb="GET", path="engine_health", control=False),
+        Call("capabilities", answer=Served, verb="GET", control=False),
+    )
+}
+"""Methods of an InferenceEngine by name; `capabilities` is an attribute there."""
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------
+
+
+def within(value: int, most: int, param: str, what: str, least: int = 1) -> int:
+    """`value` itself when it lies in `least`..`most`. Raises Malformed naming `param`."""
+    if not least <= value <= most:
+        shown = value if abs(value) < 10**30 else "far more"
+        raise Malformed(param, f"must be from {least} to {most} {what}, got {shown}.")
+    return value
+
+
+def check_ids(ids: Sequence[int], param: str, limits: Limits) -> None:
+    within(len(ids), limits.prompt_tokens, param, "tokens")
+    if min(ids) < 0 or max(ids) >= 2**31:
+        raise Malformed(param, "must be token ids: whole numbers from 0, below 2^31.")
+
+
+def checked_sampling(given: SamplingParams | dict[str, Any], where: str, limits: Limits) -> SamplingParams:
+    """Sampling parameters in their one meaning (engines/sampling.py). Raises Malformed naming the parameter."""
+    key = where or "request"
+    try:
+        sampling = normalise(given, key)
+    except ConfigError as error:
+        problem = str(error).partition("\n")[0]
+        found = re.match(re.escape(key) + r"\.(\w+)", problem)
+        raise Malformed(below(where, found[1]) if found else where, "", message=problem) from error
+    within(sampling.max_tokens, limits.max_tokens, below(where, "max_tokens"), "tokens")
+    within(sampling.min_tokens, limits.max_tokens, below(where, "min_tokens"), "tokens", least=0)
+    within(sampling.top_k, 2**31 - 1, below(where, "top_k"), "tokens", least=0)
+    within(len(sampling.stop), limits.stop_strings, below(where, "stop"), "strings", least=0)
+    for text in sampling.stop:
+        within(len(text), limits.stop_chars, below(where, "stop"), "characters")
+    within(len(sampling.stop_token_ids), limits.stop_token_ids, below(where, "stop_token_ids"), "ids", least=0)
+    if max(sampling.stop_token_ids, default=0) >= 2**31:
+        raise Malformed(below(where, "stop_token_ids"), "must be token ids, below 2^31.")
+    return sampling
+
+
+def check_route(route: str) -> None:
+    """Raises WeightSyncError for a route whose bytes do not travel over HTTP."""
+    if route not in TRAVELLING_ROUTES:
+        raise WeightSyncError(
+            f"the weight route {route!r} does not lead to an engine behind HTTP; "
+            f"use {', '.join(sorted(TRAVELLING_ROUTES))}."
+        )
+
+
+def _check_spec(spec: TensorSpec, where: str) -> None:
+    if spec.dtype not in DTYPES:
+        raise Malformed(f"{where}.dtype", f"must be one of {', '.join(sorted(DTYPES))}.")
+    within(len(spec.shape), 16, f"{where}.shape", "dimensions", least=0)
+    if min(spec.shape, default=0) < 0 or math.prod(spec.shape) > 1 << 48:
+        raise Malformed(f"{where}.shape", "must be the shape of a tensor.")
+    within(spec.fingerprint, 2**63 - 1, f"{where}.fingerprint", "as 64 bits", least=-(2**63))
+
+
+DTYPES = frozenset(f"{kind}{bits}" for kind in ("int", "float") for bits in (16, 32, 64)) | {
+    "bool",
+    "uint8",
+    "int8",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+}
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+_STATUS: dict[type[SkyRLError], int] = {
+    UnsupportedParameter: 400,
+    ConfigError: 400,
+    WeightSyncError: 409,
+    EngineError: 503,
+    WorkerDied: 503,
+    DeadlineExceeded: 504,
+}
+"""The first class that an error is an instance of counts."""
+_RAISED = {kind.__name__: kind for kind in (UnsupportedParameter, WeightSyncError, EngineError, WorkerDied)}
+
+
+def error_body(
+    status: int, message: str, code: str, param: str | None = None, detail: list[Any] | None = None
+) -> dict[str, Any]:
+    """OpenAI's form of an error; `detail` is what an exception needs besides its message."""
+    kind = {401: "authentication_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
+    error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
+    return {"error": error | ({"detail": detail} if detail else {})}
+
+
+def failure(error: SkyRLError) -> tuple[int, dict[str, Any]]:
+    """Status and body for an engine's exception."""
+    kind, status = next(((kind, s) for kind, s in _STATUS.items() if isinstance(error, kind)), (SkyRLError, 500))
+    detail = [error.waited_for, error.seconds] if isinstance(error, DeadlineExceeded) else None
+    return status, error_body(status, str(error), kind.__name__, detail=detail)
+
+
+def raised(status: int, answer: Any, engine: str) -> SkyRLError:
+    """The exception that a body of `failure` stands for; EngineError naming `engine` for anything else."""
+    if status == 401:
+        return EngineError(
+            f"Engine {engine!r} does not accept this token (HTTP status 401): set {API_KEY} to the server's."
+        )
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
+        return EngineError(f"Engine {engine!r} answered with HTTP status {status} and no reason.")
+    message, code, detail = error["message"], error.get("code"), error.get("detail")
+    if code == "DeadlineExceeded" and isinstance(detail, list) and len(detail) == 2:
+        return DeadlineExceeded(str(detail[0]), decode(float, detail[1]))
+    if code in _RAISED:
+        return _RAISED[code](message)
+    if status in (400, 413, 501):
+        return UnsupportedParameter(f"Engine {engine!r} refused the call: {message}")
+    return EngineError(f"Engine {engine!r} answered with HTTP status {status}: {message}")

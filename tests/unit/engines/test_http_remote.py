@@ -1,0 +1,277 @@
+"""A RemoteEngine and the endpoint that it speaks to, over a scripted engine; and servers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.engines.base import SampleRequest, SamplingParams
+from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.http.connection import ATTEMPTS
+from skyrl_train.engines.http.remote import RemoteEngine
+from skyrl_train.engines.http.server import HttpEndpoint
+from skyrl_train.engines.http.wire import Limits
+from skyrl_train.errors import ConfigError, DeadlineExceeded, EngineError, UnsupportedParameter, WeightSyncError
+from skyrl_train.testing.scripted_engine import EVERYTHING, ScriptedEngine
+from skyrl_train.weight_sync.wire import Bucket, Manifest, SharedHandle, TensorSpec
+
+TOKEN = "a-secret-of-this-test"
+
+
+def _request(name: str = "r0", **more: Any) -> SampleRequest:
+    return replace(SampleRequest(name, (1, 2, 3), SamplingParams(max_tokens=4), 7), **more)
+
+
+def remotely(test: Callable[[RemoteEngine], Awaitable[Any]], engine: ScriptedEngine, **options: Any) -> Any:
+    async def run() -> Any:
+        async with HttpEndpoint(engine, None, model_name="m", token=TOKEN, **options) as endpoint:
+            remote = await RemoteEngine(endpoint.url, TOKEN, name="far", deadline_s=20).connect(10)
+            try:
+                return await asyncio.wait_for(test(remote), 60)
+            finally:
+                await remote.close()
+
+    return asyncio.run(run())
+
+
+def test_every_method_reaches_the_engine():
+    engine = ScriptedEngine(capabilities=replace(EVERYTHING, weight_routes=frozenset({"in_process", "broadcast"})))
+
+    async def test(remote: RemoteEngine) -> None:
+        assert remote.capabilities == replace(engine.capabilities, name="far", weight_routes=frozenset({"broadcast"}))
+        done = await remote.generate([_request("a"), _request("b", session="s", group="g", deadline_s=5)])
+        assert [(one.request_id, one.token_ids, one.stop_reason) for one in done] == [
+            ("a", [1, 2, 3], "stop"),
+            ("b", [1, 2, 3], "stop"),
+        ]
+        assert await remote.generate([]) == []
+        assert await remote.score([[1, 2, 3], [4]], temperature=0.5) == [[-1.0, -1.0], []]
+        await remote.abort(["a"])
+        await remote.pause("abort")
+        assert (await remote.health()).paused
+        await remote.resume()
+        assert await remote.sleep(2) == 0
+        await remote.wake_up(["weights", "kv_cache"])
+        await remote.wake_up()
+        await remote.reset_prefix_cache()
+        await remote.connect_weights("checkpoint", "", 1, 2, 5)
+        await remote.begin_weights(Manifest(3, (TensorSpec("w", (2,), "float32", 9),)))
+        await remote.receive_weights(Bucket(0, ("w",), (9,), handles=(SharedHandle(0, 16, "/proc/1/fd/3"),)))
+        assert (await remote.health()).torn
+        await remote.commit_weights(3)
+        health = await remote.health()
+        assert (health.name, health.version, health.generated_tokens) == ("far", 3, 6)
+
+    remotely(test, engine)
+    assert engine.batches[0][1] == _request("b", session="s", group="g", deadline_s=5)
+    assert "close" not in engine.calls
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnsupportedParameter("Engine 'x' cannot honour top_k=3."),
+        EngineError("Engine 'x' is torn."),
+        WeightSyncError("model.w arrived altered"),
+        DeadlineExceeded("engine x.generate", 2.5),
+    ],
+)
+def test_what_the_engine_raises_is_raised_here_as_itself(error: Exception):
+    async def test(remote: RemoteEngine) -> None:
+        with pytest.raises(type(error)) as caught:
+            await remote.generate([_request()])
+        assert type(caught.value) is type(error) and str(caught.value) == str(error)
+
+    remotely(test, ScriptedEngine(failures={"generate": error}))
+
+
+def test_a_bug_of_the_engine_is_an_engine_error():
+    async def test(remote: RemoteEngine) -> None:
+        with pytest.raises(EngineError, match=r"'far'.*500"):
+            await remote.generate([_request()])
+
+    remotely(test, ScriptedEngine(failures={"generate": RuntimeError("bug")}))
+
+
+def test_calls_are_split_to_fit_the_server():
+    engine = ScriptedEngine()
+    requests = [_request(f"r{n}", token_ids=(1,) * 40) for n in range(20)]
+
+    async def test(remote: RemoteEngine) -> None:
+        done = await remote.generate(requests)
+        assert [one.request_id for one in done] == [one.request_id for one in requests]
+        assert len(await remote.score([[1, 2]] * 7)) == 7
+        with pytest.raises(UnsupportedParameter, match=r"'long'.*bytes"):
+            await remote.generate([_request("long", token_ids=(1,) * 2000)])
+
+    remotely(test, engine, limits=Limits(body_bytes=2000, requests=6))
+    assert len(engine.batches) >= 4 and max(map(len, engine.batches)) <= 6
+
+
+def test_the_route_within_a_process_is_refused_by_name():
+    async def test(remote: RemoteEngine) -> None:
+        with pytest.raises(WeightSyncError, match="in_process"):
+            await remote.connect_weights("in_process", "", 1, 2, 5)
+        with pytest.raises(WeightSyncError, match="in_process"):
+            await remote.receive_weights(Bucket(0, ("w",), (0,), payload=torch.zeros(4, dtype=torch.uint8)))
+        with pytest.raises(WeightSyncError, match="accelerator"):
+            await remote.receive_weights(Bucket(0, ("w",), (0,), handles=(SharedHandle(0, 4, cuda=(1,)),)))
+
+    engine = ScriptedEngine()
+    remotely(test, engine)
+    assert not [call for call in engine.calls if "weights" in call]
+
+
+def test_cancelling_a_call_aborts_it_over_there():
+    engine = ScriptedEngine(delay_s=60)
+
+    async def test(remote: RemoteEngine) -> None:
+        call = asyncio.ensure_future(remote.generate([_request("gone")]))
+        while not engine.batches:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await call
+        while "abort" not in engine.calls:
+            await asyncio.sleep(0.01)
+
+    remotely(test, engine)
+
+
+@pytest.mark.fault("F27")
+def test_a_wrong_token_is_refused_at_once_and_not_shown():
+    async def run() -> None:
+        async with HttpEndpoint(ScriptedEngine(), None, model_name="m", token=TOKEN) as endpoint:
+            remote = RemoteEngine(endpoint.url, "guessed", name="far")
+            with pytest.raises(EngineError, match="SKYRL_API_KEY") as caught:
+                await remote.connect(10)
+            assert "guessed" not in str(caught.value)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "url", ["", "http://", "ftp://host:1", "http://me:secret@host:1", "host:99999999", "http://h?a=b"]
+)
+def test_what_is_no_address_is_refused(url: str):
+    with pytest.raises(ConfigError, match="host:port"):
+        RemoteEngine(url, TOKEN)
+
+
+def test_a_server_that_never_comes_is_named_in_time():
+    async def run() -> None:
+        with contextlib.closing(socket.socket()) as unused:
+            unused.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{unused.getsockname()[1]}"
+            with pytest.raises(DeadlineExceeded, match=address):
+                await RemoteEngine(address, TOKEN).connect(0.5)
+
+    asyncio.run(run())
+
+
+class Rude:
+    """A TCP server that answers its first `good` requests like an endpoint and hangs up on the others."""
+
+    def __init__(self, port: int, good: int):
+        self._port = port
+        self._good = good
+        self.seen: list[str] = []
+
+    async def __aenter__(self) -> Rude:
+        self._server = await asyncio.start_server(self._speak, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def _speak(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One request a connection, handed on to the real endpoint as long as we are good."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        self.seen.append(head.split()[1].decode())
+        length = next((int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")), 0)
+        body = await reader.readexactly(length)
+        if len(self.seen) <= self._good or self.seen[-1] == "/abort":
+            there, on = await asyncio.open_connection("127.0.0.1", self._port)
+            on.write(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + body)
+            writer.write(await there.read())
+            on.close()
+        writer.close()
+
+
+def through_rude(good: int, test: Callable[[RemoteEngine, Rude], Awaitable[Any]], engine: ScriptedEngine) -> None:
+    async def run() -> None:
+        async with HttpEndpoint(engine, None, model_name="m", token=TOKEN) as endpoint:
+            async with Rude(int(endpoint.url.rpartition(":")[2]), good) as rude:
+                remote = await RemoteEngine(rude.url, TOKEN, name="far", deadline_s=20).connect(10)
+                try:
+                    await asyncio.wait_for(test(remote, rude), 60)
+                finally:
+                    await remote.close()
+
+    asyncio.run(run())
+
+
+def test_a_generate_that_breaks_off_is_aborted_and_sent_again_at_most_twice():
+    async def test(remote: RemoteEngine, rude: Rude) -> None:
+        with pytest.raises(EngineError, match=rf"'far'.*generate.*attempt {ATTEMPTS}"):
+            await remote.generate([_request()])
+        assert rude.seen[2:] == ["/generate", "/abort", "/generate", "/abort", "/generate"]
+
+    through_rude(2, test, ScriptedEngine())
+
+
+def test_what_cannot_be_repeated_is_not():
+    async def test(remote: RemoteEngine, rude: Rude) -> None:
+        with pytest.raises(EngineError, match=r"commit_weights.*attempt 1"):
+            await remote.commit_weights(1)
+        assert rude.seen[2:] == ["/commit_weights"]
+
+    through_rude(2, test, ScriptedEngine())
+
+
+def test_requests_of_a_server_that_died_go_to_another_engine():
+    async def run() -> float:
+        near = ScriptedEngine(name="near")
+        endpoint = await HttpEndpoint(
+            ScriptedEngine(delay_s=60), None, model_name="m", token=TOKEN, drain_s=0
+        ).__aenter__()
+        url = endpoint.url
+        far = await RemoteEngine(url, TOKEN, name="far", deadline_s=60).connect(10)
+        client = EngineClient([far, near], deadline_s=60)
+        call = asyncio.ensure_future(client.generate([_request("a"), _request("b")]))
+        await asyncio.sleep(0.3)
+        start = time.monotonic()
+        await endpoint.__aexit__(None, None, None)
+        assert [one.token_ids for one in await call] == [[1, 2, 3]] * 2
+        assert list(client.dead) == ["far"] and url in client.dead["far"]
+        await far.close()
+        return time.monotonic() - start
+
+    assert asyncio.run(run()) < 20
+
+
+def test_an_answer_that_is_none_of_ours_is_an_engine_error():
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 15\r\nConnection: close\r\n\r\n{"result": [1]}')
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(EngineError, match=r"far.*protocol"):
+            await RemoteEngine(f"127.0.0.1:{port}", TOKEN, name="far").connect(5)
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(run())

@@ -1,0 +1,252 @@
+"""The endpoint over a scripted engine or a client: what happens to requests that were let in."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import aiohttp
+import pytest
+
+from skyrl_train.build.serving import until_none_lives
+from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.http.server import HttpEndpoint
+from skyrl_train.engines.http.wire import CALLS
+from skyrl_train.errors import (
+    EngineError,
+    EnginesLost,
+)
+from skyrl_train.testing.http_calls import CALL, CHAT, TOKEN, TOKENIZER, ask, says, serve
+from skyrl_train.testing.scripted_engine import ScriptedEngine
+
+
+def test_a_request_cut_by_its_deadline_is_an_error_not_an_answer():
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
+        status, answer = await ask(session, "/v1/chat/completions", CHAT)
+        assert status == 503 and "0.1 s" in answer["error"]["message"]
+        body = {"requests": [CALL["requests"][0] | {"deadline_s": 1000}]}
+        status, answer = await ask(session, "/generate", body)
+        assert (status, answer["result"][0]["stop_reason"]) == (200, "abort")
+
+    serve(test, ScriptedEngine(delay_s=60), deadline_s=0.1)
+
+
+def test_a_text_that_cannot_be_made_tokens_has_an_answer_too():
+    everything = "".join(map(chr, range(0xE000, 0xF900))) + "<|im_end|>"
+
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
+        messages = {"messages": [{"role": "user", "content": everything}]}
+        status, answer = await ask(session, "/v1/chat/completions", CHAT | messages)
+        assert status == 400 and "private-use" in answer["error"]["message"]
+        assert (await ask(session, "/v1/chat/completions", CHAT))[0] == 200
+
+    serve(test, deadline_s=5)
+
+
+class SlowTokenizer:
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        time.sleep(1)
+        return {"input_ids": [5]}
+
+
+def test_making_tokens_has_the_deadline_of_its_request():
+    async def run() -> tuple[int, Any]:
+        async with HttpEndpoint(
+            ScriptedEngine(), SlowTokenizer(), model_name="m", token=TOKEN, deadline_s=0.1
+        ) as endpoint:
+            async with aiohttp.ClientSession(endpoint.url, headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+                return await ask(session, "/v1/completions", {"model": "m", "prompt": "x"})
+
+    status, answer = asyncio.run(run())
+    assert (status, answer["error"]["code"]) == (504, "DeadlineExceeded")
+
+
+def test_a_client_that_goes_away_aborts_its_requests():
+    engine = ScriptedEngine(delay_s=60)
+
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
+        for path, body in (("/v1/chat/completions", CHAT), ("/generate", CALL)):
+            with pytest.raises(asyncio.TimeoutError):
+                await ask(session, path, body, timeout=aiohttp.ClientTimeout(total=0.2))
+        for _ in range(100):
+            if engine.calls.count("abort") == 2:
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError(engine.calls)
+
+    serve(test, engine)
+    assert engine.calls.count("abort") == 2
+
+
+def test_leaving_ends_what_is_under_way():
+    engine = ScriptedEngine(delay_s=60)
+
+    async def run() -> float:
+        endpoint = await HttpEndpoint(engine, TOKENIZER, model_name="m", token=TOKEN, drain_s=0.2).__aenter__()
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with aiohttp.ClientSession(endpoint.url, headers=headers) as session:
+            call = asyncio.ensure_future(ask(session, "/generate", CALL))
+            while not engine.batches:
+                await asyncio.sleep(0.01)
+            start = time.monotonic()
+            await endpoint.__aexit__(None, None, None)
+            with pytest.raises(aiohttp.ClientError):
+                await call
+            return time.monotonic() - start
+
+    assert asyncio.run(run()) < 10
+    assert "abort" in engine.calls
+
+
+def test_health_is_that_of_the_engines():
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> tuple[int, Any]:
+        return await ask(session, "/health")
+
+    assert serve(test) == (200, {"status": "ok"})
+    assert serve(test, ScriptedEngine(failures={"health": EngineError("gone")}))[0] == 503
+    gone = EngineError("gone")
+    dead = ScriptedEngine(failures={"generate": gone, "health": gone})
+
+    async def bury(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> tuple[int, Any]:
+        assert (await ask(session, "/generate", CALL))[0] == 503
+        return await ask(session, "/health")
+
+    assert serve(bury, EngineClient([dead], deadline_s=5))[0] == 503
+
+
+def test_a_client_of_several_engines_is_served_without_what_belongs_to_one():
+    client = EngineClient([ScriptedEngine(says("a"), name=f"e{n}") for n in range(2)], deadline_s=5)
+
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
+        assert (await ask(session, "/v1/chat/completions", CHAT))[0] == 200
+        assert (await ask(session, "/pause", {"mode": "keep"}))[0] == 200
+        assert len((await ask(session, "/engine_health"))[1]["result"]) == 2
+        for path, body in (("/score", {"token_ids": [[1, 2]]}), ("/commit_weights", {"version": 1})):
+            status, answer = await ask(session, path, body)
+            assert (status, answer["error"]["code"]) == (501, "not_supported")
+
+    serve(test, client)
+
+
+def test_without_control_the_token_allows_to_sample_and_no_more():
+    engine = ScriptedEngine(says("x"))
+
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
+        for call in CALLS.values():
+            if call.control:
+                assert (await ask(session, call.route, {}))[0] == 404, call.route
+        assert (await ask(session, "/generate", CALL))[0] == 200
+        assert (await ask(session, "/v1/chat/completions", CHAT))[0] == 200
+
+    serve(test, engine, control=False)
+    assert engine.calls == ["generate", "generate"]
+
+
+class NotesAborts(ScriptedEngine):
+    """Keeps the ids that it was asked to abort."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.aborted: list[str] = []
+
+    async def abort(self, request_ids: Any) -> None:
+        self.aborted += request_ids
+        await super().abort(request_ids)
+
+
+def test_who_may_only_sample_cannot_name_the_requests_of_the_run():
+    engine = NotesAborts(delay_s=60)
+
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
+        for _ in range(2):
+            with pytest.raises(asyncio.TimeoutError):
+                await ask(session, "/generate", CALL, timeout=aiohttp.ClientTimeout(total=0.2))
+        while len(engine.aborted) < 2:
+            await asyncio.sleep(0.01)
+
+    serve(test, engine, control=False)
+    asked = [batch[0].request_id for batch in engine.batches]
+    assert sorted(asked) == sorted(engine.aborted) and len({"r", *asked}) == 3
+    engine = NotesAborts(delay_s=60)
+    serve(test, engine)
+    assert engine.aborted == ["r", "r"]
+
+
+def test_who_may_only_sample_gets_the_ids_back_and_keeps_sessions_across_calls():
+    engine = ScriptedEngine(says("x"))
+
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
+        body = {
+            "requests": [
+                CALL["requests"][0] | {"session": "s", "group": "g"},
+                CALL["requests"][0] | {"request_id": "t"},
+            ]
+        }
+        for _ in range(2):
+            status, answer = await ask(session, "/generate", body)
+            assert status == 200 and [one["request_id"] for one in answer["result"]] == ["r", "t"]
+
+    serve(test, engine, control=False)
+    (first, other), (second, _) = engine.batches
+    assert first.session == second.session != "s"
+    assert len({first.group, second.group, "g"}) == 3
+    assert (other.session, other.group) == ("", "")
+
+
+def test_requests_wait_while_engines_of_a_run_sleep_or_take_weights():
+    engine = ScriptedEngine(says("x"))
+    client = EngineClient([engine], deadline_s=30)
+
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
+        await client.sleep()
+        call = asyncio.ensure_future(ask(session, "/v1/chat/completions", CHAT))
+        await asyncio.sleep(0.1)
+        await client.wake_up(["weights"])
+        async with client.held():
+            await client.wake_up(["kv_cache"])
+            await asyncio.sleep(0.1)
+            assert not call.done() and engine.batches == []
+        assert (await call)[0] == 200
+
+    serve(test, client)
+    assert client.dead == {}
+
+
+def test_an_engine_that_refuses_as_it_falls_asleep_is_not_given_up():
+    asked, may_refuse = asyncio.Event(), asyncio.Event()
+
+    class Late(ScriptedEngine):
+        async def generate(self, requests: Any) -> Any:
+            asked.set()
+            await may_refuse.wait()
+            return await super().generate(requests)
+
+    client = EngineClient([Late(says("x"))], deadline_s=30)
+
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
+        call = asyncio.ensure_future(ask(session, "/v1/chat/completions", CHAT))
+        await asked.wait()
+        await client.sleep()
+        may_refuse.set()
+        await asyncio.sleep(0.1)
+        assert not call.done() and client.dead == {}
+        await client.wake_up()
+        assert (await call)[0] == 200
+
+    serve(test, client)
+
+
+def test_a_server_ends_with_the_causes_once_every_engine_is_dead():
+    engines = [ScriptedEngine(name=f"e{n}") for n in range(2)]
+
+    async def run() -> None:
+        watch = asyncio.ensure_future(until_none_lives(EngineClient(engines, deadline_s=5), poll_s=0.01))
+        for engine in engines:
+            await asyncio.sleep(0.1)
+            assert not watch.done()
+            engine.failures["health"] = EngineError(f"{engine.name} was killed")
+        with pytest.raises(EnginesLost, match=r"e0 was killed.*e1 was killed"):
+            await asyncio.wait_for(watch, 5)
+
+    asyncio.run(run())

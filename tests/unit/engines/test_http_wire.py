@@ -1,0 +1,241 @@
+"""What a server reads off the network: a value, or an error that names the place. Never anything else."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import suppress
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_train.engines.base import Capabilities, Completion, SampleRequest, SamplingParams, VersionSpan
+from skyrl_train.engines.http.codec import Malformed, Untransferable, decode, encode, read_json, write_json
+from skyrl_train.engines.http.openai import ChatBody, ChatMessage, TextBody, TextPart, Translator
+from skyrl_train.engines.http.wire import (
+    CALLS,
+    BeginWeights,
+    Generate,
+    Limits,
+    ReceiveWeights,
+    Served,
+    failure,
+    raised,
+)
+from skyrl_train.errors import (
+    DataError,
+    DeadlineExceeded,
+    EngineError,
+    SkyRLError,
+    UnsupportedParameter,
+    WeightSyncError,
+    WorkerDied,
+)
+from skyrl_train.testing.tiny_models import byte_tokenizer
+from skyrl_train.weight_sync.wire import Bucket, Manifest, SharedHandle, TensorSpec
+
+LIMITS = Limits()
+TYPES: list[Any] = [*(call.arguments for call in CALLS.values()), SampleRequest, SamplingParams, ChatBody, TextBody]
+TYPES += [Manifest, TensorSpec, Bucket, SharedHandle, ChatMessage, TextPart]
+WORDS = [*dict.fromkeys(field.name for kind in TYPES for field in fields(kind)), "tools"]
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8)
+)
+ANY_JSON = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS) | st.text(max_size=4), inner, max_size=6)
+    ),
+    max_leaves=12,
+)
+
+
+def _arguments(method: str, body: Any) -> Any:
+    return decode(CALLS[method].arguments, body).checked(LIMITS)
+
+
+def _request(**more: Any) -> SampleRequest:
+    return replace(SampleRequest("r0", (1, 2, 3), SamplingParams(max_tokens=4), 7), **more)
+
+
+def _translator() -> Translator:
+    return Translator(byte_tokenizer(), limits=LIMITS, default_max_tokens=16, deadline_s=5)
+
+
+@given(st.sampled_from(sorted(CALLS)), ANY_JSON)
+def test_any_json_is_the_arguments_of_a_call_or_malformed(method: str, body: Any):
+    with suppress(Malformed, WeightSyncError):
+        _arguments(method, body)
+
+
+@given(st.sampled_from(["chat", "text"]), ANY_JSON)
+def test_any_json_is_a_completion_to_make_or_malformed(kind: str, body: Any):
+    with suppress(Malformed, DataError):
+        getattr(_TRANSLATOR, kind)(body, None)
+
+
+_TRANSLATOR = _translator()
+_GOOD_CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+_GOOD_CALLS: dict[str, Any] = {
+    "generate": {"requests": [encode(_request())]},
+    "score": {"token_ids": [[1, 2]]},
+    "connect_weights": {"route": "ipc", "address": "", "rank": 1, "world_size": 2, "timeout_s": 5},
+    "begin_weights": {"manifest": encode(Manifest(1, (TensorSpec("w", (2, 2), "float32", -5),)))},
+    "receive_weights": {"bucket": encode(Bucket(0, ("w",), (-5,)))},
+}
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(deeper for key, item in items for deeper in _paths(item, (*path, key)))]
+
+
+def _with(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    changed = dict(value) if isinstance(value, dict) else list(value)
+    changed[path[0]] = _with(value[path[0]], path[1:], new)
+    return changed
+
+
+@given(st.sampled_from(sorted(_GOOD_CALLS)), st.data())
+def test_a_good_call_with_anything_put_anywhere_is_a_call_or_malformed(method: str, data: Any):
+    body = _GOOD_CALLS[method]
+    path = data.draw(st.sampled_from(_paths(body)))
+    with suppress(Malformed, WeightSyncError):
+        _arguments(method, _with(body, path, data.draw(ANY_JSON)))
+
+
+@given(st.data())
+def test_a_good_chat_with_any_member_added_is_a_chat_or_malformed(data: Any):
+    body = _GOOD_CHAT | {data.draw(st.sampled_from(WORDS)): data.draw(ANY_JSON)}
+    with suppress(Malformed, DataError):
+        _TRANSLATOR.chat(body, None)
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_are_json_or_malformed(body: bytes):
+    with suppress(Malformed):
+        read_json(body)
+
+
+@pytest.mark.parametrize("text", ["NaN", "-Infinity", "1e999", "[1, NaN]", "9" * 5000, "[" * 100_000, '"\ud800'])
+def test_what_is_no_json_or_no_number_is_malformed(text: str):
+    with pytest.raises(Malformed):
+        read_json(text.encode(errors="surrogatepass"))
+
+
+def test_half_a_surrogate_pair_is_not_taken_for_text():
+    with pytest.raises(Malformed, match=r"content.*surrogate"):
+        _TRANSLATOR.chat(read_json(rb'{"model": "m", "messages": [{"role": "user", "content": "\ud800"}]}'), None)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=8), st.integers(0, 2**64 - 1))
+def test_what_is_written_is_read_back_to_the_bit(numbers: list[float], seed: int):
+    request = _request(
+        seed=seed,
+        sampling=SamplingParams(max_tokens=9, temperature=0.7, stop=("\n", "é"), stop_token_ids=(5,)),
+        session="s",
+        deadline_s=1.5,
+    )
+    ids = list(range(len(numbers)))
+    completion = Completion("r0", ids, numbers, numbers, "stop", [VersionSpan(0, len(ids), 3)], "\n")
+    for value, kind in ((request, SampleRequest), (completion, Completion)):
+        assert decode(kind, read_json(write_json(value))) == value
+    assert _arguments("generate", read_json(write_json(Generate([request])))).requests == [request]
+
+
+def test_weights_announcements_are_read_back():
+    manifest = Manifest(3, (TensorSpec("a.b", (2, 3), "bfloat16", -(2**63)),), bucket_bytes=64, base_version=2)
+    assert _arguments("begin_weights", read_json(write_json(BeginWeights(manifest)))).manifest == manifest
+    bucket = Bucket(0, ("a.b",), (-1,), handles=(SharedHandle(0, 16, "/proc/1/fd/7"),))
+    assert _arguments("receive_weights", read_json(write_json(ReceiveWeights(bucket)))).bucket == bucket
+    served = Served("m", Capabilities("e", frozenset({"top_p"}), refusals={"lora": "no"}), LIMITS)
+    assert decode(Served, read_json(write_json(served))) == served
+
+
+def test_numbers_that_are_not_finite_travel_as_null():
+    answer = decode(list[list[float]], json.loads(write_json([[-1.5, math.nan, -math.inf]])))
+    assert answer[0][0] == -1.5 and all(map(math.isnan, answer[0][1:]))
+
+
+def test_tensors_do_not_travel():
+    with pytest.raises(Untransferable, match="Tensor"):
+        write_json(Bucket(0, ("w",), (0,), payload=torch.zeros(4, dtype=torch.uint8)))
+    with pytest.raises(Malformed, match=r"bucket\.payload"):
+        _arguments("receive_weights", {"bucket": {"index": 0, "names": [], "fingerprints": [], "payload": [1]}})
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"token_ids": []}, "requests[0].token_ids"),
+        ({"token_ids": [1, -2]}, "requests[0].token_ids"),
+        ({"token_ids": [1, 2.0]}, "requests[0].token_ids[1]"),
+        ({"seed": 2**64}, "requests[0].seed"),
+        ({"seed": True}, "requests[0].seed"),
+        ({"deadline_s": 0}, "requests[0].deadline_s"),
+        ({"request_id": "x" * 2000}, "requests[0].request_id"),
+        ({"sampling": {}}, "requests[0].sampling.max_tokens"),
+        ({"sampling": {"max_tokens": 10**9}}, "requests[0].sampling.max_tokens"),
+        ({"sampling": {"max_tokens": 4, "temperature": -1}}, "requests[0].sampling.temperature"),
+        ({"sampling": {"max_tokens": 4, "temperature": "hot"}}, "requests[0].sampling.temperature"),
+        ({"sampling": {"max_tokens": 4, "stop": ["x"] * 17}}, "requests[0].sampling.stop"),
+        ({"sampling": {"max_tokens": 4, "stop": "x"}}, "requests[0].sampling.stop"),
+        ({"sampling": {"max_tokens": 4, "top_q": 1}}, "requests[0].sampling.top_q"),
+        ({"extra": 1}, "requests[0].extra"),
+    ],
+)
+def test_a_request_out_of_bounds_is_refused_with_its_path(change: dict[str, Any], param: str):
+    body = {"requests": [encode(_request()) | change]}
+    with pytest.raises(Malformed) as caught:
+        _arguments("generate", body)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("bucket", "param"),
+    [
+        ({"handles": [{"slot": 0, "size": 16, "file": "/etc/passwd"}]}, "bucket.handles[0].file"),
+        ({"handles": [{"slot": 0, "size": 16}]}, "bucket.handles[0].file"),
+        ({"handles": [{"slot": 0, "size": 16, "file": "/proc/1/fd/2", "cuda": []}]}, "bucket.handles[0].cuda"),
+        ({"file": "weights.bin"}, "bucket.file"),
+        ({"fingerprints": [1]}, "bucket.fingerprints"),
+    ],
+)
+def test_a_bucket_names_memory_or_safetensors_and_nothing_else(bucket: dict[str, Any], param: str):
+    with pytest.raises(Malformed) as caught:
+        _arguments("receive_weights", {"bucket": {"index": 0, "names": [], "fingerprints": []} | bucket})
+    assert caught.value.param == param
+
+
+def test_a_request_id_cannot_be_given_twice():
+    with pytest.raises(Malformed, match="twice"):
+        _arguments("generate", {"requests": [encode(_request())] * 2})
+
+
+def test_the_route_that_hands_tensors_over_is_refused_by_name():
+    body = {"route": "in_process", "address": "", "rank": 1, "world_size": 2, "timeout_s": 5}
+    with pytest.raises(WeightSyncError, match=r"in_process.*broadcast"):
+        _arguments("connect_weights", body)
+
+
+@pytest.mark.parametrize("kind", [UnsupportedParameter, EngineError, WeightSyncError, WorkerDied])
+def test_an_error_is_raised_at_the_other_end_as_what_it_was(kind: type[SkyRLError]):
+    status, body = failure(kind("engine 'x' cannot"))
+    again = raised(status, json.loads(json.dumps(body)), "remote")
+    assert type(again) is kind and str(again) == "engine 'x' cannot"
+
+
+def test_a_deadline_keeps_who_was_waited_for():
+    again = raised(*failure(DeadlineExceeded("engine 3", 1.5)), "remote")
+    assert isinstance(again, DeadlineExceeded) and (again.waited_for, again.seconds) == ("engine 3", 1.5)
+
+
+@pytest.mark.parametrize("answer", [None, [], {"error": 3}, {"error": {"message": 3}}, "x"])
+def test_an_error_without_form_is_an_engine_error(answer: Any):
+    assert type(raised(500, answer, "remote")) is EngineError
