@@ -32,6 +32,7 @@ def build_learner(
     device: str,
     wire_dtype: str,
     bucket_bytes: int,
+    only_changed: bool,
 ) -> Learner:
     """Spawn policy and reference ranks; `Learner.setup` then loads their models."""
     assert layout.policy is not None
@@ -55,6 +56,7 @@ def build_learner(
         collective_s=trainer.timeouts.update_s,
         wire_dtype=wire_dtype,
         bucket_bytes=bucket_bytes,
+        only_changed=only_changed,
     )
     policy = _group(cluster, spec, layout.policy, "policy", trainer.timeouts.update_s)
     reference = None

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from skyrl_train.build.algorithm import build_advantages, build_objective, needs_reference
-from skyrl_train.build.engines import build_engines
+from skyrl_train.build.engines import build_engines, connect_engine, require_installed, server_urls
 from skyrl_train.build.services import (
     Services,
     build_state,
@@ -22,30 +20,29 @@ from skyrl_train.build.services import (
     schedule_of,
     start_learner,
 )
+from skyrl_train.build.weights import build_publisher, supervised_publish
 from skyrl_train.collectors.rollout_collector import RolloutCollector
 from skyrl_train.config.hydra import plain
 from skyrl_train.config.schema import Config
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.data.order import PromptOrder
-from skyrl_train.data.sft import Demonstration, demonstration_batch
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.lockstep import Lockstep
 from skyrl_train.engines.sampling import normalise
 from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.errors import SkyRLError
 from skyrl_train.generators.conversation import ConversationGenerator, RolloutSettings
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.trainer.evaluation import Evaluator
 from skyrl_train.trainer.residency import AlwaysResident, Residency, TimeShared
 from skyrl_train.trainer.trainer import Trainer
-from skyrl_train.weight_sync.publish import Probe, WeightPublisher
-from skyrl_train.workers.learner import Learner, WorkerGroup
 
 PROBE_SEQUENCES = 4
 PROBE_TOKENS = 64
 """Size of the log-prob probe: the beginnings of the first training prompts."""
-HALF_PRECISION_PROBE_TOLERANCE = 0.25
-"""nats: bfloat16 engines and trainers round differently in every layer."""
+_CLOSE_S = 10.0
+"""What engines have at the end to leave nothing behind."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +65,9 @@ async def services(
     """Everything that training needs, started; without a training set there is no learner (evaluation only)."""
     trainer = cfg.trainer
     trains = train_dataset is not None
+    local = cfg.generator.run_engines_locally
+    if local:
+        require_installed(cfg.generator.backend)
     async with AsyncExitStack() as stack:
         base = await stack.enter_async_context(
             learner_services(
@@ -76,14 +76,12 @@ async def services(
                 schedule=schedule_of(trainer, len(train_dataset)) if train_dataset else None,
                 objective=build_objective(cfg) if trains else None,
                 with_reference=trains and needs_reference(trainer.algorithm),
-                with_engines=True,
+                with_engines=local,
                 get_tracker=get_tracker,
             )
         )
         environments = await stack.enter_async_context(build_environments(cfg))
-        seats = base.layout.engines
-        assert seats is not None
-        engines = build_engines(base.cluster, cfg.generator, trainer.timeouts, seats, cfg.device)
+        engines = start_engines(base)
         if base.layout.time_shared and cfg.device == "cuda":
             # On a shared accelerator an engine measures free memory when it starts: the learner loads after it sleeps.
             client = get_client(await engines)
@@ -94,7 +92,23 @@ async def services(
             client = get_client(started)
             if base.layout.time_shared:
                 await client.sleep()
+        stack.push_async_callback(_close, client)
         yield RunningServices(base, client, environments)
+
+
+async def _close(client: EngineClient) -> None:
+    """Connections to engines elsewhere, which go on; engines of ours, which are killed after it in any case."""
+    with suppress(SkyRLError, ConnectionError, TimeoutError):
+        async with asyncio.timeout(_CLOSE_S):
+            await client.close()
+
+
+async def start_engines(base: Services) -> Sequence[Any]:
+    """The run's own engines in their slots, or connections to those that run elsewhere."""
+    generator, timeouts, seats = base.cfg.generator, base.cfg.trainer.timeouts, base.layout.engines
+    if seats is not None:
+        return await build_engines(base.cluster, generator, timeouts, seats, base.cfg.device)
+    return await asyncio.gather(*(connect_engine(url, base.cfg) for url in server_urls(generator)))
 
 
 def build_environments(cfg: Config) -> EnvironmentHost:
@@ -126,36 +140,6 @@ def build_generator(
     )
     sampler = client if cfg.trainer.fully_async.enabled else Lockstep(client)
     return ConversationGenerator(sampler, environments, tokenizer, settings)
-
-
-def build_publisher(
-    cfg: Config, learner: Learner, client: EngineClient, probe_ids: Sequence[Sequence[int]]
-) -> WeightPublisher:
-    """Weights to the engines, over NCCL or gloo, with the checks that generator.weight_sync_check names."""
-    half = cfg.trainer.bf16 or cfg.generator.model_dtype != "float32"
-    probe = Probe(
-        token_ids=probe_ids,
-        trainer_score=partial(score_sequences, learner, learner.policy),
-        **({"tolerance": HALF_PRECISION_PROBE_TOLERANCE} if half else {}),
-    )
-    return WeightPublisher(
-        learner.policy,
-        lambda: client.engines,
-        route="broadcast",
-        deadline_s=cfg.trainer.timeouts.weight_sync_s,
-        probe=probe if cfg.generator.weight_sync_check == "probe" else None,
-    )
-
-
-async def score_sequences(
-    learner: Learner, group: WorkerGroup, token_ids: Sequence[Sequence[int]]
-) -> list[list[float]]:
-    """The trainer's log-probs (nats) of every token after its sequence's first, at temperature 1."""
-    rows = [Demonstration(list(ids), [False] + [True] * (len(ids) - 1)) for ids in token_ids]
-    batch = demonstration_batch(rows)
-    values = (await learner.logprobs(group, batch)).tolist()
-    offsets = batch.offsets.tolist()
-    return [values[start + 1 : stop] for start, stop in pairwise(offsets)]
 
 
 def build_trainer(
@@ -193,7 +177,7 @@ def build_trainer(
         ),
         learner=base.learner,
         advantages=advantages,
-        publish=build_publisher(cfg, base.learner, running.client, probe_ids).publish,
+        publish=supervised_publish(base, running.client, build_publisher(cfg, base.learner, running.client, probe_ids)),
         residency=residency,
         evaluator=build_evaluator(cfg, eval_generator, eval_dataset) if eval_dataset else None,
         state=build_state(base, fingerprints_of(trainer, train_dataset.fingerprint), {"kl": advantages}),

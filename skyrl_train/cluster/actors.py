@@ -27,7 +27,9 @@ NODE_ADDRESS = "SKYRL_NODE_ADDRESS"
 class _Shell:
     """Holds one object of any class; one call at a time."""
 
-    def __init__(self, target: str, kwargs: Mapping[str, Any], plugins: Sequence[str]):
+    def __init__(self, target: str, kwargs: Mapping[str, Any], plugins: Sequence[str], devices: str | None):
+        if devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = devices  # before anything imports torch
         os.environ[NODE_ADDRESS] = ray.util.get_node_ip_address()
         for module in plugins:
             importlib.import_module(module)
@@ -121,15 +123,19 @@ def spawn(
     concurrent: bool,
     deadline_s: float,
     died: type[SkyRLError] = WorkerDied,
+    devices: str | None = None,
 ) -> Remote:
-    """Start "module:Class"(**kwargs) in slot `index`. Returns at once: the first call waits for the constructor."""
+    """Start "module:Class"(**kwargs) in slot `index`. Returns at once: the first call waits for the constructor.
+
+    `devices`: accelerators of several slots that it uses (placement.visible_devices), instead of that of its own.
+    """
     shell = ray.remote(_AsyncShell if concurrent else _Shell)
     handle: Any = shell.options(
         # Ray counts in ten-thousandths and rounds up: three thirds of a slot would not fit into it.
         num_cpus=math.floor(slots.cpus / slots.tenants * 10_000) / 10_000 if not slots.gpus else 0,
-        num_gpus=slots.gpus / slots.tenants,
+        num_gpus=slots.gpus / slots.tenants if devices is None else 0,
         max_concurrency=1000 if concurrent else 1,
         scheduling_strategy=PlacementGroupSchedulingStrategy(slots.group, placement_group_bundle_index=index),
-    ).remote(target, dict(kwargs), cluster.plugins)
+    ).remote(target, dict(kwargs), cluster.plugins, devices)
     cluster.owns_actor(handle)
     return Remote(handle, name, deadline_s, died)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_train.cluster.runtime import Cluster
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, DeadlineExceeded
+
+_TO_ASK = 0.001
+"""Of an accelerator, for a task that only asks which one it is: fits beside tenants."""
 
 
 @dataclass(frozen=True)
@@ -55,3 +61,43 @@ def reserve(
         raise ConfigError(f"{need}; {have}, {idle}; not placed within {deadline_s:g} s. {advice}")
     cluster.owns_group(group)
     return Slots(group, count, cpus, gpus, tenants)
+
+
+async def places_of(slots: Slots, indices: Sequence[int], deadline_s: float) -> list[tuple[str, str]]:
+    """Node and accelerator (an entry of CUDA_VISIBLE_DEVICES there) of each of these slots.
+
+    A part of each must be free: that of the tenant for whom it is asked. Raises DeadlineExceeded.
+    """
+    asked = [
+        ray.remote(_place)
+        .options(
+            num_cpus=0,
+            num_gpus=_TO_ASK,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(slots.group, placement_group_bundle_index=index),
+        )
+        .remote()
+        for index in indices
+    ]
+    try:
+        return list(await asyncio.wait_for(asyncio.gather(*asked), deadline_s))
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"asking slots {list(indices)} for their accelerators", deadline_s) from error
+
+
+def _place() -> tuple[str, str]:
+    (device,) = ray.get_gpu_ids()
+    return ray.get_runtime_context().get_node_id(), str(device)
+
+
+def visible_devices(places: Sequence[tuple[str, str]], key: str) -> str:
+    """CUDA_VISIBLE_DEVICES of a process that uses all of these places, in their order.
+
+    Raises ConfigError, which names `key`, when they lie on several nodes.
+    """
+    nodes = sorted({node for node, _ in places})
+    if len(nodes) > 1:
+        raise ConfigError(
+            f"{key}: the {len(places)} accelerators of one engine lie on {len(nodes)} nodes ({', '.join(nodes)}); they "
+            "must be on one. Make it divide the accelerators of a node, and start more engines instead."
+        )
+    return ",".join(device for _, device in places)

@@ -28,7 +28,11 @@ STRATEGIES = {
     "fsdp": "skyrl_train.strategies.fsdp2:FSDP2Strategy",
 }
 
-ENGINES = {"transformers": "skyrl_train.engines.transformers:TransformersEngine"}
+ENGINES = {
+    "sglang": "skyrl_train.engines.sglang:SGLangEngine",
+    "transformers": "skyrl_train.engines.transformers:TransformersEngine",
+    "vllm": "skyrl_train.engines.vllm:VLLMEngine",
+}
 
 ENVIRONMENTS = {
     "arithmetic": "skyrl_train.environments.arithmetic:ArithmeticEnv",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,8 @@ _ON_CPU: dict[str, tuple[Any, str]] = {
     "trainer.bf16": (False, "bfloat16 is slow and inexact without accelerators"),
     "trainer.flash_attn": (False, "PyTorch's scaled dot product attention"),
 }
-_ON_CUDA: dict[str, tuple[Any, str]] = {
-    "generator.backend": ("transformers", "vllm is not available in this version"),
-}
+_SPOKEN = frozenset({"generator.backend"})
+"""Settings of _ON_CPU that are kept when they were written out, be it as the default."""
 
 
 def accelerator_present() -> bool:
@@ -43,11 +42,12 @@ def accelerator_present() -> bool:
     return listed.returncode == 0 and "GPU" in listed.stdout
 
 
-def resolve_device(config: Config, has_accelerator: bool) -> tuple[Config, list[str]]:
+def resolve_device(config: Config, has_accelerator: bool, given: Collection[str] = ()) -> tuple[Config, list[str]]:
     """The configuration with `device` cpu or cuda and its untouched defaults fitted to it; a note for every change.
 
     A value that equals the default counts as untouched even when it was written out: SkyRL's recipes spell theirs out.
-    Other values are kept. The result is not frozen.
+    The engine is the exception: one that is named in `given`, the keys written out, stays. Other values are kept. The
+    result is not frozen.
     """
     device = config.device
     notes = []
@@ -56,7 +56,9 @@ def resolve_device(config: Config, has_accelerator: bool) -> tuple[Config, list[
         found = "an accelerator was found" if has_accelerator else "no accelerator was found"
         notes.append(f"device=auto -> {device}: {found}.")
     changes: dict[str, Any] = {"device": device}
-    for key, (value, reason) in (_ON_CPU if device == "cpu" else _ON_CUDA).items():
+    for key, (value, reason) in _ON_CPU.items() if device == "cpu" else ():
+        if key in _SPOKEN and key in given:
+            continue
         default = all_keys()[key].default
         if value_at(config, key) == default:
             changes[key] = value

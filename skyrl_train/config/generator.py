@@ -59,21 +59,32 @@ class GeneratorConfig(Section):
     model_dtype: str = "bfloat16"
     """Data type of the engines' weights: `bfloat16`, `float16` or `float32`."""
     run_engines_locally: bool = True
-    """Start engines in this cluster; false uses the servers at `remote_inference_engine_urls`."""
+    """Start engines in this cluster; false uses servers, one engine each: those of `skyrl_train.entrypoints.serve`, or
+    vLLM's or SGLang's own where `backend` says so."""
     num_inference_engines: int = 1
     """Engines to start."""
+    max_engine_restarts: int = 3
+    """Engines that die are started again, with the current weights, this often in a run; then the run stops."""
     backend: str = "vllm"
-    """Which engine: `transformers`, ..."""
+    """Which engine: `vllm`, `sglang` or `transformers`."""
     weight_sync_backend: str = "nccl"
     """Collectives that carry weights to the engines: `nccl` or `gloo`."""
     weight_sync_check: str = "fingerprint"
     """Proof that weights arrived: `off`, `fingerprint` (sums of bit patterns) or `probe` (log-probs of a text too)."""
+    weight_sync_route: str = "auto"
+    """How weights travel: `broadcast`, `ipc` (one machine's memory), `checkpoint` (a shared folder) or `in_process` (in
+    the calls themselves); `auto` is ipc where every engine shares its slots with the trainer, else broadcast."""
+    weight_sync_folder: str | None = None
+    """For `weight_sync_route=checkpoint` and for vLLM's and SGLang's own servers: a folder that trainer and engines see
+    under one path; null is the run's."""
+    weight_sync_only_changed: bool = False
+    """Leave out tensors whose bits are those of the last sync, for engines that can load a part."""
     weight_transfer_threshold_cuda_ipc_GB: float = 1.0
     """Size (GB) of the buckets in which weights travel."""
     external_proxy_url: str | None = None
     """A router in front of external servers."""
     external_server_urls: list[str] | None = None
-    """External servers."""
+    """Other name of `remote_inference_engine_urls`, which it goes before."""
     inference_engine_tensor_parallel_size: int = 1
     """Accelerators that a layer of an engine is split over; `tensor_parallel_size` is accepted as another name."""
     inference_engine_pipeline_parallel_size: int = 1
@@ -109,7 +120,7 @@ class GeneratorConfig(Section):
     max_num_seqs: int = 1024
     """Sequences in an engine's batch at most."""
     remote_inference_engine_urls: list[str] = field(default_factory=lambda: ["127.0.0.1:8001"])
-    """Servers for `run_engines_locally=false`."""
+    """Servers for `run_engines_locally=false`; their token is the environment's SKYRL_API_KEY."""
     enable_http_endpoint: bool = False
     """Serve the engines over HTTP."""
     http_endpoint_host: str = "127.0.0.1"

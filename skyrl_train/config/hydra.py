@@ -117,6 +117,23 @@ def compose(overrides: Sequence[str], name: str | None = None, directory: str | 
         raise ConfigError(f"The configuration {name or BASE} cannot be composed: {text}") from error
 
 
+def written_keys(overrides: Sequence[str], name: str | None, directory: str | None) -> frozenset[str]:
+    """Keys that a person wrote: on the command line, or in the preset itself (not in those that it builds on)."""
+    keys = {parse_override(text).key for text in overrides}
+    for folder in (directory, presets_dir()):
+        path = Path(folder or "") / f"{(name or BASE).removesuffix('.yaml')}.yaml"
+        if folder is not None and path.is_file():
+            keys |= set(_leaf_keys(yaml.safe_load(path.read_text(encoding="utf-8"))))
+            break
+    return frozenset(ALIASES.get(key, key) for key in keys)
+
+
+def _leaf_keys(content: Any, prefix: str = "") -> Iterator[str]:
+    for key, value in content.items() if isinstance(content, dict) else ():
+        yield f"{prefix}{key}"
+        yield from _leaf_keys(value, f"{prefix}{key}.")
+
+
 def unresolved(raw: DictConfig) -> dict[str, Any]:
     """Nested plain values with interpolations as text."""
     content = OmegaConf.to_container(raw, resolve=False, throw_on_missing=False)

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from skyrl_train.config.command_line import read_command_line
 from skyrl_train.config.device import accelerator_present, device_problems, resolve_device
-from skyrl_train.config.hydra import compose, finish, resolve, show_information
+from skyrl_train.config.hydra import compose, finish, resolve, show_information, written_keys
 from skyrl_train.config.inert import without_effect
 from skyrl_train.config.problems import Problem, one_line, raise_all
 from skyrl_train.config.schema import Config
@@ -50,15 +50,18 @@ def prepare(argv: Sequence[str], has_accelerator: bool | None = None) -> Prepare
     except ConfigError as error:
         raise_all([*line.problems, Uncomposable("--config-name", line.flags["config_name"], str(error))])
         raise
-    return _check(raw, line.problems, has_accelerator)
+    given = written_keys(line.overrides, line.flags["config_name"], line.flags["config_dir"])
+    return _check(raw, line.problems, given, has_accelerator)
 
 
-def _check(raw: DictConfig, problems: list[Problem], has_accelerator: bool | None) -> PreparedConfig:
+def _check(
+    raw: DictConfig, problems: list[Problem], given: frozenset[str], has_accelerator: bool | None
+) -> PreparedConfig:
     present = accelerator_present() if has_accelerator is None else has_accelerator
     config, more = finish(raw)
     problems = [*problems, *more]
     suspects = {problem.key for problem in problems}
-    config, notes = resolve_device(config, present)
+    config, notes = resolve_device(config, present, given)
     for problem in (*device_problems(config, present), *validate(config)):
         if not any(key in str(problem) for key in suspects):  # it may only follow from a default that stands in
             problems.append(problem)

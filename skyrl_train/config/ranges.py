@@ -37,6 +37,8 @@ NOT_NEGATIVE = Range(0)
 POSITIVE = Range(0, above=True)
 FRACTION = Range(0, 1)
 MINUS_ONE_OR_MORE = Range(-1)
+LEAST_TEMPERATURE = 0.01
+"""Besides 0: logits divided by less overflow, and vLLM would take this instead."""
 
 _OPTIMIZER = {
     "lr": NOT_NEGATIVE,
@@ -56,7 +58,7 @@ _MEGATRON = {
 }
 _SAMPLING = {
     "max_generate_length": AT_LEAST_ONE,
-    "repetition_penalty": POSITIVE,
+    "repetition_penalty": Range(0.01, 100),
     "temperature": NOT_NEGATIVE,
     "top_p": Range(0, 1, above=True),
     "min_p": FRACTION,

@@ -14,11 +14,6 @@ NAMES: dict[str, dict[str, str]] = {
         "deepspeed": "deepspeed is not available in this version: use fsdp2.",
         "megatron": "megatron is not available in this version: use fsdp2.",
     },
-    "generator.backend": {
-        "vllm": "vllm is not available in this version: use transformers.",
-        "sglang": "sglang is not available in this version: use transformers.",
-        "remote": "Remote servers are not available in this version: use transformers.",
-    },
     "trainer.algorithm.advantage_estimator": {
         name: f"{name} is not available in this version: use grpo, or register your own in trainer.plugins."
         for name in ("gae", "rloo", "reinforce++")
@@ -38,9 +33,9 @@ _OFF_POLICY = "Off-policy correction is not available in this version."
 _LORA = "Adapters are not available in this version: the whole model is trained."
 _PARALLEL = "This parallelism is not available in this version: use more ranks (policy_num_gpus_per_node)."
 _MEGATRON = "Megatron's parallelism is not available: use trainer.strategy=fsdp2 and trainer.policy.fsdp_config."
-_ENGINE_PARALLEL = "The transformers engine runs on one accelerator: raise generator.num_inference_engines instead."
+_COPIES = "Copies of a model are engines of their own here: raise generator.num_inference_engines."
 _TURNS = "Conversations of several turns are not available in this version."
-_SERVERS = "Servers outside the run are not available in this version: engines run inside it."
+_PROXY = "A router of another project cannot take weights: name the servers behind it in external_server_urls."
 
 VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "trainer.algorithm.use_tis": ((False,), _OFF_POLICY),
@@ -71,14 +66,8 @@ VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
         for role in ("policy", "ref")
         for kind in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
     },
-    **{
-        f"generator.inference_engine_{kind}_parallel_size": ((1,), _ENGINE_PARALLEL)
-        for kind in ("tensor", "pipeline", "expert", "data")
-    },
-    "generator.run_engines_locally": ((True,), _SERVERS),
-    "generator.external_proxy_url": ((None,), _SERVERS),
-    "generator.external_server_urls": ((None,), _SERVERS),
-    "generator.enable_http_endpoint": ((False,), "Engines are not served over HTTP in this version."),
+    "generator.inference_engine_data_parallel_size": ((1,), _COPIES),
+    "generator.external_proxy_url": ((None,), _PROXY),
     "generator.max_turns": ((1,), _TURNS),
     "generator.use_conversation_multi_turn": ((True,), _TURNS),
     "generator.step_wise_trajectories": ((False,), _TURNS),

@@ -18,7 +18,7 @@ from skyrl_train.config.choices import (
 from skyrl_train.config.convert import Unfit, convert
 from skyrl_train.config.keys import leaves, value_at
 from skyrl_train.config.problems import Problem
-from skyrl_train.config.ranges import out_of_range
+from skyrl_train.config.ranges import LEAST_TEMPERATURE, out_of_range
 from skyrl_train.config.schema import Config
 from skyrl_train.config.unavailable import NAMES, unavailable
 from skyrl_train.registry import unknown
@@ -39,6 +39,7 @@ CHOICES: Mapping[str, Collection[str]] = {
     "generator.backend": ENGINES,
     "generator.model_dtype": ("bfloat16", "float16", "float32"),
     "generator.weight_sync_backend": ("nccl", "gloo"),
+    "generator.weight_sync_route": ("auto", "broadcast", "ipc", "checkpoint", "in_process"),
     "generator.weight_sync_check": ("off", "fingerprint", "probe"),
     "generator.chat_template.source": ("name", "file"),
     "generator.override_existing_update_group": ("auto", "enable", "disable"),
@@ -101,6 +102,8 @@ def _combinations(config: Config) -> Iterator[Problem]:
         advice = f"The policy has {ranks} ranks; one of {'policy_num_gpus_per_node, policy_num_nodes'} must go to 1."
         yield Problem("trainer.strategy", "single", "fsdp2 with more than one rank", advice)
     yield from _collectives(config)
+    yield from _engine_shape(config)
+    yield from _servers(config)
     if trainer.export_path.rstrip("/") == trainer.ckpt_path.rstrip("/"):
         allowed = "another folder than trainer.ckpt_path"
         yield Problem("trainer.export_path", trainer.export_path, allowed, "Both get folders called global_step_N.")
@@ -114,6 +117,34 @@ def _collectives(config: Config) -> Iterator[Problem]:
     if backend in CHOICES["generator.weight_sync_backend"] and backend != served:
         limit, advice = f"{served} with device={config.device}", "Weights travel over the trainer's own collectives."
         yield Problem("generator.weight_sync_backend", backend, limit, advice)
+
+
+def _servers(config: Config) -> Iterator[Problem]:
+    generator = config.generator
+    key = "external_server_urls" if generator.external_server_urls else "remote_inference_engine_urls"
+    urls = [url.rpartition("://")[2].rstrip("/") for url in getattr(generator, key)]
+    if generator.run_engines_locally:
+        return
+    if not urls or "" in urls:
+        yield Problem(f"generator.{key}", urls, "host:port of at least one server")
+    elif len(set(urls)) < len(urls):
+        yield Problem(f"generator.{key}", urls, "each server once", "A server has one engine.")
+
+
+def _engine_shape(config: Config) -> Iterator[Problem]:
+    generator = config.generator
+    ranks, experts = generator.inference_engine_tensor_parallel_size, generator.inference_engine_expert_parallel_size
+    if generator.backend == "vllm" and experts not in (1, ranks):
+        advice = "vLLM spreads experts over all ranks of an engine, or over none."
+        allowed = "1 or generator.inference_engine_tensor_parallel_size"
+        yield Problem("generator.inference_engine_expert_parallel_size", experts, allowed, advice)
+    if generator.backend != "transformers":
+        return
+    for kind in ("tensor", "pipeline", "expert"):
+        key = f"generator.inference_engine_{kind}_parallel_size"
+        if (size := value_at(config, key)) != 1:
+            advice = "One transformers engine has one accelerator: raise generator.num_inference_engines instead."
+            yield Problem(key, size, "1 with generator.backend=transformers", advice)
 
 
 def _algorithm(config: Config) -> Iterator[Problem]:
@@ -131,6 +162,11 @@ def _algorithm(config: Config) -> Iterator[Problem]:
     if generator.sampling_params.temperature == 0:
         key = "generator.sampling_params.temperature"
         yield Problem(key, 0.0, "more than 0", "Greedy samples of a prompt are all the same; evaluation may be greedy.")
+    for name in ("sampling_params", "eval_sampling_params"):
+        temperature = getattr(generator, name).temperature
+        if 0 < temperature < LEAST_TEMPERATURE:
+            allowed = f"0 or at least {LEAST_TEMPERATURE}"
+            yield Problem(f"generator.{name}.temperature", temperature, allowed, "0 is greedy.")
     betas = config.trainer.policy.optimizer_config.adam_betas, config.trainer.critic.optimizer_config.adam_betas
     for role, pair in zip(("policy", "critic"), betas, strict=True):
         if len(pair) != 2:

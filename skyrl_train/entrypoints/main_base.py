@@ -95,13 +95,18 @@ class BasePPOExp:
 
     async def _run(self) -> None:
         from skyrl_train.build.run import services
+        from skyrl_train.build.serving import check_endpoint, endpoint_of_run
 
-        async with services(
-            self.cfg,
-            train_dataset=self.train_dataset,
-            get_tracker=self.get_tracker,
-            get_client=self.get_inference_client,
-        ) as running:
+        check_endpoint(self.cfg)
+        async with (
+            services(
+                self.cfg,
+                train_dataset=self.train_dataset,
+                get_tracker=self.get_tracker,
+                get_client=self.get_inference_client,
+            ) as running,
+            endpoint_of_run(self.cfg, running.client, self.tokenizer),
+        ):
             trainer = self.get_trainer(running)
             try:
                 await trainer.fit()

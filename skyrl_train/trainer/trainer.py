@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from skyrl_train.collectors.rollout_collector import RolloutCollector
 from skyrl_train.data.batch import TrainBatch, collate
 from skyrl_train.data.trajectory import TrajectoryGroup
+from skyrl_train.errors import EnginesLost
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.trainer.evaluation import Evaluator
@@ -73,16 +74,26 @@ class Trainer:
     async def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
         await self._start()
-        while self.step < self.schedule.total_steps:
-            with self.metrics.timed("step"):
-                async with self.residency.generating():
-                    groups = await self._collect()
-                async with self.residency.training():
-                    await self._learn(groups)
-                    self.step += 1
-                    await self._publish()
-                self.collector.weights_live(self.step)
-            await self._after_step(groups)
+        started_at = self.step
+        try:
+            while self.step < self.schedule.total_steps:
+                await self._step()
+        except EnginesLost:
+            # No engine is left, but the learner is whole: what it learnt is kept.
+            if self.step > started_at:
+                await self.state.save(self.step)
+            raise
+
+    async def _step(self) -> None:
+        with self.metrics.timed("step"):
+            async with self.residency.generating():
+                groups = await self._collect()
+            async with self.residency.training():
+                await self._learn(groups)
+                self.step += 1
+                await self._publish()
+            self.collector.weights_live(self.step)
+        await self._after_step(groups)
 
     async def _start(self) -> None:
         """Resume, give the engines the trainer's weights, evaluate them."""

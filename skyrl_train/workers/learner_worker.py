@@ -67,6 +67,8 @@ class LearnerSpec:
     """Deadline of one collective: ranks may differ by as much as one of them writes a file longer."""
     wire_dtype: str
     bucket_bytes: int
+    only_changed: bool = False
+    """Weight syncs leave out tensors that are as they were."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,11 @@ class LearnerWorker:
         )
         self.scorer = self.strategy.prepare(TokenScorer(model), spec.total_steps)
         self.sender = WeightSender(
-            self.strategy.full_parameters, wire_dtype=spec.wire_dtype, bucket_bytes=spec.bucket_bytes, rank=self.rank
+            self.strategy.full_parameters,
+            wire_dtype=spec.wire_dtype,
+            bucket_bytes=spec.bucket_bytes,
+            rank=self.rank,
+            only_changed=spec.only_changed,
         )
         return count
 
@@ -164,13 +170,17 @@ class LearnerWorker:
         """Join the engines' transfer group; see weight_sync.publish for the order of these calls."""
         self.sender.connect(route, address, world_size, timeout_s, self.spec.device)
 
-    def manifest(self, version: int) -> Manifest:
+    def manifest(self, version: int, rehearsal: bool = False) -> Manifest:
         """What a sync of `version` will send."""
-        return self.sender.manifest(version)
+        return self.sender.manifest(version, rehearsal)
 
     def send_weights(self, index: int) -> Bucket | None:
         """Send one bucket of it."""
         return self.sender.send(index)
+
+    def weights_delivered(self, version: int) -> None:
+        """Every engine confirmed that version."""
+        self.sender.delivered(version)
 
     def disconnect_weights(self) -> None:
         """Leave the transfer group after a failure."""

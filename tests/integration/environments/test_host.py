@@ -237,25 +237,32 @@ def test_a_row_that_json_cannot_carry_is_named():
     run_with_host(scenario)
 
 
-def test_processes_start_as_needed_and_never_more_than_allowed():
+@pytest.fixture
+def started() -> Callable[[], set[psutil.Process]]:
+    """Processes of this one that began after the test did."""
+    before = set(psutil.Process().children())
+    return lambda: set(psutil.Process().children()) - before
+
+
+def test_processes_start_as_needed_and_never_more_than_allowed(started: Callable[[], set[psutil.Process]]):
     async def scenario(host: EnvironmentHost) -> None:
         for _ in range(3):
             assert await outcome(host, "Counter", "alone") == 1.0
-        assert len(psutil.Process().children()) == 1
+        assert len(started()) == 1
         await asyncio.gather(*(outcome(host, "Counter", "sleep 0.05") for _ in range(12)))
-        assert len(psutil.Process().children()) == 2
+        assert len(started()) == 2
 
     run_with_host(scenario, max_workers=2)
 
 
-def test_closing_waits_for_no_environment_beyond_its_grace():
+def test_closing_waits_for_no_environment_beyond_its_grace(started: Callable[[], set[psutil.Process]]):
     async def scenario(host: EnvironmentHost) -> None:
         assert await outcome(host, "NeverCloses", "") == 1.0
 
     start = time.monotonic()
     run_with_host(scenario, deadline_s=0.5)
     assert time.monotonic() - start < 5
-    assert psutil.Process().children() == []
+    assert started() == set()
 
 
 def test_closing_fails_the_calls_that_are_still_waiting():

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from skyrl_train.build.run import score_sequences
+from skyrl_train.build.weights import score_sequences
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.engines.base import SampleRequest, SamplingParams

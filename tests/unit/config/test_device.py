@@ -49,7 +49,16 @@ def test_an_accelerator_keeps_its_precision_and_collectives():
     assert config.device == "cuda"
     assert config.trainer.bf16 is True
     assert (config.generator.model_dtype, config.generator.weight_sync_backend) == ("bfloat16", "nccl")
-    assert any(note.startswith("generator.backend=vllm -> transformers") for note in notes)
+    assert config.generator.backend == "vllm"
+    assert not any("generator.backend" in note for note in notes)
+
+
+def test_an_engine_that_is_written_out_stays_and_an_untouched_one_fits_the_machine(tmp_path):
+    assert prepare([], has_accelerator=False).config.generator.backend == "transformers"
+    assert prepare(["generator.backend=vllm"], has_accelerator=False).config.generator.backend == "vllm"
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_base_config, _self_]\ngenerator: {backend: vllm}\n")
+    preset = ["--config-dir", str(tmp_path), "--config-name", "mine"]
+    assert prepare(preset, has_accelerator=False).config.generator.backend == "vllm"
 
 
 def test_cpu_can_be_asked_for_where_there_is_an_accelerator():

@@ -11,6 +11,7 @@ from skyrl_train.config.keys import all_keys, leaves
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.unavailable import VALUES
 from skyrl_train.config.validate import CHOICES
+from skyrl_train.errors import ConfigError
 
 PACKAGE = Path(skyrl_train.__file__).parent
 
@@ -47,6 +48,7 @@ def test_defaults_warn_about_nothing_also_when_spelt_out():
         "trainer.placement.ref_num_gpus_per_node=2",
         "environment.skyrl_gym.search.topk=5",
         "generator.sampling_params.logprobs=null",
+        "generator.fully_sharded_loras=true",
     ],
 )
 def test_key_without_effect_is_named_once_with_what_to_use(override: str):
@@ -54,6 +56,18 @@ def test_key_without_effect_is_named_once_with_what_to_use(override: str):
     section, _, advice = line.partition(" has no effect here. ")
     assert override.startswith(section.partition("=")[0])
     assert advice.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("setting", "override"),
+    [
+        ("generator.backend=vllm", "generator.gpu_memory_utilization=0.5"),
+        ("generator.run_engines_locally=false", "generator.num_inference_engines=3"),
+    ],
+)
+def test_key_without_effect_beside_another_setting_is_named(setting: str, override: str):
+    (line,) = warnings(setting, override)
+    assert line.startswith(f"{override} has no effect here. ")
 
 
 @pytest.mark.parametrize(
@@ -99,3 +113,9 @@ def test_every_key_is_read_refused_or_named_as_having_no_effect():
 
 def test_rows_name_keys_that_exist():
     assert not {key for row in ROWS for key in row.keys} - set(all_keys())
+
+
+def test_experts_are_spread_over_all_ranks_of_an_engine_or_over_none():
+    key = "generator.inference_engine_expert_parallel_size"
+    with pytest.raises(ConfigError, match=rf"{key}.*1 or generator\.inference_engine_tensor_parallel_size"):
+        warnings("generator.backend=vllm", f"{key}=3")

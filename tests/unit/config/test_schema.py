@@ -16,7 +16,11 @@ KEYS = Path(__file__).with_name("skyrl_keys.tsv")
 
 NEW_KEYS = {
     "device",
+    "generator.max_engine_restarts",
     "generator.weight_sync_check",
+    "generator.weight_sync_folder",
+    "generator.weight_sync_only_changed",
+    "generator.weight_sync_route",
     "trainer.critic.model.lora.lora_sync_path",
     "trainer.fully_async.enabled",
     "trainer.max_failed_fraction",

@@ -57,6 +57,21 @@ def test_defaults_are_valid():
     ("overrides", "key", "message"),
     [
         (["trainer.train_batch_size=-4"], "trainer.train_batch_size", "at least 1"),
+        (
+            ["generator.eval_sampling_params.temperature=0.001"],
+            "generator.eval_sampling_params.temperature",
+            "0 or at least 0.01",
+        ),
+        (
+            ["generator.run_engines_locally=false", "generator.remote_inference_engine_urls=[]"],
+            "generator.remote_inference_engine_urls",
+            "at least one server",
+        ),
+        (
+            ["generator.run_engines_locally=false", "generator.external_server_urls=['a:1','http://a:1/']"],
+            "generator.external_server_urls",
+            "each server once",
+        ),
         (["trainer.policy.optimizer_config.lr=-1"], "trainer.policy.optimizer_config.lr", "at least 0"),
         (["generator.sampling_params.top_p=0"], "generator.sampling_params.top_p", "more than 0 and at most 1"),
         (["generator.sampling_params.top_p=1.5"], "generator.sampling_params.top_p", "more than 0 and at most 1"),

@@ -1,0 +1,44 @@
+"""Engines over HTTP: `python -m skyrl_train.entrypoints.serve key=value ...`
+
+The engines load trainer.policy.model.path and serve it at generator.http_endpoint_host and http_endpoint_port until the
+process is interrupted, or until no engine is alive: then it exits with status 1. The token is the environment's
+SKYRL_API_KEY; without one, a file is named that holds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+
+from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
+
+
+class ServingExp(BasePPOExp):
+    """Tokenizer, engines and their client; no data, no trainer."""
+
+    def get_train_dataset(self) -> None:  # type: ignore[override]
+        """There is nothing to train on."""
+
+    def get_eval_dataset(self) -> None:
+        """There is nothing to evaluate on."""
+
+    async def _run(self) -> None:
+        from skyrl_train.build.serving import serving, until_none_lives
+
+        async with serving(self.cfg, self.tokenizer, self.get_inference_client) as client:
+            watch = asyncio.ensure_future(until_none_lives(client))
+            for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which has a handler of its own
+                asyncio.get_running_loop().add_signal_handler(number, watch.cancel)
+            await asyncio.wait([watch])
+            if not watch.cancelled():
+                watch.result()
+
+
+def main() -> None:
+    # The keys of the endpoint have an effect here.
+    run_experiment(ServingExp, ["generator.enable_http_endpoint=true", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

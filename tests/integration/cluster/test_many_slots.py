@@ -1,0 +1,57 @@
+"""Processes that use several slots, on a Ray runtime that believes in four accelerators."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from skyrl_train.cluster.actors import spawn
+from skyrl_train.cluster.placement import places_of, reserve, visible_devices
+from skyrl_train.cluster.runtime import Cluster
+
+
+class Sees:
+    """What is spawned."""
+
+    def devices(self) -> str:
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    ray.init(address="local", num_cpus=4, num_gpus=4, include_dashboard=False, object_store_memory=100 << 20)
+    with Cluster() as cluster:
+        yield cluster
+    ray.shutdown()
+
+
+@pytest.mark.slow
+def test_an_actor_sees_the_accelerators_of_all_its_slots_beside_a_tenant_in_each(cluster: Cluster):
+    slots = reserve(cluster, count=4, tenants=2, device="cuda", total_slots=4, deadline_s=30, key="test")
+    target = f"{__name__}:Sees"
+
+    async def run() -> None:
+        ranks = [
+            spawn(cluster, target, {}, slots=slots, index=index, name="rank", concurrent=False, deadline_s=60)
+            for index in range(4)
+        ]
+        seen = [await rank.devices() for rank in ranks]
+        assert sorted(seen) == ["0", "1", "2", "3"]
+        engines = []
+        for first in (0, 2):
+            places = await places_of(slots, range(first, first + 2), 60)
+            devices = visible_devices(places, "test")
+            assert devices == f"{seen[first]},{seen[first + 1]}"
+            engines.append(
+                spawn(
+                    cluster, target, {}, slots=slots, index=first, name="engine", concurrent=True, deadline_s=60,
+                    devices=devices,
+                )
+            )  # fmt: skip
+            assert await engines[-1].devices() == devices
+
+    asyncio.run(run())

@@ -1,0 +1,60 @@
+"""Every engine in every layout trains through the real entrypoint, and every sync is proven by log-probs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.testing.tiny_models import save_tiny_model
+
+from .conftest import Run, metrics_of
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A qwen3 with heads of 32, which both engines want on a CPU."""
+    return str(save_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("colocated", [True, False], ids=["colocated", "apart"])
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_three_steps_with_proven_weights(
+    run: Run,
+    small: Callable[[Path], list[str]],
+    model: str,
+    tmp_path: Path,
+    backend: str,
+    colocated: bool,
+    asynchronous: bool,
+    engines: int,
+):
+    if importlib.util.find_spec(backend) is None:
+        pytest.skip(f"{backend} is not installed: scripts/cpu_engines does")
+    run(
+        "main_base",
+        *small(tmp_path),
+        f"trainer.policy.model.path={model}",
+        f"generator.backend={backend}",
+        f"trainer.placement.colocate_all={str(colocated).lower()}",
+        f"generator.async_engine={str(asynchronous).lower()}",
+        f"generator.num_inference_engines={engines}",
+        "generator.weight_sync_check=probe",
+        "generator.max_num_seqs=16",
+        "+generator.engine_init_kwargs.max_model_len=512",
+        "trainer.eval_before_train=false",
+        "trainer.max_steps=3",
+    )
+    found = metrics_of(tmp_path)
+    assert set(found) == {1, 2, 3}
+    for step, values in found.items():
+        assert values["weights/version"] == step
+        assert values["weights/probe_gap"] <= 1e-4
+        assert values["rollout/logprob_diff_max"] <= 1e-4
+        assert values["rollouts/trajectories"] == 16
+        assert values["rollouts/failed"] == 0

@@ -1,0 +1,63 @@
+"""Engines that were started elsewhere: a run finds them by address and sends them its weights."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from .conftest import Run, metrics_of
+
+TOKEN = "a-token-for-tests"
+
+
+@pytest.fixture
+def server(tiny_model_path: str, tmp_path: Path) -> Iterator[str]:
+    """host:port of `serve` with one transformers engine."""
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    keys = [f"trainer.policy.model.path={tiny_model_path}", f"generator.http_endpoint_port={port}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "skyrl_train.entrypoints.serve", *keys, "data.train_data=[none]"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"SKYRL_API_KEY": TOKEN},
+    )
+    try:
+        assert process.stdout is not None
+        assert any(line.startswith("Serving ") for line in process.stdout), "it ended before it served"
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ["broadcast", "checkpoint"])
+def test_a_run_trains_with_an_engine_that_runs_elsewhere(
+    run: Run, small: Callable[[Path], list[str]], server: str, tmp_path: Path, route: str
+):
+    run(
+        "main_base",
+        *small(tmp_path),
+        "generator.run_engines_locally=false",
+        f"generator.remote_inference_engine_urls=['{server}']",
+        "generator.weight_sync_check=probe",
+        f"generator.weight_sync_route={route}",
+        "trainer.eval_before_train=false",
+        "trainer.max_steps=2",
+        SKYRL_API_KEY=TOKEN,
+    )
+    found = metrics_of(tmp_path)
+    assert set(found) == {1, 2}
+    for step, values in found.items():
+        assert values["weights/version"] == step
+        assert values["weights/probe_gap"] <= 1e-4
+        assert values["rollout/logprob_diff_max"] <= 1e-4
