@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import re
@@ -9,6 +10,7 @@ import resource
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 import uuid
@@ -63,6 +65,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_sessionfinish() -> None:
     shutil.rmtree(_HF_HOME, ignore_errors=True)
+    for name, module in sys.modules.items():
+        if name.startswith("swig_runtime_data"):
+            # sentencepiece frees its types after what it needs for that: one reference too many keeps them to the end.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(module.type_pointer_capsule))
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,24 @@
-"""Tokens per second of the transformers engine against Hugging Face's generate: same model, prompts, numbers of tokens.
+"""Tokens per second of every engine: bare, through the client as a run has it, and behind HTTP. Same work for all.
 
-    python scripts/benchmarks/engines.py [--threads N] [--device cuda] [--repeats N] [--json FILE]
+    python scripts/benchmarks/engines.py [--engines transformers vllm sglang] [--repeats 5] [--json FILE]
+    python scripts/benchmarks/engines.py --hugging-face [--threads N] [--device cuda] [--repeats N] [--json FILE]
 
-Both sample at temperature 1 without truncation, may not end early, and are warmed up. Runs alternate and the best of
-each counts, because a shared machine disturbs single runs. Generate gets its prompts left-padded in one batch.
+64 prompts of 60 tokens, 64 new ones each, a qwen3 of hidden size 256 with 4 layers and random weights, in fp32 on the
+CPU: temperature 1, the log-prob of every sampled token, no early end. Every run has prompts that no prompt cache knows.
+Runs of the three ways alternate, the first round warms up, medians count. All engines compute with the same number of
+threads, and what is not measured is idle. CPU-seconds are those of all processes together, Ray's included: on a busy
+machine they tell more than the time does.
+
+- bare: `vllm.LLM.generate` and `sglang.Engine.generate`, started with the arguments that our engines start them with;
+  their own samplers, no seeds, no text. Of the transformers engine the object itself. One call with all prompts, in a
+  process of its own.
+- client: an EngineClient over an engine in a Ray actor, as skyrl_train.build makes them: a seed for every request, both
+  log-probs, weight versions. Calls of 8 requests, as the samples of a prompt make them.
+- remote: an EngineClient over a RemoteEngine in a process of its own, the same calls. The HTTP endpoint is in the
+  process that started the actor, as in skyrl_train.entrypoints.serve, and leads to the same actor.
+
+--hugging-face compares the transformers engine with Hugging Face's generate, which gets its prompts left-padded in one
+batch. There the best of each counts, because a shared machine disturbs single runs.
 """
 
 from __future__ import annotations
@@ -12,17 +27,280 @@ import argparse
 import asyncio
 import copy
 import json
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
-from skyrl_train.engines.base import SampleRequest, SamplingParams
+from skyrl_train.build.engines import build_client, build_engines
+from skyrl_train.build.layout import place
+from skyrl_train.build.learner import threads_per_process
+from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.config.hydra import load
+from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.http.remote import RemoteEngine
+from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.engines.transformers import TransformersEngine
-from skyrl_train.testing.tiny_models import tiny_model
+from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
+
+KINDS = ("transformers", "vllm", "sglang")
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, 60, 64
+CALL = 8
+"""Requests in one call of the client."""
+VOCABULARY = 320
+MAX_MODEL_LEN = 256
+DEADLINE_S = 600.0
+
+Generate = Callable[[list[SampleRequest]], Sequence[int]]
+"""Samples all and returns how many tokens each one got."""
+
+
+def requests_of(run: int) -> list[SampleRequest]:
+    """The requests of the `run`-th run."""
+    ids = torch.randint(3, VOCABULARY, (PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(run)).tolist()
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    return [SampleRequest(f"{run}.{i}", tuple(row), sampling, seed=1000 * run + i) for i, row in enumerate(ids)]
+
+
+def lengths(completions: Sequence[Completion]) -> list[int]:
+    assert all(map(math.isfinite, completions[0].full_logprobs))
+    return [min(len(one.token_ids), len(one.full_logprobs)) for one in completions]
+
+
+async def in_calls(client: EngineClient, requests: list[SampleRequest]) -> list[int]:
+    calls = [client.generate(requests[start : start + CALL]) for start in range(0, len(requests), CALL)]
+    return [length for part in await asyncio.gather(*calls) for length in lengths(part)]
+
+
+# -- processes of their own ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def bare_transformers(model: str, threads: int) -> Iterator[Generate]:
+    engine = TransformersEngine(model, max_num_seqs=PROMPTS, max_model_len=MAX_MODEL_LEN, threads=threads)
+    with asyncio.Runner() as runner:
+        yield lambda requests: lengths(runner.run(engine.generate(requests)))
+        runner.run(engine.close())
+
+
+@contextmanager
+def bare_vllm(model: str, threads: int) -> Iterator[Generate]:
+    import skyrl_train.engines.vllm  # noqa: F401, I001  says how vLLM is to be imported
+    import vllm
+    from skyrl_train.engines.vllm_arguments import bind_threads, engine_arguments
+
+    given = {"dtype": "float32", "max_num_seqs": PROMPTS, "max_model_len": MAX_MODEL_LEN}
+    arguments = engine_arguments(model, True, 0, given)
+    del arguments["worker_extension_cls"]
+    bind_threads(threads, 1)
+    llm = vllm.LLM(**arguments)
+    sampling = vllm.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0, detokenize=False)
+
+    def generate(requests: list[SampleRequest]) -> list[int]:
+        prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
+        found: Any = llm.generate(prompts, sampling, use_tqdm=False)  # type: ignore[arg-type]
+        return [min(len(one.outputs[0].token_ids), len(one.outputs[0].logprobs)) for one in found]
+
+    yield generate
+
+
+@contextmanager
+def bare_sglang(model: str, threads: int) -> Iterator[Generate]:
+    from skyrl_train.engines import sglang_stand_ins
+    from skyrl_train.engines.sglang_arguments import engine_arguments
+
+    sys.path.insert(0, str(Path(sglang_stand_ins.__file__).parent))
+    os.environ |= {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": str(threads),
+    }
+    from sglang import Engine
+
+    engine = Engine(
+        **engine_arguments(
+            model,
+            name="bare",
+            device="cpu",
+            dtype="float32",
+            max_num_seqs=PROMPTS,
+            max_model_len=MAX_MODEL_LEN,
+            max_lora_rank=0,
+            rope_scaling=None,
+            rope_theta=None,
+            options={},
+        )
+    )
+
+    def generate(requests: list[SampleRequest]) -> list[int]:
+        sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
+        prompts = [list(request.token_ids) for request in requests]
+        found: Any = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
+        return [min(len(one["output_ids"]), len(one["meta_info"]["output_token_logprobs"])) for one in found]
+
+    yield generate
+    engine.shutdown()
+
+
+BARE = {"transformers": bare_transformers, "vllm": bare_vllm, "sglang": bare_sglang}
+
+
+@contextmanager
+def remote(url: str, token: str) -> Iterator[Generate]:
+    with asyncio.Runner() as runner:
+        engine = runner.run(RemoteEngine(url, token, name="remote").connect(DEADLINE_S))
+        client = EngineClient([engine], deadline_s=DEADLINE_S)
+        yield lambda requests: runner.run(in_calls(client, requests))
+        runner.run(client.close())
+
+
+def serve(connection: Connection, way: Callable[..., AbstractContextManager[Generate]], *args: Any) -> None:
+    """Start, say so, then do the runs asked for by their numbers and tell seconds, until told None."""
+    with way(*args) as generate:
+        connection.send(None)
+        while (run := connection.recv()) is not None:
+            requests = requests_of(run)
+            start = time.perf_counter()
+            found = generate(requests)
+            connection.send(time.perf_counter() - start)
+            assert list(found) == [NEW_TOKENS] * PROMPTS, found
+
+
+class Elsewhere:
+    """A way to generate in another process."""
+
+    def __init__(self, way: Callable[..., AbstractContextManager[Generate]], *args: Any):
+        context = multiprocessing.get_context("spawn")
+        self._here, there = context.Pipe()
+        self._process = context.Process(target=serve, args=(there, way, *args))
+        self._process.start()
+        there.close()  # so that its end is the end of what can be received
+
+    async def started(self) -> None:
+        await asyncio.to_thread(self._here.recv)
+
+    async def seconds(self, run: int) -> float:
+        self._here.send(run)
+        return await asyncio.to_thread(self._here.recv)  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        if self._process.is_alive():
+            self._here.send(None)
+        self._process.join(30)
+        self._process.kill()
+
+
+# -- three ways to one engine ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Medians: tokens per second, and the CPU-seconds of a run."""
+
+    engine: str
+    threads: int
+    bare: float
+    client: float
+    remote: float
+    bare_cpu_s: float
+    client_cpu_s: float
+    remote_cpu_s: float
+
+    def row(self) -> str:
+        return (
+            f"{self.engine:14}{self.bare:11,.0f}{self.client:14,.0f}{self.client / self.bare:7.2f}"
+            f"{self.remote:14,.0f}{self.remote / self.client:7.2f}"
+            f"{self.bare_cpu_s:12.2f}{self.client_cpu_s:8.2f}{self.remote_cpu_s:8.2f}"
+        )
+
+
+HEADER = (
+    f"{'engine':14}{'bare tok/s':>11}{'client tok/s':>14}{'ratio':>7}{'remote tok/s':>14}{'ratio':>7}"
+    f"{'CPU-s bare':>12}{'client':>8}{'remote':>8}"
+)
+
+
+def cpu_seconds() -> float:
+    """Of this process and all that live under it."""
+    here = psutil.Process()
+    times = [process.cpu_times() for process in [here, *here.children(recursive=True)]]
+    return sum(one.user + one.system for one in times)
+
+
+async def compare(kind: str, model: str, repeats: int) -> Speeds:
+    cfg = load(
+        [
+            "device=cpu",
+            f"trainer.policy.model.path={model}",
+            f"generator.backend={kind}",
+            "generator.model_dtype=float32",
+            f"generator.max_num_seqs={PROMPTS}",
+            f"+generator.engine_init_kwargs.max_model_len={MAX_MODEL_LEN}",
+        ]
+    )
+    timeouts = cfg.trainer.timeouts
+    with Cluster() as cluster:
+        layout = place(cluster, cfg.trainer.placement, cfg.generator, device="cpu", deadline_s=60, with_policy=False)
+        assert layout.engines is not None
+        threads = threads_per_process(cluster, layout.engines.count, "cpu") or 1
+        engines = await build_engines(cluster, cfg.generator, timeouts, layout.engines, "cpu")
+        client = build_client(engines, cfg.generator, timeouts)
+
+        async def through_client(run: int) -> float:
+            requests = requests_of(run)
+            start = time.perf_counter()
+            found = await in_calls(client, requests)
+            seconds = time.perf_counter() - start
+            assert found == [NEW_TOKENS] * PROMPTS, found
+            return seconds
+
+        async with HttpEndpoint(engines[0], None, model_name="tiny") as endpoint:
+            others = [Elsewhere(BARE[kind], model, threads), Elsewhere(remote, endpoint.url, endpoint.token)]
+            try:
+                for other in others:
+                    await other.started()
+                ways = [others[0].seconds, through_client, others[1].seconds]
+                runs = []
+                for run in range(3 * (repeats + 1)):
+                    used = cpu_seconds()
+                    runs.append((await ways[run % 3](run), cpu_seconds() - used))
+            finally:
+                for other in others:
+                    await asyncio.to_thread(other.close)
+        await client.close()
+    medians = [[statistics.median(values) for values in zip(*runs[3 + i :: 3], strict=True)] for i in range(3)]
+    seconds, cpu = zip(*medians, strict=True)
+    return Speeds(kind, threads, *(PROMPTS * NEW_TOKENS / one for one in seconds), *cpu)
+
+
+def compare_all(kinds: Sequence[str], repeats: int) -> list[dict[str, Any]]:
+    print(HEADER)
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_tiny_model(Path(folder), "qwen3", vocab_size=VOCABULARY, hidden_size=256, layers=4)
+        for kind in kinds:
+            speeds = asyncio.run(compare(kind, model, repeats))
+            results.append(asdict(speeds))
+            print(speeds.row(), flush=True)
+    return results
+
+
+# -- against Hugging Face --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -64,8 +342,8 @@ async def measure(case: Case, device: str, repeats: int) -> Result:
     model = tiny_model("qwen2", vocab_size=case.vocabulary, hidden_size=case.hidden, layers=case.layers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     low, high = case.prompt_tokens
-    lengths = torch.linspace(low, high, case.prompts).int().tolist()
-    prompts = [tuple(torch.randint(3, case.vocabulary, (length,)).tolist()) for length in lengths]
+    sizes = torch.linspace(low, high, case.prompts).int().tolist()
+    prompts = [tuple(torch.randint(3, case.vocabulary, (size,)).tolist()) for size in sizes]
     engine = TransformersEngine(copy.deepcopy(model), device=device, max_num_seqs=case.prompts * case.samples)
     generate = hugging_face(model.to(device).eval(), case, prompts)  # type: ignore[arg-type]
     sampling = SamplingParams(max_tokens=case.new_tokens, ignore_eos=True)
@@ -113,25 +391,36 @@ async def timed(work: Callable[[], Awaitable[None]]) -> float:
     return time.perf_counter() - start
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="also write the results here")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+def compare_with_hugging_face(device: str, repeats: int) -> list[dict[str, Any]]:
     print(f"{'workload':28} {'parameters':>11} {'engine tok/s':>13} {'generate tok/s':>15} {'ratio':>6}")
     results = []
     for case in CASES:
-        result = asyncio.run(measure(case, options.device, options.repeats))
+        result = asyncio.run(measure(case, device, repeats))
         results.append({**asdict(result), "ratio": result.ratio})
         print(
             f"{result.case:28} {result.parameters:11,} {result.engine_tokens_per_s:13,.0f} "
             f"{result.generate_tokens_per_s:15,.0f} {result.ratio:6.1f}"
         )
-    report = {"device": options.device, "threads": options.threads, "torch": torch.__version__, "results": results}
-    text = json.dumps(report, indent=2)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--hugging-face", action="store_true", help="the transformers engine against generate")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="with --hugging-face")
+    parser.add_argument("--device", default="cpu", help="with --hugging-face")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    options = parser.parse_args()
+    report: dict[str, Any] = {"torch": torch.__version__}
+    if options.hugging_face:
+        torch.set_num_threads(options.threads)
+        results = compare_with_hugging_face(options.device, options.repeats)
+        report |= {"device": options.device, "threads": options.threads}
+    else:
+        results = compare_all(options.engines, options.repeats)
+    text = json.dumps({**report, "results": results}, indent=2)
     if options.json:
         options.json.write_text(text + "\n")
     print(text)

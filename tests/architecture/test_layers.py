@@ -138,15 +138,17 @@ def test_only_cluster_imports_ray():
 
 
 @pytest.mark.parametrize("library", ONE_IMPORTER)
-def test_an_optional_library_is_imported_in_one_file(library: str):
+def test_an_optional_library_is_imported_in_one_place(library: str):
+    """One file, or files whose names begin with that of the engine."""
     files = {name for name, _, _, module in all_imports() if library in (module.split(".")[0], module)}
-    assert len(files) <= 1
+    assert len(files) <= 1 or all(name.startswith(f"engines/{library}") for name in files), files
 
 
 def test_packages_export_nothing_by_themselves():
     """Importing `data.trajectory` must not import torch through `data/__init__`."""
     for path, name, _, _ in modules():
-        if path.name == "__init__.py" and name != "__init__.py":
+        # Stand-ins are packages of other people's names, never imported under ours.
+        if path.name == "__init__.py" and name != "__init__.py" and "stand_ins" not in name:
             statements = [n for n in ast.parse(path.read_text()).body if not isinstance(n, ast.Expr)]
             assert statements == [], name
 

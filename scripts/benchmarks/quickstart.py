@@ -1,0 +1,90 @@
+"""The quickstart's task learnt with each engine, beside the trainer and apart: accuracy on 1,000 held-out problems.
+
+    python scripts/benchmarks/quickstart.py [--backends vllm sglang] [--layouts colocated apart] [--seed N] [--json F]
+
+One warm-up, then one GRPO run of examples/quickstart for each backend and layout through the real entrypoint, with a
+log-prob probe at every sync. Greedy accuracy before and after, and the seconds of the GRPO run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.environments.arithmetic import generate
+from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))
+
+import quickstart
+from model import save_model
+
+PROBLEMS = 1_000
+SCORE = "eval/arithmetic/avg_score"
+LAYOUTS = {"colocated": "true", "apart": "false"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backends", nargs="+", default=["vllm", "sglang"])
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory(prefix="quickstart-") as name:
+        folder = Path(name)
+        warm = prepare(folder, arguments.seed)
+        for backend in arguments.backends:
+            for layout in arguments.layouts:
+                results.append(learn(folder, warm, arguments.seed, backend, layout))
+                print(json.dumps(results[-1]), flush=True)
+    print("| engine | layout | before | after | largest probe gap | seconds |\n| --- | --- | --- | --- | --- | --- |")
+    for row in results:
+        print("| {backend} | {layout} | {before:.3f} | {after:.3f} | {probe_gap:.1e} | {seconds:.0f} |".format(**row))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+
+
+def prepare(folder: Path, seed: int) -> Path:
+    """Data, with more problems to evaluate on than the quickstart's own, and the model after its warm-up."""
+    texts = quickstart.write_data(folder / "data", seed)
+    problems = generate(PROBLEMS, quickstart.OPERATIONS, quickstart.MAX_VALUE, seed + 2, "validation")
+    quickstart.write_jsonl(folder / "data" / "validation.jsonl", problems)
+    save_model(folder / "model", texts, seed)
+    return quickstart.warm_up(folder, seed)
+
+
+def learn(folder: Path, warm: Path, seed: int, backend: str, layout: str) -> dict[str, Any]:
+    run = folder / f"{backend}-{layout}"
+    overrides = [
+        f"generator.backend={backend}",
+        f"trainer.placement.colocate_all={LAYOUTS[layout]}",
+        f"trainer.ckpt_path={run}",
+        f"trainer.export_path={run / 'export'}",
+        "trainer.eval_interval=40",
+        "trainer.ckpt_interval=40",
+    ]
+    start = time.perf_counter()
+    quickstart.train(folder, warm, seed, overrides)
+    seconds = time.perf_counter() - start
+    lines = read_jsonl(run / METRICS_FILE)
+    scores = [line[SCORE] for line in lines if SCORE in line]
+    gaps = [line["weights/probe_gap"] for line in lines if "weights/probe_gap" in line]
+    return {
+        "backend": backend,
+        "layout": layout,
+        "before": scores[0],
+        "after": scores[-1],
+        "probe_gap": max(gaps),
+        "seconds": seconds,
+    }
+
+
+if __name__ == "__main__":
+    main()

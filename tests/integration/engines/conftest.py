@@ -1,0 +1,185 @@
+"""Every kind of engine behind one fixture: started when its first test comes, one at a time, alive across tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from skyrl_train.engines.base import InferenceEngine
+from skyrl_train.engines.http.connection import Connection
+from skyrl_train.engines.http.native import NativeEngine
+from skyrl_train.engines.http.native_sglang import SGLangServer
+from skyrl_train.engines.http.native_vllm import VLLMServer
+from skyrl_train.engines.http.remote import RemoteEngine
+from skyrl_train.engines.http.server import HttpEndpoint
+from skyrl_train.registry import load_object
+from skyrl_train.testing.engine_bench import MAX_MODEL_LEN, MAX_NUM_SEQS, TOKENIZER, BackgroundLoop, Bench
+from skyrl_train.testing.native_servers import TOKEN, NativeServerProcess
+from skyrl_train.testing.tiny_models import tiny_model
+from skyrl_train.weight_sync.wire import ROUTES
+
+# What is started: "transformers", the same behind HTTP, and with an untied head where a second start is cheap.
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "transformers": ("skyrl_train.engines.transformers:TransformersEngine", {"threads": 1}),
+    "vllm": ("skyrl_train.engines.vllm:VLLMEngine", {"threads": 1, "max_lora_rank": 8}),
+    "sglang": ("skyrl_train.engines.sglang:SGLangEngine", {"threads": 1}),
+}
+NATIVE = {"native-vllm": VLLMServer, "native-sglang": SGLangServer}
+"""Behind the servers that vLLM and SGLang bring themselves."""
+KINDS = [*(f"{layout}{engine}" for engine in ENGINES for layout in ("", "http-")), *NATIVE]
+UNTIED = ["untied-transformers", "untied-vllm", "untied-native-vllm", "untied-native-sglang"]
+MOE = ["moe-transformers", "moe-vllm", "moe-sglang"]
+"""A mixture of experts, which every package cuts in its own way: only for the test that weights arrive. Untied:
+SGLang does not tie the head of one."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests of weights also run with an untied head: which tensors are sent is another list. A test that names a
+    `route` runs with every one that the kind has."""
+    if "started" not in metafunc.fixturenames:
+        return
+    kinds = KINDS + (UNTIED if "weights" in metafunc.module.__name__ else [])
+    kinds += MOE if metafunc.function.__name__ == "test_after_every_sync_the_engine_serves_the_new_weights" else []
+    routes = sorted(ROUTES) if "route" in metafunc.fixturenames else [""]
+    pairs = [(kind, route) for kind in kinds for route in routes if (kind[:5], route) != ("http-", "in_process")]
+    slow = {kind: () if "transformers" in kind else pytest.mark.slow for kind in kinds}
+    if routes == [""]:
+        params = [pytest.param(kind, marks=slow[kind]) for kind, _ in pairs]
+        metafunc.parametrize("started", params, indirect=True, scope="package")
+    else:
+        params = [pytest.param(kind, route, marks=slow[kind]) for kind, route in pairs]
+        metafunc.parametrize(("started", "route"), params, indirect=["started"], scope="package")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All tests of one engine, then those behind HTTP, then the next: each is started once."""
+    places = [index for index, item in enumerate(items) if _kind(item)]
+    ordered = sorted((items[index] for index in places), key=lambda item: [*KINDS, *UNTIED, *MOE].index(_kind(item)))
+    for index, item in zip(places, ordered, strict=True):
+        items[index] = item
+
+
+def _kind(item: pytest.Item) -> str:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("started", "") if callspec else ""
+
+
+@dataclass
+class Started:
+    name: str
+    engine: InferenceEngine
+    model: PreTrainedModel
+
+
+class Starter:
+    """Keeps the engine that was started last until another one is wanted: behind HTTP it is the same one."""
+
+    def __init__(self, folder: Path):
+        self.loop = BackgroundLoop()
+        self.folder = folder
+        self._current: Started | None = None
+        self._process: NativeServerProcess | None = None
+
+    def get(self, name: str, *, tied: bool, architecture: str) -> Started:
+        wanted = f"{architecture}-{'' if tied else 'untied-'}{name}"
+        if self._current is None or self._current.name != wanted:
+            self._close_current()
+            model = tiny_model(architecture, tied=tied)
+            path = self.folder / wanted
+            model.save_pretrained(path)
+            TOKENIZER.save_pretrained(path)
+            self._current = Started(wanted, self._start(name, str(path), adapters=architecture == "qwen3"), model)
+        return self._current
+
+    def _start(self, name: str, path: str, *, adapters: bool) -> InferenceEngine:
+        """`adapters`: with room for some. vLLM's adapters for a mixture of experts need a GPU."""
+        if name in NATIVE:
+            return self._start_native(name, path)
+        place, options = ENGINES[name]
+        options = {key: value for key, value in options.items() if adapters or key != "max_lora_rank"}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # other people's, when their packages are imported
+            engine: InferenceEngine = load_object(place)(
+                model=path,
+                dtype="float32",
+                device="cpu",
+                max_num_seqs=MAX_NUM_SEQS,
+                max_model_len=MAX_MODEL_LEN,
+                name="conforming",
+                **options,
+            )
+        return engine
+
+    def _start_native(self, name: str, path: str) -> InferenceEngine:
+        kind = name.removeprefix("native-")
+        self._process = NativeServerProcess(
+            kind, path, log=self.folder / f"{name}.log", length=MAX_MODEL_LEN, seqs=MAX_NUM_SEQS
+        )
+        server = NATIVE[name](Connection(self._process.address, TOKEN, "conforming"), 60.0)
+        engine = NativeEngine(server, model=path, dtype="float32", device="cpu", folder=str(self.folder / "native"))
+        return self.loop.run(engine.connect(200.0))
+
+    def _close_current(self) -> None:
+        current, self._current = self._current, None
+        process, self._process = self._process, None
+        try:
+            if current is not None:
+                self.loop.run(current.engine.close())
+        finally:
+            if process is not None:
+                process.stop()
+
+    def close(self) -> None:
+        self._close_current()
+        self.loop.close()
+
+    @contextmanager
+    def behind_http(self, engine: InferenceEngine) -> Iterator[InferenceEngine]:
+        endpoint = HttpEndpoint(engine, None, model_name="tiny", token="of-the-conformance-suite")
+        self.loop.run(endpoint.__aenter__())
+        try:
+            remote = RemoteEngine(endpoint.url, endpoint.token, name="conforming")
+            self.loop.run(remote.connect(30.0))
+            yield remote
+            self.loop.run(remote.close())
+        finally:
+            self.loop.run(endpoint.__aexit__(None, None, None))
+
+
+@pytest.fixture(scope="package")
+def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
+    starter = Starter(tmp_path_factory.mktemp("engines"))
+    yield starter
+    starter.close()
+
+
+@pytest.fixture(scope="package")
+def started(request: pytest.FixtureRequest, starter: Starter) -> Iterator[Bench]:
+    *layout, package = request.param.split("-")
+    if package != "transformers" and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; scripts/cpu_engines installs it")
+    name = f"native-{package}" if "native" in layout else package
+    architecture = "qwen3_moe" if "moe" in layout else "qwen3"
+    embedded = starter.get(name, tied=not {"untied", "moe"} & set(layout), architecture=architecture)
+    if "http" not in layout:
+        head_start_s = 0.3 if name in NATIVE else 0.05  # a server counts a request before it has read it
+        yield Bench(embedded.engine, embedded.model, starter.loop, starter.folder, head_start_s)
+        return
+    with starter.behind_http(embedded.engine) as remote:
+        yield Bench(remote, embedded.model, starter.loop, starter.folder)
+
+
+@pytest.fixture
+def bench(started: Bench) -> Iterator[Bench]:
+    """The engine whole, awake and running, as a test finds it and leaves it."""
+    yield started
+    started.run(started.restore())

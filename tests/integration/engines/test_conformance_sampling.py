@@ -1,0 +1,312 @@
+"""Every engine samples what the model says, tells how likely it was, and ends where it should."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from skyrl_train.engines.sampling import normalise
+from skyrl_train.errors import ConfigError, UnsupportedParameter
+from skyrl_train.testing.engine_bench import (
+    MAX_MODEL_LEN,
+    TOKENIZER,
+    TOLERANCE,
+    Bench,
+    assert_logprobs,
+    assert_spans,
+    largest_gap,
+)
+from skyrl_train.testing.reference_sampler import Reference
+
+PROMPTS = [(50, 60, 70, 80, 90), tuple(range(100, 131)), (9,)]
+EOS = 2
+
+
+@pytest.fixture
+def reference(bench: Bench) -> Reference:
+    """What the engine must agree with; its weights are random."""
+    return bench.serve(bench.random_model(0), "random")
+
+
+def spell(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def refused(bench: Bench, parameter: str, **sampling: Any) -> None:
+    """The refusal names engine and parameter, and capabilities say why."""
+    with pytest.raises(UnsupportedParameter, match=parameter) as caught:
+        bench.generate(bench.request(PROMPTS[0], **sampling))
+    assert bench.capabilities.name in str(caught.value)
+    assert bench.reason(parameter)
+
+
+# -- tokens and log-probs ---------------------------------------------------------------------------------------------
+
+
+def test_greedy_tokens_are_hugging_faces(bench: Bench, reference: Reference):
+    requests = [bench.request(prompt, temperature=0.0, max_tokens=24) for prompt in PROMPTS]
+    for request, completion in zip(requests, bench.generate(*requests), strict=True):
+        assert completion.request_id == request.request_id
+        assert completion.token_ids == reference.greedy(request.token_ids, 24)
+        assert completion.stop_reason == "length"
+        assert completion.stop_text is None
+        assert completion.logprobs == [0.0] * 24  # nothing else could have been sampled
+        assert_logprobs(reference, request, completion)
+        assert_spans(completion, [bench.run(bench.engine.health()).version])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_the_references(bench: Bench, reference: Reference, temperature: float):
+    requests = [
+        bench.request(prompt, seed=seed, temperature=temperature, max_tokens=20)
+        for prompt in PROMPTS
+        for seed in range(3)
+    ]
+    for request, completion in zip(requests, bench.generate(*requests), strict=True):
+        assert len(completion.token_ids) == 20
+        assert_logprobs(reference, request, completion)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"top_p": 0.8},
+        {"top_k": 5},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.3},
+        {"top_k": 30, "top_p": 0.8},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+        {"top_p": 0.7, "min_p": 0.4},
+    ],
+    ids=lambda sampling: " ".join(sampling),
+)
+def test_logprobs_are_of_the_distribution_really_sampled_from(
+    bench: Bench, reference: Reference, sampling: dict[str, Any]
+):
+    missing = sampling.keys() - bench.capabilities.sampling
+    if missing:
+        refused(bench, sorted(missing)[0], **{name: sampling[name] for name in sorted(missing)[:1]})
+        return
+    requests = [bench.request(prompt, seed=seed, **sampling) for prompt in PROMPTS for seed in range(3)]
+    for request, completion in zip(requests, bench.generate(*requests), strict=True):
+        assert all(math.isfinite(one) for one in completion.logprobs), "sampled what cannot be sampled"
+        assert_logprobs(reference, request, completion)
+
+
+def test_one_batch_may_mix_all_ways_of_sampling(bench: Bench, reference: Reference):
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.7},
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"temperature": 1.3, "min_p": 0.05},
+    ]
+    chosen = [way for way in ways if way.keys() <= bench.capabilities.sampling | {"temperature"}]
+    requests = [bench.request(prompt, seed=seed, **way) for seed, way in enumerate(chosen) for prompt in PROMPTS]
+    for request, completion in zip(requests, bench.generate(*requests), strict=True):
+        assert_logprobs(reference, request, completion)
+
+
+def test_scores_are_the_references(bench: Bench, reference: Reference):
+    sequences = [list(range(3, 43)), [9, 2], [200, 100, 50, 25, 12], [7]]
+    for temperature in (1.0, 0.7):
+        if temperature != 1.0 and not bench.capabilities.score_temperature:
+            with pytest.raises(UnsupportedParameter, match="temperature"):
+                bench.run(bench.engine.score(sequences, temperature))
+            assert bench.reason("score")
+            continue
+        scores = bench.run(bench.engine.score(sequences, temperature))
+        for got, wanted in zip(scores, reference.score(sequences, temperature), strict=True):
+            assert largest_gap(got, wanted) <= TOLERANCE
+
+
+# -- groups and seeds -------------------------------------------------------------------------------------------------
+
+
+def test_samples_of_a_group_differ_and_come_in_request_order(bench: Bench, reference: Reference):
+    requests = [bench.request(PROMPTS[1], name=f"sample-{n}", group="one", seed=n, max_tokens=8 + n) for n in range(8)]
+    completions = bench.generate(*requests)
+    assert [c.request_id for c in completions] == [r.request_id for r in requests]
+    assert [len(c.token_ids) for c in completions] == [8 + n for n in range(8)]
+    assert len({tuple(c.token_ids[:8]) for c in completions}) == 8
+    for request, completion in zip(requests, completions, strict=True):
+        assert_logprobs(reference, request, completion)
+
+
+def test_a_seed_decides_the_tokens_whatever_else_runs(bench: Bench, reference: Reference):
+    if not bench.capabilities.seeds:
+        assert bench.reason("seed")
+        return
+    same = [bench.request(PROMPTS[0], seed=2**64 - 7) for _ in range(3)]
+    others = [bench.request(prompt, seed=n) for n in range(4) for prompt in PROMPTS]
+    (alone,) = bench.generate(same[0])
+    together = bench.generate(*others[:5], same[1], *others[5:], same[2])
+    assert alone.token_ids == together[5].token_ids == together[-1].token_ids
+    assert len({tuple(c.token_ids) for c in (together[0], together[3], together[7], alone)}) == 4
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+SPELLED = "abc</d>."
+"""What the model of these tests repeats; the token after "." is "a"."""
+
+
+@pytest.fixture
+def speller(bench: Bench) -> Bench:
+    bench.serve(bench.spelling_model(SPELLED), "speller")
+    return bench
+
+
+def spelled(bench: Bench, **sampling: Any) -> Any:
+    """The continuation of "a"."""
+    (completion,) = bench.generate(bench.request(spell("a"), **({"temperature": 0.0, "max_tokens": 40} | sampling)))
+    assert len(completion.token_ids) == len(completion.logprobs) == len(completion.full_logprobs)
+    assert_spans(completion, [bench.run(bench.engine.health()).version])
+    return completion
+
+
+def test_max_tokens_ends_with_length(speller: Bench):
+    completion = spelled(speller, max_tokens=11)
+    assert TOKENIZER.decode(completion.token_ids) == "bc</d>.abc<"
+    assert (completion.stop_reason, completion.stop_text) == ("length", None)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_stop_string_over_several_tokens_ends_and_stays(speller: Bench, temperature: float):
+    completion = spelled(speller, stop=("never", "</d>"), temperature=temperature)
+    assert TOKENIZER.decode(completion.token_ids) == "bc</d>"
+    assert (completion.stop_reason, completion.stop_text) == ("stop", "</d>")
+
+
+def test_a_stop_token_ends_and_stays(speller: Bench):
+    (bracket,) = spell("<")
+    completion = spelled(speller, stop_token_ids=(bracket, 250))
+    assert TOKENIZER.decode(completion.token_ids) == "bc<"
+    assert (completion.stop_reason, completion.stop_text) == ("stop", "<")
+
+
+def test_stops_of_one_request_do_not_end_another(speller: Bench):
+    requests = [
+        speller.request(spell("a"), temperature=0.0, max_tokens=12, **stops)
+        for stops in ({"stop": ("c",)}, {}, {"stop_token_ids": tuple(spell("/"))})
+    ]
+    completions = speller.generate(*requests)
+    assert [TOKENIZER.decode(c.token_ids) for c in completions] == ["bc", "bc</d>.abc</", "bc</"]
+    assert [c.stop_reason for c in completions] == ["stop", "length", "stop"]
+
+
+def test_min_tokens_puts_a_stop_string_off(speller: Bench):
+    if "min_tokens" not in speller.capabilities.sampling:
+        refused(speller, "min_tokens", min_tokens=6)
+        return
+    completion = spelled(speller, stop=("c<",), min_tokens=6)
+    assert TOKENIZER.decode(completion.token_ids) == "bc</d>.abc<"  # the second time
+    assert (completion.stop_reason, completion.stop_text) == ("stop", "c<")
+
+
+@pytest.mark.parametrize(("least", "text"), [(2, "bc<"), (3, "bc<"), (4, "bc</d>.abc<")])
+def test_a_stop_string_may_end_with_token_number_min_tokens(speller: Bench, least: int, text: str):
+    if "min_tokens" not in speller.capabilities.sampling:
+        refused(speller, "min_tokens", min_tokens=6)
+        return
+    completion = spelled(speller, stop=("c<",), min_tokens=least)
+    assert TOKENIZER.decode(completion.token_ids) == text
+    assert (completion.stop_reason, completion.stop_text) == ("stop", "c<")
+
+
+def test_min_tokens_forbids_a_stop_token(speller: Bench):
+    if "min_tokens" not in speller.capabilities.sampling:
+        refused(speller, "min_tokens", min_tokens=6)
+        return
+    completion = spelled(speller, stop_token_ids=tuple(spell("<")), min_tokens=6)
+    assert TOKENIZER.decode(completion.token_ids[:2]) == "bc"
+    assert spell("<")[0] not in completion.token_ids[:5]
+    assert len(completion.token_ids) >= 6
+
+
+def ending_model(bench: Bench) -> Any:
+    """Spells "ab", then the end of sequence, and "a" again where that is ignored."""
+    return bench.spelling_model("ab<|im_end|>")
+
+
+def test_the_end_of_sequence_ends_and_is_kept(bench: Bench):
+    bench.serve(ending_model(bench), "ending")
+    completion = spelled(bench, ignore_eos=False)
+    assert completion.token_ids == [*spell("b"), EOS]
+    assert (completion.stop_reason, completion.stop_text) == ("stop", "<|im_end|>")
+
+
+def test_ignore_eos_goes_on(bench: Bench):
+    bench.serve(ending_model(bench), "ending")
+    completion = spelled(bench, ignore_eos=True, max_tokens=7)
+    assert completion.token_ids == [*spell("b"), EOS, *spell("ab"), EOS, *spell("ab")]
+    assert completion.stop_reason == "length"
+
+
+def test_min_tokens_forbids_the_end_of_sequence(bench: Bench):
+    bench.serve(ending_model(bench), "ending")
+    if "min_tokens" not in bench.capabilities.sampling:
+        refused(bench, "min_tokens", min_tokens=6)
+        return
+    completion = spelled(bench, ignore_eos=False, min_tokens=6)
+    assert EOS not in completion.token_ids[:5]
+    assert len(completion.token_ids) >= 6
+
+
+# -- what cannot be honoured ------------------------------------------------------------------------------------------
+
+
+def test_every_parameter_is_honoured_or_refused_by_name(bench: Bench):
+    on: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 4,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "min_tokens": 2,
+        "stop": ("x",),
+        "stop_token_ids": (3,),
+        "ignore_eos": True,
+    }
+    for parameter, value in on.items():
+        if parameter in bench.capabilities.sampling:
+            (completion,) = bench.generate(bench.request(PROMPTS[0], max_tokens=4, **{parameter: value}))
+            assert 1 <= len(completion.token_ids) <= 4
+        else:
+            refused(bench, parameter, **{parameter: value})
+
+
+def test_a_temperature_that_is_no_number_never_reaches_an_engine():
+    with pytest.raises(ConfigError, match=r"temperature=nan is not allowed"):
+        normalise({"max_tokens": 1, "temperature": math.nan})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "named"),
+    [
+        ((), "token"),
+        ((5, 320), "token ids.*320"),
+        ((-1, 5), "token ids"),
+        (tuple([7] * MAX_MODEL_LEN), str(MAX_MODEL_LEN)),
+    ],
+    ids=["empty", "beyond the vocabulary", "negative", "too long"],
+)
+def test_prompts_that_cannot_be_read_are_refused_by_name(bench: Bench, prompt: tuple[int, ...], named: str):
+    before = bench.run(bench.engine.health())
+    good = bench.request(PROMPTS[0])
+    with pytest.raises(UnsupportedParameter, match=named) as caught:
+        bench.generate(good, bench.request(prompt))
+    assert bench.capabilities.name in str(caught.value)
+    after = bench.run(bench.engine.health())
+    assert (after.running, after.queued) == (0, 0), "what was beside it must not run"
+    assert after.generated_tokens == before.generated_tokens
+
+
+def test_a_prompt_may_fill_all_but_one_place_of_the_model(bench: Bench, reference: Reference):
+    request = bench.request([7 + n % 90 for n in range(MAX_MODEL_LEN - 1)], temperature=0.0, max_tokens=100)
+    (completion,) = bench.generate(request)
+    assert completion.stop_reason == "length"
+    assert len(completion.token_ids) == 1
+    assert_logprobs(reference, request, completion)

@@ -1,0 +1,524 @@
+"""Every engine under traffic: many requests, aborts, deadlines, pauses with new weights in between, sleep, adapters."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.engines.base import SampleRequest
+from skyrl_train.errors import EngineError, UnsupportedParameter
+from skyrl_train.testing.engine_bench import (
+    MAX_NUM_SEQS,
+    TOLERANCE,
+    Bench,
+    assert_logprobs,
+    assert_spans,
+    largest_gap,
+)
+from skyrl_train.testing.reference_sampler import Reference
+from skyrl_train.testing.tiny_adapters import merged, save_tiny_adapter
+
+PROMPT = (50, 60, 70, 80, 90)
+LONG_PROMPT = tuple(3 + (7 * n) % 250 for n in range(300))
+LONGEST = 900
+"""Tokens of a request that is still running when something happens to it."""
+
+
+@pytest.fixture
+def reference(bench: Bench) -> Reference:
+    """What the engine must agree with; its weights are random."""
+    return bench.serve(bench.random_model(0), "random")
+
+
+def long_requests(bench: Bench, count: int = 4, **options: Any) -> list[SampleRequest]:
+    return [bench.request((*PROMPT, n), seed=n, max_tokens=LONGEST, **options) for n in range(count)]
+
+
+# -- many at once -----------------------------------------------------------------------------------------------------
+
+
+def test_64_concurrent_requests_each_get_their_own_answer(bench: Bench, reference: Reference):
+    requests = [
+        bench.request((n + 3, 2 * n + 3, 100), temperature=0.0, max_tokens=4 + n % 5, name=f"r{n}") for n in range(64)
+    ]
+
+    async def together() -> list[Any]:
+        return await asyncio.gather(*(bench.engine.generate([request]) for request in requests))
+
+    for request, (completion,) in zip(requests, bench.run(together()), strict=True):
+        assert completion.request_id == request.request_id
+        assert completion.token_ids == reference.greedy(request.token_ids, request.sampling.max_tokens)
+
+
+def test_nothing_is_under_way_when_all_answers_came(bench: Bench, reference: Reference):
+    bench.generate(*(bench.request(PROMPT, seed=n) for n in range(5)))
+    health = bench.run(bench.engine.health())
+    assert (health.name, health.running, health.queued) == (bench.capabilities.name, 0, 0)
+    assert not (health.paused or health.asleep or health.torn)
+
+
+def test_no_requests_give_no_completions(bench: Bench):
+    assert bench.generate() == []
+
+
+# -- ends from outside ------------------------------------------------------------------------------------------------
+
+
+def test_abort_returns_what_was_sampled(bench: Bench, reference: Reference):
+    requests = long_requests(bench)
+
+    async def run() -> list[Any]:
+        calls = bench.start(*requests)
+        await bench.until_running(len(requests))
+        await bench.engine.abort([requests[0].request_id, requests[2].request_id, "unknown"])
+        return await calls
+
+    completions = bench.run(run())
+    assert [c.stop_reason for c in completions] == ["abort", "length", "abort", "length"]
+    version = bench.run(bench.engine.health()).version
+    for request, completion in zip(requests, completions, strict=True):
+        if completion.stop_reason == "abort":
+            assert 0 < len(completion.token_ids) < LONGEST
+        assert_spans(completion, [version])
+        assert_logprobs(reference, request, completion)
+
+
+def test_a_deadline_ends_a_request_as_aborted(bench: Bench, reference: Reference):
+    request = bench.request(PROMPT, max_tokens=LONGEST, deadline_s=0.1)
+    others = long_requests(bench, 3)
+    late, *rest = bench.generate(request, *others)
+    assert (late.stop_reason, [c.stop_reason for c in rest]) == ("abort", ["length"] * 3)
+    assert len(late.token_ids) < LONGEST
+    assert_logprobs(reference, request, late)
+
+
+def test_a_deadline_passes_while_paused_too(bench: Bench, reference: Reference):
+    async def run() -> list[Any]:
+        await bench.engine.pause(bench.pause_mode)
+        try:
+            return await bench.engine.generate([bench.request(PROMPT, deadline_s=0.1)])
+        finally:
+            await bench.engine.resume()
+
+    (completion,) = bench.run(run(), timeout_s=30)
+    assert (completion.stop_reason, completion.token_ids) == ("abort", [])
+
+
+def test_a_cancelled_call_leaves_the_engine(bench: Bench, reference: Reference):
+    async def run() -> None:
+        call = bench.start(*long_requests(bench, 2))
+        await bench.until_running(2)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        async with asyncio.timeout(10):
+            while (await bench.engine.health()).running:
+                await asyncio.sleep(0.01)
+
+    bench.run(run())
+
+
+# -- callers that must not harm the others --------------------------------------------------------------------------
+
+
+def test_an_id_that_is_under_way_is_refused_and_the_first_request_goes_on(bench: Bench, reference: Reference):
+    (first,) = long_requests(bench, 1)
+    twin = bench.request(PROMPT)
+
+    async def run() -> Any:
+        call = bench.start(first)
+        await bench.until_running()
+        for requests in ([bench.request(PROMPT), first], [twin, twin]):
+            with pytest.raises(UnsupportedParameter, match=rf"'{requests[-1].request_id}' is in use|request_id twice"):
+                await bench.engine.generate(requests)
+        health = await bench.engine.health()
+        assert (health.running, health.queued) == (1, 0)
+        return (await call)[0]
+
+    completion = bench.run(run())
+    assert (len(completion.token_ids), completion.stop_reason) == (LONGEST, "length")
+    assert_logprobs(reference, first, completion)
+
+
+def test_an_id_is_free_when_its_request_was_aborted(bench: Bench, reference: Reference):
+    (first,) = long_requests(bench, 1)
+
+    async def run() -> list[Any]:
+        call = bench.start(first)
+        await bench.until_running()
+        await bench.engine.abort([first.request_id])
+        return [*await call, *await bench.engine.generate([first])]
+
+    aborted, completion = bench.run(run())
+    assert (aborted.stop_reason, completion.stop_reason) == ("abort", "length")
+
+
+def test_parameters_that_lead_nowhere_are_refused_and_the_others_go_on(bench: Bench, reference: Reference):
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("temperature", {"temperature": 1e-40}),
+        ("repetition_penalty", {"repetition_penalty": 1e-40}),
+        ("repetition_penalty", {"repetition_penalty": 1e30}),
+        ("stop_token_ids", {"stop_token_ids": (2**31 - 1,)}),
+        ("stop_token_ids|min_tokens", {"stop_token_ids": (2**31 - 1,), "min_tokens": 2}),
+        ("stop_token_ids|min_tokens", {"stop_token_ids": tuple(range(250)), "min_tokens": 2}),
+    ]
+    (first,) = long_requests(bench, 1)
+
+    async def run() -> Any:
+        call = bench.start(first)
+        await bench.until_running()
+        for named, sampling in wrong:
+            with pytest.raises(UnsupportedParameter, match=named) as caught:
+                await bench.engine.generate([bench.request(PROMPT, **sampling)])
+            assert bench.capabilities.name in str(caught.value)
+        return (await call)[0]
+
+    completion = bench.run(run())
+    assert (len(completion.token_ids), completion.stop_reason) == (LONGEST, "length")
+    assert_logprobs(reference, first, completion)
+
+
+def test_what_an_engine_refuses_of_its_own_accord_leaves_no_trace(bench: Bench, reference: Reference):
+    """vLLM takes no temperature above 2."""
+    good = bench.request(PROMPT)
+
+    async def run() -> tuple[Any, Any]:
+        await bench.engine.pause(bench.pause_mode)
+        hot = asyncio.ensure_future(
+            bench.engine.generate([bench.request(PROMPT), bench.request(PROMPT, temperature=3.0)])
+        )
+        call = bench.start(good)
+        await asyncio.sleep(0.3)
+        await bench.engine.resume()
+        return (await asyncio.gather(hot, return_exceptions=True))[0], (await call)[0]
+
+    answer, completion = bench.run(run(), timeout_s=60)
+    assert_logprobs(reference, good, completion)
+    assert isinstance(answer, list) or (isinstance(answer, UnsupportedParameter) and "temperature" in str(answer))
+    health = bench.run(bench.engine.health())
+    assert (health.running, health.queued) == (0, 0)
+    if "wait" in bench.capabilities.pause_modes:
+        bench.run(bench.engine.pause("wait"), timeout_s=20)
+
+
+def test_logits_that_are_not_finite_are_an_error_and_no_answer(bench: Bench, reference: Reference):
+    broken = bench.random_model(0)
+    with torch.no_grad():
+        broken.get_parameter("model.norm.weight").fill_(3e38)
+    bench.run(bench.publish(broken))
+    with pytest.raises(EngineError, match=r"not finite|Out of range float"):  # the latter: vLLM's server
+        bench.generate(bench.request(PROMPT))
+    reference = bench.serve(bench.random_model(0))
+    request = bench.request(PROMPT)
+    assert_logprobs(reference, request, bench.generate(request)[0])
+
+
+# -- pauses with new weights in between -------------------------------------------------------------------------------
+
+
+def paused_with_new_weights(bench: Bench, mode: str, requests: list[SampleRequest]) -> tuple[list[Any], Any, list[int]]:
+    """Completions of `requests`, one of a request that came while paused, and the versions before and after."""
+
+    async def run() -> tuple[list[Any], Any, list[int]]:
+        old = (await bench.engine.health()).version
+        calls = bench.start(*requests)
+        await bench.until_running(len(requests))
+        await bench.engine.pause(mode)
+        late = bench.start(bench.request(PROMPT, temperature=0.0, max_tokens=12))
+        assert (await bench.engine.health()).paused
+        await bench.publish(bench.random_model(1), probed=True)
+        await asyncio.sleep(0.05)
+        assert not late.done(), "a request that came while paused must wait"
+        await bench.engine.resume()
+        return await calls, (await late)[0], [old, old + 1]
+
+    return bench.run(run())
+
+
+def refuses_mode(bench: Bench, mode: str) -> bool:
+    """Whether the engine lacks the mode; then it says so by name."""
+    if mode in bench.capabilities.pause_modes:
+        return False
+    with pytest.raises(UnsupportedParameter, match=mode) as caught:
+        bench.run(bench.engine.pause(mode))
+    assert bench.capabilities.name in str(caught.value)
+    assert bench.reason(mode)
+    return True
+
+
+def assert_new_weights(bench: Bench, late: Any, version: int) -> None:
+    new = Reference(bench.model)
+    assert late.token_ids == new.greedy(PROMPT, 12)
+    assert_spans(late, [version])
+    assert late.versions[0].version == version
+
+
+def test_pause_keep_goes_on_with_the_new_weights_where_it_stood(bench: Bench, reference: Reference):
+    if refuses_mode(bench, "keep"):
+        return
+    requests = long_requests(bench)
+    completions, late, versions = paused_with_new_weights(bench, "keep", requests)
+    assert_new_weights(bench, late, versions[1])
+    new = Reference(bench.model)
+    for request, completion in zip(requests, completions, strict=True):
+        assert (len(completion.token_ids), completion.stop_reason) == (LONGEST, "length")
+        assert_spans(completion, versions)
+        before, after = completion.versions
+        old = reference.score([[*request.token_ids, *completion.token_ids[: before.stop]]])[0]
+        assert largest_gap(completion.full_logprobs[: before.stop], old[len(request.token_ids) - 1 :]) <= TOLERANCE
+        wanted = new.full_logprobs_after(reference, request.token_ids, completion.token_ids, after.start)
+        assert largest_gap(completion.full_logprobs[after.start :], wanted) <= TOLERANCE
+
+
+def test_pause_retract_reads_everything_again_with_the_new_weights(bench: Bench, reference: Reference):
+    if refuses_mode(bench, "retract"):
+        return
+    requests = long_requests(bench)
+    completions, late, versions = paused_with_new_weights(bench, "retract", requests)
+    assert_new_weights(bench, late, versions[1])
+    new = Reference(bench.model)
+    for request, completion in zip(requests, completions, strict=True):
+        assert (len(completion.token_ids), completion.stop_reason) == (LONGEST, "length")
+        assert_spans(completion, versions)
+        before, after = completion.versions
+        ids, start = [*request.token_ids, *completion.token_ids], len(request.token_ids) - 1
+        (old_scores,), (new_scores,) = reference.score([ids]), new.score([ids])
+        wanted = [*old_scores[start:][: before.stop], *new_scores[start:][after.start :]]
+        assert largest_gap(completion.full_logprobs, wanted) <= TOLERANCE
+
+
+def test_pause_abort_returns_what_there_is(bench: Bench, reference: Reference):
+    if refuses_mode(bench, "abort"):
+        return
+    requests = long_requests(bench)
+    completions, late, versions = paused_with_new_weights(bench, "abort", requests)
+    assert_new_weights(bench, late, versions[1])
+    for request, completion in zip(requests, completions, strict=True):
+        assert completion.stop_reason == "abort"
+        assert 0 < len(completion.token_ids) < LONGEST
+        assert_spans(completion, versions[:1])
+        assert_logprobs(reference, request, completion)
+
+
+def test_pause_wait_finishes_what_runs_with_the_old_weights(bench: Bench, reference: Reference):
+    if refuses_mode(bench, "wait"):
+        return
+    requests = long_requests(bench)
+    completions, late, versions = paused_with_new_weights(bench, "wait", requests)
+    assert_new_weights(bench, late, versions[1])
+    for request, completion in zip(requests, completions, strict=True):
+        assert (len(completion.token_ids), completion.stop_reason) == (LONGEST, "length")
+        assert_spans(completion, versions[:1])
+        assert_logprobs(reference, request, completion)
+
+
+def test_a_request_in_the_queue_does_not_build_on_old_weights(bench: Bench, reference: Reference):
+    if refuses_mode(bench, "keep"):
+        return
+    running = [bench.request(LONG_PROMPT, seed=n, max_tokens=400) for n in range(MAX_NUM_SEQS)]
+    queued = bench.request(LONG_PROMPT, seed=99, max_tokens=12)  # the engine's places are taken
+
+    async def run() -> list[Any]:
+        calls = bench.start(*running)
+        await bench.until_running(MAX_NUM_SEQS)
+        last = bench.start(queued)
+        await asyncio.sleep(0.05)
+        await bench.engine.pause("keep")
+        await bench.publish(bench.random_model(1))
+        await bench.engine.resume()
+        await calls
+        return await last
+
+    (completion,) = bench.run(run())
+    assert_spans(completion, [bench.run(bench.engine.health()).version])
+    assert_logprobs(Reference(bench.model), queued, completion)
+
+
+def test_pause_and_resume_change_nothing_by_themselves(bench: Bench, reference: Reference):
+    for mode in sorted(bench.capabilities.pause_modes - {"abort"}):
+        request = bench.request(PROMPT, seed=5, max_tokens=LONGEST)
+
+        async def run(mode: str = mode, request: SampleRequest = request) -> list[Any]:
+            call = bench.start(request)
+            await bench.until_running()
+            await bench.engine.pause(mode)
+            await bench.engine.resume()
+            return await call
+
+        (completion,) = bench.run(run())
+        assert (len(completion.token_ids), completion.stop_reason) == (LONGEST, "length")
+        assert_logprobs(reference, request, completion)
+
+
+def test_an_unknown_pause_mode_is_refused_by_name(bench: Bench):
+    with pytest.raises(UnsupportedParameter, match="later"):
+        bench.run(bench.engine.pause("later"))
+    assert not bench.run(bench.engine.health()).paused
+
+
+# -- sleep ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_sleeps_refuses_requests_and_wakes_by_tags(bench: Bench, reference: Reference, level: int):
+    request = bench.request(PROMPT, temperature=0.0)
+    assert bench.run(bench.engine.sleep(level)) == 0  # a CPU's memory stays
+    health = bench.run(bench.engine.health())
+    assert health.asleep
+    with pytest.raises(EngineError, match="asleep"):
+        bench.generate(request)
+    with pytest.raises(UnsupportedParameter, match="everything"):
+        bench.run(bench.engine.wake_up(["everything"]))
+    bench.run(bench.engine.wake_up(["weights"]))
+    assert bench.run(bench.engine.health()).asleep
+    new = bench.serve(bench.random_model(2))  # colocated: weights come before the cache is back
+    bench.run(bench.engine.wake_up(["kv_cache"]))
+    health = bench.run(bench.engine.health())
+    assert not (health.asleep or health.paused)
+    (completion,) = bench.generate(bench.request(PROMPT, temperature=0.0))
+    assert completion.token_ids == new.greedy(PROMPT, 16)
+
+
+def test_wake_up_without_tags_takes_everything_back(bench: Bench, reference: Reference):
+    bench.run(bench.engine.sleep())
+    bench.run(bench.engine.wake_up())
+    request = bench.request(PROMPT)
+    assert_logprobs(reference, request, bench.generate(request)[0])
+
+
+def test_an_engine_that_was_paused_wakes_up_paused(bench: Bench, reference: Reference):
+    async def run() -> bool:
+        await bench.engine.pause(bench.pause_mode)
+        await bench.engine.sleep()
+        await bench.engine.wake_up()
+        return (await bench.engine.health()).paused
+
+    assert bench.run(run())
+
+
+# -- prefix cache -----------------------------------------------------------------------------------------------------
+
+
+def cached(bench: Bench, request: SampleRequest) -> int:
+    """Prompt tokens of a request that needed no prefill."""
+    before = bench.run(bench.engine.health()).cached_tokens
+    bench.generate(request)
+    return bench.run(bench.engine.health()).cached_tokens - before
+
+
+def test_the_prefix_cache_is_reset_when_asked_and_not_by_a_pause(bench: Bench, reference: Reference):
+    bench.generate(bench.request(LONG_PROMPT))
+    warm = cached(bench, bench.request(LONG_PROMPT))
+    bench.run(bench.engine.pause(bench.pause_mode))
+    bench.run(bench.engine.resume())
+    assert cached(bench, bench.request(LONG_PROMPT)) == warm
+    bench.run(bench.engine.reset_prefix_cache())
+    assert cached(bench, bench.request(LONG_PROMPT)) == 0
+
+
+def test_a_prompt_read_with_old_weights_is_read_again_with_new_ones(bench: Bench, reference: Reference):
+    for seed in (3, 4, 3):
+        reference = bench.serve(bench.random_model(seed))
+        for _ in range(2):
+            request = bench.request(LONG_PROMPT, temperature=0.0)
+            (completion,) = bench.generate(request)
+            assert completion.token_ids == reference.greedy(LONG_PROMPT, 16)
+            assert_logprobs(reference, request, completion)
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def refuses_adapters(bench: Bench, folder: str) -> bool:
+    if bench.capabilities.lora:
+        return False
+    for call in (bench.engine.load_adapter("a", folder), bench.engine.generate([bench.request(PROMPT, adapter="a")])):
+        with pytest.raises(UnsupportedParameter, match="adapter") as caught:
+            bench.run(call)
+        assert bench.capabilities.name in str(caught.value)
+    assert bench.reason("adapter")
+    return True
+
+
+def assert_adapted(bench: Bench, model: Any, adapter: str | None, prompt: tuple[int, ...] = PROMPT) -> None:
+    request = bench.request(prompt, adapter=adapter)
+    assert_logprobs(Reference(model), request, bench.generate(request)[0])
+
+
+def test_adapters_and_the_base_model_share_a_batch(bench: Bench, reference: Reference, tmp_path):
+    folders = {name: save_tiny_adapter(tmp_path / name, bench.model, seed=ord(name)) for name in "ab"}
+    if refuses_adapters(bench, folders["a"]):
+        return
+    for name, folder in folders.items():
+        bench.run(bench.engine.load_adapter(name, folder))
+    wanted: dict[str | None, Reference] = {None: reference}
+    wanted |= {name: Reference(merged(bench.model, folder)) for name, folder in folders.items()}
+    # One prompt for all, longer than a block of any prefix cache: keys and values differ between adapters.
+    requests = [
+        bench.request(prompt, adapter=adapter, seed=n)
+        for prompt in (LONG_PROMPT, PROMPT)
+        for adapter in wanted
+        for n in range(2)
+    ]
+    for request, completion in zip(requests, bench.generate(*requests), strict=True):
+        assert_logprobs(wanted[request.adapter], request, completion)
+    bench.run(bench.engine.unload_adapter("a"))
+    with pytest.raises(UnsupportedParameter, match=r"adapter='a'.*\bb\b"):
+        bench.generate(bench.request(PROMPT, adapter="a"))
+    assert_adapted(bench, merged(bench.model, folders["b"]), "b")
+    bench.run(bench.engine.unload_adapter("b"))
+
+
+def test_an_adapter_outlives_a_sync_and_is_replaced_by_name(bench: Bench, reference: Reference, tmp_path):
+    first, second = (save_tiny_adapter(tmp_path / str(seed), bench.model, seed=seed) for seed in (1, 2))
+    if refuses_adapters(bench, first):
+        return
+    bench.run(bench.engine.load_adapter("a", first))
+    assert_adapted(bench, merged(bench.model, first), "a", LONG_PROMPT)
+    bench.serve(bench.random_model(1))
+    assert_adapted(bench, merged(bench.model, first), "a", LONG_PROMPT)
+    bench.run(bench.engine.load_adapter("a", second))
+    assert_adapted(bench, merged(bench.model, second), "a", LONG_PROMPT)
+    assert_adapted(bench, bench.model, None, LONG_PROMPT)
+    bench.run(bench.engine.unload_adapter("a"))
+
+
+def test_an_adapter_that_goes_while_its_request_waits_harms_no_other(bench: Bench, reference: Reference, tmp_path):
+    folder = save_tiny_adapter(tmp_path / "a", bench.model, seed=1)
+    if refuses_adapters(bench, folder):
+        return
+    adapted, good = bench.request(PROMPT, adapter="a"), bench.request(PROMPT)
+
+    async def run() -> tuple[Any, Any]:
+        await bench.engine.load_adapter("a", folder)
+        await bench.engine.pause(bench.pause_mode)
+        first, second = (asyncio.ensure_future(bench.engine.generate([request])) for request in (adapted, good))
+        async with asyncio.timeout(20):
+            while (await bench.engine.health()).queued < 2:
+                await asyncio.sleep(0.01)
+        await bench.engine.unload_adapter("a")
+        await bench.engine.resume()
+        return (await asyncio.gather(first, return_exceptions=True))[0], (await second)[0]
+
+    answer, completion = bench.run(run(), timeout_s=60)
+    assert_logprobs(reference, good, completion)
+    if isinstance(answer, list):
+        assert_logprobs(Reference(merged(bench.model, folder)), adapted, answer[0])
+    else:
+        assert isinstance(answer, UnsupportedParameter) and "adapter='a'" in str(answer)
+
+
+def test_an_adapter_that_does_not_fit_is_refused_and_the_rest_goes_on(bench: Bench, reference: Reference, tmp_path):
+    other = save_tiny_adapter(tmp_path / "other", bench.random_model(0), rank=4, targets=("q_proj",), r=5)
+    if refuses_adapters(bench, other):
+        return
+    for path in (str(tmp_path / "nowhere"), other):
+        with pytest.raises(EngineError, match="adapter 'a'") as caught:
+            bench.run(bench.engine.load_adapter("a", path))
+        assert path in str(caught.value)
+    with pytest.raises(UnsupportedParameter, match="adapter='a'"):
+        bench.generate(bench.request(PROMPT, adapter="a"))
+    assert_adapted(bench, bench.model, None)

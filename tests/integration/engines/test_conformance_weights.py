@@ -1,0 +1,323 @@
+"""Weights reach every engine over every route, whole or not at all, and what goes wrong is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.errors import DeadlineExceeded, EngineError, SkyRLError, UnsupportedParameter, WeightSyncError
+from skyrl_train.testing.engine_bench import TOLERANCE, Bench, assert_logprobs
+from skyrl_train.testing.reference_sampler import Reference
+from skyrl_train.testing.weight_targets import LocalTrainer
+from skyrl_train.weight_sync.buckets import buckets
+from skyrl_train.weight_sync.sender import WeightSender
+from skyrl_train.weight_sync.wire import ROUTES, Bucket
+
+PROMPT = tuple(3 + (7 * n) % 250 for n in range(150))
+STAGED = "checkpoint"
+"""The route that overwrites nothing before everything arrived."""
+
+
+@pytest.fixture
+def reference(bench: Bench) -> Reference:
+    """Of random weights that the engine has."""
+    return bench.serve(bench.random_model(0), "random")
+
+
+def nudge(model: torch.nn.Module) -> None:
+    """An optimizer step: every parameter moves."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+def assert_serves(bench: Bench, reference: Reference) -> None:
+    """Sampling and scoring are the reference's: no weights, and no keys and values, of another version."""
+    for temperature in (0.0, 1.0):
+        request = bench.request(PROMPT, temperature=temperature)
+        (completion,) = bench.generate(request)
+        assert_logprobs(reference, request, completion)
+        if temperature == 0.0:
+            assert completion.token_ids == reference.greedy(PROMPT, 16)
+        assert {span.version for span in completion.versions} == {bench.run(bench.engine.health()).version}
+
+
+def assert_torn(bench: Bench) -> None:
+    assert bench.run(bench.engine.health()).torn
+    for call in (bench.engine.generate([bench.request(PROMPT)]), bench.engine.score([[1, 2, 3]])):
+        with pytest.raises(EngineError, match="half of a weight transfer"):
+            bench.run(call)
+
+
+class AlteringTrainer(LocalTrainer):
+    """Reads its parameters twice for a sync: to announce them, and to send them, when one of them is another."""
+
+    def __init__(self, model: Any, altered: str):
+        super().__init__(model, bucket_bytes=1 << 14)
+        self.altered = altered
+        self._announced = False
+
+    def manifest(self, version: int, rehearsal: bool = False) -> Any:
+        manifest = super().manifest(version, rehearsal)
+        self._announced = True
+        return manifest
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in super().parameters():
+            if self._announced and name == self.altered:
+                tensor = tensor.detach().clone()
+                tensor.view(torch.int32).view(-1)[-1] ^= 1  # the smallest change that there is
+            yield name, tensor
+
+
+class LossyEngine:
+    """Loses one bucket on its way to the engine."""
+
+    def __init__(self, engine: Any, lost: int):
+        self._engine = engine
+        self._lost = lost
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def receive_weights(self, bucket: Bucket) -> None:
+        if bucket.index != self._lost:
+            await self._engine.receive_weights(bucket)
+
+
+def test_every_route_is_there_or_refused_by_name(bench: Bench):
+    for route in [*(ROUTES - bench.capabilities.weight_routes), "pigeon"]:
+        with pytest.raises((UnsupportedParameter, WeightSyncError), match=route) as caught:
+            bench.run(bench.engine.connect_weights(route, "", 1, 2, 1.0))
+        assert bench.easiest_route in str(caught.value), "the message says which routes there are"
+
+
+# -- what arrives -----------------------------------------------------------------------------------------------------
+
+
+def test_after_every_sync_the_engine_serves_the_new_weights(bench: Bench, route: str, reference: Reference):
+    async def run() -> None:
+        async with bench.syncing(route) as publisher:
+            for _ in range(2):
+                version = await bench.next_version()
+                nudge(bench.model)
+                metrics = await publisher.publish(version)
+                assert metrics["weights/probe_gap"] <= TOLERANCE
+                assert metrics["weights/buckets"] > 3
+                assert (await bench.engine.health()).version == version
+
+    bench.model = bench.random_model(3)
+    bench.run(run())
+    assert_serves(bench, Reference(bench.model))
+
+
+def test_large_tensors_go_in_buckets_of_their_own_and_small_ones_together(
+    bench: Bench, route: str, reference: Reference
+):
+    for bucket_bytes, few in ((1, False), (1 << 30, True)):
+        bench.model = bench.random_model(4)
+        trainer = LocalTrainer(bench.model, bucket_bytes=bucket_bytes)
+
+        async def run(trainer: LocalTrainer = trainer) -> dict[str, float]:
+            async with bench.syncing(route, trainer=trainer) as publisher:
+                return await publisher.publish(await bench.next_version())
+
+        tensors = len(list(bench.model.parameters()))
+        assert bench.run(run())["weights/buckets"] == (1 if few else tensors)
+    assert_serves(bench, Reference(bench.model))
+
+
+def test_only_what_changed_is_sent_where_the_engine_takes_parts(bench: Bench, reference: Reference):
+    bench.model = bench.random_model(5)
+    trainer = LocalTrainer(bench.model)
+    trainer.sender = WeightSender(
+        trainer.parameters, wire_dtype="float32", bucket_bytes=1 << 14, rank=0, only_changed=True
+    )
+
+    async def run() -> tuple[float, float]:
+        async with bench.syncing(trainer=trainer) as publisher:
+            everything = await publisher.publish(await bench.next_version())
+            with torch.no_grad():
+                bench.model.get_parameter("model.layers.1.mlp.up_proj.weight").mul_(-1)
+            part = await publisher.publish(await bench.next_version())
+            return everything["weights/bytes"], part["weights/bytes"]
+
+    if not bench.capabilities.partial_weights:
+        assert bench.reason("partial_weights")
+        return
+    everything, part = bench.run(run())
+    assert part == bench.model.get_parameter("model.layers.1.mlp.up_proj.weight").nbytes < everything
+    assert_serves(bench, Reference(bench.model))
+
+
+def test_a_rehearsal_opens_a_gap_and_the_true_weights_close_it(bench: Bench, route: str, reference: Reference):
+    bench.model = bench.random_model(6)
+
+    async def run() -> tuple[int, dict[str, float]]:
+        version = await bench.next_version()
+        async with bench.syncing(route) as publisher:
+            return version, await publisher.rehearse(version)
+
+    version, metrics = bench.run(run())
+    assert metrics["weights/rehearsal_gap"] > 0.1
+    assert metrics["weights/probe_gap"] <= TOLERANCE
+    assert bench.run(bench.engine.health()).version == version
+    assert_serves(bench, Reference(bench.model))
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def failing_sync(
+    bench: Bench, route: str, error: type[SkyRLError] | tuple[type[SkyRLError], ...], match: str, **between: Any
+) -> None:
+    """Weights that are not served yet fail to arrive as the next version."""
+
+    async def run() -> None:
+        async with bench.syncing(route, **between) as publisher:
+            with pytest.raises(error, match=match):
+                await publisher.publish(await bench.next_version())
+
+    bench.run(run())
+
+
+def assert_old_or_torn_then_repaired(bench: Bench, route: str, old: Reference) -> None:
+    """A staged route left the old weights serving, the others nothing; a complete sync ends either."""
+    if route == STAGED:
+        assert not bench.run(bench.engine.health()).torn
+        assert_serves(bench, old)
+    else:
+        assert_torn(bench)
+
+    async def repair() -> None:
+        async with bench.syncing(route) as publisher:
+            await publisher.publish(await bench.next_version())
+
+    bench.run(repair())
+    assert not bench.run(bench.engine.health()).torn
+    assert_serves(bench, Reference(bench.model))
+
+
+def unserved_model(bench: Bench, seed: int) -> Any:
+    bench.model = bench.random_model(seed)
+    return bench.model
+
+
+@pytest.mark.fault("F30")
+@pytest.mark.parametrize("altered", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
+def test_one_altered_bit_is_caught_by_the_tensors_name(bench: Bench, route: str, reference: Reference, altered: str):
+    trainer = AlteringTrainer(unserved_model(bench, 8), altered)
+    failing_sync(bench, route, WeightSyncError, rf"{altered}.* arrived altered", trainer=trainer)
+    assert_old_or_torn_then_repaired(bench, route, reference)
+
+
+@pytest.mark.fault("F30")
+def test_a_lost_bucket_is_caught_by_name(bench: Bench, route: str, reference: Reference):
+    cut = buckets(LocalTrainer(unserved_model(bench, 9), bucket_bytes=1 << 14).manifest(1))
+    third, last = LossyEngine(bench.engine, 2), LossyEngine(bench.engine, len(cut) - 1)
+    if route == "broadcast":  # its bytes wait for a receiver
+        what = rf"bucket 3 of {len(cut)} \({cut[2].names[0]}"
+        failing_sync(bench, route, DeadlineExceeded, what, engine=third, deadline_s=6)
+    else:
+        failing_sync(bench, route, WeightSyncError, "bucket 2 is missing: bucket 3 came instead", engine=third)
+        failing_sync(bench, route, WeightSyncError, rf"{cut[-1].names[0]}.* never arrived", engine=last)
+    assert_old_or_torn_then_repaired(bench, route, reference)
+
+
+@pytest.mark.fault("F31")
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_stale_version_is_refused_and_the_weights_stay(bench: Bench, route: str, reference: Reference, behind: int):
+    trainer = LocalTrainer(bench.random_model(0))
+
+    async def run() -> None:
+        version = await bench.next_version()
+        async with bench.syncing(route, trainer=trainer) as publisher:
+            await publisher.publish(version)
+            nudge(trainer.model)
+            stale = version - behind
+            with pytest.raises(WeightSyncError, match=f"version {stale} is stale: version {version} is being"):
+                await publisher.publish(stale)
+
+    bench.run(run())
+    assert_serves(bench, reference)
+
+
+def test_another_trainer_may_begin_at_any_version(bench: Bench, route: str, reference: Reference):
+    async def run() -> None:
+        version = (await bench.engine.health()).version
+        trainer = LocalTrainer(bench.random_model(12))
+        async with bench.syncing(route, trainer=trainer) as publisher:
+            await publisher.publish(version - 1)
+        assert (await bench.engine.health()).version == version - 1
+
+    bench.serve(bench.random_model(0))
+    bench.run(run())
+    assert_serves(bench, Reference(bench.random_model(12)))
+
+
+def without_norm(trainer: LocalTrainer) -> Any:
+    return ((name, tensor) for name, tensor in trainer.model.named_parameters() if name != "model.norm.weight")
+
+
+def with_an_infinity(trainer: LocalTrainer) -> Any:
+    for name, tensor in trainer.model.named_parameters():
+        yield name, tensor.detach() / 0 if name == "model.norm.weight" else tensor
+
+
+def with_another_shape(trainer: LocalTrainer) -> Any:
+    for name, tensor in trainer.model.named_parameters():
+        yield name, tensor[:-1] if name == "model.norm.weight" else tensor
+
+
+def with_one_more(trainer: LocalTrainer) -> Any:
+    yield from trainer.model.named_parameters()
+    yield "model.layers.9.mlp.up_proj.weight", torch.zeros(2, 2)
+
+
+@pytest.mark.fault("F30")
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        (without_norm, r"model\.norm\.weight is held by the engine, but"),
+        (with_an_infinity, r"model\.norm\.weight holds NaN or infinity"),
+        (with_another_shape, r"model\.norm\.weight is announced as \[63\], the engine's is \[64\]"),
+        (with_one_more, r"model\.layers\.9\.mlp\.up_proj\.weight was announced, but"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_before_a_byte_moves(
+    bench: Bench, reference: Reference, parameters: Callable[[LocalTrainer], Any], message: str
+):
+    class Misfit(LocalTrainer):
+        def parameters(self) -> Iterator[tuple[str, Tensor]]:
+            yield from parameters(self)
+
+    async def run() -> None:
+        async with bench.syncing(trainer=Misfit(bench.random_model(13))) as publisher:
+            with pytest.raises(WeightSyncError, match=message):
+                await publisher.publish(await bench.next_version())
+
+    bench.run(run())
+    assert not bench.run(bench.engine.health()).torn
+    assert_serves(bench, reference)
+
+
+def test_a_skipped_sync_is_caught_by_the_engines_name(bench: Bench, reference: Reference):
+    trainer = LocalTrainer(bench.random_model(14))
+
+    async def run() -> None:
+        async with bench.syncing(trainer=trainer) as publisher:
+            with pytest.raises(WeightSyncError, match=f"engine {bench.capabilities.name}.* stale or altered"):
+                await publisher.check((await bench.engine.health()).version)
+
+    bench.run(run())
+
+
+def test_a_commit_without_a_manifest_is_refused(bench: Bench, reference: Reference):
+    with pytest.raises(WeightSyncError, match="begin a sync first"):
+        bench.run(bench.engine.commit_weights(99))
+    assert_serves(bench, reference)

@@ -1,0 +1,137 @@
+"""An engine that is killed between two buckets of a sync, with a request under way: both end by name, in time."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from skyrl_train.config.choices import ENGINES
+from skyrl_train.engines.base import SampleRequest, SamplingParams
+from skyrl_train.engines.http.remote import RemoteEngine
+from skyrl_train.engines.transformers import TransformersEngine
+from skyrl_train.errors import EngineError
+from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
+from skyrl_train.testing.weight_targets import LocalTrainer
+from skyrl_train.weight_sync.publish import WeightPublisher
+from skyrl_train.weight_sync.wire import Bucket
+
+TOKEN = "a-secret-of-this-test"
+SERVER = """
+import asyncio
+import sys
+
+from skyrl_train.engines.http.server import HttpEndpoint
+from skyrl_train.registry import load_object
+
+
+async def main(place, model, token):
+    engine = load_object(place)(model=model, max_num_seqs=4, max_model_len=1024, threads=1, name="far")
+    async with HttpEndpoint(engine, None, model_name="tiny", token=token) as endpoint:
+        print("at", endpoint.url, flush=True)
+        await asyncio.sleep(600)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
+"""
+CASES = [
+    ("transformers", "broadcast"),
+    ("transformers", "ipc"),
+    ("transformers", "checkpoint"),
+    *(pytest.param(backend, "broadcast", marks=pytest.mark.slow) for backend in ("vllm", "sglang")),
+]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[[str], tuple[subprocess.Popen[str], str]]]:
+    """Starts an engine behind HTTP in a process of its own; returns the process and its address."""
+    model = str(save_tiny_model(tmp_path / "model", "qwen3"))
+    script = tmp_path / "server.py"
+    script.write_text(SERVER)
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(backend: str) -> tuple[subprocess.Popen[str], str]:
+        command = [sys.executable, str(script), ENGINES[backend], model, TOKEN]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        processes.append(process)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("at "):
+                return process, line.split()[1]
+        raise AssertionError("it ended before it served")
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+class KilledAtTheSecondBucket:
+    """Passes everything on to an engine, whose process it kills when one bucket has arrived and another comes."""
+
+    def __init__(self, engine: RemoteEngine, pid: int):
+        self._engine = engine
+        self._pid = pid
+        self.killed_at = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def receive_weights(self, bucket: Bucket) -> None:
+        if bucket.index == 1:
+            self.killed_at = time.monotonic()
+            os.kill(self._pid, signal.SIGKILL)
+        await self._engine.receive_weights(bucket)
+
+
+@pytest.mark.fault("F29")
+@pytest.mark.fault("F30")
+@pytest.mark.parametrize(("backend", "route"), CASES)
+def test_an_engine_killed_between_buckets_is_an_error_in_time_and_the_trainer_goes_on(
+    serve: Callable[[str], tuple[subprocess.Popen[str], str]], tmp_path: Path, backend: str, route: str
+):
+    if importlib.util.find_spec(backend) is None:
+        pytest.skip(f"{backend} is not installed; scripts/cpu_engines installs it")
+    process, url = serve(backend)
+    family = psutil.Process(process.pid).children(recursive=True)
+    trainer = LocalTrainer(tiny_model("qwen3", seed=3), bucket_bytes=1 << 14)
+    folder = str(tmp_path / "weights")
+
+    async def run() -> None:
+        remote = await RemoteEngine(url, TOKEN, name="far", deadline_s=60).connect(60)
+        doomed = KilledAtTheSecondBucket(remote, process.pid)
+        publisher = WeightPublisher(trainer, lambda: [doomed], route=route, deadline_s=60, folder=folder)
+        request = SampleRequest("r", (5, 6), SamplingParams(max_tokens=1_000, ignore_eos=True), seed=1)
+        under_way = asyncio.ensure_future(remote.generate([request]))
+        while not (await remote.health()).running:
+            await asyncio.sleep(0.01)
+        await remote.pause("keep")
+        with pytest.raises(EngineError, match="'far'"):
+            await publisher.publish(1)
+        with pytest.raises(EngineError, match="'far'"):
+            await under_way
+        assert doomed.killed_at and time.monotonic() - doomed.killed_at < 20
+        await remote.close()
+
+        survivor = TransformersEngine(tiny_model("qwen3"), name="near")
+        try:
+            await WeightPublisher(trainer, lambda: [survivor], route=route, deadline_s=60, folder=folder).publish(2)
+            assert (await survivor.health()).version == 2
+        finally:
+            trainer.disconnect_weights()
+            await survivor.close()
+
+    asyncio.run(run())
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive, "processes of a killed engine live on"

@@ -1,0 +1,172 @@
+"""What only vLLM's and SGLang's own servers can get wrong; all else is held by the conformance suite."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.build.engines import connect_engine
+from skyrl_train.config.hydra import load
+from skyrl_train.engines.base import SampleRequest, SamplingParams
+from skyrl_train.engines.http.native import NativeEngine
+from skyrl_train.engines.http.wire import API_KEY
+from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
+from skyrl_train.testing.engine_bench import assert_logprobs
+from skyrl_train.testing.native_servers import TOKEN, NativeServerProcess
+from skyrl_train.testing.reference_sampler import Reference
+from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
+from skyrl_train.testing.weight_targets import LocalTrainer, score
+from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+
+pytestmark = pytest.mark.slow
+PROMPT = (50, 60, 70, 80, 90)
+IDS = [[5, 9, 77, 30, 12, 44], list(range(20, 60))]
+
+
+@dataclass
+class Server:
+    kind: str
+    model: str
+    folder: Path
+    process: NativeServerProcess
+
+    def run(
+        self, use: Callable[[NativeEngine], Coroutine[Any, Any, None]], *overrides: str, backend: str | None = None
+    ) -> None:
+        """`use` with an engine that is connected as a run would connect it."""
+
+        async def connected() -> None:
+            cfg = load(
+                [
+                    f"generator.backend={backend or self.kind}",
+                    f"trainer.policy.model.path={self.model}",
+                    f"trainer.ckpt_path={self.folder}",
+                    "generator.run_engines_locally=false",
+                    "generator.model_dtype=float32",
+                    "trainer.timeouts.engine_start_s=200",
+                    *overrides,
+                ]
+            )
+            engine = await connect_engine(self.process.address, cfg)
+            assert isinstance(engine, NativeEngine)
+            try:
+                await use(engine)
+            finally:
+                await engine.close()
+
+        asyncio.run(connected())
+
+
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """vLLM's as people start it who know nothing of us, except for development mode."""
+    kind = request.param
+    if importlib.util.find_spec(kind) is None:
+        pytest.skip(f"{kind} is not installed; scripts/cpu_engines installs it")
+    folder = tmp_path_factory.mktemp(kind)
+    model = save_tiny_model(folder / "model", "qwen3")
+    process = NativeServerProcess(kind, model, log=folder / "log", plain=True)
+    try:
+        yield Server(kind, model, folder, process)
+    finally:
+        process.stop()
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY, TOKEN)
+
+
+async def nothing(engine: NativeEngine) -> None:
+    """Connecting is enough."""
+
+
+def test_greedy_and_sampled_log_probs_are_the_references(server: Server):
+    reference = Reference(tiny_model("qwen3"))
+
+    async def use(engine: NativeEngine) -> None:
+        for temperature in (0.0, 1.0):
+            request = SampleRequest("r", PROMPT, SamplingParams(max_tokens=16, temperature=temperature), 1)
+            assert_logprobs(reference, request, (await engine.generate([request]))[0])
+
+    server.run(use)
+
+
+def test_vllms_temperatures_need_the_right_log_probs(server: Server):
+    async def use(engine: NativeEngine) -> None:
+        request = SampleRequest("r", PROMPT, SamplingParams(max_tokens=4, temperature=0.7), 1)
+        if server.kind == "sglang":
+            assert len((await engine.generate([request]))[0].token_ids) == 4
+            return
+        with pytest.raises(UnsupportedParameter, match=r"temperature=0\.7"):
+            await engine.generate([request])
+        assert "--logprobs-mode processed_logprobs" in engine.capabilities.refusals["temperature"]
+
+    server.run(use)
+
+
+def test_a_wrong_token_is_an_engine_error_that_says_401(server: Server, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(API_KEY, "guessed")
+    with pytest.raises(EngineError, match=r"401.*SKYRL_API_KEY") as caught:
+        server.run(nothing)
+    assert "guessed" not in str(caught.value)
+
+
+def test_a_server_of_another_kind_is_refused_by_address(server: Server):
+    other, name = {"vllm": ("sglang", "SGLang"), "sglang": ("vllm", "vLLM")}[server.kind]
+    with pytest.raises(EngineError, match=rf"{server.process.address}.* no {name} server; see generator\.backend"):
+        server.run(nothing, backend=other)
+
+
+def test_a_backend_without_a_server_of_its_own_is_refused_by_key(server: Server):
+    with pytest.raises(ConfigError, match=r"remote_inference_engine_urls.*generator\.backend.*transformers"):
+        server.run(nothing, backend="transformers")
+
+
+def test_a_probe_proves_the_weights_or_names_the_engine(server: Server):
+    """Tied embeddings on a CPU: without our extension vLLM keeps the old head, and only a probe sees it."""
+    trainer = LocalTrainer(tiny_model("qwen3", seed=1))
+    with torch.no_grad():
+        trainer.model.get_input_embeddings().weight.mul_(-1)  # type: ignore[operator]
+
+    async def trainer_score(ids: Any) -> list[list[float]]:
+        return score(trainer.model, ids)
+
+    async def use(engine: NativeEngine) -> None:
+        probe = Probe(IDS, trainer_score)
+        publisher = WeightPublisher(trainer, lambda: [engine], route="in_process", deadline_s=60, probe=probe)
+        if server.kind == "vllm":
+            with pytest.raises(WeightSyncError, match=rf"{server.process.address}.*stale or altered"):
+                await publisher.publish(1)
+            return
+        assert (await publisher.publish(1))["weights/probe_gap"] <= 1e-4
+        folders = list((server.folder / "weight_sync" / "served").glob("*/*"))
+        assert [folder.name for folder in folders] == ["weights_000001"]
+
+    server.run(use)
+
+
+def test_a_server_killed_in_a_request_is_an_error_by_name_in_time(server: Server):
+    async def use(engine: NativeEngine) -> None:
+        request = SampleRequest("r", PROMPT, SamplingParams(max_tokens=900, ignore_eos=True), 1)
+        call = asyncio.ensure_future(engine.generate([request]))
+        while not (await engine.health()).running:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(server.process.stop)
+        start = time.monotonic()
+        with pytest.raises(EngineError, match=rf"{server.process.address}.*lost during"):
+            await call
+        assert time.monotonic() - start < 10
+        with pytest.raises(EngineError, match=server.process.address):
+            await engine.health()
+
+    server.run(use)

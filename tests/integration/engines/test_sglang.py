@@ -1,0 +1,483 @@
+"""What is particular to SGLang; everything that engines have in common is in the conformance suite.
+
+The engine here is not the suite's: an untied Qwen2, prompts read in pieces of 16 tokens, and a scheduler that samples
+a token before the one before it is written down, as on an accelerator; its cache has room for two long requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import itertools
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from skyrl_train.engines.sglang import SGLangEngine
+from skyrl_train.engines.sglang_arguments import engine_arguments
+from skyrl_train.engines.sglang_host import _remove_what_the_dead_left
+from skyrl_train.engines.transformers import TransformersEngine
+from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
+from skyrl_train.testing.engine_bench import TOLERANCE, BackgroundLoop, largest_gap
+from skyrl_train.testing.reference_sampler import Reference
+from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
+from skyrl_train.testing.weight_targets import LocalTrainer
+from skyrl_train.weight_sync.publish import WeightPublisher
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+PROMPT = tuple(range(20, 60))
+MODEL: dict[str, Any] = {"hidden_size": 128, "tied": False}
+ROOM = 1040
+"""Tokens in the cache."""
+
+
+def surroundings() -> dict[str, Any]:
+    """What SGLang changes for the whole process unless it is kept from it."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)}
+    return {
+        "handlers": handlers,
+        "start method": multiprocessing.get_start_method(allow_none=True),
+        "policy": type(asyncio.get_event_loop_policy()),
+        "path": sys.path[:],
+        "logging": (logging.getLogger().handlers[:], logging.getLogger().level),
+        "PYTHONPATH": os.environ.get("PYTHONPATH"),
+    }
+
+
+@dataclass
+class Running:
+    engine: SGLangEngine
+    model: PreTrainedModel
+    path: str
+    loop: BackgroundLoop
+    before: dict[str, Any]
+    after: dict[str, Any]
+    process: psutil.Process
+
+    def run(self, work: Any) -> Any:
+        return self.loop.run(work)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    path = tmp_path_factory.mktemp("untied")
+    model = tiny_model("qwen2", **MODEL)
+    model.save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    before, children = surroundings(), set(psutil.Process().children())
+    options: dict[str, Any] = {
+        "chunked_prefill_size": 16,
+        "disable_overlap_schedule": False,
+        "max_total_tokens": ROOM,
+    }
+    engine = SGLangEngine(str(path), name="particular", max_num_seqs=16, max_model_len=512, threads=1, **options)
+    after = surroundings()
+    (process,) = (child for child in set(psutil.Process().children()) - children if "sglang" in child.name())
+    loop = BackgroundLoop()
+    yield Running(engine, model, str(path), loop, before, after, process)
+    loop.run(engine.close())
+    loop.close()
+
+
+names = itertools.count()
+
+
+def request(prompt: tuple[int, ...] = PROMPT, seed: int = 0, **sampling: Any) -> SampleRequest:
+    params = SamplingParams(**{"max_tokens": 16, "ignore_eos": True, **sampling})
+    return SampleRequest(f"particular-{next(names)}", prompt, params, seed)
+
+
+async def under_way(engine: SGLangEngine, *requests: SampleRequest) -> list[asyncio.Task[list[Completion]]]:
+    """Each in a call of its own, with some tokens sampled."""
+    calls = [asyncio.ensure_future(engine.generate([one])) for one in requests]
+    async with asyncio.timeout(30):
+        while (await engine.health()).running < len(requests):
+            await asyncio.sleep(0.002)
+    await asyncio.sleep(0.1)
+    return calls
+
+
+# -- without an engine ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["pipeline_parallel_size", "data_parallel_size"])
+def test_parallelism_that_sglang_cannot_combine_is_refused_with_its_version(tiny_model_path: str, key: str):
+    twice: dict[str, Any] = {key: 2}
+    with pytest.raises(ConfigError, match=rf"generator.inference_engine_{key}=2: SGLang \d+\.\d+"):
+        SGLangEngine(tiny_model_path, **twice)
+
+
+def test_adapters_on_a_cpu_are_refused_with_the_reason(tiny_model_path: str):
+    with pytest.raises(ConfigError, match=r"max_lora_rank=8: SGLang \d+\.\d+.* pinned"):
+        SGLangEngine(tiny_model_path, max_lora_rank=8)
+
+
+def arguments(path: str, **options: Any) -> dict[str, Any]:
+    return engine_arguments(
+        path,
+        name="particular",
+        device="cpu",
+        dtype="float32",
+        max_num_seqs=4,
+        max_model_len=100,
+        max_lora_rank=0,
+        rope_scaling=None,
+        rope_theta=None,
+        options=options,
+    )
+
+
+def test_what_the_engine_must_set_itself_cannot_be_given(tiny_model_path: str):
+    with pytest.raises(
+        ConfigError, match=r"generator\.engine_init_kwargs\.sampling_backend='flashinfer'.*leave it out"
+    ):
+        arguments(tiny_model_path, sampling_backend="flashinfer")
+
+
+def test_our_keys_are_said_in_sglangs_words_and_its_own_win(tiny_model_path: str):
+    plain = arguments(tiny_model_path, tensor_parallel_size=2, enable_prefix_caching=False, max_num_batched_tokens=64)
+    assert (plain["tp_size"], plain["disable_radix_cache"]) == (2, True)
+    assert (plain["max_prefill_tokens"], plain["chunked_prefill_size"]) == (64, 64)
+    assert arguments(tiny_model_path, enable_chunked_prefill=False)["chunked_prefill_size"] == -1
+    assert arguments(tiny_model_path, attention_backend="intel_amx")["attention_backend"] == "intel_amx"
+
+
+def test_stand_ins_have_every_name_and_do_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path[:])
+    package = "skyrl_train.engines.sglang_stand_ins"
+    attention = importlib.import_module(f"{package}.sgl_kernel.flash.attention")
+    with pytest.raises(NotImplementedError, match=r"sgl_kernel\.flash\.attention\.forward\.fast is not installed"):
+        attention.forward.fast(1)
+    assert importlib.import_module(f"{package}.torchvision").transforms.InterpolationMode
+    with pytest.raises(ImportError):
+        importlib.import_module(f"{package}.no_such_package")
+
+
+def test_a_checkpoint_with_names_that_sglang_would_skip_is_refused(tmp_path: Path):
+    model = tiny_model("qwen3_moe", tied=False)
+    model.config.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    save_file({name: tensor.detach() for name, tensor in model.named_parameters()}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"no 'model\.layers\.0\.mlp\.experts\.0\.\w+\.weight' .*save_pretrained"):
+        SGLangEngine(str(tmp_path))
+
+
+def test_what_a_killed_engine_left_is_removed_and_what_a_living_one_has_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    instance = uuid.uuid4().hex
+    script = f"""
+import sys, time
+from skyrl_train.engines.sglang_host import _Files
+files = _Files()
+files.name({instance!r})
+print(files.folder, flush=True)
+time.sleep(60)
+"""
+    shared = Path(f"/dev/shm/sglang_loads_{instance}")
+    shared.touch()
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        _remove_what_the_dead_left()
+        assert folder.is_dir() and shared.exists()
+        process.kill()
+    _remove_what_the_dead_left()
+    assert not folder.exists() and not shared.exists()
+
+
+# -- with one ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_an_argument_that_sglang_does_not_know_is_an_error_and_leaves_nothing(tiny_model_path: str):
+    before = surroundings()
+    with pytest.raises(ConfigError, match=r"Engine 'sglang': SGLang .*no_such_argument"):
+        SGLangEngine(tiny_model_path, no_such_argument=1)
+    assert surroundings() == before
+
+
+@pytest.mark.slow
+def test_starting_it_leaves_this_process_as_it_was(running: Running):
+    assert running.after == running.before
+    assert not any("sglang_stand_ins" in entry for entry in sys.path)
+
+
+@pytest.mark.slow
+def test_it_samples_the_very_tokens_of_the_transformers_engine(running: Running):
+    ways: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.02},
+        {"repetition_penalty": 1.4, "min_tokens": 4, "ignore_eos": False},
+        {"stop": ("a", "e", "x"), "max_tokens": 60},
+        {"stop_token_ids": tuple(range(100, 120)), "max_tokens": 60},
+        {"stop_token_ids": tuple(range(100, 120)), "min_tokens": 20, "max_tokens": 60},
+    ]
+    seeds = (1, 2**63 + 5, 2**64 - 1)
+    prompts = (PROMPT[:5], PROMPT)
+    wanted = [request(prompt, seed, **way) for way, seed, prompt in itertools.product(ways, seeds, prompts)]
+    other = TransformersEngine(tiny_model("qwen2", **MODEL), byte_tokenizer(), name="other")
+
+    async def both() -> tuple[list[Completion], list[Completion]]:
+        try:
+            return await running.engine.generate(wanted), await other.generate(wanted)
+        finally:
+            await other.close()
+
+    for ours, theirs in zip(*running.run(both()), strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert (ours.stop_reason, ours.stop_text) == (theirs.stop_reason, theirs.stop_text)
+        assert largest_gap(ours.logprobs, theirs.logprobs) < TOLERANCE
+        assert largest_gap(ours.full_logprobs, theirs.full_logprobs) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["keep", "retract"])
+def test_a_request_aborted_while_paused_returns_what_it_has_at_once(running: Running, mode: str):
+    async def run() -> tuple[SampleRequest, Completion, Completion]:
+        first, second = (request(seed=seed, max_tokens=450) for seed in (1, 2))
+        calls = await under_way(running.engine, first, second)
+        await running.engine.pause(mode)
+        await running.engine.abort([first.request_id])
+        (aborted,) = await asyncio.wait_for(calls[0], 5)
+        assert not calls[1].done()
+        await running.engine.resume()
+        return first, aborted, (await calls[1])[0]
+
+    asked, aborted, finished = running.run(run())
+    assert (aborted.stop_reason, finished.stop_reason, len(finished.token_ids)) == ("abort", "length", 450)
+    assert 0 < len(aborted.token_ids) < 450
+    _, full = Reference(running.model).logprobs(PROMPT, aborted.token_ids, asked.sampling)
+    assert largest_gap(aborted.full_logprobs, full) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["keep", "retract"])
+def test_scores_beside_paused_requests_change_nothing_about_them(running: Running, mode: str):
+    sequences = [list(range(5, 200)), [7, 8, 9], list(range(30, 90))]
+
+    async def run() -> tuple[list[list[float]], Completion, Completion]:
+        plain, paused = (request(seed=3, max_tokens=300) for _ in range(2))
+        (expected,) = await running.engine.generate([plain])
+        (call,) = await under_way(running.engine, paused)
+        await running.engine.pause(mode)
+        scores = await asyncio.wait_for(running.engine.score(sequences), 30)
+        assert not call.done()
+        await running.engine.resume()
+        return scores, expected, (await call)[0]
+
+    scores, expected, completion = running.run(run())
+    assert completion.token_ids == expected.token_ids
+    for got, wanted in zip(scores, Reference(running.model).score(sequences), strict=True):
+        assert largest_gap(got, wanted) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_scores_for_which_paused_requests_leave_no_room_are_given_and_the_requests_go_on(running: Running):
+    prompts = [tuple((7 * n + first) % 250 + 3 for n in range(280)) for first in (0, 90)]
+    scored = [(11 * n) % 250 + 3 for n in range(511)]
+    assert 2 * len(prompts[0]) + len(scored) > ROOM
+
+    async def run() -> tuple[list[list[float]], list[Completion], list[Completion]]:
+        expected = await running.engine.generate([request(prompt, max_tokens=220) for prompt in prompts])
+        calls = await under_way(running.engine, *(request(prompt, max_tokens=220) for prompt in prompts))
+        await running.engine.pause()
+        scores = await asyncio.wait_for(running.engine.score([scored]), 30)
+        assert not any(call.done() for call in calls)
+        await running.engine.resume()
+        return scores, expected, [completion for call in calls for completion in await call]
+
+    (score,), expected, completions = running.run(run())
+    assert [one.token_ids for one in completions] == [one.token_ids for one in expected]
+    assert largest_gap(score, Reference(running.model).score([scored])[0]) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_request_cancelled_while_others_are_scored_beside_a_pause_is_aborted(running: Running):
+    async def run() -> None:
+        (call,) = await under_way(running.engine, request(max_tokens=450))
+        await running.engine.pause()
+        scores = asyncio.ensure_future(running.engine.score([list(range(first, 250)) for first in range(3, 13)]))
+        await asyncio.sleep(0.05)
+        call.cancel()
+        await scores
+        async with asyncio.timeout(5):
+            while (await running.engine.health()).running:
+                await asyncio.sleep(0.01)
+        await running.engine.resume()
+
+    running.run(run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05])
+def test_a_prompt_that_is_half_read_can_be_aborted_while_paused_or_read_on(running: Running, delay_s: float):
+    async def half_read(asked: SampleRequest) -> asyncio.Task[list[Completion]]:
+        await running.engine.reset_prefix_cache()
+        call = asyncio.ensure_future(running.engine.generate([asked]))
+        while not (await running.engine.health()).running:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(delay_s)
+        await running.engine.pause()
+        assert not call.done()
+        return call
+
+    async def run() -> Completion:
+        dropped, kept = (request(tuple(range(3, 250)) + tuple(range(3, 203)), max_tokens=50) for _ in range(2))
+        call = await half_read(dropped)
+        await asyncio.wait_for(running.engine.abort([dropped.request_id]), 5)
+        assert (await asyncio.wait_for(call, 5))[0].stop_reason == "abort"
+        await running.engine.resume()
+        call = await half_read(kept)
+        await running.engine.resume()
+        return (await call)[0]
+
+    completion = running.run(run())
+    prompt = tuple(range(3, 250)) + tuple(range(3, 203))
+    _, full = Reference(running.model).logprobs(prompt, completion.token_ids, request(prompt).sampling)
+    assert largest_gap(completion.full_logprobs, full) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_retracted_request_aborted_while_it_is_read_again_returns_what_it_has(running: Running):
+    asked = request(tuple(range(3, 200)), max_tokens=300)
+
+    async def run() -> Completion:
+        (call,) = await under_way(running.engine, asked)
+        await running.engine.pause("retract")
+        await running.engine.reset_prefix_cache()
+        await running.engine.resume()
+        await asyncio.sleep(0.02)
+        await running.engine.pause()
+        await asyncio.wait_for(running.engine.abort([asked.request_id]), 5)
+        await running.engine.resume()
+        return (await call)[0]
+
+    completion = running.run(run())
+    assert completion.stop_reason == "abort"
+    _, full = Reference(running.model).logprobs(asked.token_ids, completion.token_ids, asked.sampling)
+    assert len(full) > 0
+    assert largest_gap(completion.full_logprobs, full) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_commit_that_nobody_waits_for_any_more_is_served_all_the_same(running: Running):
+    class Impatient:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(running.engine, name)
+
+        async def commit_weights(self, version: int) -> None:
+            running.process.suspend()  # SGLang takes long
+            try:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(running.engine.commit_weights(version), 0.3)
+            finally:
+                running.process.resume()
+            async with asyncio.timeout(10):
+                while (await running.engine.health()).version < version:
+                    await asyncio.sleep(0.01)
+
+    async def run() -> Completion:
+        publisher = WeightPublisher(
+            LocalTrainer(running.model), lambda: [Impatient()], route="in_process", deadline_s=60.0
+        )
+        (call,) = await under_way(running.engine, request(max_tokens=300))
+        await publisher.publish(1)
+        await asyncio.wait_for(call, 20)
+        (completion,) = await asyncio.wait_for(running.engine.generate([request()]), 20)
+        return completion
+
+    assert [span.version for span in running.run(run()).versions] == [1]
+
+
+@pytest.mark.slow
+def test_the_prompt_cache_is_forgotten_although_a_request_runs_on_it(running: Running):
+    prompt = tuple(range(100, 180))
+
+    async def cached(*after: SampleRequest) -> int:
+        before = (await running.engine.health()).cached_tokens
+        await running.engine.generate(list(after))
+        return (await running.engine.health()).cached_tokens - before
+
+    async def run() -> tuple[int, int]:
+        (call,) = await under_way(running.engine, request(prompt, max_tokens=400))
+        known = await cached(request(prompt, max_tokens=1))
+        await running.engine.reset_prefix_cache()
+        forgotten = await cached(request(prompt, max_tokens=1))
+        assert not call.done()
+        await call
+        return known, forgotten
+
+    known, forgotten = running.run(run())
+    assert known >= 64
+    assert forgotten == 0
+
+
+@pytest.mark.slow
+def test_an_idle_engine_and_a_paused_one_take_no_processor(running: Running):
+    def used() -> float:
+        times = running.process.cpu_times()
+        return times.user + times.system
+
+    async def run() -> list[float]:
+        spent = []
+        for pauses in (False, True):
+            calls = await under_way(running.engine, request(max_tokens=400)) if pauses else []
+            if pauses:
+                await running.engine.pause()
+            before = used()
+            await asyncio.sleep(1.0)
+            spent.append(used() - before)
+            await running.engine.resume()
+            await asyncio.gather(*calls)
+        return spent
+
+    assert max(running.run(run())) < 0.2
+
+
+@pytest.mark.slow
+def test_its_process_may_die_and_only_the_engine_is_gone(running: Running):
+    async def run() -> None:
+        (call,) = await under_way(running.engine, request(max_tokens=450))
+        join = running.engine.connect_weights
+        waiting = asyncio.ensure_future(join("broadcast", "127.0.0.1:1", 1, 2, 3.0))  # nobody is there
+        queued = asyncio.ensure_future(join("in_process", "", 1, 2, 3.0))
+        running.process.kill()
+        gone = rf"Engine 'particular' is dead: its process {running.process.pid} ended with exit code -9\."
+        with pytest.raises(EngineError, match=gone):
+            await asyncio.wait_for(call, 10)
+        for ask in (running.engine.health, running.engine.pause, running.engine.reset_prefix_cache):
+            with pytest.raises(EngineError, match=gone):
+                await ask()
+        await running.engine.close()
+        await running.engine.close()
+        with pytest.raises(EngineError, match=gone):
+            await queued
+        with pytest.raises(WeightSyncError, match="could not meet"):
+            await waiting
+
+    folder = Path(running.engine._host._files.folder)
+    assert folder.is_dir()
+    running.run(run())
+    assert not folder.exists()

@@ -1,0 +1,307 @@
+"""What is particular to vLLM; everything that engines have in common is in the conformance suite.
+
+The engine here has a cache of five blocks, two of which a long request fills.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import shutil
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
+from skyrl_train.testing.engine_bench import TOLERANCE, BackgroundLoop, Bench, assert_logprobs, largest_gap
+from skyrl_train.testing.reference_sampler import Reference
+from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
+]
+BLOCK_BYTES = 128 * 2 * 2 * 2 * 32 * 4
+"""Of 128 tokens: keys and values of two layers with two heads of 32 numbers."""
+LENGTH = 256
+FIRST, SECOND, THIRD = ([start + n % 50 for n in range(200)] for start in (20, 90, 160))
+"""Prompts of two blocks."""
+
+
+def start(path: str, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other people's, when their packages are imported
+        from skyrl_train.engines.vllm import VLLMEngine
+
+        return VLLMEngine(path, name="particular", max_num_seqs=4, max_model_len=LENGTH, threads=1, **options)
+
+
+@dataclass
+class Running:
+    engine: Any
+    bench: Bench
+    loop: BackgroundLoop
+    folder: Path
+
+    @property
+    def core(self) -> Any:
+        return self.engine._core
+
+    @property
+    def served(self) -> Any:
+        """The model inside vLLM."""
+        return self.core.model_executor.driver_worker.worker.model_runner.model
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("vllm")
+    path = save_tiny_model(folder / "model", "qwen3")
+    engine, loop = start(path, kv_cache_memory_bytes=6 * BLOCK_BYTES, max_lora_rank=8), BackgroundLoop()
+    yield Running(engine, Bench(engine, tiny_model("qwen3"), loop, folder), loop, folder)
+    loop.run(engine.close())
+    loop.close()
+
+
+@pytest.fixture
+def running(one: Running) -> Iterator[Running]:
+    yield one
+    if not one.engine._closed:
+        one.bench.run(one.bench.restore())
+
+
+@pytest.fixture
+def reference(running: Running) -> Reference:
+    return running.bench.serve(running.bench.random_model(0), "random")
+
+
+def test_a_score_beside_a_full_cache_sends_kept_requests_back_to_the_queue(running: Running, reference: Reference):
+    bench, engine = running.bench, running.engine
+    requests = [bench.request(prompt, max_tokens=50, seed=n) for n, prompt in enumerate((FIRST, SECOND))]
+
+    async def run() -> tuple[Any, Any, list[int]]:
+        calls = bench.start(*requests)
+        await bench.until_running(2)
+        await engine.pause("keep")
+        running_before = len(running.core.scheduler.running)
+        scores = await engine.score([THIRD, [5, 9, 77]])
+        health = [running_before, len(running.core.scheduler.running)]
+        await engine.resume()
+        return await calls, scores, health
+
+    completions, scores, (before, after) = bench.run(run(), 60)
+    assert (before, after) == (2, 1), "one of two gives way"
+    for got, wanted in zip(scores, reference.score([THIRD, [5, 9, 77]]), strict=True):
+        assert largest_gap(got, wanted) <= TOLERANCE
+    for request, completion in zip(requests, completions, strict=True):
+        assert len(completion.token_ids) == 50
+        assert_logprobs(reference, request, completion)
+
+
+def test_a_load_that_fails_leaves_the_engine_torn_until_a_complete_sync(
+    running: Running, reference: Reference, monkeypatch: pytest.MonkeyPatch
+):
+    bench, load = running.bench, running.served.load_weights
+
+    def load_without_memory(weights: Any) -> None:
+        load(weights)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(running.served, "load_weights", load_without_memory)
+    with pytest.raises(WeightSyncError, match="engine particular: receive failed: RuntimeError: out of memory"):
+        bench.run(bench.publish(bench.random_model(1)))
+    assert bench.run(running.engine.health()).torn
+    with pytest.raises(EngineError, match="half of a weight transfer"):
+        bench.generate(bench.request(FIRST))
+    monkeypatch.undo()
+    new = bench.serve(bench.random_model(2))
+    request = bench.request(FIRST)
+    assert_logprobs(new, request, bench.generate(request)[0])
+
+
+def test_a_rank_that_does_not_answer_leaves_the_engine_torn(running: Running, monkeypatch: pytest.MonkeyPatch):
+    def died(*args: Any, **kwargs: Any) -> None:
+        raise OSError("rank 1 is gone")
+
+    monkeypatch.setattr(running.engine._engine, "collective_rpc", died)
+    with pytest.raises(EngineError, match="'particular': connect failed: OSError: rank 1 is gone"):
+        running.bench.run(running.engine.connect_weights("in_process", "", 1, 2, 1.0))
+    assert running.bench.run(running.engine.health()).torn
+
+
+@pytest.fixture
+def on_device(running: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
+    """As on an accelerator: vLLM's executor is told to sleep and to wake, for which its workers on CPUs do nothing."""
+    monkeypatch.setattr(running.engine, "_on_cpu", False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    return running
+
+
+def test_on_an_accelerator_weights_wake_first_and_the_rest_later(on_device: Running, reference: Reference):
+    bench, engine = on_device.bench, on_device.engine
+    for tags in (None, ["kv_cache"], ["weights", "kv_cache"]):
+        bench.run(engine.sleep(1))
+        with pytest.raises(EngineError, match="wake_up"):
+            bench.run(bench.publish(bench.random_model(0)))
+        bench.run(engine.wake_up(["weights"]))
+        assert on_device.core.model_executor.sleeping_tags == {"kv_cache"}
+        assert bench.run(engine.health()).asleep
+        bench.run(engine.wake_up(tags))
+        assert on_device.core.model_executor.sleeping_tags == set()
+        request = bench.request(FIRST)
+        assert_logprobs(reference, request, bench.generate(request)[0])
+
+
+def test_on_an_accelerator_a_score_takes_the_cache_back_early(on_device: Running, reference: Reference):
+    bench, engine = on_device.bench, on_device.engine
+    bench.run(engine.sleep(1))
+    with pytest.raises(EngineError, match="asleep"):
+        bench.run(engine.score([[5, 9, 77]]))
+    bench.run(engine.wake_up(["weights"]))
+    (got,) = bench.run(engine.score([[5, 9, 77]]))
+    assert largest_gap(got, reference.score([[5, 9, 77]])[0]) <= TOLERANCE
+    with pytest.raises(EngineError, match="asleep"):
+        bench.generate(bench.request(FIRST))
+    bench.run(engine.wake_up())
+    assert not bench.run(engine.health()).asleep
+
+
+def test_on_an_accelerator_level_2_loses_the_weights_until_a_commit(on_device: Running):
+    bench, engine = on_device.bench, on_device.engine
+    bench.run(engine.sleep(2))
+    bench.run(engine.wake_up())
+    with pytest.raises(WeightSyncError, match="begin a sync first"):
+        bench.run(engine.commit_weights(99))
+    bench.run(engine.connect_weights("in_process", "", 1, 2, 1.0))
+    assert bench.run(engine.health()).torn, "nothing came yet"
+    new = bench.serve(bench.random_model(3))
+    assert not bench.run(engine.health()).torn
+    request = bench.request(FIRST)
+    assert_logprobs(new, request, bench.generate(request)[0])
+
+
+def test_a_sampler_of_another_kind_is_refused(running: Running):
+    with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        running.engine._engine.collective_rpc("prepare", args=("again", 0))  # finds ours in vLLM's place
+
+
+def test_vllm_runs_as_this_engine_needs_it_whatever_the_environment_says(running: Running):
+    config = running.engine._engine.vllm_config
+    assert not config.use_v2_model_runner
+    assert type(running.engine._engine.engine_core).__name__ == "InprocClient"
+
+
+def test_pipelines_are_refused_by_name(running: Running):
+    assert running.bench.reason("pipeline_parallel_size")
+    with pytest.raises(ConfigError, match=r"inference_engine_pipeline_parallel_size=2: vLLM .* tensor parallelism"):
+        start(str(running.folder / "model"), pipeline_parallel_size=2)
+
+
+def save_adapter(folder: Path, seed: int) -> str:
+    torch.manual_seed(seed)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    get_peft_model(tiny_model("qwen3"), config).save_pretrained(str(folder))
+    return str(folder)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_outlives_its_folder_and_its_unloading_while_a_request_uses_it(
+    running: Running, reference: Reference
+):
+    bench, engine = running.bench, running.engine
+    folder = save_adapter(running.folder / "adapter", 1)
+    prompt = FIRST[:20]
+
+    def long(adapter: str | None) -> Any:
+        return bench.request(prompt, max_tokens=200, adapter=adapter)
+
+    async def run() -> tuple[Any, Any, Any]:
+        await engine.load_adapter("one", folder)
+        (alone,) = await engine.generate([long("one")])
+        under_way, innocent = bench.start(long("one")), bench.start(plain)
+        await bench.until_running(1)
+        shutil.rmtree(folder)
+        await engine.unload_adapter("one")
+        assert not under_way.done()
+        assert [path for path in private.iterdir() if path.is_dir()], "still in use"
+        return alone, (await under_way)[0], (await innocent)[0]
+
+    plain = long(None)
+    bench.run(engine.load_adapter("first", folder))
+    private = Path(engine._adapters._folder.name)
+    bench.run(engine.unload_adapter("first"))
+    assert not list(private.iterdir())
+    alone, under_way, innocent = bench.run(run())
+    assert under_way.token_ids == alone.token_ids != innocent.token_ids
+    assert largest_gap(under_way.full_logprobs, alone.full_logprobs) <= TOLERANCE
+    assert_logprobs(reference, plain, innocent)
+    assert not list(private.iterdir()), "nobody uses it any more"
+
+
+def test_a_cancel_during_submission_leaves_nothing_running(
+    running: Running, reference: Reference, monkeypatch: pytest.MonkeyPatch
+):
+    bench, engine = running.bench, running.engine
+    add = engine._add
+
+    def add_slowly(*args: Any) -> None:
+        time.sleep(0.2)
+        add(*args)
+
+    async def run() -> int:
+        call = engine.generate([bench.request(FIRST[:20], max_tokens=200) for _ in range(2)])
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(call, 0.1)
+        await engine.reset_prefix_cache()  # comes after the submission, and what the cancel asked for
+        health = await engine.health()
+        return int(health.running + health.queued)
+
+    monkeypatch.setattr(engine, "_add", add_slowly)
+    assert bench.run(run()) == 0
+
+
+def test_requests_that_wait_while_paused_end_when_the_engine_closes(running: Running, reference: Reference):
+    """The last test here: it ends the engine."""
+    bench, engine = running.bench, running.engine
+
+    async def run() -> Any:
+        began = bench.start(bench.request(FIRST, max_tokens=50))
+        await bench.until_running(1)
+        await engine.pause("keep")
+        waiting = bench.start(bench.request(SECOND))
+        await asyncio.sleep(0.1)
+        await engine.close()
+        async with asyncio.timeout(10):
+            return [*await began, *await waiting]
+
+    began, waiting = bench.run(run())
+    assert (began.stop_reason, waiting.stop_reason, waiting.token_ids) == ("abort", "abort", [])
+    with pytest.raises(EngineError, match="closed"):
+        bench.run(engine.health())
+
+
+def test_experts_that_vllm_pads_are_refused_when_a_sync_begins(one: Running):
+    """After the last test of the other engine: one runs in a process at a time."""
+    config = tiny_model("qwen3_moe", tied=False).config
+    config.moe_intermediate_size = 48
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    folder = one.folder / "padded"
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    engine = start(str(folder), kv_cache_memory_bytes=6 * BLOCK_BYTES)
+    try:
+        padded = Bench(engine, model, one.loop, one.folder)
+        with pytest.raises(WeightSyncError, match="pads the experts of this model from 48 to 64 columns"):
+            padded.run(padded.publish(model))
+        assert not padded.run(engine.health()).torn
+        assert len(padded.run(engine.score([[5, 9, 77]]))[0]) == 2, "it serves what it has"
+    finally:
+        one.loop.run(engine.close())
