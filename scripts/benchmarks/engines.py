@@ -53,7 +53,7 @@ from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.remote import RemoteEngine
 from skyrl_train.engines.http.server import HttpEndpoint
-from skyrl_train.engines.transformers import TransformersEngine
+from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
 
 KINDS = ("transformers", "vllm", "sglang")
@@ -98,9 +98,9 @@ def bare_transformers(model: str, threads: int) -> Iterator[Generate]:
 
 @contextmanager
 def bare_vllm(model: str, threads: int) -> Iterator[Generate]:
-    import skyrl_train.engines.vllm  # noqa: F401, I001  says how vLLM is to be imported
+    import skyrl_train.engines.vllm.engine  # noqa: F401, I001  says how vLLM is to be imported
     import vllm
-    from skyrl_train.engines.vllm_arguments import bind_threads, engine_arguments
+    from skyrl_train.engines.vllm.arguments import bind_threads, engine_arguments
 
     given = {"dtype": "float32", "max_num_seqs": PROMPTS, "max_model_len": MAX_MODEL_LEN}
     arguments = engine_arguments(model, True, 0, given)
@@ -119,10 +119,10 @@ def bare_vllm(model: str, threads: int) -> Iterator[Generate]:
 
 @contextmanager
 def bare_sglang(model: str, threads: int) -> Iterator[Generate]:
-    from skyrl_train.engines import sglang_stand_ins
-    from skyrl_train.engines.sglang_arguments import engine_arguments
+    from skyrl_train.engines.sglang import stand_ins
+    from skyrl_train.engines.sglang.arguments import engine_arguments
 
-    sys.path.insert(0, str(Path(sglang_stand_ins.__file__).parent))
+    sys.path.insert(0, str(Path(stand_ins.__file__).parent))
     os.environ |= {
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",

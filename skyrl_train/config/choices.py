@@ -29,9 +29,9 @@ STRATEGIES = {
 }
 
 ENGINES = {
-    "sglang": "skyrl_train.engines.sglang:SGLangEngine",
-    "transformers": "skyrl_train.engines.transformers:TransformersEngine",
-    "vllm": "skyrl_train.engines.vllm:VLLMEngine",
+    "sglang": "skyrl_train.engines.sglang.engine:SGLangEngine",
+    "transformers": "skyrl_train.engines.transformers.engine:TransformersEngine",
+    "vllm": "skyrl_train.engines.vllm.engine:VLLMEngine",
 }
 
 ENVIRONMENTS = {

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from skyrl_train.report.trackers import SampleRow, TrackerSetup
+from skyrl_train.report.protocol import SampleRow, TrackerSetup
 
 SHOWN_CHARACTERS = 240
 """Of a prompt's end and of a completion's start."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.report.trackers import SampleRow, TrackerSetup
+from skyrl_train.report.protocol import SampleRow, TrackerSetup
 
 try:
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog

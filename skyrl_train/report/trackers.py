@@ -1,53 +1,19 @@
-"""Where numbers and completions go: the protocol of a tracker, and many of them as one."""
+"""The trackers that can be named, and many of them as one."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from skyrl_train.config.choices import TRACKERS
 from skyrl_train.registry import Registry
 from skyrl_train.report.jsonl import JsonlTracker
+from skyrl_train.report.protocol import SampleRow, Tracker, TrackerSetup
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRow:
-    """One completion for people to read: untrusted text."""
-
-    prompt: str
-    response: str
-    reward: float
-    stop_reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class TrackerSetup:
-    """What a tracker may need to know of the run."""
-
-    run_dir: Path
-    project_name: str
-    run_name: str
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """The resolved configuration, without secrets."""
-
-
-class Tracker(Protocol):
-    """Constructed with a TrackerSetup. Values may be NaN; texts may hold anything."""
-
-    def begin(self, step: int, total_steps: int) -> None:
-        """The run goes on from `step` (0: from the start); what was recorded of later steps is void."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
-
-    def samples(self, rows: Sequence[SampleRow], step: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 trackers: Registry[Callable[[TrackerSetup], Tracker]] = Registry("tracker", TRACKERS)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.report.trackers import SampleRow, TrackerSetup
+from skyrl_train.report.protocol import SampleRow, TrackerSetup
 
 try:
     import wandb

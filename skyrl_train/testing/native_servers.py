@@ -15,7 +15,7 @@ import psutil
 
 import skyrl_train.engines
 
-STAND_INS = Path(skyrl_train.engines.__file__).parent / "sglang_stand_ins"
+STAND_INS = Path(skyrl_train.engines.__file__).parent / "sglang" / "stand_ins"
 TOKEN = "a-token-of-the-tests"
 
 _VLLM = """
@@ -24,7 +24,7 @@ _VLLM = """
     --kv-cache-memory-bytes 134217728 --host 127.0.0.1 --port {port} --api-key {token}
 """
 _VLLM_FOR_TRAINING = """
-    --logprobs-mode processed_logprobs --worker-extension-cls skyrl_train.engines.vllm_worker.WorkerExtension
+    --logprobs-mode processed_logprobs --worker-extension-cls skyrl_train.engines.vllm.worker.WorkerExtension
     --enable-prompt-tokens-details
 """
 _SGLANG = """

@@ -8,7 +8,7 @@ from statistics import stdev
 
 from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
 from skyrl_train.metrics import Metrics
-from skyrl_train.report.trackers import SampleRow
+from skyrl_train.report.protocol import SampleRow
 
 NUM_SAMPLES = 4
 """Completions shown a step."""

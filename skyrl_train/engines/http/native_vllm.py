@@ -11,7 +11,7 @@ from skyrl_train.engines.http.native_server import NativeServer, Sampled
 from skyrl_train.errors import EngineError, WeightSyncError
 
 _DEV_MODE = "this route needs a server that was started with VLLM_SERVER_DEV_MODE=1 in its environment."
-_EXTENSION = "skyrl_train.engines.vllm_worker.WorkerExtension"
+_EXTENSION = "skyrl_train.engines.vllm.worker.WorkerExtension"
 _NOT_EXTENDED = ("no attribute 'reload_folder'", "'reload_folder' is not implemented")
 """What a server without it says: with a process for its scheduler, and without (VLLM_ENABLE_V1_MULTIPROCESSING=0)."""
 _CALIBRATION = (1, 2, 3)

@@ -28,9 +28,9 @@ from skyrl_train.weight_sync.wire import ROUTES
 
 # What is started: "transformers", the same behind HTTP, and with an untied head where a second start is cheap.
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
-    "transformers": ("skyrl_train.engines.transformers:TransformersEngine", {"threads": 1}),
-    "vllm": ("skyrl_train.engines.vllm:VLLMEngine", {"threads": 1, "max_lora_rank": 8}),
-    "sglang": ("skyrl_train.engines.sglang:SGLangEngine", {"threads": 1}),
+    "transformers": ("skyrl_train.engines.transformers.engine:TransformersEngine", {"threads": 1}),
+    "vllm": ("skyrl_train.engines.vllm.engine:VLLMEngine", {"threads": 1, "max_lora_rank": 8}),
+    "sglang": ("skyrl_train.engines.sglang.engine:SGLangEngine", {"threads": 1}),
 }
 NATIVE = {"native-vllm": VLLMServer, "native-sglang": SGLangServer}
 """Behind the servers that vLLM and SGLang bring themselves."""

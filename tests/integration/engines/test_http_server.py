@@ -25,7 +25,7 @@ from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.http.remote import RemoteEngine
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.engines.sampling import request_seed
-from skyrl_train.engines.transformers import TransformersEngine
+from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError, WeightSyncError
 from skyrl_train.testing.engine_bench import BackgroundLoop
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model

@@ -19,7 +19,7 @@ import pytest
 from skyrl_train.config.choices import ENGINES
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.http.remote import RemoteEngine
-from skyrl_train.engines.transformers import TransformersEngine
+from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
 from skyrl_train.testing.weight_targets import LocalTrainer

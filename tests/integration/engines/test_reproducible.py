@@ -12,7 +12,7 @@ from skyrl_train.testing.tiny_models import save_tiny_model
 _RUN = """
 import asyncio, dataclasses, json, sys
 from skyrl_train.engines.base import SampleRequest, SamplingParams
-from skyrl_train.engines.transformers import TransformersEngine
+from skyrl_train.engines.transformers.engine import TransformersEngine
 
 async def main(path):
     engine = TransformersEngine(path, max_num_seqs=11)

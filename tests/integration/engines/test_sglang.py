@@ -29,10 +29,10 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
-from skyrl_train.engines.sglang import SGLangEngine
-from skyrl_train.engines.sglang_arguments import engine_arguments
-from skyrl_train.engines.sglang_host import _remove_what_the_dead_left
-from skyrl_train.engines.transformers import TransformersEngine
+from skyrl_train.engines.sglang.arguments import engine_arguments
+from skyrl_train.engines.sglang.engine import SGLangEngine
+from skyrl_train.engines.sglang.host import _remove_what_the_dead_left
+from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
 from skyrl_train.testing.engine_bench import TOLERANCE, BackgroundLoop, largest_gap
 from skyrl_train.testing.reference_sampler import Reference
@@ -160,7 +160,7 @@ def test_our_keys_are_said_in_sglangs_words_and_its_own_win(tiny_model_path: str
 
 def test_stand_ins_have_every_name_and_do_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "meta_path", sys.meta_path[:])
-    package = "skyrl_train.engines.sglang_stand_ins"
+    package = "skyrl_train.engines.sglang.stand_ins"
     attention = importlib.import_module(f"{package}.sgl_kernel.flash.attention")
     with pytest.raises(NotImplementedError, match=r"sgl_kernel\.flash\.attention\.forward\.fast is not installed"):
         attention.forward.fast(1)
@@ -185,7 +185,7 @@ def test_what_a_killed_engine_left_is_removed_and_what_a_living_one_has_stays(
     instance = uuid.uuid4().hex
     script = f"""
 import sys, time
-from skyrl_train.engines.sglang_host import _Files
+from skyrl_train.engines.sglang.host import _Files
 files = _Files()
 files.name({instance!r})
 print(files.folder, flush=True)
@@ -220,7 +220,7 @@ def test_an_argument_that_sglang_does_not_know_is_an_error_and_leaves_nothing(ti
 @pytest.mark.slow
 def test_starting_it_leaves_this_process_as_it_was(running: Running):
     assert running.after == running.before
-    assert not any("sglang_stand_ins" in entry for entry in sys.path)
+    assert not any("stand_ins" in entry for entry in sys.path)
 
 
 @pytest.mark.slow

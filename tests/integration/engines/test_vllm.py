@@ -39,7 +39,7 @@ FIRST, SECOND, THIRD = ([start + n % 50 for n in range(200)] for start in (20, 9
 def start(path: str, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # other people's, when their packages are imported
-        from skyrl_train.engines.vllm import VLLMEngine
+        from skyrl_train.engines.vllm.engine import VLLMEngine
 
         return VLLMEngine(path, name="particular", max_num_seqs=4, max_model_len=LENGTH, threads=1, **options)
 

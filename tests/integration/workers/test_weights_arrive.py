@@ -13,7 +13,7 @@ from skyrl_train.build.weights import score_sequences
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.engines.base import SampleRequest, SamplingParams
-from skyrl_train.engines.transformers import TransformersEngine
+from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.testing.learner_specs import policy_batch, tiny_spec
 from skyrl_train.testing.tiny_models import save_tiny_model

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
-from skyrl_train.engines.transformers import TransformersEngine
+from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError, UnsupportedParameter
 from skyrl_train.testing.engine_bench import assert_logprobs
 from skyrl_train.testing.reference_sampler import Reference

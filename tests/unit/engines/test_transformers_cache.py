@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from skyrl_train.engines.transformers_attention import PackedPrompts
-from skyrl_train.engines.transformers_cache import DecodeCache, Key, NewPrompt
+from skyrl_train.engines.transformers.attention import PackedPrompts
+from skyrl_train.engines.transformers.cache import DecodeCache, Key, NewPrompt
 
 CPU = torch.device("cpu")
 

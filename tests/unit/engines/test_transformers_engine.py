@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from skyrl_train.engines.base import SampleRequest, SamplingParams, VersionSpan
-from skyrl_train.engines.transformers import TransformersEngine
+from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 from skyrl_train.weight_sync.buckets import buckets

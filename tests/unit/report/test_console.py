@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from skyrl_train.report.console import ConsoleTracker, evaluation_line, step_line, visible
-from skyrl_train.report.trackers import SampleRow, TrackerSetup
+from skyrl_train.report.protocol import SampleRow, TrackerSetup
 
 SETUP = TrackerSetup(Path("unused"), "project", "run [bold]")
 HOSTILE = "\x1b[31mred\x1b]0;title\x07\x00[bold]x[/bold][/nothing]</think>\ud800\u202e\r\nnext"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.report.jsonl import JsonlTracker, read_jsonl
-from skyrl_train.report.trackers import SampleRow
+from skyrl_train.report.protocol import SampleRow
 
 
 def strict(text: str) -> dict:

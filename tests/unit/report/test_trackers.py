@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.report.trackers import SampleRow, Trackers, TrackerSetup, make_trackers
+from skyrl_train.report.protocol import SampleRow, TrackerSetup
+from skyrl_train.report.trackers import Trackers, make_trackers
 
 HOSTILE = "\x1b[31m\x00[bold]x[/bold]</think><script>\ud800\u202e\r\n"
 
@@ -96,7 +97,8 @@ def test_tensorboard_files_hold_the_scalars_and_restart_where_the_run_goes_on(tm
 WANDB_RUN = f"""
 import sys
 from pathlib import Path
-from skyrl_train.report.trackers import SampleRow, make_trackers
+from skyrl_train.report.protocol import SampleRow
+from skyrl_train.report.trackers import make_trackers
 with make_trackers(["wandb"], Path(sys.argv[1]), "project", "run", {{"trainer": {{"seed": 1}}}}) as trackers:
     assert set(trackers._members) == {{"jsonl", "wandb"}}
     trackers.begin(0, 2)

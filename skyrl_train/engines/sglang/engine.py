@@ -1,13 +1,13 @@
 """SGLang as an engine: its scheduler and model in processes of their own, its front end on a thread of this one.
 
-- sglang.py            what callers see: asynchronous, validates, never blocks the event loop
-- sglang_host.py       the thread and the processes
-- sglang_arguments.py  what SGLang is started with
-- sglang_traffic.py    on that thread: requests under way, pausing, sleeping
-- sglang_weights.py    full tensors into SGLang's model
-- sglang_scheduler.py  in SGLang's process: aborts and scores while paused, prompt cache
-- sglang_sampler.py    in SGLang's process: sampling and stopping, the same as in the transformers engine
-- sglang_stand_ins/    packages that SGLang imports on a CPU and does not need there
+- engine.py     what callers see: asynchronous, validates, never blocks the event loop
+- host.py       the thread and the processes
+- arguments.py  what SGLang is started with
+- traffic.py    on that thread: requests under way, pausing, sleeping
+- weights.py    full tensors into SGLang's model
+- scheduler.py  in SGLang's process: aborts and scores while paused, prompt cache
+- sampler.py    in SGLang's process: sampling and stopping, the same as in the transformers engine
+- stand_ins/    packages that SGLang imports on a CPU and does not need there
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from skyrl_train.engines.base import (
 )
 from skyrl_train.engines.checks import Checks
 from skyrl_train.engines.sampling import end_tokens
-from skyrl_train.engines.sglang_arguments import engine_arguments
-from skyrl_train.engines.sglang_host import Host
-from skyrl_train.engines.sglang_traffic import Traffic
-from skyrl_train.engines.sglang_weights import SGLangWeights, check_names
+from skyrl_train.engines.sglang.arguments import engine_arguments
+from skyrl_train.engines.sglang.host import Host
+from skyrl_train.engines.sglang.traffic import Traffic
+from skyrl_train.engines.sglang.weights import SGLangWeights, check_names
 from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.models.loading import load_config, load_tokenizer, meta_model
 from skyrl_train.weight_sync.receiver import WeightReceiver

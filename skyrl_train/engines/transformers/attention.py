@@ -1,4 +1,4 @@
-"""The attention function of the transformers engine and the plan for prompts (for decoding: transformers_cache.py).
+"""The attention function of the transformers engine and the plan for prompts (for decoding: cache.py).
 
 A plan travels through the model's forward as the keyword `engine_plan` and comes out here with the heads already made.
 """

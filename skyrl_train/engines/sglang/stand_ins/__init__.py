@@ -1,6 +1,6 @@
 """Packages that SGLang imports on a CPU without ever calling them: its compiled kernels, and torchvision.
 
-The folder goes on the path of an engine's processes only (see sglang_host.py). Any name can be imported from the
+The folder goes on the path of an engine's processes only (see ../host.py). Any name can be imported from the
 modules in it; calling one raises.
 """
 

@@ -1,12 +1,12 @@
 """The embedded engine: continuous batching over any Hugging Face causal language model with a plain attention cache.
 
-- transformers.py            what callers see: asynchronous, validates, never blocks the event loop
-- step_thread.py             the one thread on which everything below happens
-- transformers_scheduler.py  admission, decode steps, ends
-- transformers_model.py      forwards; refuses models that it cannot run exactly
-- transformers_cache.py      keys and values, the prompt's shared by its samples
-- transformers_adapters.py   LoRA: some rows of a batch go through adapters
-- token_sampler.py           tokens and log-probs from logits
+- engine.py            what callers see: asynchronous, validates, never blocks the event loop
+- ../step_thread.py    the one thread on which everything below happens
+- scheduler.py         admission, decode steps, ends
+- model.py             forwards; refuses models that it cannot run exactly
+- cache.py             keys and values, the prompt's shared by its samples
+- adapters.py          LoRA: some rows of a batch go through adapters
+- ../token_sampler.py  tokens and log-probs from logits
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from skyrl_train.engines.base import (
 from skyrl_train.engines.checks import Checks
 from skyrl_train.engines.sampling import end_tokens
 from skyrl_train.engines.step_thread import StepThread
-from skyrl_train.engines.transformers_model import ServedModel
-from skyrl_train.engines.transformers_rows import Call
-from skyrl_train.engines.transformers_scheduler import Scheduler
+from skyrl_train.engines.transformers.model import ServedModel
+from skyrl_train.engines.transformers.rows import Call
+from skyrl_train.engines.transformers.scheduler import Scheduler
 from skyrl_train.errors import EngineError
 from skyrl_train.models.loading import load_causal_lm, load_tokenizer
 from skyrl_train.weight_sync.receiver import WeightReceiver

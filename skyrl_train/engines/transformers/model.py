@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skyrl_train.engines.cpu_linear import use_onednn
-from skyrl_train.engines.transformers_adapters import AdaptedRows, Adapters, adapted_rows
-from skyrl_train.engines.transformers_attention import NAME, PackedPrompts
-from skyrl_train.engines.transformers_cache import DecodeCache, Key, NewPrompt
+from skyrl_train.engines.transformers.adapters import AdaptedRows, Adapters, adapted_rows
+from skyrl_train.engines.transformers.attention import NAME, PackedPrompts
+from skyrl_train.engines.transformers.cache import DecodeCache, Key, NewPrompt
+from skyrl_train.engines.transformers.cpu_linear import use_onednn
 from skyrl_train.errors import EngineError
 
 _LOGIT_ELEMENTS = 1 << 26

@@ -19,10 +19,10 @@ from torch import Tensor
 from skyrl_train.engines.checks import check_logprobs, check_new_ids
 from skyrl_train.engines.stop_strings import StopStrings
 from skyrl_train.engines.token_sampler import RowSampler, uniforms
-from skyrl_train.engines.transformers_adapters import adapted_rows
-from skyrl_train.engines.transformers_cache import DecodeCache, Key, NewPrompt
-from skyrl_train.engines.transformers_model import ServedModel
-from skyrl_train.engines.transformers_rows import Call, Row, Transcript
+from skyrl_train.engines.transformers.adapters import adapted_rows
+from skyrl_train.engines.transformers.cache import DecodeCache, Key, NewPrompt
+from skyrl_train.engines.transformers.model import ServedModel
+from skyrl_train.engines.transformers.rows import Call, Row, Transcript
 
 _PREFILL_TOKENS = 8192
 """Prompt tokens read in one forward, unless one prompt alone is longer: bounds the memory of activations."""

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from skyrl_train.engines.transformers_adapters import Adapter
-from skyrl_train.engines.transformers_attention import PackedPrompts
+from skyrl_train.engines.transformers.adapters import Adapter
+from skyrl_train.engines.transformers.attention import PackedPrompts
 
 
 class Key(NamedTuple):

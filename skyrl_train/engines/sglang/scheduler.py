@@ -22,7 +22,7 @@ from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.mem_cache.common import release_kv_cache
 
-from skyrl_train.engines import sglang_sampler
+from skyrl_train.engines.sglang import sampler
 
 SCORE = "score-"
 """What ids of requests begin with that are scored, also while others are kept."""
@@ -190,7 +190,7 @@ def run_scheduler(settings: Settings, *args: Any, **kwargs: Any) -> None:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     _spare_the_parent()
-    sglang_sampler.install(settings.tokenizer)
+    sampler.install(settings.tokenizer)
     sglang_scheduler.Scheduler = Scheduler
     sglang_scheduler.run_scheduler_process(*args, **kwargs)
     _end_this_process(0)  # taking all modules apart takes seconds

@@ -31,7 +31,7 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[s
         "enable_expert_parallel": given.pop("expert_parallel_size", 1) > 1,
         "enable_lora": max_lora_rank > 0,
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "skyrl_train.engines.vllm_worker.WorkerExtension",
+        "worker_extension_cls": "skyrl_train.engines.vllm.worker.WorkerExtension",
         "async_scheduling": False,
         "disable_log_stats": True,
         "generation_config": "vllm",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
 from skyrl_train.engines.stop_strings import StopStrings
-from skyrl_train.engines.transformers_cache import Key
+from skyrl_train.engines.transformers.cache import Key
 
 
 class Call:

@@ -148,7 +148,7 @@ class Traffic:
     async def _sample(self, row: _Row) -> Completion:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        from skyrl_train.engines.sglang_sampler import for_sglang, is_altered
+        from skyrl_train.engines.sglang.sampler import for_sglang, is_altered
 
         request = row.request
         longest = min(request.sampling.max_tokens, self._max_model_len - len(request.token_ids))
@@ -229,7 +229,7 @@ class Traffic:
     async def _score(self, ids: Sequence[int]) -> list[float]:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        from skyrl_train.engines.sglang_scheduler import SCORE
+        from skyrl_train.engines.sglang.scheduler import SCORE
 
         answer = await self._answer(
             GenerateReqInput(

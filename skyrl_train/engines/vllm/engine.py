@@ -31,7 +31,7 @@ from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest
 
 # Read when vLLM is imported: its scheduler in this process, no compilation on the first step, no reports home.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-# The model runner whose sampler tells both log-probs of a token: see vllm_worker.BehaviourSampler.
+# The model runner whose sampler tells both log-probs of a token: see worker.BehaviourSampler.
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -52,9 +52,9 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.request import Request
 
-from skyrl_train.engines.vllm_adapters import VLLMAdapters
-from skyrl_train.engines.vllm_arguments import bind_threads, engine_arguments, sampling_params
-from skyrl_train.engines.vllm_rows import Call, Row, ScoreSink
+from skyrl_train.engines.vllm.adapters import VLLMAdapters
+from skyrl_train.engines.vllm.arguments import bind_threads, engine_arguments, sampling_params
+from skyrl_train.engines.vllm.rows import Call, Row, ScoreSink
 
 
 class VLLMEngine:
@@ -78,7 +78,7 @@ class VLLMEngine:
         max_lora_rank: int = 0,
         **engine_args: Any,
     ):
-        """`engine_args`: see vllm_arguments.engine_arguments. Adapters need `max_lora_rank` above 0.
+        """`engine_args`: see arguments.engine_arguments. Adapters need `max_lora_rank` above 0.
 
         Raises ConfigError for arguments that vLLM refuses and what cannot be loaded.
         """

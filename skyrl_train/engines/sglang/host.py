@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 
-_STAND_INS = str(Path(__file__).parent / "sglang_stand_ins")
+_STAND_INS = str(Path(__file__).parent / "stand_ins")
 _GRACE_S = 5.0
 """How long SGLang's processes may take to end by themselves."""
 _FOLDERS = "skyrl-sglang-"
@@ -184,7 +184,7 @@ def _launch(arguments: dict[str, Any], tokenizer: Any, threads: int | None, loop
     policy = asyncio.get_event_loop_policy()
     from sglang.srt.entrypoints.engine import Engine
 
-    from skyrl_train.engines.sglang_scheduler import Settings, run_scheduler
+    from skyrl_train.engines.sglang.scheduler import Settings, run_scheduler
 
     class FrontEnd(Engine):
         run_scheduler_process_func = staticmethod(partial(run_scheduler, Settings(tokenizer, threads)))

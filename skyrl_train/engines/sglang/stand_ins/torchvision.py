@@ -1,6 +1,6 @@
 """Image transforms: not needed for text."""
 
-from skyrl_train.engines.sglang_stand_ins import stand_in
+from skyrl_train.engines.sglang.stand_ins import stand_in
 
 __version__ = "0"
 
