@@ -133,11 +133,16 @@ class InferenceEngine(Protocol):
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """Completions in request order; an aborted request returns what it had, stop_reason "abort".
 
-        Raises UnsupportedParameter for what the engine cannot honour, EngineError when torn, asleep or closed.
+        Raises UnsupportedParameter for what the engine cannot honour, EngineError when torn, asleep or closed, and for
+        requests that met logits which are not finite.
         """
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """Log-probs (nats) of every given token after its first, at `temperature`, before truncation."""
+        """Log-probs (nats) of every given token after its first, at `temperature`, before truncation.
+
+        Where the model's logits are not finite, neither are these, or EngineError is raised by a server whose answers
+        have no such numbers: what a probe of weights reports is that they are broken.
+        """
 
     async def abort(self, request_ids: Sequence[str]) -> None: ...
 

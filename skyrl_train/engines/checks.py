@@ -25,8 +25,8 @@ def check_new_ids(engine: str, requests: Iterable[SampleRequest], under_way: Ite
 
 
 def check_logprobs(engine: str, *logprobs: Iterable[float]) -> None:
-    """Raises EngineError where one of what was sampled is NaN: no request's own parameters lead to that."""
-    if any(math.isnan(one) for each in logprobs for one in each):
+    """Raises EngineError where one of what was sampled is not finite: no request's own parameters lead to that."""
+    if not all(math.isfinite(one) for each in logprobs for one in each):
         raise EngineError(f"Engine {engine!r}: the model's logits are not finite; its weights are broken.")
 
 

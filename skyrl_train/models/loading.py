@@ -87,8 +87,14 @@ def load_causal_lm(
 
 def meta_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """A causal language model's layers, names and shapes, without memory."""
+    return _without_memory(load_config(path), dtype)
+
+
+def _without_memory(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    # It never attends: the kernels that its configuration may name need not be installed.
+    options = {"dtype": dtype, "attn_implementation": "eager"}
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(load_config(path), dtype=dtype)  # type: ignore[no-any-return]
+        return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-any-return]
 
 
 def meta_parameters(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -160,21 +166,22 @@ def export_hf(
 ) -> None:
     """A Hugging Face folder from (name, full tensor) pairs, holding at most one file's worth of them at a time.
 
-    `tensors` is usually `Strategy.full_parameters()`, a collective: every rank calls this, `write` on one only.
+    `tensors` is usually `Strategy.full_parameters()`, a collective: every rank calls this, `write` on one only. They
+    are named and cut as in published checkpoints, which every engine reads: see `checkpoint_tensors`.
     """
     if not write:
         for _ in tensors:
             pass
         return
     directory.mkdir(parents=True, exist_ok=True)
+    model = _without_memory(copy.deepcopy(model_config), torch.float32)
     files: list[list[str]] = []
     dtypes: set[torch.dtype] = set()
     total = 0
     for shard in _shards(tensors, max_shard_bytes):
-        save_file(shard, directory / f"part-{len(files)}.safetensors", metadata={"format": "pt"})
-        files.append(list(shard))
         dtypes |= {tensor.dtype for tensor in shard.values()}
         total += sum(tensor.nbytes for tensor in shard.values())
+        files.append(save_checkpoint_tensors(model, shard, directory / f"part-{len(files)}.safetensors"))
     name_files(directory, files, total)
     config = copy.deepcopy(model_config)
     architecture: Any = CAUSAL_LMS[type(config)]
@@ -192,9 +199,16 @@ def _shards(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[d
         if shard and size + tensor.nbytes > max_bytes:
             yield shard
             shard, size = {}, 0
-        shard[name] = tensor.detach().cpu().contiguous()
+        shard[name] = tensor.detach().cpu()
         size += tensor.nbytes
     yield shard
+
+
+def save_checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor], path: Path) -> list[str]:
+    """Writes `checkpoint_tensors` of what belongs to `model`, which may be on the meta device; returns their names."""
+    named = {name: tensor.contiguous() for name, tensor in checkpoint_tensors(model, tensors).items()}
+    save_file(named, path, metadata={"format": "pt"})
+    return list(named)
 
 
 def name_files(directory: Path, files: list[list[str]], total: int) -> None:

@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -244,6 +245,14 @@ def assert_logprobs(
     reference: Reference, request: SampleRequest, completion: Completion, *, tolerance: float = TOLERANCE
 ) -> None:
     """Both log-probs of every token are the reference's."""
-    truncated, full = reference.logprobs(request.token_ids, completion.token_ids, request.sampling)
+    prompt, sampled, sampling = request.token_ids, completion.token_ids, request.sampling
+    truncated, full = reference.logprobs(prompt, sampled, sampling)
     assert largest_gap(completion.full_logprobs, full) <= tolerance
-    assert largest_gap(completion.logprobs, truncated) <= tolerance
+    allowed = [truncated]
+    if sampling.temperature and (sampling.top_p < 1 or sampling.min_p):
+        # Rounding decides whether a token that lies at a threshold is kept, and with it the share of all others.
+        for more in (1 - tolerance, 1 + tolerance):
+            moved = replace(sampling, top_p=min(1.0, sampling.top_p * more), min_p=sampling.min_p / more)
+            allowed.append(reference.logprobs(prompt, sampled, moved)[0])
+    for got, *wanted in zip(completion.logprobs, *allowed, strict=True):
+        assert min(abs(got - one) for one in wanted) <= tolerance

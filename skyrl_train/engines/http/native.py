@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
+from transformers import PreTrainedModel
 
 from skyrl_train.engines.base import PAUSE_MODES, Capabilities, Completion, EngineHealth, SampleRequest, VersionSpan
 from skyrl_train.engines.checks import SLEEPING, Checks, check_new_ids
@@ -27,7 +27,7 @@ from skyrl_train.engines.http.wire import GRACE_S
 from skyrl_train.engines.sampling import request_seed
 from skyrl_train.engines.stop_strings import StopStrings
 from skyrl_train.errors import EngineError, SkyRLError, WeightSyncError
-from skyrl_train.models.loading import load_config, load_tokenizer, meta_parameters
+from skyrl_train.models.loading import load_tokenizer, meta_model
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, dtype_of
 
@@ -117,7 +117,7 @@ class NativeEngine:
         await self._server.connection.open()
         try:
             await self._server.start(deadline_s)
-            config, self._tokenizer, layout = await asyncio.to_thread(self._read_model)
+            self._tokenizer, model = await asyncio.to_thread(self._read_model)
         except BaseException:
             await self.close()
             raise
@@ -126,17 +126,16 @@ class NativeEngine:
             asyncio.run_coroutine_threadsafe(self._load(folder), loop).result()
 
         place = Path(self._folder) / "".join(c if c.isalnum() else "_" for c in self.name)
-        store = CheckpointFolder(layout, place, config, self._tokenizer, hand_over)
+        store = CheckpointFolder(model, place, self._tokenizer, hand_over)
         self._receiver = WeightReceiver(store, self.name)
         self.capabilities = self._capabilities()
         longest = self._server.max_model_len
-        self._checks = Checks(self.capabilities, config.get_text_config().vocab_size, longest, longest - 1)
+        self._checks = Checks(self.capabilities, model.config.get_text_config().vocab_size, longest, longest - 1)
         self._settle()
         return self
 
-    def _read_model(self) -> tuple[Any, Any, Mapping[str, torch.Tensor]]:
-        layout = meta_parameters(self._model, dtype_of(self._dtype))
-        return load_config(self._model), load_tokenizer(self._model), layout
+    def _read_model(self) -> tuple[Any, PreTrainedModel]:
+        return load_tokenizer(self._model), meta_model(self._model, dtype_of(self._dtype))
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

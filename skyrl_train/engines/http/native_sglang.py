@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,7 +65,8 @@ class SGLangServer(NativeServer):
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         answer = await self._generate("", token_ids, {"max_new_tokens": 0, "temperature": 0.0}, logprob_start_len=0)
-        return [logprob for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
+        logprobs = [logprob for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
+        return [math.nan if one is None else one for one in logprobs]
 
     async def _generate(self, rid: str, token_ids: Sequence[int], sampling: Any, **options: Any) -> Any:
         """Everything that a model's generation config may set is said."""

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.models.loading import name_files
+from skyrl_train.models.loading import name_files, save_checkpoint_tensors
 
 
 class CheckpointFolder:
@@ -20,16 +20,18 @@ class CheckpointFolder:
 
     def __init__(
         self,
-        layout: Mapping[str, Tensor],
+        model: PreTrainedModel,
         root: Path,
-        config: Any,
         tokenizer: Any,
         hand_over: Callable[[str], None],
     ):
-        """`root`: of nobody else. `hand_over` returns when the server has loaded the folder that it is given."""
-        self._layout = layout
+        """`model` on the meta device; `root`: of nobody else.
+
+        `hand_over` returns when the server has loaded the folder that it is given.
+        """
+        self._model = model
+        self._layout = dict(model.named_parameters(remove_duplicate=False))
         self._root = root
-        self._config = config
         self._tokenizer = tokenizer
         self._hand_over = hand_over
         self._count = 0
@@ -53,7 +55,7 @@ class CheckpointFolder:
         try:
             shutil.rmtree(self._unfinished, ignore_errors=True)
             self._unfinished.mkdir(parents=True)
-            self._config.save_pretrained(self._unfinished)
+            self._model.config.save_pretrained(self._unfinished)
             self._tokenizer.save_pretrained(self._unfinished)
         except OSError as error:
             raise self._failed(error) from error
@@ -61,10 +63,10 @@ class CheckpointFolder:
     def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         path = self._unfinished / f"part-{len(self._files)}.safetensors"
         try:
-            save_file({name: tensor.contiguous() for name, tensor in tensors}, path, metadata={"format": "pt"})
+            # By transformers' own names for experts a server finds nothing to load, and says nothing.
+            self._files.append(save_checkpoint_tensors(self._model, dict(tensors), path))
         except (OSError, SafetensorError) as error:
             raise self._failed(error) from error
-        self._files.append([name for name, _ in tensors])
         self._bytes += sum(tensor.nbytes for _, tensor in tensors)
 
     def finish(self) -> None:

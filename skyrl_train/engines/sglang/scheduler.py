@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.mem_cache.common import release_kv_cache
+from tqdm import tqdm
 
 from skyrl_train.engines.sglang import sampler
 
@@ -189,6 +191,7 @@ def run_scheduler(settings: Settings, *args: Any, **kwargs: Any) -> None:
     """In place of SGLang's `run_scheduler_process`, with its arguments."""
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    tqdm.set_lock(threading.RLock())  # its own one is a file in /dev/shm, which outlives a process that is killed
     _spare_the_parent()
     sampler.install(settings.tokenizer)
     sglang_scheduler.Scheduler = Scheduler

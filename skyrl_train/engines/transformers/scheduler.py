@@ -279,7 +279,7 @@ class Scheduler:
 
     def record(self, batch: _Batch, ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
         """Write a step's tokens down and finish the rows they ended: bool [B]."""
-        if np.isnan(logprobs).any():  # asked of all at once: number by number it would slow every step
+        if not np.isfinite(logprobs).all():  # asked of all at once: number by number it would slow every step
             check_logprobs(self._name, *logprobs.tolist())
         self._transcript.write(batch.pages, batch.generated, ids, logprobs)
         batch.generated += 1

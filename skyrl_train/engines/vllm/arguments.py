@@ -6,8 +6,11 @@ import os
 from typing import Any
 
 import torch
+import vllm
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+from vllm.triton_utils import HAS_TRITON
 
 from skyrl_train.engines.base import SampleRequest
 from skyrl_train.errors import ConfigError
@@ -21,7 +24,7 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[s
     """Keyword arguments of EngineArgs; those `given` win where a choice is left.
 
     Besides EngineArgs' own there are expert_parallel_size (vLLM spreads experts over all ranks, or not at all),
-    rope_scaling and rope_theta. Raises ConfigError for a model that cannot be loaded.
+    rope_scaling and rope_theta. Raises ConfigError for a model that cannot be loaded, or not served on a CPU.
     """
     given = dict(given)
     rope = {name: given.pop(name, None) for name in ("rope_scaling", "rope_theta")}
@@ -70,6 +73,13 @@ def _cpu_arguments(config: Any, given: dict[str, Any]) -> dict[str, Any]:
     if head_dim % 32:
         raise ConfigError(
             f"vLLM's attention on CPUs needs a head size that 32 divides; {given['model']} has {head_dim}."
+        )
+    experts = ModelArchConfigConvertorBase(config, text).get_num_experts()
+    if given["enable_lora"] and experts and not HAS_TRITON:
+        raise ConfigError(
+            f"max_lora_rank={given.get('max_lora_rank')}: vLLM {vllm.__version__} cannot serve LoRA for a mixture of "
+            f"experts without a Triton for this CPU (triton-cpu); {given['model']} has {experts} experts. Leave "
+            "max_lora_rank out of generator.engine_init_kwargs, or set generator.backend=transformers."
         )
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     bytes_per_token = 2 * text.num_hidden_layers * heads * head_dim * 4

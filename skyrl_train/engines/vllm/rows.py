@@ -48,7 +48,7 @@ class Row:
         self.put(RequestOutput(self.id, None, list(self.request.token_ids), None, [empty], finished=True))
 
     def completion(self, engine: str, decode: Callable[[int], str | None]) -> Completion:
-        """What vLLM put here. Raises EngineError where a log-prob is NaN."""
+        """What vLLM put here. Raises EngineError where a log-prob is not finite."""
         assert self.output is not None
         sampled = self.output.outputs[0]
         logprobs: Any = sampled.logprobs

@@ -36,7 +36,7 @@ NATIVE = {"native-vllm": VLLMServer, "native-sglang": SGLangServer}
 """Behind the servers that vLLM and SGLang bring themselves."""
 KINDS = [*(f"{layout}{engine}" for engine in ENGINES for layout in ("", "http-")), *NATIVE]
 UNTIED = ["untied-transformers", "untied-vllm", "untied-native-vllm", "untied-native-sglang"]
-MOE = ["moe-transformers", "moe-vllm", "moe-sglang"]
+MOE = ["moe-transformers", "moe-vllm", "moe-sglang", "moe-native-vllm", "moe-native-sglang"]
 """A mixture of experts, which every package cuts in its own way: only for the test that weights arrive. Untied:
 SGLang does not tie the head of one."""
 

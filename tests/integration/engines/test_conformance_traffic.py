@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -211,6 +213,9 @@ def test_logits_that_are_not_finite_are_an_error_and_no_answer(bench: Bench, ref
     bench.run(bench.publish(broken))
     with pytest.raises(EngineError, match=r"not finite|Out of range float"):  # the latter: vLLM's server
         bench.generate(bench.request(PROMPT))
+    with suppress(EngineError):
+        (scores,) = bench.run(bench.engine.score([PROMPT]))
+        assert not any(math.isfinite(one) for one in scores)
     reference = bench.serve(bench.random_model(0))
     request = bench.request(PROMPT)
     assert_logprobs(reference, request, bench.generate(request)[0])

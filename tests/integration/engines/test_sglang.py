@@ -456,7 +456,19 @@ def test_an_idle_engine_and_a_paused_one_take_no_processor(running: Running):
     assert max(running.run(run())) < 0.2
 
 
+def shared_memory(*processes: psutil.Process) -> set[int]:
+    """Inodes of the files in /dev/shm that these processes have mapped: semaphores are not mapped by their names."""
+    lines = (line for process in processes for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines())
+    return {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+
+
+def still_there(inodes: set[int]) -> list[str]:
+    """Names in /dev/shm."""
+    return [file.name for file in os.scandir("/dev/shm") if file.inode() in inodes]
+
+
 @pytest.mark.slow
+@pytest.mark.fault("F29")
 def test_its_process_may_die_and_only_the_engine_is_gone(running: Running):
     async def run() -> None:
         (call,) = await under_way(running.engine, request(max_tokens=450))
@@ -478,6 +490,34 @@ def test_its_process_may_die_and_only_the_engine_is_gone(running: Running):
             await waiting
 
     folder = Path(running.engine._host._files.folder)
-    assert folder.is_dir()
+    shared = shared_memory(running.process)
+    assert folder.is_dir() and still_there(shared)
     running.run(run())
-    assert not folder.exists()
+    assert not folder.exists() and not still_there(shared)
+
+
+@pytest.mark.slow
+@pytest.mark.fault("F29")
+def test_closing_it_in_the_middle_of_requests_leaves_no_process_and_no_file(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    this = psutil.Process()
+    before, children = shared_memory(this), set(this.children())
+    engine = SGLangEngine(running.path, name="closing", max_num_seqs=4, max_model_len=512, threads=1)
+    (process,) = (child for child in set(this.children()) - children if "sglang" in child.name())
+    shared = shared_memory(this, process) - before
+    assert still_there(shared) and any(tmp_path.iterdir()), "nothing to leave"
+
+    async def run() -> None:
+        calls = await under_way(engine, *(request(seed=seed, max_tokens=450) for seed in range(3)))
+        assert not any(call.done() for call in calls)
+        await engine.close()
+        for call in calls:
+            with pytest.raises(EngineError, match="'closing' is closed"):
+                await call
+
+    asyncio.run(run())
+    assert not process.is_running()
+    assert not still_there(shared)
+    assert not list(tmp_path.iterdir())

@@ -83,6 +83,12 @@ def reference(running: Running) -> Reference:
     return running.bench.serve(running.bench.random_model(0), "random")
 
 
+def test_adapters_for_a_mixture_of_experts_on_a_cpu_are_refused_with_the_reason(tmp_path: Path):
+    path = save_tiny_model(tmp_path, "qwen3_moe", tied=False)
+    with pytest.raises(ConfigError, match=r"max_lora_rank=8: vLLM \d+\.\d+.* mixture of experts.* has 4 experts"):
+        start(path, max_lora_rank=8)
+
+
 def test_a_score_beside_a_full_cache_sends_kept_requests_back_to_the_queue(running: Running, reference: Reference):
     bench, engine = running.bench, running.engine
     requests = [bench.request(prompt, max_tokens=50, seed=n) for n, prompt in enumerate((FIRST, SECOND))]

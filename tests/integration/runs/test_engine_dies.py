@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -28,25 +29,45 @@ def engines_of(driver: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return found
 
 
-def run_and_kill(overrides: list[str], folder: Path, kills: int, signal_sent: signal.Signals) -> tuple[int, str]:
-    """Start a run and send the signal to `kills` engines after the first step; returns exit code and output."""
+@dataclass
+class Run:
+    code: int
+    output: str
+    gone: bool
+    """The engine hit, while the run went on."""
+
+
+def run_and_hit(overrides: list[str], folder: Path, signal_sent: signal.Signals) -> Run:
+    """Start a run and send the signal to one engine after the first step."""
     metrics, log = folder / "ckpts" / "metrics.jsonl", folder / "run.log"
     deadline = time.monotonic() + 240
     with log.open("w") as output:
         driver = subprocess.Popen(command("main_base", overrides), stdout=output, stderr=output, env=os.environ)
+    hit: psutil.Process | None = None
+    gone = False
     try:
-        hit: set[int] = set()
         while driver.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
-            started = metrics.exists() and re.search(r'"step": 1,', metrics.read_text())
-            for engine in engines_of(driver) if started and len(hit) < kills else ():
-                if engine.pid not in hit and len(hit) < kills:
-                    hit.add(engine.pid)
-                    engine.send_signal(signal_sent)
-        assert len(hit) == kills, log.read_text()[-4000:]
-        return driver.wait(timeout=max(1.0, deadline - time.monotonic())), log.read_text()
+            if hit is None and metrics.exists() and re.search(r'"step": 1,', metrics.read_text()):
+                hit = next(iter(engines_of(driver)), None)
+                if hit is not None:
+                    hit.send_signal(signal_sent)
+            if hit is not None and not gone:
+                gone = not hit.is_running() and driver.poll() is None
+        assert hit is not None, log.read_text()[-4000:]
+        return Run(driver.wait(timeout=max(1.0, deadline - time.monotonic())), log.read_text(), gone)
     finally:
         driver.kill()
+
+
+def assert_whole(folder: Path, *, steps: int) -> None:
+    """Every step was taken, one engine restarted, and nothing was lost or sampled with weights of another version."""
+    found = metrics_of(folder)
+    assert set(found) == set(range(1, steps + 1))
+    assert found[steps]["engines/restarts"] == 1
+    for values in found.values():
+        assert values["rollouts/failed"] == 0
+        assert values["rollout/logprob_diff_max"] <= 1e-4
 
 
 @pytest.mark.slow
@@ -62,23 +83,37 @@ def test_a_killed_engine_comes_back_with_current_weights(
         "generator.weight_sync_check=probe",
         "trainer.eval_before_train=false",
     ]
-    code, output = run_and_kill(overrides, tmp_path, kills=1, signal_sent=signal.SIGKILL)
-    assert code == 0, output[-4000:]
-    found = metrics_of(tmp_path)
-    assert set(found) == {1, 2, 3, 4, 5, 6}
-    assert found[6]["engines/restarts"] == 1
-    for values in found.values():
-        assert values["rollouts/failed"] == 0
-        assert values["rollout/logprob_diff_max"] <= 1e-4
+    run = run_and_hit(overrides, tmp_path, signal.SIGKILL)
+    assert run.code == 0, run.output[-4000:]
+    assert_whole(tmp_path, steps=6)
+
+
+@pytest.mark.slow
+@pytest.mark.fault("F29")
+def test_an_engine_that_hangs_is_killed_at_its_deadline_and_replaced(
+    small: Callable[[Path], list[str]], tmp_path: Path
+):
+    overrides = [
+        *small(tmp_path),
+        "trainer.max_steps=3",
+        "generator.num_inference_engines=2",
+        "trainer.timeouts.rollout_s=4",
+        "trainer.timeouts.weight_sync_s=15",
+        "trainer.eval_before_train=false",
+    ]
+    run = run_and_hit(overrides, tmp_path, signal.SIGSTOP)
+    assert run.code == 0, run.output[-4000:]
+    assert run.gone, "it held its slot until the run was over"
+    assert_whole(tmp_path, steps=3)
 
 
 @pytest.mark.slow
 @pytest.mark.fault("F29")
 def test_without_restarts_the_run_stops_and_keeps_what_it_learnt(small: Callable[[Path], list[str]], tmp_path: Path):
     overrides = [*small(tmp_path), "trainer.max_steps=60", "trainer.epochs=20", "generator.max_engine_restarts=0"]
-    code, output = run_and_kill([*overrides, "trainer.ckpt_interval=50"], tmp_path, 1, signal.SIGKILL)
-    assert code == 1
-    assert "restarts of generator.max_engine_restarts are spent" in output
-    assert "died" in output
+    run = run_and_hit([*overrides, "trainer.ckpt_interval=50"], tmp_path, signal.SIGKILL)
+    assert run.code == 1
+    assert "restarts of generator.max_engine_restarts are spent" in run.output
+    assert "died" in run.output
     saved = (tmp_path / "ckpts" / "latest_ckpt_global_step.txt").read_text()
     assert int(saved) >= 1

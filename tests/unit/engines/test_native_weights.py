@@ -4,43 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from skyrl_train.engines.http.native_weights import CheckpointFolder
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.models.loading import load_causal_lm, load_config, load_tokenizer, meta_parameters
+from skyrl_train.models.loading import checkpoint_names, load_causal_lm, load_tokenizer, meta_model
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 
 
-def store(tmp_path: Path, hand_over: Callable[[str], None]) -> CheckpointFolder:
-    model = save_tiny_model(tmp_path / "model")
-    layout = meta_parameters(model, torch.float32)
-    return CheckpointFolder(layout, tmp_path / "served", load_config(model), byte_tokenizer(), hand_over)
+def store(tmp_path: Path, hand_over: Callable[[str], None], **model: Any) -> CheckpointFolder:
+    path = save_tiny_model(tmp_path / "model", **model)
+    return CheckpointFolder(meta_model(path, torch.float32), tmp_path / "served", byte_tokenizer(), hand_over)
 
 
-def write(store: CheckpointFolder, seed: int, tensors_a_bucket: int) -> None:
-    tensors = [(name, tensor.detach()) for name, tensor in tiny_model(seed=seed).named_parameters()]
+def write(store: CheckpointFolder, seed: int, tensors_a_bucket: int, **model: Any) -> None:
+    tensors = [(name, tensor.detach()) for name, tensor in tiny_model(seed=seed, **model).named_parameters()]
     store.start()
     for start in range(0, len(tensors), tensors_a_bucket):
         store.load(tensors[start : start + tensors_a_bucket])
 
 
+@pytest.mark.parametrize(
+    "model",
+    [{}, {"tied": False}, {"kind": "qwen3_moe", "tied": False}],
+    ids=["tied", "untied", "mixture of experts"],
+)
 @pytest.mark.parametrize("tensors_a_bucket", [1, 1000], ids=["many files", "one file"])
-def test_what_is_handed_over_is_a_checkpoint_with_every_bit(tmp_path: Path, tensors_a_bucket: int):
+def test_what_is_handed_over_is_a_published_checkpoint_with_every_bit(
+    tmp_path: Path, tensors_a_bucket: int, model: dict[str, Any]
+):
     seen: list[str] = []
 
     def hand_over(folder: str) -> None:
+        assert checkpoint_names(folder) == checkpoint_names(str(tmp_path / "model")), "as save_pretrained names them"
         found = dict(load_causal_lm(folder, dtype=torch.float32).named_parameters())
-        wanted = dict(tiny_model(seed=1).named_parameters())
+        wanted = dict(tiny_model(seed=1, **model).named_parameters())
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
         assert load_tokenizer(folder).encode("a") == byte_tokenizer().encode("a")
         seen.append(folder)
 
-    folder = store(tmp_path, hand_over)
-    write(folder, 1, tensors_a_bucket)
+    folder = store(tmp_path, hand_over, **model)
+    write(folder, 1, tensors_a_bucket, **model)
     assert not seen, "not before everything is there"
     folder.finish()
     assert len(seen) == 1 and Path(seen[0]).is_absolute()

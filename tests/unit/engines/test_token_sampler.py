@@ -75,6 +75,42 @@ def test_tokens_and_logprobs_are_those_of_hugging_face(vocabulary, options):
     assert ((shares - wanted.exp()).abs() <= 5 * error + 2 / count).all()
 
 
+TRUNCATIONS: list[dict[str, Any]] = [
+    {"top_p": 0.6, "min_p": 0.3},
+    {"top_p": 0.7, "min_p": 0.4},
+    {"top_p": 0.9, "min_p": 0.02},
+    {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+]
+
+
+def _kept_in_double_precision(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool [R, V], and how far [R] (probability or nats) the nearest token of a row is from a threshold.
+
+    top_k, then top_p of what it left, then min_p: Hugging Face's order.
+    """
+    ranked = logits.double().sort(-1, descending=True).values[:, : params.top_k or None]
+    shares = ranked.softmax(-1)
+    before = shares.cumsum(-1) - shares
+    least = ranked[:, :1] + (math.log(params.min_p) if params.min_p else -math.inf)
+    kept = (before < params.top_p) & (ranked >= least)
+    near = torch.minimum((before - params.top_p).abs().amin(-1), (ranked - least).abs().amin(-1))
+    return logits >= ranked.gather(1, kept.sum(-1, keepdim=True) - 1), near
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.5, 3.0])
+@pytest.mark.parametrize("options", TRUNCATIONS, ids=lambda options: " ".join(options))
+def test_what_is_kept_differs_from_double_precision_at_a_threshold_only(options: dict[str, Any], scale: float):
+    params = SamplingParams(1, **options)
+    logits = torch.randn(4000, 320, generator=torch.Generator().manual_seed(5)) * scale
+    kept = RowSampler([params] * len(logits), CPU)._truncate(logits) > -math.inf
+    wanted, near = _kept_in_double_precision(logits, params)
+    differs = (kept != wanted).any(-1)
+    assert (near[differs] < 1e-6).all(), "float32 rounds running sums that much"
+    assert differs.sum() <= 2
+
+
 def test_greedy_takes_the_largest_and_says_zero():
     logits = torch.randn(5, 40)
     sampled = RowSampler([SamplingParams(1, temperature=0.0)] * 5, CPU)(logits, np.zeros(5))

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import export_hf, load_causal_lm, load_config, load_tokenizer
+from skyrl_train.models.loading import checkpoint_names, export_hf, load_causal_lm, load_config, load_tokenizer
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 
 
@@ -108,6 +108,22 @@ def test_an_exported_folder_reloads_equal(tmp_path: Path, max_shard_bytes: int, 
     for (name, wanted), (_, got) in zip(model.named_parameters(), reloaded.named_parameters(), strict=True):
         assert torch.equal(wanted, got), name
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == byte_tokenizer().chat_template
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied"), [("qwen3_moe", False), ("mixtral", False), ("qwen3", True), ("qwen3", False)]
+)
+def test_an_exported_folder_has_the_names_of_published_checkpoints(tmp_path: Path, kind: str, tied: bool) -> None:
+    published = save_tiny_model(tmp_path / "published", kind, tied=tied)
+    model = tiny_model(kind, tied=tied)
+    model.config._attn_implementation = "flash_attention_2"  # is not installed
+    export_hf(model.config, iter(model.named_parameters()), byte_tokenizer(), tmp_path, max_shard_bytes=200_000)
+    names = checkpoint_names(str(tmp_path))
+    assert names == checkpoint_names(published)
+    assert any(".experts.3." in name for name in names) == (kind in {"qwen3_moe", "mixtral"}), "experts one by one"
+    reloaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+    for name, wanted in model.named_parameters():
+        assert torch.equal(wanted, reloaded[name]), name
 
 
 def test_a_rank_that_does_not_write_still_takes_part(tmp_path: Path) -> None:
