@@ -171,12 +171,14 @@ def measure(gb: float, count: int, options: argparse.Namespace) -> dict[str, Any
             trainer = Trainer(held, int(options.bucket_gb * 1e9))
             publisher = WeightPublisher(trainer, lambda: [engine], route=route, deadline_s=600.0, folder=folder)
 
-            def sync(publisher: WeightPublisher = publisher) -> None:
-                nonlocal version
-                version += 1
-                asyncio.run(publisher.publish(version))
+            with asyncio.Runner() as runner:
 
-            seconds[route] = timed(sync, options.repeats)
+                def sync(publisher: WeightPublisher = publisher, runner: asyncio.Runner = runner) -> None:
+                    nonlocal version
+                    version += 1
+                    runner.run(publisher.publish(version))
+
+                seconds[route] = timed(sync, options.repeats)
             trainer.sender.disconnect()
     engine.close()
     return {"tensors": count, "bytes": size, "seconds": seconds}
@@ -185,7 +187,9 @@ def measure(gb: float, count: int, options: argparse.Namespace) -> dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, nargs="+", default=[0.1, 1.0])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--threads", type=int, default=max(1, torch.get_num_threads() // 2), help="of each of the two processes"
+    )
     parser.add_argument("--bucket-gb", type=float, default=0.25)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
@@ -19,7 +20,12 @@ _LARGE = 1 << 20
 
 
 def num_bytes(spec: TensorSpec) -> int:
-    return math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
+    return _num_bytes(spec.shape, spec.dtype)
+
+
+@functools.lru_cache(1 << 14)
+def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * dtype_of(dtype).itemsize
 
 
 def buckets(manifest: Manifest) -> list[Bucket]:
@@ -53,7 +59,8 @@ def views(buffer: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
         end = start + buffer_bytes(same)
         places = buffer[start:end].view(dtype).split([_aligned(num_bytes(spec)) // dtype.itemsize for spec in same])
         for spec, place in zip(same, places, strict=True):
-            yield place[: math.prod(spec.shape)].view(spec.shape)
+            padded = num_bytes(spec) % ALIGNMENT
+            yield (place[: math.prod(spec.shape)] if padded else place).view(spec.shape)
         start = end
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.buckets import (
+    ALIGNMENT,
     TurningBuffers,
     buckets,
     buffer_bytes,
@@ -165,7 +167,10 @@ class WeightSender:
         self.disconnect()
 
     def _gather(self, sync: _Sync, bucket: Bucket) -> Tensor | None:
-        """The bucket's tensors out of the stream of parameters, packed; None on ranks that only take part in it."""
+        """The bucket's tensors out of the stream of parameters, packed; None on ranks that only take part in it.
+
+        A broadcast reads a tensor that stands alone where it lies.
+        """
         specs = [sync.specs[name] for name in bucket.names]
         buffer = self._buffer(sync, bucket.index, specs)
         if buffer is not None:
@@ -177,8 +182,12 @@ class WeightSender:
                 name, tensor = next(sync.stream, ("nothing", None))  # it did not change
             if name != spec.name or tensor is None or tuple(tensor.shape) != spec.shape:
                 raise WeightSyncError(f"{spec.name} was announced, {name} came: the parameters changed during a sync.")
-            if place is not None:
-                place.copy_(self._to_wire(tensor))
+            if place is None:
+                continue
+            on_wire = self._to_wire(tensor)
+            if self._route == "broadcast" and len(specs) == 1 and _same_bytes(on_wire, place):
+                return on_wire.view(-1).view(torch.uint8)
+            place.copy_(on_wire)
         return buffer
 
     def _buffer(self, sync: _Sync, index: int, specs: Sequence[TensorSpec]) -> Tensor | None:
@@ -223,3 +232,9 @@ class WeightSender:
         if not tensor.is_floating_point():
             return tensor
         return (tensor if self._scale == 1.0 else tensor * self._scale).to(self._wire_dtype)
+
+
+def _same_bytes(on_wire: Tensor, place: Tensor) -> bool:
+    """Whether the tensor's memory is what its place in a buffer would hold, without a gap after it."""
+    size = on_wire.nbytes
+    return on_wire.device == place.device and on_wire.is_contiguous() and size > 0 and size % ALIGNMENT == 0

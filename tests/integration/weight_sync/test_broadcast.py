@@ -88,6 +88,28 @@ def test_two_engines_get_every_version_over_one_connection(tied):
     close(trainer, *engines)
 
 
+def plain(**tensors: Tensor) -> Any:
+    return torch.nn.ParameterDict({name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()})
+
+
+def test_tensors_that_stand_alone_arrive_bit_for_bit_however_they_lie_in_memory():
+    torch.manual_seed(0)
+    sent = {
+        "whole": torch.randn(6, 8),
+        "with a gap": torch.randn(7),
+        "transposed": torch.randn(8, 6).T,
+        "part": torch.randn(100)[1:41],
+        "cast": torch.randn(12).bfloat16(),
+        "empty": torch.zeros(0),
+    }
+    trainer = LocalTrainer(plain(**sent), bucket_bytes=1)
+    engine = ModelTarget(plain(**{name: torch.zeros(tensor.shape) for name, tensor in sent.items()}), "engine-0")
+    metrics = asyncio.run(publisher_of(trainer, [engine]).publish(1))
+    assert metrics["weights/buckets"] >= 5
+    assert all(torch.equal(engine.model.get_parameter(name), tensor.float()) for name, tensor in sent.items())
+    close(trainer, engine)
+
+
 def test_the_probe_agrees_over_a_bfloat16_wire_when_the_trainer_scores_in_it_too():
     trainer = LocalTrainer(tiny_model(seed=1, **SMALL), wire_dtype="bfloat16")
     engine = ModelTarget(tiny_model(seed=2, **SMALL), "engine-0")
