@@ -1,35 +1,154 @@
-"""What each response was worth compared with others. Rewards [B] in, advantages [B] out; nothing here has a gradient.
+"""What each response, or each token, was worth compared with others. Nothing here has a gradient.
 
-Legend: B sequences, G groups.
+    estimator(rewards, group_ids, valid, *, ...) -> [B] advantages, the same on all tokens of a response,
+                                                    or TokenAdvantages
+
+rewards [B] float32, group_ids [B] (equal for the samples of a prompt), valid [B] bool: failed and cut samples neither
+count in any statistic nor get an advantage. Keywords are asked for by name: numbers come from configuration, and of
+tensors there are
+
+    mask [T] bool                the sampled tokens of valid sequences
+    sequence_ids [T] int64       the sequence (0 to B-1) of a token
+    token_rewards [T]            the reward of a turn on the turn's last token, less KL penalties; sums to `rewards`
+    response_lengths [B] int64   tokens that count
+    values [T]                   the critic's, of the state before each token
+    old_logprobs, ref_logprobs [T]
+
+Legend: B sequences, T tokens, G groups.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 EPSILON = 1e-6
-"""Added to a group's standard deviation."""
+"""Added to what a group is divided by."""
+
+
+class TokenAdvantages(NamedTuple):
+    """Both [T], 0 outside the mask."""
+
+    advantages: Tensor
+    returns: Tensor | None = None
+    """What a critic learns to predict."""
 
 
 def grpo(rewards: Tensor, group_ids: Tensor, valid: Tensor, *, norm_by_std: bool) -> Tensor:
     """A = r - mean(r of its group), over (std + 1e-6) with `norm_by_std` (arXiv:2402.03300, section 4.1.2).
 
-    rewards [B] float32, group_ids [B] (any integers), valid [B] bool: failed and cut samples neither count in their
-    group's statistics nor get an advantage. The standard deviation is the unbiased one. A group that says nothing (one
-    valid sample, or equal rewards) gets exactly 0. Without `norm_by_std` it is Dr. GRPO's (arXiv:2503.20783).
+    The standard deviation is the unbiased one. A group that says nothing (one valid sample, or equal rewards) gets
+    exactly 0.
     """
-    _, groups = group_ids.unique(return_inverse=True)  # [B], 0..G-1
-    # In float64 the mean of equal float32 rewards is exact; a rounding error, over 1e-6, would be an advantage.
-    wide = torch.where(valid, rewards.double(), 0.0)
-    zeros = wide.new_zeros(len(rewards))  # G <= B: no need to ask the device how many there are
-    count = zeros.index_add(0, groups, valid.double())
-    mean = zeros.index_add(0, groups, wide) / count.clamp(min=1)
-    centred = torch.where(valid, wide - mean[groups], 0.0)
+    group = _Groups(group_ids, valid)
+    centred = group.centred(rewards)
     if norm_by_std:
-        variance = zeros.index_add(0, groups, centred.square()) / (count - 1).clamp(min=1)
-        centred = centred / (variance.sqrt()[groups] + EPSILON)
+        variance = group.sums(centred.square()) / (group.counts - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + EPSILON)
     return centred.to(rewards.dtype)
+
+
+def dr_grpo(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
+    """A = r - mean(r of its group) (Dr. GRPO, arXiv:2503.20783); its loss has `seq_mean_token_sum_norm`."""
+    return grpo(rewards, group_ids, valid, norm_by_std=False)
+
+
+def rloo(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
+    """A = r - mean(r of the others in its group) (arXiv:2402.14740, eq. 6); 0 for a sample without others."""
+    group = _Groups(group_ids, valid)
+    return (group.centred(rewards) * group.counts / (group.counts - 1).clamp(min=1)).to(rewards.dtype)
+
+
+def maxrl(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
+    """A = (r - m) / max(m, 1 / n), m = mean(r of its group of n): maximum-likelihood RL (arXiv:2602.02710).
+
+    For rewards of 0 and 1: m is then the pass rate, and at least 1 / n with any success. The bound matters to other
+    rewards only, where penalties bring m near 0 or below. A group of equal rewards gets 0.
+    """
+    group = _Groups(group_ids, valid)
+    floor = 1 / group.counts.clamp(min=1)
+    return (group.centred(rewards) / torch.maximum(group.means(rewards), floor)).to(rewards.dtype)
+
+
+def opo(rewards: Tensor, group_ids: Tensor, valid: Tensor, *, response_lengths: Tensor) -> Tensor:
+    """A = r - b, b = sum(length r) / sum(length) over its group: the optimal baseline (arXiv:2505.23585).
+
+    Exactly 0 where all rewards of a group are equal, and for a sample alone.
+    """
+    group = _Groups(group_ids, valid)
+    centred = group.centred(rewards)  # b shifts with the rewards: equal ones give exactly 0
+    lengths = response_lengths.double() * valid
+    baseline = group.sums(lengths * centred) / group.sums(lengths).clamp(min=1)
+    return torch.where(valid, centred - baseline, 0.0).to(rewards.dtype)
+
+
+def reinforce_pp(
+    rewards: Tensor,
+    group_ids: Tensor,
+    valid: Tensor,
+    *,
+    token_rewards: Tensor,
+    mask: Tensor,
+    sequence_ids: Tensor,
+    gamma: float,
+) -> TokenAdvantages:
+    """`reinforce++`: discounted sum of the rewards from a token on, normalised over the batch (arXiv:2501.03262)."""
+    returns = _discounted_sums(token_rewards, mask, sequence_ids, gamma)
+    return TokenAdvantages(batch_normalised(returns, mask), returns)
+
+
+def reinforce_pp_baseline(
+    rewards: Tensor, group_ids: Tensor, valid: Tensor, *, mask: Tensor, sequence_ids: Tensor
+) -> TokenAdvantages:
+    """`reinforce++_baseline`: r - mean(r of its group), normalised over the batch's tokens (arXiv:2501.03262)."""
+    centred = _Groups(group_ids, valid).centred(rewards).to(rewards.dtype)
+    return TokenAdvantages(batch_normalised(torch.where(mask, centred[sequence_ids], 0.0), mask))
+
+
+def gae(
+    rewards: Tensor,
+    group_ids: Tensor,
+    valid: Tensor,
+    *,
+    token_rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    sequence_ids: Tensor,
+    gamma: float,
+    lambd: float,
+) -> TokenAdvantages:
+    """Generalised advantage estimation (arXiv:1506.02438, eq. 16), then normalised over the batch's tokens.
+
+    delta_t = r_t + gamma V_{t+1} - V_t, A_t = sum over k of (gamma lambd)^k delta_{t+k}, V = 0 after the last token;
+    returns are A + V, before A is normalised. Steps are sampled tokens: what an environment says between two turns
+    belongs to the step that made it speak.
+    """
+    place = _Ranks(mask, sequence_ids)
+    rewards_BL, values_BL = place.rectangle(token_rewards), place.rectangle(values)
+    following = torch.cat([values_BL[:, 1:], values_BL.new_zeros(len(values_BL), 1)], dim=1)
+    deltas = rewards_BL + gamma * following - values_BL
+    advantages = place.flat(_suffix_sums(deltas, gamma * lambd)).to(values.dtype)
+    returns = torch.where(mask, advantages + values, 0.0)
+    return TokenAdvantages(batch_normalised(advantages, mask), returns)
+
+
+def distillation(
+    rewards: Tensor,
+    group_ids: Tensor,
+    valid: Tensor,
+    *,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+) -> TokenAdvantages:
+    """A_t = ref_logprobs - old_logprobs: on-policy distillation from the reference as teacher; rewards are not read.
+
+    The policy gradient with it descends the reverse KL divergence KL(policy || teacher), token by token
+    (arXiv:2306.13649, with samples of the student alone).
+    """
+    return TokenAdvantages(torch.where(mask, ref_logprobs - old_logprobs, 0.0))
 
 
 def batch_normalised(advantages: Tensor, mask: Tensor) -> Tensor:
@@ -38,5 +157,72 @@ def batch_normalised(advantages: Tensor, mask: Tensor) -> Tensor:
     advantages [T], mask [T] bool; 0 outside the mask. The variance is the biased one, at least 1e-8.
     """
     count = mask.sum().clamp(min=1)
-    centred = torch.where(mask, advantages - torch.where(mask, advantages, 0.0).sum() / count, 0.0)
-    return centred * (centred.square().sum() / count).clamp(min=1e-8).rsqrt()
+    wide = torch.where(mask, advantages.double(), 0.0)  # the rounding of a float32 mean, over 1e-4, would be something
+    centred = torch.where(mask, wide - wide.sum() / count, 0.0)
+    return (centred * (centred.square().sum() / count).clamp(min=1e-8).rsqrt()).to(advantages.dtype)
+
+
+class _Groups:
+    """Statistics of each sample's group, over its valid samples; every result is [B] float64.
+
+    In float64 the mean of equal float32 rewards is exact; a rounding error, over 1e-6, would be an advantage.
+    """
+
+    def __init__(self, group_ids: Tensor, valid: Tensor):
+        _, self._groups = group_ids.unique(return_inverse=True)  # [B], 0..G-1
+        self._valid = valid
+        self.counts = self.sums(torch.ones_like(group_ids, dtype=torch.float64))
+
+    def sums(self, values: Tensor) -> Tensor:
+        inside = torch.where(self._valid, values.double(), 0.0)
+        zeros = inside.new_zeros(len(inside))  # G <= B: no need to ask the device how many there are
+        return zeros.index_add(0, self._groups, inside)[self._groups]
+
+    def means(self, values: Tensor) -> Tensor:
+        return self.sums(values) / self.counts.clamp(min=1)
+
+    def centred(self, values: Tensor) -> Tensor:
+        """0 where not valid."""
+        return torch.where(self._valid, values.double() - self.means(values), 0.0)
+
+
+class _Ranks:
+    """Sampled tokens as a rectangle (B', L): row = sequence, column = how many sampled tokens came before."""
+
+    def __init__(self, mask: Tensor, sequence_ids: Tensor):
+        self._mask = mask
+        self._rows = sequence_ids[mask]
+        before = mask.long().cumsum(0) - 1
+        starts = torch.full((len(mask) + 1,), len(mask), device=mask.device).scatter_reduce(
+            0, self._rows, before[mask], "amin"
+        )
+        self._columns = before[mask] - starts[self._rows]
+
+    def rectangle(self, values: Tensor) -> Tensor:
+        """[T] -> (B', L) float64, 0 where a sequence has no more sampled tokens."""
+        empty = self._rows.numel() == 0
+        shape = (1, 1) if empty else (int(self._rows.max()) + 1, int(self._columns.max()) + 1)
+        result = torch.zeros(shape, dtype=torch.float64, device=values.device)
+        result[self._rows, self._columns] = values[self._mask].double()
+        return result
+
+    def flat(self, rectangle: Tensor) -> Tensor:
+        """The inverse: (B', L) -> [T], 0 outside the mask."""
+        result = torch.zeros(len(self._mask), dtype=rectangle.dtype, device=rectangle.device)
+        result[self._mask] = rectangle[self._rows, self._columns]
+        return result
+
+
+def _suffix_sums(values: Tensor, factor: float) -> Tensor:
+    """(B, L): s_t = v_t + factor * s_{t+1}."""
+    result = torch.zeros_like(values)
+    running = values.new_zeros(len(values))
+    for column in range(values.shape[1] - 1, -1, -1):
+        running = values[:, column] + factor * running
+        result[:, column] = running
+    return result
+
+
+def _discounted_sums(values: Tensor, mask: Tensor, sequence_ids: Tensor, factor: float) -> Tensor:
+    place = _Ranks(mask, sequence_ids)
+    return place.flat(_suffix_sums(place.rectangle(values), factor)).to(values.dtype)

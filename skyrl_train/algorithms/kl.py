@@ -1,13 +1,19 @@
 """Per-token estimators of KL(policy || reference) from the sampled token alone (joschu.net/blog/kl-approx.html).
 
-All take log-probs [T] in nats and a bool mask [T], return nats [T], exactly 0 outside the mask, and are differentiable
-in `logprobs`. With d = logprobs - ref_logprobs, the tokens being samples of the policy:
+    estimator(logprobs, ref_logprobs, mask, *, ...) -> [T] nats, exactly 0 outside the mask
 
-    name  value             gradient wrt logprobs   estimates the KL
-    k1    d                 1                       without bias, can be negative
-    abs   |d|               sign(d)                 not: a distance
-    k2    d^2 / 2           d                       with bias; its gradient in expectation is that of the KL
-    k3    exp(-d) - 1 + d   1 - exp(-d)             without bias, never negative
+Log-probs are [T] in nats, mask is [T] bool; differentiable in `logprobs`. With d = logprobs - ref_logprobs, the tokens
+being samples of the policy, and r = exp(logprobs - old_logprobs):
+
+    name       value             gradient wrt logprobs   estimates the KL                        its gradient
+    k1         d                 1                       without bias, can be negative           not: 0 in expectation
+    abs        |d|               sign(d)                 not: a distance                         not
+    k2         d^2 / 2           d                       with bias                               without bias
+    k3         exp(-d) - 1 + d   1 - exp(-d)             without bias, never negative            not: KL(ref||policy)'s
+    k1+, k3+   of k1, of k3      d, as k2                as k1, as k3                            without bias
+    k3_ratio   r k3              r d                     without bias, off-policy as well        without bias
+
+Keywords (asked for by name): frozen_logprobs [T], the values of `logprobs` without gradient; old_logprobs [T].
 """
 
 from __future__ import annotations
@@ -15,8 +21,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from skyrl_train.algorithms.ratios import importance_ratios
+
 MAX_K3 = 10.0
-"""A single token's k3 is bounded, as in SkyRL: past it (d < -2.6) the value is constant and its gradient 0."""
+"""A single token's k3 is bounded, as in SkyRL: past it (d < -2.6 or d > 11) the value is constant, its gradient 0."""
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -41,16 +49,27 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     return (torch.expm1(-difference) + difference).clamp(max=MAX_K3)
 
 
+def k1_plus(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, frozen_logprobs: Tensor) -> Tensor:
+    """`k1+`: the value of k1 with the gradient of k2."""
+    return _with_gradient_of_k2(k1(frozen_logprobs, ref_logprobs, mask), logprobs, frozen_logprobs, ref_logprobs, mask)
+
+
+def k3_plus(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, frozen_logprobs: Tensor) -> Tensor:
+    """`k3+`: the value of k3 with the gradient of k2."""
+    return _with_gradient_of_k2(k3(frozen_logprobs, ref_logprobs, mask), logprobs, frozen_logprobs, ref_logprobs, mask)
+
+
+def k3_ratio(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, old_logprobs: Tensor) -> Tensor:
+    """r k3: corrected for tokens sampled by an older policy, gradient through r as well (arXiv:2512.02556, 3.1)."""
+    return importance_ratios(logprobs, old_logprobs, mask) * k3(logprobs, ref_logprobs, mask)
+
+
+def _with_gradient_of_k2(value: Tensor, logprobs: Tensor, frozen: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+    return value + (k2(logprobs, ref_logprobs, mask) - k2(frozen, ref_logprobs, mask))
+
+
 def _difference(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, logprobs - ref_logprobs, 0.0)
-
-
-def kl_penalised_rewards(rewards: Tensor, kl: Tensor, sequence_ids: Tensor, coef: float) -> Tensor:
-    """KL in the reward (`use_kl_in_reward`): [B] rewards minus coef times the KL summed over each sequence's tokens.
-
-    rewards [B]; kl [T] nats, 0 outside the mask; sequence_ids [T]. Without gradient: a reward is data.
-    """
-    return rewards - coef * torch.zeros_like(rewards).index_add(0, sequence_ids, kl.detach().to(rewards.dtype))
 
 
 class FixedKLController:

@@ -1,25 +1,250 @@
-"""Policy losses: per-token values over the ragged tokens [T]; what divides them is a reduction (reductions.py)."""
+"""Policy losses: per-token values over the ragged tokens [T]; what weighs and adds them is a reduction (reductions.py).
+
+    loss(logprobs, old_logprobs, advantages, mask, *, ...) -> (values, was_clipped)
+
+All tensors are [T]: log-probs in nats, mask bool and True on the tokens that count. Gradient flows through `logprobs`
+alone. Both results are exactly 0 outside the mask, whatever the inputs hold there. Keywords are asked for by name:
+numbers come from configuration, and of tensors there are
+
+    frozen_logprobs   [T] the values of `logprobs` without gradient: what an equation writes under a stop-gradient
+    rollout_logprobs  [T] the engine's, at the sampling temperature and before top-p and top-k
+    sequence_ids      [T] int64, the sequence (0 to B-1) that a token belongs to
+    selected          [T] bool, chosen over the whole mini-batch (selections.py)
+
+Below, r = exp(logprobs - old_logprobs), A = advantages, sg[] is the stop-gradient, clip(x, a, b) = min(max(x, a), b).
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
-"""exp(20) is far beyond any clip range; without a bound one stray token gives inf, and inf times 0 is NaN."""
+from skyrl_train.algorithms.ratios import MAX_LOG_RATIO, importance_ratios
+from skyrl_train.algorithms.selections import choose_clip_cov, choose_kl_cov, selects
 
 
 def clipped_surrogate(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, eps_low: float, eps_high: float
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped surrogate per token, negated (arXiv:1707.06347, eq. 7), with separate bounds (arXiv:2503.14476).
+    """`regular`: -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A).
 
-    -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), r = exp(logprobs - old_logprobs).
-
-    All tensors [T]; log-probs in nats; mask bool, True on sampled tokens. Gradient flows through `logprobs` only.
-    Returns (loss, was_clipped), both exactly 0 outside the mask, whatever the inputs hold there.
+    PPO (arXiv:1707.06347, eq. 7) with separate bounds (DAPO, arXiv:2503.14476, eq. 10).
     """
-    ratio = torch.where(mask, logprobs - old_logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return _clipped(importance_ratios(logprobs, old_logprobs, mask), advantages, mask, eps_low, eps_high)
+
+
+def dual_clip(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+    clip_ratio_c: float,
+) -> tuple[Tensor, Tensor]:
+    """`regular`, and at most -c A where A < 0: a huge ratio no longer means a huge loss (arXiv:1912.09729, eq. 5)."""
+    values, clipped = clipped_surrogate(logprobs, old_logprobs, advantages, mask, eps_low=eps_low, eps_high=eps_high)
+    ceiling = -clip_ratio_c * torch.where(mask, advantages, 0.0)
+    beyond = mask & (advantages < 0) & (values > ceiling)
+    return torch.where(beyond, ceiling, values), torch.maximum(clipped, beyond.to(clipped.dtype))
+
+
+def gspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    frozen_logprobs: Tensor,
+    sequence_ids: Tensor,
+    eps_low: float,
+    eps_high: float,
+) -> tuple[Tensor, Tensor]:
+    """`regular` with one ratio a sequence: s = exp(mean of log r over the sequence's tokens) in the place of r.
+
+    GSPO-token (arXiv:2507.18071, section 4.3): a token's ratio is sg[s] * exp(logprobs - sg[logprobs]), which with
+    `sequence_mean` and one advantage a sequence has GSPO's own gradient.
+    """
+    mean = _sequence_mean(frozen_logprobs - old_logprobs, mask, sequence_ids)
+    ratio = torch.where(mask, mean + (logprobs - frozen_logprobs), 0.0)
+    return _clipped(ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), advantages, mask, eps_low, eps_high)
+
+
+def gmpo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    sequence_ids: Tensor,
+    eps_low: float,
+    eps_high: float,
+) -> tuple[Tensor, Tensor]:
+    """-A exp(mean over the sequence's tokens of the clipped log r), on every token of the sequence.
+
+    GMPO (arXiv:2507.20673): the geometric instead of the arithmetic mean. Bounds are those of the log-ratio,
+    log r in [-eps_low, eps_high] (the paper: 0.4 both; it mirrors them where A < 0), and hold only in the direction in
+    which A pushes. A is the sequence's mean advantage. Meant for `sequence_mean`.
+    """
+    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
+    bounded = log_ratio.clamp(-eps_low, eps_high)
+    pessimistic = torch.where(advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded))
+    ratio = _sequence_mean(pessimistic, mask, sequence_ids).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    values = -_sequence_mean(advantages, mask, sequence_ids) * ratio
+    return torch.where(mask, values, 0.0), (mask & (pessimistic != log_ratio)).to(logprobs.dtype)
+
+
+def cispo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    frozen_logprobs: Tensor,
+    cispo_eps_low: float,
+    cispo_eps_high: float,
+) -> tuple[Tensor, Tensor]:
+    """-sg[clip(r, 1 - eps_low, 1 + eps_high)] A logprobs: every token keeps a gradient (arXiv:2506.13585, eq. 4-5)."""
+    ratio = importance_ratios(frozen_logprobs, old_logprobs, mask)
+    weight = ratio.clamp(1 - cispo_eps_low, 1 + cispo_eps_high)
+    return _reinforce(weight, logprobs, advantages, mask), (mask & (weight != ratio)).to(logprobs.dtype)
+
+
+def rollout_is(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    frozen_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    eps_low: float,
+    eps_high: float,
+) -> tuple[Tensor, Tensor]:
+    """-sg[u] A logprobs with u = exp(logprobs - rollout_logprobs), and 0 where u is not in (1 - eps_low, 1 + eps_high).
+
+    Against the policy that really sampled, so that no pass for old log-probs is needed (SkyRL's `rollout_is`; double
+    sided masking as in IcePop).
+    """
+    ratio = importance_ratios(frozen_logprobs, rollout_logprobs, mask)
+    inside = (ratio > 1 - eps_low) & (ratio < 1 + eps_high)
+    weight = torch.where(inside, ratio, 0.0)
+    return _reinforce(weight, logprobs, advantages, mask), (mask & ~inside).to(logprobs.dtype)
+
+
+def importance_sampling(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """-r A, without a clip: the policy gradient with plain importance weights."""
+    values = -importance_ratios(logprobs, old_logprobs, mask) * torch.where(mask, advantages, 0.0)
+    return values, torch.zeros_like(values)
+
+
+def cross_entropy(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """-logprobs: imitate what was sampled, whatever it was worth (rejection sampling, with a filter before it)."""
+    values = torch.where(mask, -logprobs, 0.0)
+    return values, torch.zeros_like(values)
+
+
+def sapo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, tau_pos: float, tau_neg: float
+) -> tuple[Tensor, Tensor]:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0 and tau_neg elsewhere (SAPO, arXiv:2511.20347).
+
+    A soft gate: its gradient is that of r A at r = 1 and fades away from it. Meant for `sequence_mean`.
+    """
+    ratio = importance_ratios(logprobs, old_logprobs, mask)
+    tau = torch.full_like(ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
+    values = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * torch.where(mask, advantages, 0.0)
+    return torch.where(mask, values, 0.0), torch.zeros_like(values)
+
+
+def dppo_tv(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    frozen_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    dppo_tv_threshold: float,
+) -> tuple[Tensor, Tensor]:
+    """-u A, 0 where |p - q| > threshold and the gradient would widen it; p, q: probabilities of the token sampled.
+
+    DPPO with the binary total variation (arXiv:2602.04879, eq. 12-13): the trust region is one of probabilities, not of
+    ratios, around the policy that sampled; u = exp(logprobs - rollout_logprobs).
+    """
+    divergence = (frozen_logprobs.exp() - rollout_logprobs.exp()).abs()
+    return _trusted(logprobs, frozen_logprobs, rollout_logprobs, advantages, mask, divergence > dppo_tv_threshold)
+
+
+def dppo_kl(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    frozen_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    dppo_kl_threshold: float,
+) -> tuple[Tensor, Tensor]:
+    """As `dppo_tv` with the binary KL divergence q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (eq. 14)."""
+    p, q = (x.exp().clamp(1e-7, 1 - 1e-7) for x in (frozen_logprobs, rollout_logprobs))
+    divergence = q * (q.log() - p.log()) + (1 - q) * ((-q).log1p() - (-p).log1p())
+    return _trusted(logprobs, frozen_logprobs, rollout_logprobs, advantages, mask, divergence > dppo_kl_threshold)
+
+
+@selects(choose_clip_cov)
+def clip_cov(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    selected: Tensor,
+    eps_low: float,
+    eps_high: float,
+) -> tuple[Tensor, Tensor]:
+    """`regular` without the tokens that `choose_clip_cov` picked: no gradient there (Clip-Cov, arXiv:2505.22617)."""
+    values, _ = clipped_surrogate(logprobs, old_logprobs, advantages, mask, eps_low=eps_low, eps_high=eps_high)
+    return torch.where(selected, 0.0, values), (mask & selected).to(logprobs.dtype)
+
+
+@selects(choose_kl_cov)
+def kl_cov(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, selected: Tensor, kl_cov_coef: float
+) -> tuple[Tensor, Tensor]:
+    """-r A, plus kl_cov_coef |log r| on the tokens that `choose_kl_cov` picked (KL-Cov, arXiv:2505.22617)."""
+    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
+    values, none = importance_sampling(logprobs, old_logprobs, advantages, mask)
+    return values + torch.where(selected & mask, kl_cov_coef * log_ratio.abs(), 0.0), none
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, mask: Tensor, eps_low: float, eps_high: float) -> tuple[Tensor, Tensor]:
     advantages = torch.where(mask, advantages, 0.0)
     plain, clipped = ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
-    return -torch.minimum(plain, clipped), ((clipped < plain) & mask).to(logprobs.dtype)
+    return -torch.minimum(plain, clipped), ((clipped < plain) & mask).to(ratio.dtype)
+
+
+def _reinforce(weight: Tensor, logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    advantages, logprobs = (torch.where(mask, x, 0.0) for x in (advantages, logprobs))
+    return -weight * advantages * logprobs
+
+
+def _trusted(
+    logprobs: Tensor, frozen: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor, far: Tensor
+) -> tuple[Tensor, Tensor]:
+    """-u A, except on tokens that are `far` and that A would push further."""
+    further = ((advantages > 0) & (frozen > rollout)) | ((advantages < 0) & (frozen < rollout))
+    blocked = far & further & mask
+    values, _ = importance_sampling(logprobs, rollout, advantages, mask & ~blocked)
+    return torch.where(blocked, 0.0, values), blocked.to(logprobs.dtype)
+
+
+def _sequence_mean(values: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
+    """[T] -> [T]: on every token the mean of its sequence's tokens that count."""
+    size = len(values)  # of the sums: no sequence has fewer than one token, and the device need not be asked
+    sums = values.new_zeros(size).index_add(0, sequence_ids, torch.where(mask, values, 0.0))
+    counts = values.new_zeros(size).index_add(0, sequence_ids, mask.to(values.dtype))
+    return (sums / counts.clamp(min=1))[sequence_ids]

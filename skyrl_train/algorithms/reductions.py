@@ -1,14 +1,18 @@
-"""How per-token values become one number: a weight per token whose denominators belong to the whole mini-batch.
+"""How per-token values become one number: a weight for every token of a whole mini-batch.
 
-`loss = (values * weights).sum()`. A micro-batch or a rank sees only its own tokens but divides by everybody's, so sums
-of losses and of gradients are those of one large batch, however it was cut. Sequences are never cut.
+    loss = sum over t of weights[t] * values[t]
 
-mask is [T] bool, offsets [B+1]; weights are [T] float64: cheap beside the model, and sums keep their digits.
+Weights are made once, of the mini-batch, before it is cut into micro-batches and ranks: sums of losses and of gradients
+are then those of one large batch, however it was cut.
+
+mask is [T] bool, sequence_ids and group_ids are [T] int64; weights are [T] float64, 0 outside the mask: cheap beside
+the model, and sums keep their digits. Sequences and prompts without a token that counts (failed episodes) are not
+counted.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,40 +20,37 @@ from torch import Tensor
 from skyrl_train.data.batch import TrainBatch
 
 
-@dataclass(frozen=True, slots=True)
-class Denominators:
-    """What a whole mini-batch divides by, over all ranks. Plain numbers: they travel."""
-
-    tokens: int
-    """Tokens that count."""
-    sequences: int
-    """Sequences with a token that counts: a failed episode does not dilute the others."""
-
-    @classmethod
-    def of(cls, batch: TrainBatch) -> Denominators:
-        per_sequence = batch.per_sequence_sum(batch.loss_mask.long())
-        return cls(tokens=int(per_sequence.sum()), sequences=int((per_sequence > 0).sum()))
-
-    def __add__(self, other: Denominators) -> Denominators:
-        return Denominators(self.tokens + other.tokens, self.sequences + other.sequences)
+def weigh(mini_batch: TrainBatch, reduction: Callable[..., Tensor]) -> TrainBatch:
+    """The mini-batch with `loss_weights`; `reduction` has its max_seq_len bound."""
+    return mini_batch.with_tokens(
+        loss_weights=reduction(
+            mini_batch.loss_mask, mini_batch.sequence_ids, mini_batch.per_token(mini_batch.group_ids)
+        )
+    )
 
 
-def token_mean(mask: Tensor, offsets: Tensor, denominators: Denominators, max_seq_len: int | None) -> Tensor:
+def token_mean(mask: Tensor, sequence_ids: Tensor, group_ids: Tensor, *, max_seq_len: int) -> Tensor:
     """Every token weighs the same: 1 / tokens (DAPO, arXiv:2503.14476, eq. 12)."""
-    return mask.double() / max(denominators.tokens, 1)
+    return mask.double() / mask.sum().clamp(min=1)
 
 
-def sequence_mean(mask: Tensor, offsets: Tensor, denominators: Denominators, max_seq_len: int | None) -> Tensor:
+def sequence_mean(mask: Tensor, sequence_ids: Tensor, group_ids: Tensor, *, max_seq_len: int) -> Tensor:
     """Every sequence weighs the same: 1 / (its tokens * sequences) (GRPO, arXiv:2402.03300, eq. 3)."""
-    lengths = offsets[1:] - offsets[:-1]
-    ids = torch.repeat_interleave(torch.arange(len(lengths), device=mask.device), lengths)
-    counts = torch.zeros(len(lengths), dtype=torch.float64, device=mask.device).index_add(0, ids, mask.double())
-    return mask.double() / (counts.clamp(min=1)[ids] * max(denominators.sequences, 1))
+    return _mean_of_means(mask, sequence_ids)
 
 
-def seq_mean_token_sum_norm(
-    mask: Tensor, offsets: Tensor, denominators: Denominators, max_seq_len: int | None
-) -> Tensor:
+def seq_mean_token_sum_norm(mask: Tensor, sequence_ids: Tensor, group_ids: Tensor, *, max_seq_len: int) -> Tensor:
     """A token weighs 1 / (max_seq_len * sequences), however long its sequence (Dr. GRPO, arXiv:2503.20783)."""
-    assert max_seq_len, "seq_mean_token_sum_norm needs max_seq_len"
-    return mask.double() / (max_seq_len * max(denominators.sequences, 1))
+    return mask.double() / (max_seq_len * max(sequence_ids[mask].unique().numel(), 1))
+
+
+def prompt_mean(mask: Tensor, sequence_ids: Tensor, group_ids: Tensor, *, max_seq_len: int) -> Tensor:
+    """Every prompt weighs the same: 1 / (tokens of all its responses * prompts) (ScaleRL, arXiv:2510.13786)."""
+    return _mean_of_means(mask, group_ids)
+
+
+def _mean_of_means(mask: Tensor, ids: Tensor) -> Tensor:
+    _, index, counts = ids[mask].unique(return_inverse=True, return_counts=True)
+    weights = torch.zeros(len(mask), dtype=torch.float64, device=mask.device)
+    weights[mask] = 1 / (counts.double()[index] * max(len(counts), 1))
+    return weights

@@ -1,66 +1,82 @@
-"""The algorithms that configuration can name.
+"""The algorithms that configuration can name, and how they get what they ask for.
 
-A user's own join by decorator, from a module listed in `trainer.plugins`.
+A user's own join by decorator, from a module listed in `trainer.plugins`. What an algorithm needs besides its
+positional arguments it names as keywords: `bind` fixes those that configuration gives, the caller passes the tensors.
+So a loss that needs the engine's log-probs says so in its signature, and nobody else has to know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from skyrl_train.algorithms.reductions import Denominators
-from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
+from skyrl_train.algorithms.advantages import TokenAdvantages
+from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS, SFT_LOSSES
+from skyrl_train.errors import ConfigError
 from skyrl_train.registry import Registry
 
-
-class AdvantageEstimator(Protocol):
-    """Rewards, group ids and validity [B] to advantages [B]; 0 where not valid."""
-
-    def __call__(self, rewards: Tensor, group_ids: Tensor, valid: Tensor, *, norm_by_std: bool) -> Tensor: ...
-
-
-class PolicyLoss(Protocol):
-    """Ragged [T] tensors to (loss [T], was_clipped [T]); both 0 outside the mask, gradient through `logprobs` only."""
-
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        *,
-        eps_low: float,
-        eps_high: float,
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class KLEstimator(Protocol):
-    """log-probs [T] under the policy and the reference to nats [T]; 0 where mask is False."""
-
-    def __call__(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor: ...
-
-
-class Reduction(Protocol):
-    """A weight per token [T], so that `loss = (values * weights).sum()` adds up over micro-batches and ranks."""
-
-    def __call__(
-        self, mask: Tensor, offsets: Tensor, denominators: Denominators, max_seq_len: int | None
-    ) -> Tensor: ...
-
+AdvantageEstimator = Callable[..., Tensor | TokenAdvantages]
+"""(rewards, group_ids, valid, *, ...), all [B], to advantages [B] or TokenAdvantages; see advantages.py."""
+PolicyLoss = Callable[..., tuple[Tensor, Tensor]]
+"""(logprobs, old_logprobs, advantages, mask, *, ...), all [T], to (loss [T], was_clipped [T]); see losses.py."""
+KLEstimator = Callable[..., Tensor]
+"""(logprobs, ref_logprobs, mask, *, ...), all [T], to nats [T]; see kl.py."""
+SFTLoss = Callable[..., Tensor]
+"""(logprobs, mask, *, ...), all [T], to loss [T]; see sft.py."""
+Reduction = Callable[..., Tensor]
+"""(mask [T], sequence_ids [T], group_ids [T], *, max_seq_len) to the weight [T] of every token; see reductions.py."""
 
 advantage_estimators: Registry[AdvantageEstimator] = Registry("advantage estimator", ADVANTAGE_ESTIMATORS)
 policy_losses: Registry[PolicyLoss] = Registry("policy loss", POLICY_LOSSES)
 kl_estimators: Registry[KLEstimator] = Registry("KL estimator", KL_ESTIMATORS)
 reductions: Registry[Reduction] = Registry("loss reduction", REDUCTIONS)
+sft_losses: Registry[SFTLoss] = Registry("SFT loss", SFT_LOSSES)
 
 
-def register_advantage_estimator(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
-    """Decorator: make an AdvantageEstimator available as trainer.algorithm.advantage_estimator=NAME."""
+def register_advantage_estimator(name: str) -> Callable[[Any], Any]:
+    """Decorator: make a function available as trainer.algorithm.advantage_estimator=NAME.
+
+    Its signature is an AdvantageEstimator's, or that of SkyRL's estimators (see skyrl_style.py).
+    """
     return advantage_estimators.register(name)
 
 
-def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
-    """Decorator: make a PolicyLoss available as trainer.algorithm.policy_loss_type=NAME."""
+def register_policy_loss(name: str) -> Callable[[Any], Any]:
+    """Decorator: make a function available as trainer.algorithm.policy_loss_type=NAME.
+
+    Its signature is a PolicyLoss's, or that of SkyRL's losses (see skyrl_style.py).
+    """
     return policy_losses.register(name)
+
+
+def keywords_of(function: Callable[..., Any]) -> dict[str, bool]:
+    """Keyword-only parameters by name, True where the caller must give a value."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def bind(
+    function: Callable[..., Any], what: str, settings: Mapping[str, Any], tensors: frozenset[str]
+) -> Callable[..., Any]:
+    """`function` with the settings that it names filled in, to be called with `asked_for` tensors.
+
+    `what` says in messages whose signature it is. Raises ConfigError for a keyword without default that is neither a
+    setting nor one of `tensors`.
+    """
+    keywords = keywords_of(function)
+    unknown = [name for name, required in keywords.items() if required and name not in settings.keys() | tensors]
+    if unknown:
+        raise ConfigError(
+            f"{what} asks for {', '.join(unknown)}, which nobody has; settings are {', '.join(sorted(settings))}; "
+            f"tensors are {', '.join(sorted(tensors))}."
+        )
+    return partial(function, **{name: settings[name] for name in keywords if name in settings})
+
+
+def asked_for(function: Callable[..., Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `tensors` that a bound function names as keywords."""
+    return {name: tensors[name] for name in keywords_of(function) if name in tensors}

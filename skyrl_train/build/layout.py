@@ -1,4 +1,4 @@
-"""Who runs where: slots for the policy, the reference and the engines."""
+"""Who runs where: slots for the policy, the reference, the critic and the engines."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class Layout:
 
     policy: Seats | None
     reference: Seats | None
+    critic: Seats | None
     engines: Seats | None
     time_shared: bool
     """Engines and learner take turns on the same slots."""
@@ -47,42 +48,47 @@ def place(
     deadline_s: float,
     with_policy: bool = True,
     with_reference: bool = False,
+    with_critic: bool = False,
     with_engines: bool = True,
 ) -> Layout:
     """Reserve all slots of a run. Raises ConfigError when they cannot be had within `deadline_s`."""
+    reference_beside = with_reference and (placement.colocate_policy_ref or placement.colocate_all)
+    critic_beside = with_critic and placement.colocate_all
     policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node if with_policy else 0
-    reference = placement.ref_num_nodes * placement.ref_num_gpus_per_node if with_reference else 0
+    reference = critic = 0  # slots of their own
+    if with_reference and not reference_beside:
+        reference = placement.ref_num_nodes * placement.ref_num_gpus_per_node
+    if with_critic and not critic_beside:
+        critic = placement.critic_num_nodes * placement.critic_num_gpus_per_node
     stride = slots_per_engine(generator)
     engines = generator.num_inference_engines * stride if with_engines else 0
-    shared_reference = bool(reference) and (placement.colocate_policy_ref or placement.colocate_all)
-    if shared_reference:
-        reference = policy
     time_shared = placement.colocate_all and bool(policy) and bool(engines)
-    learner_slots = policy + (0 if shared_reference else reference)
-    total = max(policy, engines) if time_shared else learner_slots + engines
+    total = max(policy, engines) if time_shared else policy + reference + critic + engines
 
-    def take(count: int, tenants: int, key: str) -> Slots:
+    def take(count: int, tenants: int, key: str) -> Slots | None:
+        if not count:
+            return None
         return reserve(
             cluster, count=count, tenants=tenants, device=device, total_slots=total, deadline_s=deadline_s, key=key
         )
 
+    def seats(slots: Slots | None, count: int, stride: int = 1) -> Seats | None:
+        return None if slots is None else Seats(slots, count, stride)
+
+    tenants = 1 + reference_beside + critic_beside
     if time_shared:
         keys = f"policy_num_gpus_per_node={policy} generator.num_inference_engines={engines // stride}"
-        slots = take(total, 2 + bool(reference), keys)
-        return Layout(
-            policy=Seats(slots, policy),
-            reference=Seats(slots, policy) if reference else None,
-            engines=Seats(slots, generator.num_inference_engines, stride),
-            time_shared=True,
-        )
-    policy_slots = take(policy, 1 + shared_reference, "trainer.placement.policy_num_gpus_per_node") if policy else None
-    reference_slots = policy_slots
-    if reference and not shared_reference:
-        reference_slots = take(reference, 1, "trainer.placement.ref_num_gpus_per_node")
-    engine_slots = take(engines, 1, "generator.num_inference_engines") if engines else None
+        home = take(total, tenants + 1, keys)
+    else:
+        home = take(policy, tenants, "trainer.placement.policy_num_gpus_per_node")
+    at_home = seats(home, policy)
+    reference_slots = take(reference, 1, "trainer.placement.ref_num_gpus_per_node")
+    critic_slots = take(critic, 1, "trainer.placement.critic_num_gpus_per_node")
+    engine_slots = home if time_shared else take(engines, 1, "generator.num_inference_engines")
     return Layout(
-        policy=Seats(policy_slots, policy) if policy_slots else None,
-        reference=Seats(reference_slots, reference) if reference_slots and reference else None,
-        engines=Seats(engine_slots, generator.num_inference_engines, stride) if engine_slots else None,
-        time_shared=False,
+        policy=at_home,
+        reference=at_home if reference_beside else seats(reference_slots, reference),
+        critic=at_home if critic_beside else seats(critic_slots, critic),
+        engines=seats(engine_slots, generator.num_inference_engines, stride),
+        time_shared=time_shared,
     )

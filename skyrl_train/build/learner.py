@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from skyrl_train.build.algorithm import Learning
 from skyrl_train.build.layout import Layout, Seats
 from skyrl_train.cluster.actors import spawn
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.trainer.schedule import StepSchedule
 from skyrl_train.workers.learner import BatchSizes, Learner, WorkerGroup
-from skyrl_train.workers.learner_worker import LearnerSpec, Objective
+from skyrl_train.workers.learner_worker import LearnerSpec
 
 WORKER = "skyrl_train.workers.learner_worker:LearnerWorker"
 
@@ -27,15 +29,16 @@ def build_learner(
     trainer: TrainerConfig,
     layout: Layout,
     *,
-    objective: Objective | None,
-    total_steps: int,
+    learning: Learning,
+    schedule: StepSchedule,
     device: str,
     wire_dtype: str,
     bucket_bytes: int,
     only_changed: bool,
 ) -> Learner:
-    """Spawn policy and reference ranks; `Learner.setup` then loads their models."""
+    """Spawn the ranks of policy, reference and critic; `Learner.setup` then loads their models."""
     assert layout.policy is not None
+    deadline_s = trainer.timeouts.update_s
     spec = LearnerSpec(
         model_path=trainer.policy.model.path,
         strategy=STRATEGIES[trainer.strategy],
@@ -45,8 +48,8 @@ def build_learner(
         threads=threads_per_process(cluster, layout.policy.count, device),
         fsdp=trainer.policy.fsdp_config,
         optimizer=trainer.policy.optimizer_config,
-        total_steps=total_steps,
-        objective=objective,
+        total_steps=optimizer_steps(trainer, schedule, trainer.policy_mini_batch_size),
+        objective=learning.objective,
         gradient_checkpointing=trainer.gradient_checkpointing,
         gradient_checkpointing_use_reentrant=trainer.gradient_checkpointing_use_reentrant,
         model_config_kwargs=trainer.policy.model_config_kwargs,
@@ -58,26 +61,69 @@ def build_learner(
         bucket_bytes=bucket_bytes,
         only_changed=only_changed,
     )
-    policy = _group(cluster, spec, layout.policy, "policy", trainer.timeouts.update_s)
-    reference = None
+    reference = critic = None
     if layout.reference is not None:
-        frozen = replace(
-            spec,
-            model_path=trainer.ref.model.path,
-            fsdp=trainer.ref.fsdp_config,
-            optimizer=None,
-            total_steps=None,
-            objective=None,
-            threads=threads_per_process(cluster, layout.reference.count, device),
-            model_config_kwargs=trainer.ref.model_config_kwargs,
-        )
-        reference = _group(cluster, frozen, layout.reference, "reference", trainer.timeouts.update_s)
-    return Learner(policy, reference, batch_sizes(trainer), needs_old_logprobs=trainer.algorithm.use_kl_in_reward)
+        frozen = _reference(spec, trainer, threads_per_process(cluster, layout.reference.count, device))
+        reference = _group(cluster, frozen, layout.reference, "reference", deadline_s)
+    if layout.critic is not None:
+        valued = _critic(spec, trainer, threads_per_process(cluster, layout.critic.count, device), learning, schedule)
+        critic = _group(cluster, valued, layout.critic, "critic", deadline_s)
+    return Learner(
+        _group(cluster, spec, layout.policy, "policy", deadline_s),
+        reference,
+        batch_sizes(trainer),
+        critic=critic,
+        reduction=learning.reduction,
+        choose=learning.choose,
+        needs_old_logprobs=learning.needs_old_logprobs,
+    )
+
+
+def _reference(policy: LearnerSpec, trainer: TrainerConfig, threads: int | None) -> LearnerSpec:
+    """Frozen, in the compute dtype."""
+    return replace(
+        policy,
+        model_path=trainer.ref.model.path,
+        model_key="trainer.ref.model.path",
+        fsdp=trainer.ref.fsdp_config,
+        optimizer=None,
+        total_steps=None,
+        objective=None,
+        threads=threads,
+        model_config_kwargs=trainer.ref.model_config_kwargs,
+    )
+
+
+def _critic(
+    policy: LearnerSpec, trainer: TrainerConfig, threads: int | None, learning: Learning, schedule: StepSchedule
+) -> LearnerSpec:
+    """A body with a value head, and an optimizer of its own."""
+    critic = trainer.critic
+    assert critic.model.path is not None
+    return replace(
+        policy,
+        model_path=critic.model.path,
+        model_key="trainer.critic.model.path",
+        fsdp=critic.fsdp_config,
+        optimizer=critic.optimizer_config,
+        total_steps=optimizer_steps(trainer, schedule, trainer.critic_mini_batch_size),
+        objective=learning.critic,
+        threads=threads,
+        model_config_kwargs=critic.model_config_kwargs,
+        value_head=trainer.algorithm.value_head_prefix,
+    )
+
+
+def optimizer_steps(trainer: TrainerConfig, schedule: StepSchedule, mini_batch_size: int) -> int:
+    """Length of the learning-rate schedule of a model that is updated on `mini_batch_size` prompts at a time."""
+    sizes = (schedule.prompts_of_step(step) for step in range(schedule.total_steps))
+    return sum(-(-size // mini_batch_size) for size in sizes) * trainer.update_epochs_per_batch
 
 
 def batch_sizes(trainer: TrainerConfig) -> BatchSizes:
     return BatchSizes(
         mini_batch_groups=trainer.policy_mini_batch_size,
+        critic_mini_batch_groups=trainer.critic_mini_batch_size,
         update_epochs=trainer.update_epochs_per_batch,
         micro_train_sequences=trainer.micro_train_batch_size_per_gpu,
         micro_forward_sequences=trainer.micro_forward_batch_size_per_gpu,

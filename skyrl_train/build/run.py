@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.build.algorithm import build_advantages, build_objective, needs_reference
+from skyrl_train.build.algorithm import build_advantages, build_corrections, policy_learning
+from skyrl_train.build.collector import build_collector
 from skyrl_train.build.engines import build_engines, connect_engine, require_installed, server_urls
 from skyrl_train.build.services import (
     Services,
@@ -21,12 +22,10 @@ from skyrl_train.build.services import (
     start_learner,
 )
 from skyrl_train.build.weights import build_publisher, supervised_publish
-from skyrl_train.collectors.rollout_collector import RolloutCollector
 from skyrl_train.config.hydra import plain
 from skyrl_train.config.schema import Config
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset
-from skyrl_train.data.order import PromptOrder
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.lockstep import Lockstep
 from skyrl_train.engines.sampling import normalise
@@ -74,8 +73,7 @@ async def services(
                 cfg,
                 fingerprints=fingerprints_of(trainer, train_dataset.fingerprint) if train_dataset else {},
                 schedule=schedule_of(trainer, len(train_dataset)) if train_dataset else None,
-                objective=build_objective(cfg) if trains else None,
-                with_reference=trains and needs_reference(trainer.algorithm),
+                learning=policy_learning(cfg) if trains else None,
                 with_engines=local,
                 get_tracker=get_tracker,
             )
@@ -138,7 +136,9 @@ def build_generator(
         deadline_s=cfg.trainer.timeouts.rollout_s,
         chat_template_kwargs=dict(generator.chat_template_kwargs),
     )
-    sampler = client if cfg.trainer.fully_async.enabled else Lockstep(client)
+    # Who finishes first can only be told where groups go to the engines on their own.
+    apart = cfg.trainer.fully_async.enabled or (generator.over_provisioning > 0 and not evaluation)
+    sampler = client if apart else Lockstep(client)
     return ConversationGenerator(sampler, environments, tokenizer, settings)
 
 
@@ -157,7 +157,7 @@ def build_trainer(
     assert base.learner is not None
     advantages = build_advantages(trainer.algorithm)
     schedule = schedule_of(trainer, len(train_dataset))
-    order = PromptOrder(len(train_dataset), trainer.seed)
+    collector = build_collector(cfg, train_generator, train_dataset, schedule)
     residency: Residency = AlwaysResident()
     if base.layout.time_shared:
         residency = TimeShared(running.client, base.learner)
@@ -168,19 +168,15 @@ def build_trainer(
     return Trainer(
         schedule=schedule,
         intervals=intervals(trainer, schedule),
-        collector=RolloutCollector(
-            train_generator.rollout,
-            prompt_at=lambda position: train_dataset.prompts[order.row(position)],
-            prompts_of_step=schedule.prompts_of_step,
-            max_staleness=trainer.fully_async.max_staleness_steps if trainer.fully_async.enabled else 0,
-            max_failed_fraction=trainer.max_failed_fraction,
-        ),
+        collector=collector,
         learner=base.learner,
-        advantages=advantages,
+        batch_steps=[advantages, *build_corrections(trainer.algorithm)],
         publish=supervised_publish(base, running.client, build_publisher(cfg, base.learner, running.client, probe_ids)),
         residency=residency,
         evaluator=build_evaluator(cfg, eval_generator, eval_dataset) if eval_dataset else None,
-        state=build_state(base, fingerprints_of(trainer, train_dataset.fingerprint), {"kl": advantages}),
+        state=build_state(
+            base, fingerprints_of(trainer, train_dataset.fingerprint), {"kl": advantages, "collector": collector}
+        ),
         trackers=base.trackers,
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.build.algorithm import Learning
 from skyrl_train.build.layout import Layout, place
 from skyrl_train.build.learner import build_learner
 from skyrl_train.cluster.runtime import Cluster
@@ -24,7 +25,6 @@ from skyrl_train.trainer.run_state import RunState
 from skyrl_train.trainer.schedule import StepSchedule
 from skyrl_train.trainer.trainer import Intervals
 from skyrl_train.workers.learner import Learner
-from skyrl_train.workers.learner_worker import Objective
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,6 @@ def import_plugins(names: Sequence[str]) -> None:
 
 def schedule_of(trainer: TrainerConfig, num_prompts: int) -> StepSchedule:
     return StepSchedule(num_prompts, trainer.train_batch_size, trainer.epochs, trainer.max_steps)
-
-
-def optimizer_steps(trainer: TrainerConfig, schedule: StepSchedule) -> int:
-    """Length of the learning-rate schedule."""
-    sizes = (schedule.prompts_of_step(step) for step in range(schedule.total_steps))
-    return sum(-(-size // trainer.policy_mini_batch_size) for size in sizes) * trainer.update_epochs_per_batch
 
 
 def fingerprints_of(trainer: TrainerConfig, train_data: str) -> dict[str, str]:
@@ -92,8 +86,7 @@ async def learner_services(
     *,
     fingerprints: Mapping[str, str],
     schedule: StepSchedule | None,
-    objective: Objective | None,
-    with_reference: bool = False,
+    learning: Learning | None,
     with_engines: bool = False,
     get_tracker: Callable[[Path], Trackers],
 ) -> AsyncIterator[Services]:
@@ -111,17 +104,18 @@ async def learner_services(
             device=cfg.device,
             deadline_s=trainer.timeouts.placement_s,
             with_policy=schedule is not None,
-            with_reference=with_reference,
+            with_reference=learning is not None and learning.with_reference,
+            with_critic=learning is not None and learning.critic is not None,
             with_engines=with_engines,
         )
         learner = None
-        if schedule is not None:
+        if schedule is not None and learning is not None:
             learner = build_learner(
                 cluster,
                 trainer,
                 layout,
-                objective=objective,
-                total_steps=optimizer_steps(trainer, schedule),
+                learning=learning,
+                schedule=schedule,
                 device=cfg.device,
                 wire_dtype=cfg.generator.model_dtype,
                 bucket_bytes=int(cfg.generator.weight_transfer_threshold_cuda_ipc_GB * 2**30),
@@ -154,6 +148,7 @@ def build_state(base: Services, fingerprints: Mapping[str, str], controllers: Ma
         resume_path=trainer.resume_path,
         fingerprints=fingerprints,
         controllers=controllers,
+        reference_folder=base.directory / "reference.partial" if trainer.update_ref_every_epoch else None,
     )
 
 

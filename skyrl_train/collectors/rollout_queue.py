@@ -15,7 +15,8 @@ class RolloutQueue(Generic[G]):
 
     A rollout needs a granted slot. The slots of step j are granted when the weights of step j - max_staleness are live,
     and groups are taken in admission order: so what step j trains on was begun with weights at most `max_staleness`
-    versions old, by construction. Taking in completion order instead would let one slow group age without bound.
+    versions old, by construction. Taking in completion order instead would let one slow group age without bound. A
+    group that is dropped gives its slot back: those behind it move up, which makes no group older when it is taken.
 
     consumes: granted slots · produces: groups · waits for: the oldest rollout · unblocked by: its deadline
     """
@@ -29,8 +30,12 @@ class RolloutQueue(Generic[G]):
         """How many rollouts may be admitted now."""
         return self._free
 
+    def __len__(self) -> int:
+        """Rollouts admitted and not taken."""
+        return len(self._pending)
+
     def grant(self, slots: int) -> None:
-        """Allow that many more rollouts to begin."""
+        """Allow that many more rollouts to begin: slots of a later step, or of groups that were dropped."""
         self._free += slots
 
     def submit(self, rollout: Callable[[], Awaitable[G]]) -> None:
@@ -50,6 +55,22 @@ class RolloutQueue(Generic[G]):
         group = await self._pending[0]
         self._pending.popleft()
         return group
+
+    async def take_fastest(self, count: int, finished: Callable[[G], bool]) -> list[G]:
+        """The first `count` to finish, in admission order; the others are cancelled and have ended on return.
+
+        A group that is not `finished` (it failed) is only taken where too few others are left.
+        """
+        waiting = set(self._pending)
+        done: list[asyncio.Task[G]] = []
+        while waiting and sum(finished(task.result()) for task in done) < count:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            done = [task for task in self._pending if task.done()]
+            waiting = set(self._pending) - set(done)
+        chosen = set(sorted(done, key=lambda task: not finished(task.result()))[:count])
+        taken = [task.result() for task in self._pending if task in chosen]
+        await self.close()
+        return taken
 
     async def close(self) -> None:
         """Cancel what is under way and wait until it has ended."""

@@ -43,6 +43,10 @@ class OffPolicyCorrectionConfig(Section):
     """A sequence with a token's ratio below this is masked; null is off."""
     outlier_token_is_threshold_high: float | None = None
     """A sequence with a token's ratio above this is masked; null is off."""
+    token_mask_eps_low: float | None = None
+    """A token with a ratio below 1 - this is masked; null is off."""
+    token_mask_eps_high: float | None = None
+    """A token with a ratio above 1 + this is masked; null is off."""
 
 
 @dataclass
@@ -57,14 +61,16 @@ class SAPOConfig(Section):
 
 @dataclass
 class DynamicSamplingConfig(Section):
-    """Replacing groups whose rewards are all equal."""
+    """Training on useful groups alone: those whose rewards differ, before penalties for length."""
 
     type: str | None = None
-    """`filter` draws more prompts until the batch is full, `replace` repeats useful groups; null is off."""
+    """`filter` drops other groups and draws more prompts until the batch is full; `replace` draws until
+    `min_replace_ratio` of it are useful, and repeats those in the places of the others. null is off. A step then takes
+    prompts of its own number from the data, so that passes over it (`epochs`) only say how many steps there are."""
     max_sample_batches: int = 30
-    """Batches drawn for one step before giving up; -1 has no bound."""
+    """Batches of prompts drawn for one step after which, if they are not enough, the run stops; -1 has no bound."""
     min_replace_ratio: float = 0.3
-    """Share of useful groups below which `replace` draws a new batch."""
+    """Share of useful groups below which `replace` drops the others and draws more prompts."""
 
 
 @dataclass
@@ -100,6 +106,37 @@ class CISPOConfig(Section):
 
 
 @dataclass
+class DPPOConfig(Section):
+    """DPPO (`policy_loss_type=dppo_tv` or `dppo_kl`)."""
+
+    tv_threshold: float = 0.2
+    """`dppo_tv`: probabilities of a token may differ by this before its gradient is cut off."""
+    kl_threshold: float = 0.05
+    """`dppo_kl`: the same for the binary KL divergence (nats)."""
+
+
+@dataclass
+class OverlongBufferConfig(Section):
+    """DAPO's soft penalty on responses that come close to `max_generate_length` (arXiv:2503.14476, eq. 13)."""
+
+    len: int = 0
+    """Tokens before the limit over which the penalty grows from 0 to all of it; 0 is off. A conversation pays for its
+    longest turn."""
+    penalty_factor: float = 1.0
+    """What is subtracted from the reward at the limit, and from that of every response that was cut by length."""
+
+
+@dataclass
+class SFTConfig(Section):
+    """Supervised fine-tuning (`skyrl_train.entrypoints.main_sft`)."""
+
+    loss_type: str = "sft"
+    """`sft` is the negative log-likelihood; `minor_sft` pulls less on what the policy prefers to the reference."""
+    minor_beta: float = 0.1
+    """Temperature of `minor_sft`."""
+
+
+@dataclass
 class AlgorithmConfig(Section):
     """How rewards become a gradient."""
 
@@ -107,7 +144,7 @@ class AlgorithmConfig(Section):
     """How advantages are computed."""
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
     kl_estimator_type: str = "k3"
-    """Estimator of the KL divergence to the reference: `k1`, `k2`, `k3` or `abs`."""
+    """Estimator of the KL divergence to the reference: `k1`, `k2`, `k3`, `abs`, `k1+`, `k3+` or `k3_ratio`."""
     use_kl_in_reward: bool = False
     """Subtract the KL divergence from the reward. Not together with `use_kl_loss`."""
     use_kl_loss: bool = True
@@ -125,11 +162,11 @@ class AlgorithmConfig(Section):
     policy_loss_type: str = "regular"
     """`regular` is PPO's clipped surrogate."""
     loss_reduction: str = "token_mean"
-    """`token_mean`, `sequence_mean` or `seq_mean_token_sum_norm`; always over the whole mini-batch."""
+    """`token_mean`, `sequence_mean`, `prompt_mean` or `seq_mean_token_sum_norm`; always over the whole mini-batch."""
     grpo_norm_by_std: bool = True
     """Divide a group's advantages by the standard deviation of its rewards; false is Dr. GRPO."""
     zero_variance_filter: bool = False
-    """Mask groups whose rewards are all equal."""
+    """Keep groups whose rewards are all equal, penalties included, out of the loss; they stay in the batch."""
     lambd: float = 1.0
     """Lambda of generalised advantage estimation."""
     gamma: float = 1.0
@@ -141,9 +178,9 @@ class AlgorithmConfig(Section):
     clip_ratio_c: float = 3.0
     """Second bound of `policy_loss_type=dual_clip`, where advantages are negative; above 1."""
     tis_imp_ratio_cap: float = -1.0
-    """Superseded by `off_policy_correction.token_tis_ratio_clip_high`."""
+    """Upper bound of a token's ratio with `use_tis`."""
     use_tis: bool = False
-    """Superseded by `off_policy_correction.tis_ratio_type`."""
+    """The older name of `off_policy_correction.tis_ratio_type=token`."""
     max_seq_len: int | None = None
     """Denominator of `seq_mean_token_sum_norm`, in tokens; null is `max_input_length` + `max_generate_length`."""
     off_policy_correction: OffPolicyCorrectionConfig = field(default_factory=OffPolicyCorrectionConfig)
@@ -154,3 +191,6 @@ class AlgorithmConfig(Section):
     clip_cov: ClipCovConfig = field(default_factory=ClipCovConfig)
     kl_cov: KLCovConfig = field(default_factory=KLCovConfig)
     cispo: CISPOConfig = field(default_factory=CISPOConfig)
+    dppo: DPPOConfig = field(default_factory=DPPOConfig)
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    sft: SFTConfig = field(default_factory=SFTConfig)

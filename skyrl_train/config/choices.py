@@ -5,21 +5,54 @@ The registries of the packages that hold these objects are built on these tables
 
 from __future__ import annotations
 
-ADVANTAGE_ESTIMATORS = {"grpo": "skyrl_train.algorithms.advantages:grpo"}
+ADVANTAGE_ESTIMATORS = {
+    "grpo": "skyrl_train.algorithms.advantages:grpo",
+    "dr_grpo": "skyrl_train.algorithms.advantages:dr_grpo",
+    "rloo": "skyrl_train.algorithms.advantages:rloo",
+    "reinforce++": "skyrl_train.algorithms.advantages:reinforce_pp",
+    "reinforce++_baseline": "skyrl_train.algorithms.advantages:reinforce_pp_baseline",
+    "gae": "skyrl_train.algorithms.advantages:gae",
+    "maxrl": "skyrl_train.algorithms.advantages:maxrl",
+    "opo": "skyrl_train.algorithms.advantages:opo",
+    "distillation": "skyrl_train.algorithms.advantages:distillation",
+}
 
-POLICY_LOSSES = {"regular": "skyrl_train.algorithms.losses:clipped_surrogate"}
+POLICY_LOSSES = {
+    "regular": "skyrl_train.algorithms.losses:clipped_surrogate",
+    "dual_clip": "skyrl_train.algorithms.losses:dual_clip",
+    "gspo": "skyrl_train.algorithms.losses:gspo",
+    "gmpo": "skyrl_train.algorithms.losses:gmpo",
+    "cispo": "skyrl_train.algorithms.losses:cispo",
+    "sapo": "skyrl_train.algorithms.losses:sapo",
+    "clip_cov": "skyrl_train.algorithms.losses:clip_cov",
+    "kl_cov": "skyrl_train.algorithms.losses:kl_cov",
+    "dppo_tv": "skyrl_train.algorithms.losses:dppo_tv",
+    "dppo_kl": "skyrl_train.algorithms.losses:dppo_kl",
+    "rollout_is": "skyrl_train.algorithms.losses:rollout_is",
+    "importance_sampling": "skyrl_train.algorithms.losses:importance_sampling",
+    "cross_entropy": "skyrl_train.algorithms.losses:cross_entropy",
+}
 
 KL_ESTIMATORS = {
     "k1": "skyrl_train.algorithms.kl:k1",
     "k2": "skyrl_train.algorithms.kl:k2",
     "k3": "skyrl_train.algorithms.kl:k3",
     "abs": "skyrl_train.algorithms.kl:abs_kl",
+    "k1+": "skyrl_train.algorithms.kl:k1_plus",
+    "k3+": "skyrl_train.algorithms.kl:k3_plus",
+    "k3_ratio": "skyrl_train.algorithms.kl:k3_ratio",
 }
 
 REDUCTIONS = {
     "token_mean": "skyrl_train.algorithms.reductions:token_mean",
     "sequence_mean": "skyrl_train.algorithms.reductions:sequence_mean",
     "seq_mean_token_sum_norm": "skyrl_train.algorithms.reductions:seq_mean_token_sum_norm",
+    "prompt_mean": "skyrl_train.algorithms.reductions:prompt_mean",
+}
+
+SFT_LOSSES = {
+    "sft": "skyrl_train.algorithms.sft:sft",
+    "minor_sft": "skyrl_train.algorithms.sft:minor_sft",
 }
 
 STRATEGIES = {

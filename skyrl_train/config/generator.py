@@ -147,9 +147,13 @@ class GeneratorConfig(Section):
     eval_n_samples_per_prompt: int = 1
     """Responses per prompt in evaluation."""
     zero_reward_on_non_stop: bool = False
-    """A response that did not end by itself gets reward 0."""
+    """In training a response that did not end by itself gets reward 0, or less: never more than the environment gave
+    it, nor than the worst of its group that did end."""
     apply_overlong_filtering: bool = False
-    """A response that was cut by length is masked out of the loss."""
+    """A response that was cut by length is kept out of the loss; its reward stays in its group's statistics."""
+    over_provisioning: float = 0.0
+    """A step begins this fraction of prompts more than it needs, takes those that finish first and aborts the others.
+    Which they are depends on timing: runs no longer repeat, and slow prompts are seen less often."""
     rope_scaling: dict[str, Any] | None = field(default=interpolation("trainer.rope_scaling"))
     """Rotary embedding scaling of the engines' model; follows the trainer."""
     rope_theta: float | None = interpolation("trainer.rope_theta")

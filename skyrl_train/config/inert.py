@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS
 from skyrl_train.config.keys import leaves, value_at
 from skyrl_train.config.problems import show
 from skyrl_train.config.schema import Config
@@ -24,18 +25,45 @@ def _loss_is_not(name: str) -> Callable[[Config], bool]:
     return lambda config: config.trainer.algorithm.policy_loss_type != name
 
 
+def _estimator_is_not(*names: str) -> Callable[[Config], bool]:
+    """Also one of a plugin: what that asks for is not known here."""
+    others = ADVANTAGE_ESTIMATORS.keys() - set(names)
+    return lambda config: config.trainer.algorithm.advantage_estimator in others
+
+
 def _environment_is_not(name: str) -> Callable[[Config], bool]:
     return lambda config: config.environment.env_class != name
 
 
 def _correction_is_off(config: Config) -> bool:
-    correction = config.trainer.algorithm.off_policy_correction
-    return correction.tis_ratio_type is None and correction.sequence_mask_metric is None
+    algorithm = config.trainer.algorithm
+    correction = algorithm.off_policy_correction
+    thresholds = (
+        correction.outlier_token_is_threshold_low,
+        correction.outlier_token_is_threshold_high,
+        correction.token_mask_eps_low,
+        correction.token_mask_eps_high,
+    )
+    chosen = (correction.tis_ratio_type, correction.sequence_mask_metric, *thresholds)
+    return not algorithm.use_tis and all(value is None for value in chosen)
 
 
 def _kl_is_not_adaptive(config: Config) -> bool:
     algorithm = config.trainer.algorithm
     return algorithm.kl_ctrl.type != "adaptive" or not algorithm.use_kl_in_reward
+
+
+def _nothing_reads_a_reference(config: Config) -> bool:
+    algorithm = config.trainer.algorithm
+    kl_in_loss = algorithm.use_kl_loss and algorithm.kl_loss_coef != 0
+    return not kl_in_loss and not algorithm.use_kl_in_reward and _estimator_is_not("distillation")(config)
+
+
+def _critic_sits_with_policy(config: Config) -> bool:
+    placement = config.trainer.placement
+    critic, policy = placement.critic_num_nodes, placement.policy_num_nodes
+    same = (critic, placement.critic_num_gpus_per_node) == (policy, placement.policy_num_gpus_per_node)
+    return placement.colocate_all and not same and config.trainer.algorithm.advantage_estimator == "gae"
 
 
 def _reference_sits_with_policy(config: Config) -> bool:
@@ -52,11 +80,11 @@ ROWS = (
         lambda config: config.trainer.strategy != "megatron",
     ),
     Inert(
-        ("trainer.policy.optimizer_config.offload_after_step",),
+        ("trainer.policy.optimizer_config.offload_after_step", "trainer.critic.optimizer_config.offload_after_step"),
         "The whole trainer leaves the accelerator while engines generate, with trainer.placement.colocate_all=true.",
     ),
     Inert(
-        ("trainer.policy.fsdp_config", "trainer.ref.fsdp_config"),
+        ("trainer.policy.fsdp_config", "trainer.ref.fsdp_config", "trainer.critic.fsdp_config"),
         "It belongs to trainer.strategy=fsdp2.",
         lambda config: config.trainer.strategy == "single",
     ),
@@ -150,18 +178,23 @@ ROWS = (
             "trainer.algorithm.value_head_prefix",
             "trainer.algorithm.value_clip",
             "trainer.algorithm.lambd",
-            "trainer.algorithm.gamma",
         ),
         "It belongs to advantage estimators with a critic (gae).",
-        lambda config: config.trainer.algorithm.advantage_estimator != "gae",
+        _estimator_is_not("gae"),
+    ),
+    Inert(
+        ("trainer.algorithm.gamma",),
+        "It belongs to advantage_estimator=gae or reinforce++.",
+        _estimator_is_not("gae", "reinforce++"),
     ),
     Inert(
         ("trainer.algorithm.tis_imp_ratio_cap",),
-        "Use trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high.",
+        "It belongs to use_tis=true; see off_policy_correction.token_tis_ratio_clip_high.",
+        lambda config: not config.trainer.algorithm.use_tis,
     ),
     Inert(
         ("trainer.algorithm.off_policy_correction",),
-        "It belongs to off_policy_correction.tis_ratio_type or sequence_mask_metric.",
+        "It bounds what tis_ratio_type, sequence_mask_metric or a threshold of it turns on.",
         _correction_is_off,
     ),
     Inert(
@@ -169,10 +202,25 @@ ROWS = (
         "It belongs to trainer.algorithm.dynamic_sampling.type.",
         lambda config: config.trainer.algorithm.dynamic_sampling.type is None,
     ),
+    Inert(
+        ("trainer.algorithm.dynamic_sampling.min_replace_ratio",),
+        "It belongs to trainer.algorithm.dynamic_sampling.type=replace.",
+        lambda config: config.trainer.algorithm.dynamic_sampling.type == "filter",
+    ),
+    Inert(
+        ("trainer.algorithm.overlong_buffer.penalty_factor",),
+        "It belongs to trainer.algorithm.overlong_buffer.len above 0.",
+        lambda config: config.trainer.algorithm.overlong_buffer.len == 0,
+    ),
     Inert(("trainer.algorithm.clip_ratio_c",), "It belongs to policy_loss_type=dual_clip.", _loss_is_not("dual_clip")),
     Inert(("trainer.algorithm.sapo",), "It belongs to policy_loss_type=sapo.", _loss_is_not("sapo")),
     Inert(("trainer.algorithm.clip_cov",), "It belongs to policy_loss_type=clip_cov.", _loss_is_not("clip_cov")),
     Inert(("trainer.algorithm.kl_cov",), "It belongs to policy_loss_type=kl_cov.", _loss_is_not("kl_cov")),
+    Inert(
+        ("trainer.algorithm.dppo",),
+        "It belongs to policy_loss_type=dppo_tv or dppo_kl.",
+        lambda config: not config.trainer.algorithm.policy_loss_type.startswith("dppo"),
+    ),
     Inert(("trainer.algorithm.cispo",), "It belongs to policy_loss_type=cispo.", _loss_is_not("cispo")),
     Inert(
         ("trainer.algorithm.kl_ctrl",),
@@ -204,6 +252,16 @@ ROWS = (
         "The reference has the policy's ranks: set trainer.placement.colocate_policy_ref and colocate_all to false.",
         _reference_sits_with_policy,
     ),
+    Inert(
+        ("trainer.placement.critic_num_nodes", "trainer.placement.critic_num_gpus_per_node"),
+        "The critic has the policy's ranks: set trainer.placement.colocate_all to false.",
+        _critic_sits_with_policy,
+    ),
+    Inert(
+        ("trainer.update_ref_every_epoch",),
+        "There is no reference: set trainer.algorithm.use_kl_loss or use_kl_in_reward, and kl_loss_coef above 0.",
+        _nothing_reads_a_reference,
+    ),
     Inert(("environment.skyrl_gym.search",), "It belongs to env_class=search.", _environment_is_not("search")),
     Inert(("environment.skyrl_gym.text2sql",), "It belongs to env_class=text2sql.", _environment_is_not("text2sql")),
     Inert(
@@ -219,11 +277,13 @@ def without_effect(config: Config, defaults: Config) -> Iterator[str]:
 
     Keys that are refused are left to `unavailable`.
     """
+    named: set[str] = set()
     for row in ROWS:
         if not row.when(config):
             continue
         for name in leaves():
             below = any(name == key or name.startswith(f"{key}.") for key in row.keys)
             value = value_at(config, name)
-            if below and name not in VALUES and value != value_at(defaults, name):
+            if below and name not in VALUES and name not in named and value != value_at(defaults, name):
+                named.add(name)
                 yield f"{name}={show(value)} has no effect here. {row.advice}"

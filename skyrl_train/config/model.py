@@ -50,7 +50,7 @@ class CriticModelConfig(Section):
     """The model that predicts values; only for advantage estimators that need one."""
 
     path: str | None = None
-    """A folder or a hub name; null means no critic."""
+    """A folder or a hub name of a causal language model, usually the policy's: its body gets a value head."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 

@@ -8,11 +8,14 @@ from skyrl_train.config.algorithm import (
     AlgorithmConfig,
     CISPOConfig,
     ClipCovConfig,
+    DPPOConfig,
     DynamicSamplingConfig,
     KLCovConfig,
     KLCtrlConfig,
     OffPolicyCorrectionConfig,
+    OverlongBufferConfig,
     SAPOConfig,
+    SFTConfig,
 )
 from skyrl_train.config.environment import (
     EnvironmentConfig,
@@ -49,6 +52,8 @@ __all__ = [
     "Config",
     "CriticConfig",
     "CriticModelConfig",
+    "CurriculumConfig",
+    "DPPOConfig",
     "DataConfig",
     "DynamicSamplingConfig",
     "EnvironmentConfig",
@@ -67,12 +72,14 @@ __all__ = [
     "ModelConfig",
     "OffPolicyCorrectionConfig",
     "OptimizerConfig",
+    "OverlongBufferConfig",
     "PlacementConfig",
     "PolicyConfig",
     "PolicyMegatronConfig",
     "RefConfig",
     "RefModelConfig",
     "SAPOConfig",
+    "SFTConfig",
     "SamplingConfig",
     "SearchConfig",
     "SkyRLGymConfig",
@@ -83,6 +90,20 @@ __all__ = [
 
 
 @dataclass
+class CurriculumConfig(Section):
+    """Leaving out prompts that are too hard or too easy for now, by the share of samples with a reward of 1 or more.
+
+    A prompt whose last share lies outside the range is left out the next time its turn comes, and drawn again the time
+    after. The whole range leaves nothing out; otherwise `trainer.epochs` only says how many steps there are.
+    """
+
+    min_pass_rate: float = 0.0
+    """Prompts that passed less often are left out."""
+    max_pass_rate: float = 1.0
+    """Prompts that passed more often are left out."""
+
+
+@dataclass
 class DataConfig(Section):
     """What prompts are drawn from: parquet or jsonl files, or names of hub datasets."""
 
@@ -90,6 +111,7 @@ class DataConfig(Section):
     """Training data."""
     val_data: list[str] = field(default_factory=lambda: ["${oc.env:HOME}/data/gsm8k/validation.parquet"])
     """Evaluation data."""
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
 
 
 @dataclass

@@ -106,7 +106,7 @@ class TrainerConfig(Section):
     bf16: bool = True
     """Compute in bfloat16 with fp32 optimizer state; false is fp32."""
     epochs: int = 1
-    """Passes over the training data."""
+    """Passes over the training data: as many steps as train on every prompt so often."""
     update_epochs_per_batch: int = 1
     """Passes over one batch of rollouts."""
     train_batch_size: int = 1024

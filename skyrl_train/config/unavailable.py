@@ -14,14 +14,6 @@ NAMES: dict[str, dict[str, str]] = {
         "deepspeed": "deepspeed is not available in this version: use fsdp2.",
         "megatron": "megatron is not available in this version: use fsdp2.",
     },
-    "trainer.algorithm.advantage_estimator": {
-        name: f"{name} is not available in this version: use grpo, or register your own in trainer.plugins."
-        for name in ("gae", "rloo", "reinforce++")
-    },
-    "trainer.algorithm.policy_loss_type": {
-        name: f"{name} is not available in this version: use regular, or register your own in trainer.plugins."
-        for name in ("dual_clip", "gspo", "sapo", "cispo", "clip_cov", "kl_cov")
-    },
     "environment.env_class": {
         name: f"{name} is not available in this version: register your own in a module of trainer.plugins."
         for name in ("aime", "gsm8k_multi_turn", "llm_as_a_judge", "lcb", "search", "searchcode", "text2sql")
@@ -29,7 +21,6 @@ NAMES: dict[str, dict[str, str]] = {
 }
 """Known names of choices that cannot be made: key -> name -> what to do."""
 
-_OFF_POLICY = "Off-policy correction is not available in this version."
 _LORA = "Adapters are not available in this version: the whole model is trained."
 _PARALLEL = "This parallelism is not available in this version: use more ranks (policy_num_gpus_per_node)."
 _MEGATRON = "Megatron's parallelism is not available: use trainer.strategy=fsdp2 and trainer.policy.fsdp_config."
@@ -38,18 +29,7 @@ _TURNS = "Conversations of several turns are not available in this version."
 _PROXY = "A router of another project cannot take weights: name the servers behind it in external_server_urls."
 
 VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "trainer.algorithm.use_tis": ((False,), _OFF_POLICY),
-    "trainer.algorithm.off_policy_correction.tis_ratio_type": ((None,), _OFF_POLICY),
-    "trainer.algorithm.off_policy_correction.sequence_mask_metric": ((None,), _OFF_POLICY),
-    "trainer.algorithm.off_policy_correction.outlier_token_is_threshold_low": ((None,), _OFF_POLICY),
-    "trainer.algorithm.off_policy_correction.outlier_token_is_threshold_high": ((None,), _OFF_POLICY),
-    "trainer.algorithm.dynamic_sampling.type": ((None,), "Dynamic sampling is not available in this version."),
-    "trainer.algorithm.zero_variance_filter": (
-        (False,),
-        "Groups of equal rewards stay in the batch, with advantage 0.",
-    ),
     "trainer.fully_async.enabled": ((False,), "Only synchronous training is available in this version."),
-    "trainer.update_ref_every_epoch": ((False,), "The reference stays as it was loaded in this version."),
     "trainer.dump_data_batch": (
         (False,),
         "Batches are not written in this version; dump_eval_results writes evaluations.",
@@ -71,8 +51,6 @@ VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "generator.max_turns": ((1,), _TURNS),
     "generator.use_conversation_multi_turn": ((True,), _TURNS),
     "generator.step_wise_trajectories": ((False,), _TURNS),
-    "generator.zero_reward_on_non_stop": ((False,), "Give that reward in the environment: it sees the response."),
-    "generator.apply_overlong_filtering": ((False,), "Responses cut by length stay in the loss in this version."),
     "generator.chat_template.name_or_path": ((None,), "The tokenizer's own chat template is used in this version."),
 }
 """Key -> the values it may have, and why or what to do instead."""

@@ -12,6 +12,7 @@ from skyrl_train.config.choices import (
     POLICY_LOSSES,
     REDUCTIONS,
     SCHEDULES,
+    SFT_LOSSES,
     STRATEGIES,
     TRACKERS,
 )
@@ -23,7 +24,7 @@ from skyrl_train.config.schema import Config
 from skyrl_train.config.unavailable import NAMES, unavailable
 from skyrl_train.registry import unknown
 
-CHOICES: Mapping[str, Collection[str]] = {
+CHOICES: Mapping[str, Collection[str | None]] = {
     "device": ("auto", "cpu", "cuda"),
     "trainer.strategy": STRATEGIES,
     "trainer.sequence_parallel_backend": ("ulysses",),
@@ -36,6 +37,10 @@ CHOICES: Mapping[str, Collection[str]] = {
     "trainer.algorithm.loss_reduction": REDUCTIONS,
     "trainer.algorithm.kl_estimator_type": KL_ESTIMATORS,
     "trainer.algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "trainer.algorithm.off_policy_correction.tis_ratio_type": (None, "token", "sequence"),
+    "trainer.algorithm.off_policy_correction.sequence_mask_metric": (None, "product", "geometric"),
+    "trainer.algorithm.dynamic_sampling.type": (None, "filter", "replace"),
+    "trainer.algorithm.sft.loss_type": SFT_LOSSES,
     "generator.backend": ENGINES,
     "generator.model_dtype": ("bfloat16", "float16", "float32"),
     "generator.weight_sync_backend": ("nccl", "gloo"),
@@ -55,7 +60,7 @@ OPEN_TO_PLUGINS = frozenset(
 )
 """Names that modules of `trainer.plugins` may register: checked when those are imported."""
 
-GROUP_BASELINES = frozenset({"grpo", "rloo"})
+GROUP_BASELINES = frozenset({"grpo", "dr_grpo", "rloo", "reinforce++_baseline", "maxrl", "opo"})
 """Estimators that compare the responses of one prompt with each other."""
 
 
@@ -83,7 +88,7 @@ def _unknown_names(config: Config) -> Iterator[Problem]:
         value = value_at(config, key)
         for name in value if isinstance(value, (list, tuple)) else (value,):
             if name not in allowed:
-                known = sorted(allowed)
+                known = sorted("null" if choice is None else choice for choice in allowed)
                 words = known[0] if len(known) == 1 else f"one of {', '.join(known)}"
                 _, _, hint = unknown(key, name, known).rpartition(". ")
                 guess = hint if hint.startswith("Did you mean") else ""
@@ -93,14 +98,18 @@ def _unknown_names(config: Config) -> Iterator[Problem]:
 def _combinations(config: Config) -> Iterator[Problem]:
     yield from _algorithm(config)
     yield from _batches(config)
+    yield from _samplers(config)
     trainer, placement = config.trainer, config.trainer.placement
     if trainer.resume_mode == "from_path" and not trainer.resume_path:
         key, value = "trainer.resume_path", trainer.resume_path
         yield Problem(key, value, "a checkpoint folder with trainer.resume_mode=from_path")
-    ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
-    if trainer.strategy == "single" and ranks > 1:
-        advice = f"The policy has {ranks} ranks; one of {'policy_num_gpus_per_node, policy_num_nodes'} must go to 1."
-        yield Problem("trainer.strategy", "single", "fsdp2 with more than one rank", advice)
+    ranks = {"policy": placement.policy_num_nodes * placement.policy_num_gpus_per_node}
+    if trainer.algorithm.advantage_estimator == "gae" and not placement.colocate_all:
+        ranks["critic"] = placement.critic_num_nodes * placement.critic_num_gpus_per_node
+    for role, count in ranks.items():
+        if trainer.strategy == "single" and count > 1:
+            advice = f"The {role} has {count} ranks; set {role}_num_gpus_per_node and {role}_num_nodes to 1."
+            yield Problem("trainer.strategy", "single", "fsdp2 with more than one rank", advice)
     yield from _collectives(config)
     yield from _engine_shape(config)
     yield from _servers(config)
@@ -156,6 +165,15 @@ def _algorithm(config: Config) -> Iterator[Problem]:
     if algorithm.use_kl_in_reward and algorithm.use_kl_loss:
         advice = "KL would be counted twice: set trainer.algorithm.use_kl_loss=false, or this to false."
         yield Problem("trainer.algorithm.use_kl_in_reward", True, "false while use_kl_loss=true", advice)
+    if algorithm.sft.loss_type == "minor_sft" and algorithm.loss_reduction != "sequence_mean":
+        key, advice = (
+            "trainer.algorithm.loss_reduction",
+            "It is one value a sequence: others would count its length twice.",
+        )
+        yield Problem(key, algorithm.loss_reduction, "sequence_mean with sft.loss_type=minor_sft", advice)
+    if algorithm.use_tis and algorithm.tis_imp_ratio_cap <= 0:
+        key, value = "trainer.algorithm.tis_imp_ratio_cap", algorithm.tis_imp_ratio_cap
+        yield Problem(key, value, "more than 0 with use_tis=true", "2.0 is usual.")
     if estimator == "gae" and not config.trainer.critic.model.path:
         advice = "advantage_estimator=gae needs a critic; the policy's path is a usual choice."
         yield Problem("trainer.critic.model.path", config.trainer.critic.model.path, "the path of a model", advice)
@@ -171,6 +189,33 @@ def _algorithm(config: Config) -> Iterator[Problem]:
     for role, pair in zip(("policy", "critic"), betas, strict=True):
         if len(pair) != 2:
             yield Problem(f"trainer.{role}.optimizer_config.adam_betas", pair, "two numbers")
+
+
+def _samplers(config: Config) -> Iterator[Problem]:
+    algorithm, generator, curriculum = config.trainer.algorithm, config.generator, config.data.curriculum
+    longest = generator.sampling_params.max_generate_length
+    if algorithm.overlong_buffer.len > longest:
+        allowed = f"at most generator.sampling_params.max_generate_length={longest}"
+        yield Problem("trainer.algorithm.overlong_buffer.len", algorithm.overlong_buffer.len, allowed)
+    compares = {
+        "dynamic_sampling.type": algorithm.dynamic_sampling.type is not None,
+        "zero_variance_filter": algorithm.zero_variance_filter,
+    }
+    if generator.n_samples_per_prompt == 1 and any(compares.values()):
+        names = " and ".join(f"trainer.algorithm.{name}" for name, is_on in compares.items() if is_on)
+        advice = "The rewards of a group of one are all equal: no prompt would be left to train on."
+        yield Problem("generator.n_samples_per_prompt", 1, f"at least 2 with {names}", advice)
+    if algorithm.dynamic_sampling.max_sample_batches == 0:
+        key, advice = "trainer.algorithm.dynamic_sampling.max_sample_batches", "A step draws at least one batch."
+        yield Problem(key, 0, "at least 1, or -1 for no bound", advice)
+    if generator.over_provisioning and config.trainer.fully_async.enabled:
+        advice = "Running ahead already hides slow rollouts, and cutting them would break the order of the others."
+        yield Problem(
+            "generator.over_provisioning", generator.over_provisioning, "0 with trainer.fully_async.enabled", advice
+        )
+    if curriculum.min_pass_rate > curriculum.max_pass_rate:
+        allowed = f"at most data.curriculum.max_pass_rate={curriculum.max_pass_rate:g}"
+        yield Problem("data.curriculum.min_pass_rate", curriculum.min_pass_rate, allowed)
 
 
 def _batches(config: Config) -> Iterator[Problem]:

@@ -7,13 +7,14 @@ given what precedes it in its own sequence; a sequence's first token has none (m
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
-from skyrl_train.data.trajectory import OK, TrajectoryGroup
+from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
 
 TOKEN_FIELDS = (
     "input_ids",
@@ -25,6 +26,10 @@ TOKEN_FIELDS = (
     "values",
     "advantages",
     "returns",
+    "token_rewards",
+    "loss_weights",
+    "importance_weights",
+    "selected",
 )
 SEQUENCE_FIELDS = ("prompt_lengths", "group_ids", "rewards", "temperature", "status", "min_versions", "max_versions")
 
@@ -66,9 +71,19 @@ class TrainBatch:
     ref_logprobs: Tensor | None = None
     """[T] float32 nats"""
     values: Tensor | None = None
+    """[T] float32: the critic's, of the state before each token."""
     advantages: Tensor | None = None
     """[T] float32"""
     returns: Tensor | None = None
+    """[T] float32: what the critic learns to predict."""
+    token_rewards: Tensor | None = None
+    """[T] float32: a turn's reward on the last token sampled in it; sums to `rewards` over a sequence."""
+    loss_weights: Tensor | None = None
+    """[T] float64: what a token counts in its mini-batch (see algorithms/reductions.py)."""
+    importance_weights: Tensor | None = None
+    """[T] float32: what an off-policy correction multiplies the policy loss by."""
+    selected: Tensor | None = None
+    """[T] bool: tokens that a loss treats apart (see algorithms/selections.py)."""
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
@@ -180,6 +195,7 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
     positions: list[int] = []
     mask: list[bool] = []
     logprobs: list[float] = []
+    rewards: list[float] = []
     offsets = [0]
     for _, item in trajectories:
         counts = item.status == OK
@@ -188,8 +204,10 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
         positions += range(prompt_length + len(item.response_ids))
         mask += [False] * prompt_length + [bool(m) and counts for m in item.loss_mask]
         logprobs += [0.0] * prompt_length + item.logprobs
+        rewards += [0.0] * prompt_length + (_token_rewards(item) if counts else [0.0] * len(item.response_ids))
         offsets.append(len(ids))
-        assert len(mask) == len(logprobs) == len(ids), f"prompt {item.prompt.uid}: token fields differ in length"
+        same = len(mask) == len(logprobs) == len(rewards) == len(ids)
+        assert same, f"prompt {item.prompt.uid}: token fields differ in length"
     items = [item for _, item in trajectories]
     return TrainBatch(
         input_ids=torch.tensor(ids, dtype=torch.int64),
@@ -204,4 +222,21 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
         min_versions=torch.tensor([item.min_version for item in items], dtype=torch.int64),
         max_versions=torch.tensor([item.max_version for item in items], dtype=torch.int64),
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        token_rewards=torch.tensor(rewards, dtype=torch.float32),
     )
+
+
+def _token_rewards(item: Trajectory) -> list[float]:
+    """[L] each turn's reward on the last token sampled until its end; what else the reward holds, on the very last."""
+    sampled = [index for index, counts in enumerate(item.loss_mask) if counts]
+    rewards = [0.0] * len(item.response_ids)
+    if not sampled:
+        return rewards
+    rest = item.reward
+    for turn in item.turns:
+        place = bisect_left(sampled, turn.stop) - 1
+        if place >= 0:
+            rewards[sampled[place]] += turn.reward
+            rest -= turn.reward
+    rewards[sampled[-1]] += rest
+    return rewards

@@ -13,6 +13,8 @@ FAILED = "failed"
 """The episode raised, hung or was lost: masked, counted under `error`, never scored 0."""
 CUT = "cut"
 """Left out by over-provisioning or a filter: not trained on, and nobody's fault."""
+PASSED = 1.0
+"""Outcome from which a sample counts as a pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,9 @@ class Trajectory:
     response_ids: list[int]
     """[L], verbatim what was sampled and what was rendered between turns; never re-tokenised."""
     loss_mask: list[int]
-    """[L], 1 on sampled tokens."""
+    """[L], 1 on sampled tokens; 0 on all where a sampler keeps the response out of the loss."""
     logprobs: list[float]
-    """[L], nats, temperature-scaled, before top-p and top-k (`Completion.full_logprobs`); 0.0 where loss_mask is 0."""
+    """[L], nats, temperature-scaled, before top-p and top-k (`Completion.full_logprobs`); 0.0 on other tokens."""
     turns: list[Turn]
     reward: float
     """Sum over turns; 0.0 and meaningless unless status is ok."""
@@ -75,6 +77,13 @@ class Trajectory:
     """The name a failure is counted under: an environment's exception class, "timeout", "bad_reward", "engine"..."""
     text: str = ""
     """Decoded response, for people; nothing is ever parsed back from it."""
+    raw_reward: float | None = None
+    """`reward` before penalties for length, where there are any."""
+
+    @property
+    def outcome(self) -> float:
+        """What the answer is worth, however long it is: what passes and useful groups are told by."""
+        return self.reward if self.raw_reward is None else self.raw_reward
 
     @property
     def min_version(self) -> int:

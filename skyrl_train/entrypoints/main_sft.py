@@ -25,6 +25,7 @@ class SFTExp(BasePPOExp):
         print(f"exported to {folder}")
 
     async def _train(self) -> Path:
+        from skyrl_train.build.algorithm import sft_learning
         from skyrl_train.build.data import build_demonstrations
         from skyrl_train.build.services import (
             build_state,
@@ -35,7 +36,6 @@ class SFTExp(BasePPOExp):
             start_learner,
         )
         from skyrl_train.data.order import PromptOrder
-        from skyrl_train.objectives.sft import SFTObjective
         from skyrl_train.trainer.sft_trainer import SFTTrainer
 
         trainer = self.cfg.trainer
@@ -46,7 +46,7 @@ class SFTExp(BasePPOExp):
             self.cfg,
             fingerprints=fingerprints,
             schedule=schedule,
-            objective=SFTObjective(),
+            learning=sft_learning(self.cfg),
             get_tracker=self.get_tracker,
         ) as base:
             assert base.learner is not None

@@ -66,36 +66,46 @@ class ConversationGenerator:
         self._settings = settings
 
     async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
-        """The group of `prompt`; `position` in the run's order makes its seeds differ from epoch to epoch."""
-        async with self._sampler.episode():
-            episodes = await asyncio.gather(*(self._start(prompt, n) for n in range(self._settings.num_samples)))
-            open_rows = [row for row in episodes if row.trajectory.status != FAILED]
-            requests = [self._request(row, position) for row in open_rows]
-            try:
-                completions = await self._sampler.generate(requests) if requests else []
-            except (UnsupportedParameter, EnginesLost):
-                raise  # the same for every request to come, not an accident of these
-            except (EngineError, DeadlineExceeded) as error:
-                log.warning("Rollouts of prompt %s are lost: %s", prompt.uid, error)
-                for row in open_rows:
-                    row.fail("engine", str(error))
-                completions, open_rows = [], []
-        await asyncio.gather(*(self._finish(row, done) for row, done in zip(open_rows, completions, strict=True)))
-        return TrajectoryGroup(prompt, [row.trajectory for row in episodes])
+        """The group of `prompt`; `position` in the run's order makes its seeds differ from epoch to epoch.
 
-    async def _start(self, prompt: Prompt, sample: int) -> _Row:
-        row = _Row.empty(prompt, sample, self._settings.sampling.temperature)
+        Its environments are closed when this returns, raises or is cancelled; the engines abort what they still sample.
+        """
+        temperature = self._settings.sampling.temperature
+        rows = [_Row.empty(prompt, sample, temperature) for sample in range(self._settings.num_samples)]
+        try:
+            async with self._sampler.episode():
+                await asyncio.gather(*(self._start(row) for row in rows))
+                open_rows, completions = await self._sample([row for row in rows if row.episode is not None], position)
+            await asyncio.gather(*(self._finish(row, done) for row, done in zip(open_rows, completions, strict=True)))
+        finally:
+            for row in rows:
+                await row.close()
+        return TrajectoryGroup(prompt, [row.trajectory for row in rows])
+
+    async def _start(self, row: _Row) -> None:
+        prompt = row.trajectory.prompt
         try:
             row.episode = await self._environments.start(prompt.env_class, prompt)
         except EnvironmentFailure as failure:
             row.fail(failure.kind, failure.detail)
-            return row
+            return
         kwargs = self._settings.chat_template_kwargs
         row.trajectory.prompt_ids = render_prompt(self._tokenizer, row.episode.messages, kwargs)
         if len(row.trajectory.prompt_ids) > self._settings.max_prompt_tokens:
             row.fail("prompt_too_long", f"{len(row.trajectory.prompt_ids)} tokens")
-            await row.episode.close()
-        return row
+            await row.close()
+
+    async def _sample(self, rows: list[_Row], position: int) -> tuple[list[_Row], list[Completion]]:
+        """The rows that were answered, and their answers: all of them, or none where the engine lost them."""
+        try:
+            return rows, await self._sampler.generate([self._request(row, position) for row in rows]) if rows else []
+        except (UnsupportedParameter, EnginesLost):
+            raise  # the same for every request to come, not an accident of these
+        except (EngineError, DeadlineExceeded) as error:
+            log.warning("Rollouts of prompt %s are lost: %s", rows[0].trajectory.prompt.uid, error)
+            for row in rows:
+                row.fail("engine", str(error))
+            return [], []
 
     def _request(self, row: _Row, position: int) -> SampleRequest:
         item, uid = row.trajectory, row.trajectory.prompt.uid
@@ -128,7 +138,7 @@ class ConversationGenerator:
         except EnvironmentFailure as failure:
             row.fail(failure.kind, failure.detail)
         finally:
-            await row.episode.close()
+            await row.close()
         length = len(completion.token_ids)
         item.turns = [Turn(0, length, reward, completion.stop_reason, min(versions), max(versions))]
 
@@ -144,6 +154,12 @@ class _Row:
     def empty(cls, prompt: Prompt, sample: int, temperature: float) -> _Row:
         # Greedy rollouts are scored at temperature 1: there is no such thing as a log-prob at 0.
         return cls(Trajectory(prompt, sample, [], [], [], [], [], 0.0, "abort", temperature or 1.0))
+
+    async def close(self) -> None:
+        """Once, whoever asks."""
+        episode, self.episode = self.episode, None
+        if episode is not None:
+            await episode.close()
 
     def fail(self, kind: str, detail: str) -> None:
         item = self.trajectory

@@ -1,4 +1,4 @@
-"""What a policy update minimises: the clipped surrogate, KL and entropy of one micro-batch, summed to a scalar."""
+"""What a policy update minimises: policy loss, KL and entropy of one micro-batch, summed to a scalar."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.kl import k3
-from skyrl_train.algorithms.reductions import Denominators
-from skyrl_train.algorithms.registry import KLEstimator, PolicyLoss, Reduction
+from skyrl_train.algorithms.ratios import importance_ratios
+from skyrl_train.algorithms.registry import KLEstimator, PolicyLoss, asked_for
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
+
+TENSORS = frozenset({"frozen_logprobs", "old_logprobs", "rollout_logprobs", "sequence_ids", "selected"})
+"""What losses and KL estimators may ask for by name."""
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """loss = sum_t w_t (policy_loss_t + kl_coef kl_t - entropy_coef H_t), w from the reduction.
+    """loss = sum_t w_t (c_t policy_loss_t + kl_coef kl_t - entropy_coef H_t).
 
-    It travels to workers as it is: module-level functions pickle by name.
+    w are the batch's `loss_weights`, c its `importance_weights` where there are any. It travels to workers as it is:
+    module-level functions pickle by name.
     """
 
     policy_loss: PolicyLoss
-    eps_clip_low: float
-    eps_clip_high: float
-    reduction: Reduction
-    max_seq_len: int | None = None
-    """Tokens; read by seq_mean_token_sum_norm only."""
+    """Takes some of TENSORS by name, and nothing else."""
     kl_estimator: KLEstimator | None = None
     """None: no KL in the loss, and no reference model is asked for."""
     kl_coef: float = 0.0
@@ -38,35 +38,36 @@ class PolicyObjective:
         """Always, with or without a bonus: a run whose entropy collapses must show it."""
         return True
 
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl_estimator is not None
-
     def __call__(
-        self,
-        batch: TrainBatch,
-        logprobs: Tensor,
-        entropy: Tensor | None,
-        denominators: Denominators,
-        metrics: Metrics,
+        self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None, mini_batch_tokens: int, metrics: Metrics
     ) -> Tensor:
         """A scalar to be backpropagated, added over micro-batches and ranks. logprobs and entropy are [T], in nats.
 
-        Values outside loss_mask are not read. Without old_logprobs the batch is on-policy: ratio 1.
+        Values outside loss_mask are not read. Without old_logprobs the batch is on-policy: ratio 1. `mini_batch_tokens`
+        are those that count in the whole mini-batch: how much this part of it weighs in metrics.
         """
-        mask = batch.loss_mask
-        assert batch.advantages is not None, "advantages come before the update"
-        old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        weights = self.reduction(mask, batch.offsets, denominators, self.max_seq_len)
+        mask, weights = batch.loss_mask, batch.loss_weights
+        assert batch.advantages is not None and weights is not None, "advantages and weights come before the update"
+        frozen = logprobs.detach()
+        old_logprobs = frozen if batch.old_logprobs is None else batch.old_logprobs
+        tensors = {
+            "frozen_logprobs": frozen,
+            "old_logprobs": old_logprobs,
+            "rollout_logprobs": batch.rollout_logprobs,
+            "sequence_ids": batch.sequence_ids,
+            "selected": batch.selected,
+        }
         values, clipped = self.policy_loss(
-            logprobs, old_logprobs, batch.advantages, mask, eps_low=self.eps_clip_low, eps_high=self.eps_clip_high
+            logprobs, old_logprobs, batch.advantages, mask, **asked_for(self.policy_loss, tensors)
         )
+        if batch.importance_weights is not None:
+            values = values * torch.where(mask, batch.importance_weights, 0.0)
         policy_loss = (values * weights).sum()
         terms = [policy_loss]
         token_sums = {"policy/clip_ratio": clipped}
         if self.kl_estimator is not None:
             assert batch.ref_logprobs is not None, "KL in the loss needs the reference's log-probs"
-            kl = self.kl_estimator(logprobs, batch.ref_logprobs, mask)
+            kl = self.kl_estimator(logprobs, batch.ref_logprobs, mask, **asked_for(self.kl_estimator, tensors))
             terms.append(self.kl_coef * (kl * weights).sum())
             token_sums["policy/kl"] = kl.detach()
         if entropy is not None:
@@ -78,7 +79,7 @@ class PolicyObjective:
         loss = torch.stack(terms).sum()
         with torch.no_grad():
             losses = {"policy/policy_loss": policy_loss, "policy/loss": loss}
-            _record(batch, logprobs, old_logprobs, losses, token_sums, denominators, metrics)
+            _record(batch, logprobs, old_logprobs, losses, token_sums, mini_batch_tokens, metrics)
         return loss
 
 
@@ -88,7 +89,7 @@ def _record(
     old_logprobs: Tensor,
     losses: dict[str, Tensor],
     token_sums: dict[str, Tensor],
-    denominators: Denominators,
+    mini_batch_tokens: int,
     metrics: Metrics,
 ) -> None:
     """Token means weighted by tokens; losses by this micro-batch's share of the mini-batch: they add up to its loss.
@@ -96,7 +97,7 @@ def _record(
     rollout/*: the engine's log-probs against the trainer's for the same tokens, which importance ratios absorb.
     """
     mask = batch.loss_mask
-    ratio = torch.where(mask, logprobs - old_logprobs, 0.0).exp()
+    ratio = importance_ratios(logprobs, old_logprobs, mask)
     sums = {name: values.sum() for name, values in token_sums.items()}
     sums["policy/ratio"] = torch.where(mask, ratio, 0.0).sum()
     maxima = {"policy/ratio_max": torch.where(mask, ratio, 0.0)}
@@ -111,7 +112,7 @@ def _record(
         return
     found = iter(read)
     for name in losses:
-        metrics.add_sum(name, next(found), weight=tokens / denominators.tokens)
+        metrics.add_sum(name, next(found), weight=tokens / mini_batch_tokens)
     for name in sums:
         metrics.add_sum(name, next(found), weight=tokens)
     for name in maxima:

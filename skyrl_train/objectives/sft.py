@@ -7,39 +7,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.reductions import Denominators, token_mean
-from skyrl_train.algorithms.registry import Reduction
+from skyrl_train.algorithms.registry import SFTLoss, asked_for
+from skyrl_train.algorithms.sft import sft
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
+
+TENSORS = frozenset({"ref_logprobs", "sequence_ids"})
+"""What supervised losses may ask for by name."""
 
 
 @dataclass(frozen=True)
 class SFTObjective:
-    """Negative log-likelihood of the tokens in loss_mask, divided by the whole mini-batch's denominators."""
+    """loss = sum_t w_t loss_t over the tokens in loss_mask, w being the batch's `loss_weights`."""
 
-    reduction: Reduction = token_mean
-    max_seq_len: int | None = None
+    sft_loss: SFTLoss = sft
 
     @property
     def wants_entropy(self) -> bool:
         return False
 
-    @property
-    def needs_reference(self) -> bool:
-        return False
-
     def __call__(
-        self,
-        batch: TrainBatch,
-        logprobs: Tensor,
-        entropy: Tensor | None,
-        denominators: Denominators,
-        metrics: Metrics,
+        self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None, mini_batch_tokens: int, metrics: Metrics
     ) -> Tensor:
         """A scalar to be backpropagated, added over micro-batches and ranks. logprobs [T], nats."""
-        mask = batch.loss_mask
-        weights = self.reduction(mask, batch.offsets, denominators, self.max_seq_len)
-        values = torch.where(mask, -logprobs, 0.0)
+        mask, weights = batch.loss_mask, batch.loss_weights
+        assert weights is not None, "weights come before the update"
+        tensors = {"ref_logprobs": batch.ref_logprobs, "sequence_ids": batch.sequence_ids}
+        values = self.sft_loss(logprobs, mask, **asked_for(self.sft_loss, tensors))
         loss = (values * weights).sum()
         total, tokens = torch.stack([values.detach().sum().double(), mask.sum().double()]).tolist()
         metrics.add_sum("sft/loss", total, weight=tokens)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from skyrl_train.algorithms.kl import k3
 from skyrl_train.algorithms.losses import clipped_surrogate
-from skyrl_train.algorithms.reductions import token_mean
+from skyrl_train.algorithms.reductions import token_mean, weigh
 from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
@@ -16,7 +17,7 @@ from skyrl_train.objectives.policy import PolicyObjective
 from skyrl_train.testing.padded_reference import ragged_batch
 from skyrl_train.workers.learner_worker import LearnerSpec
 
-FULL_OBJECTIVE = PolicyObjective(clipped_surrogate, 0.2, 0.2, token_mean, None, k3, 0.1, 0.01)
+FULL_OBJECTIVE = PolicyObjective(partial(clipped_surrogate, eps_low=0.2, eps_high=0.2), k3, 0.1, 0.01)
 """All terms on: policy loss, KL and entropy."""
 
 
@@ -54,6 +55,7 @@ def policy_batch(lengths: tuple[int, ...] = (9, 4, 12, 9, 2, 7, 9, 5), seed: int
     def noise(scale: float) -> torch.Tensor:
         return torch.randn(len(batch.input_ids), generator=generator) * scale * batch.loss_mask
 
+    batch = weigh(batch, partial(token_mean, max_seq_len=1))
     return batch.with_tokens(
         advantages=noise(1.0),
         old_logprobs=noise(0.1) - 5.0,

@@ -1,4 +1,4 @@
-"""What the ragged path must equal: the same log-probs from one padded rectangle and the model's own forward."""
+"""What the ragged path must equal: the same log-probs and values from one padded rectangle and the model's forward."""
 
 from __future__ import annotations
 
@@ -49,3 +49,13 @@ def padded_scores(model: PreTrainedModel, batch: TrainBatch) -> tuple[Tensor, Te
     pad = chosen.new_zeros(len(batch), 1)
     rows, columns = batch.sequence_ids, batch.position_ids
     return tuple(torch.cat([pad, x], dim=1)[rows, columns] * batch.loss_mask for x in (chosen, entropy))  # type: ignore[return-value]
+
+
+def padded_values(model: PreTrainedModel, weight: Tensor, batch: TrainBatch) -> Tensor:
+    """[T] `weight` [1, hidden size] times the last hidden state before each masked token, 0 elsewhere."""
+    ids = batch.padded(batch.input_ids)
+    mask = batch.padded(torch.ones_like(batch.input_ids))
+    hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[:, :-1]
+    values = (hidden @ weight.mT).squeeze(-1)
+    pad = values.new_zeros(len(batch), 1)
+    return torch.cat([pad, values], dim=1)[batch.sequence_ids, batch.position_ids] * batch.loss_mask

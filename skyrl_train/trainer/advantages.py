@@ -4,16 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from skyrl_train.algorithms.advantages import batch_normalised
-from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController, kl_penalised_rewards
-from skyrl_train.algorithms.registry import AdvantageEstimator, KLEstimator
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.advantages import TokenAdvantages, batch_normalised
+from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController
+from skyrl_train.algorithms.registry import AdvantageEstimator, KLEstimator, asked_for
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
+
+TENSORS = frozenset(
+    {
+        "mask",
+        "sequence_ids",
+        "token_rewards",
+        "response_lengths",
+        "values",
+        "old_logprobs",
+        "ref_logprobs",
+        "rollout_logprobs",
+    }
+)
+"""What estimators may ask for by name."""
 
 
 @dataclass
 class KLInReward:
-    """`trainer.algorithm.use_kl_in_reward`: a penalty on the reward instead of a term of the loss."""
+    """`trainer.algorithm.use_kl_in_reward`: a penalty on the reward of every token instead of a term of the loss."""
 
     estimator: KLEstimator
     controller: FixedKLController | AdaptiveKLController
@@ -24,28 +41,54 @@ class AdvantageStep:
     """Rewards (less the KL penalty) through the estimator, spread over tokens, normalised over the batch if asked."""
 
     estimator: AdvantageEstimator
-    norm_by_std: bool
-    normalise_batch: bool
+    """Takes some of TENSORS by name, and nothing else."""
+    normalise_batch: bool = False
     kl: KLInReward | None = None
 
     def __call__(self, batch: TrainBatch, metrics: Metrics) -> TrainBatch:
-        """The batch with `advantages` [T] float32, 0 outside the loss mask."""
-        rewards = batch.rewards
+        """The batch with `advantages` (and `returns`, from estimators with a critic) [T], 0 outside the loss mask."""
+        rewards, token_rewards = batch.rewards, batch.token_rewards
         if self.kl is not None:
-            assert batch.old_logprobs is not None and batch.ref_logprobs is not None, "KL in the reward needs both"
-            kl = self.kl.estimator(batch.old_logprobs, batch.ref_logprobs, batch.loss_mask)
-            rewards = kl_penalised_rewards(rewards, kl, batch.sequence_ids, self.kl.controller.coef)
-            tokens = batch.per_sequence_sum(batch.loss_mask.float())
-            means = (batch.per_sequence_sum(kl) / tokens.clamp(min=1))[tokens > 0]
-            mean_kl = float(means.mean()) if len(means) else 0.0
-            metrics.add("policy/kl_in_reward", mean_kl)
-            metrics.add("policy/kl_coef", self.kl.controller.coef)
-            self.kl.controller.update(mean_kl, len(batch))
-        values = self.estimator(rewards, batch.group_ids, batch.status, norm_by_std=self.norm_by_std)
-        advantages = batch.per_token(values) * batch.loss_mask
+            penalty = self._kl_penalty(self.kl, batch, metrics)
+            rewards = rewards - batch.per_sequence_sum(penalty).to(rewards.dtype)
+            token_rewards = None if token_rewards is None else token_rewards - penalty.to(token_rewards.dtype)
+        tensors = {
+            "mask": batch.loss_mask,
+            "sequence_ids": batch.sequence_ids,
+            "token_rewards": token_rewards,
+            "response_lengths": batch.per_sequence_sum(batch.loss_mask.long()),
+            "values": batch.values,
+            "old_logprobs": batch.old_logprobs,
+            "ref_logprobs": batch.ref_logprobs,
+            "rollout_logprobs": batch.rollout_logprobs,
+        }
+        result = self.estimator(rewards, batch.group_ids, batch.status, **asked_for(self.estimator, tensors))
+        if isinstance(result, TokenAdvantages):
+            advantages, returns = result
+        else:
+            advantages, returns = torch.where(batch.loss_mask, batch.per_token(result), 0.0), None
         if self.normalise_batch:
             advantages = batch_normalised(advantages, batch.loss_mask)
-        return batch.with_tokens(advantages=advantages)
+        _describe(advantages, batch.loss_mask, metrics)
+        return batch.with_tokens(advantages=advantages, returns=returns)
+
+    def _kl_penalty(self, kl: KLInReward, batch: TrainBatch, metrics: Metrics) -> Tensor:
+        """[T] coefficient times KL, and the controller's answer to it."""
+        assert batch.old_logprobs is not None and batch.ref_logprobs is not None, "KL in the reward needs both"
+        nats = kl.estimator(
+            batch.old_logprobs,
+            batch.ref_logprobs,
+            batch.loss_mask,
+            **asked_for(kl.estimator, {"frozen_logprobs": batch.old_logprobs, "old_logprobs": batch.rollout_logprobs}),
+        )
+        tokens = batch.per_sequence_sum(batch.loss_mask.float())
+        means = (batch.per_sequence_sum(nats) / tokens.clamp(min=1))[tokens > 0]
+        mean_kl = float(means.mean()) if len(means) else 0.0
+        penalty = kl.controller.coef * nats
+        metrics.add("policy/kl_in_reward", mean_kl)
+        metrics.add("policy/kl_coef", kl.controller.coef)
+        kl.controller.update(mean_kl, len(batch))
+        return penalty
 
     def state(self) -> dict[str, float]:
         """What a resumed run needs: the adapted KL coefficient."""
@@ -54,3 +97,13 @@ class AdvantageStep:
     def load_state(self, state: dict[str, float]) -> None:
         if self.kl is not None:
             self.kl.controller.coef = state.get("kl_coef", self.kl.controller.coef)
+
+
+def _describe(advantages: Tensor, mask: Tensor, metrics: Metrics) -> None:
+    """advantages/*: over the tokens that count."""
+    chosen = advantages[mask].double()
+    if len(chosen):
+        metrics.add_sum("advantages/mean", float(chosen.sum()), weight=len(chosen))
+        metrics.add_sum("advantages/abs_mean", float(chosen.abs().sum()), weight=len(chosen))
+        metrics.maximum("advantages/abs_max", float(chosen.abs().max()))
+        metrics.add_sum("advantages/zero_fraction", float(torch.count_nonzero(chosen == 0)), weight=len(chosen))

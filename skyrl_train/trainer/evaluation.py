@@ -8,11 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from skyrl_train.data.trajectory import OK, Prompt, TrajectoryGroup
+from skyrl_train.data.trajectory import OK, PASSED, Prompt, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed
-
-PASSED = 1.0
-"""Reward from which a sample counts as a pass."""
 
 
 class Evaluator:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 from statistics import stdev
 
-from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
+from skyrl_train.data.trajectory import OK, PASSED, Trajectory, TrajectoryGroup
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.protocol import SampleRow
 
@@ -15,13 +15,19 @@ NUM_SAMPLES = 4
 
 
 def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics: Metrics) -> None:
-    """reward/*, response/*, rollouts/*: over trajectories with status ok; `version` is that of the live weights."""
+    """reward/*, response/*, rollouts/*: over trajectories with status ok; `version` is that of the live weights.
+
+    A group that dynamic sampling repeats counts once.
+    """
+    groups = list({id(group): group for group in groups}.values())
     trajectories = list(chain.from_iterable(group.trajectories for group in groups))
     kept = [item for item in trajectories if item.status == OK]
     metrics.count("rollouts/tokens", sum(len(item.response_ids) for item in trajectories))
     metrics.count("rollouts/trajectories", len(trajectories))
     for item in kept:
         metrics.add("reward/mean", item.reward)
+        if item.raw_reward is not None:
+            metrics.add("reward/length_penalty", item.raw_reward - item.reward)
         metrics.add("response/mean_tokens", len(item.response_ids))
         metrics.add("response/truncated_fraction", item.stop_reason == "length")
         metrics.maximum("response/max_tokens", len(item.response_ids))
@@ -31,10 +37,10 @@ def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics
     if len(kept) > 1:
         metrics.add("reward/std", stdev(item.reward for item in kept))
     for group in groups:
-        rewards = [item.reward for item in group.trajectories if item.status == OK]
-        if rewards:
-            metrics.add("reward/zero_variance_groups", min(rewards) == max(rewards))
-            metrics.add(f"reward/pass_at_{len(group.trajectories)}", max(rewards) >= 1.0)
+        valid = [item for item in group.trajectories if item.status == OK]
+        if valid:
+            metrics.add("reward/zero_variance_groups", len({item.reward for item in valid}) == 1)
+            metrics.add(f"reward/pass_at_{len(group.trajectories)}", any(item.outcome >= PASSED for item in valid))
 
 
 def sample_rows(groups: Sequence[TrajectoryGroup]) -> list[SampleRow]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from skyrl_train.workers.learner import Learner
 class RunState:
     """Saves and restores everything a step depends on: weights, optimizer, schedule, step, controllers.
 
-    Sampling and data order need no state of their own: both are functions of the seed and the step.
+    Controllers are whatever else has `state()` and `load_state`: the place in the data's order, the KL coefficient.
+    Sampling and the order itself need no state: both are functions of the seed and of that place.
     """
 
     def __init__(
@@ -27,7 +29,9 @@ class RunState:
         resume_path: str | None,
         fingerprints: Mapping[str, str],
         controllers: Mapping[str, Any] | None = None,
+        reference_folder: Path | None = None,
     ):
+        """`reference_folder`: by way of which the reference follows the policy; None where it stays what it is."""
         self._checkpoints = checkpoints
         self._learner = learner
         self._export_path = export_path
@@ -35,6 +39,7 @@ class RunState:
         self._resume_path = resume_path
         self._fingerprints = dict(fingerprints)
         self._controllers = dict(controllers or {})
+        self._reference_folder = None if learner.reference is None else reference_folder
 
     async def resume(self) -> int:
         """Load the checkpoint that the configuration asks for; returns the step to go on from, 0 for a fresh run.
@@ -51,7 +56,10 @@ class RunState:
                     f"{name} has changed since {found.path} was written (then {stored}, now {current}): "
                     "the run cannot go on where it stopped. Restore the data, or start in another trainer.ckpt_path."
                 )
-        await self._learner.policy.all("load", str(found.path / "policy"))
+        for role, group in self._learner.trained.items():
+            await group.all("load", str(found.path / role))
+        if self._reference_folder is not None and (found.path / "reference").is_dir():
+            await self._reference("reload", found.path / "reference")
         for name, controller in self._controllers.items():
             controller.load_state(found.state["controllers"][name])
         return found.step
@@ -59,8 +67,11 @@ class RunState:
     async def save(self, step: int) -> None:
         """Write a checkpoint that appears all at once or not at all."""
         folder = self._checkpoints.begin(step)
-        (folder / "policy").mkdir(parents=True, exist_ok=True)
-        await self._learner.policy.all("save", str(folder / "policy"))
+        for role, group in self._learner.trained.items():
+            (folder / role).mkdir(parents=True, exist_ok=True)
+            await group.all("save", str(folder / role))
+        if self._reference_folder is not None:
+            await self._reference("export", folder / "reference")
         controllers = {name: controller.state() for name, controller in self._controllers.items()}
         self._checkpoints.commit(step, {"fingerprints": self._fingerprints, "controllers": controllers})
 
@@ -69,3 +80,20 @@ class RunState:
         folder = self._export_path / f"global_step_{step}" / "policy"
         await self._learner.policy.all("export", str(folder))
         return folder
+
+    async def update_reference(self) -> None:
+        """The reference becomes the policy, where it follows it."""
+        folder = self._reference_folder
+        if folder is None:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            await self._learner.policy.all("export", str(folder))
+            await self._reference("reload", folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _reference(self, method: str, folder: Path) -> None:
+        """All of it, in a Hugging Face folder: it may have other ranks, and another dtype, than the policy."""
+        assert self._learner.reference is not None
+        await self._learner.reference.all(method, str(folder))

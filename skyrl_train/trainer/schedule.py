@@ -1,4 +1,4 @@
-"""Which prompts belong to which step: a pure function of sizes, so that a resumed run needs only its step number."""
+"""How many prompts a step has, and how many steps a run: a pure function of sizes."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class StepSchedule:
         return min(self.batch_size, self.num_prompts - start)
 
     def prompts_before(self, step: int) -> int:
-        """Position in the run's order of prompts at which `step` begins."""
+        """Position in the run's order of prompts at which `step` begins, where every prompt is trained on."""
         epoch, rest = divmod(step, self.steps_per_epoch)
         return epoch * self.num_prompts + rest * self.batch_size
 
-    def epoch_and_index(self, position: int) -> tuple[int, int]:
-        """(epoch, index within it) of a position in the run's order of prompts."""
-        return divmod(position, self.num_prompts)
+    def ends_epoch(self, step: int) -> bool:
+        """Whether the last of `step` finished steps was the last of an epoch."""
+        return step % self.steps_per_epoch == 0

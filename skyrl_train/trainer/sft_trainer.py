@@ -47,9 +47,12 @@ class SFTTrainer:
                 start = self.schedule.prompts_before(step)
                 positions = range(start, start + self.schedule.prompts_of_step(step))
                 batch = demonstration_batch([self.demonstrations[self.index_at(position)] for position in positions])
+                batch = await self.learner.with_reference(batch)
                 for name, value in (await self.learner.update(batch)).items():
                     metrics.add(name, value)
             step += 1
+            if self.schedule.ends_epoch(step):
+                await self.state.update_reference()
             values = metrics.flush()
             values["throughput/tokens_per_s"] = len(batch.input_ids) / values["timing/step_s"]
             self.trackers.log(values, step)

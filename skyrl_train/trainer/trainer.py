@@ -18,8 +18,8 @@ from skyrl_train.trainer.run_state import RunState
 from skyrl_train.trainer.schedule import StepSchedule
 from skyrl_train.workers.learner import Learner
 
-Advantages = Callable[[TrainBatch, Metrics], TrainBatch]
-"""Fills `advantages` from rewards (and log-probs, where KL is part of the reward)."""
+BatchStep = Callable[[TrainBatch, Metrics], TrainBatch]
+"""Adds to a scored batch what the update needs: advantages, off-policy corrections."""
 Publish = Callable[[int], Awaitable[dict[str, float]]]
 """Sends the learner's weights to the engines as the given version, and proves that they arrived."""
 
@@ -51,7 +51,7 @@ class Trainer:
         intervals: Intervals,
         collector: RolloutCollector,
         learner: Learner,
-        advantages: Advantages,
+        batch_steps: Sequence[BatchStep],
         publish: Publish,
         residency: Residency,
         evaluator: Evaluator | None,
@@ -62,7 +62,7 @@ class Trainer:
         self.intervals = intervals
         self.collector = collector
         self.learner = learner
-        self.advantages = advantages
+        self.batch_steps = batch_steps
         self.publish = publish
         self.residency = residency
         self.evaluator = evaluator
@@ -91,6 +91,8 @@ class Trainer:
             async with self.residency.training():
                 await self._learn(groups)
                 self.step += 1
+                if self.schedule.ends_epoch(self.step):
+                    await self.state.update_reference()
                 await self._publish()
             self.collector.weights_live(self.step)
         await self._after_step(groups)
@@ -105,7 +107,7 @@ class Trainer:
         if self.evaluator is not None and self.step == 0 and self.intervals.evaluate_before:
             await self._evaluate(self.evaluator)
             self.trackers.log(self.metrics.flush(), self.step)
-        self.collector.start(self.step, self.schedule.prompts_before(self.step))
+        self.collector.start(self.step)
 
     async def _collect(self) -> list[TrajectoryGroup]:
         with self.metrics.timed("generate"):
@@ -118,7 +120,8 @@ class Trainer:
         batch = collate(groups)
         with self.metrics.timed("score"):
             batch = await self.learner.score(batch)
-        batch = self.advantages(batch, self.metrics)
+        for add in self.batch_steps:
+            batch = add(batch, self.metrics)
         with self.metrics.timed("update"):
             self._add(await self.learner.update(batch))
 

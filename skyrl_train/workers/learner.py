@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.reductions import Denominators
+from skyrl_train.algorithms.reductions import token_mean, weigh
 from skyrl_train.data.batch import TrainBatch, pack
+from skyrl_train.errors import ConfigError
 from skyrl_train.metrics import Metrics
+from skyrl_train.objectives.value import explained_variance
 from skyrl_train.workers.learner_worker import LearnerWorker, MiniBatch
+
+Choose = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(logprobs, old_logprobs, advantages, mask), all [T] -> [T] bool; see algorithms/selections.py."""
 
 
 class WorkerGroup:
@@ -69,6 +75,8 @@ class BatchSizes:
 
     mini_batch_groups: int
     """Prompts an optimizer step; the last one of a step may be smaller."""
+    critic_mini_batch_groups: int = 1
+    """The same of the critic's."""
     update_epochs: int = 1
     micro_train_sequences: int | None = 1
     """Sequences a micro-batch of one rank, in training; None where tokens alone decide."""
@@ -80,33 +88,65 @@ class BatchSizes:
 
 
 class Learner:
-    """The policy's worker group, and the frozen reference's where KL is on."""
+    """The policy's worker group, the frozen reference's where KL is on, the critic's where advantages need values."""
 
     def __init__(
-        self, policy: WorkerGroup, reference: WorkerGroup | None, sizes: BatchSizes, needs_old_logprobs: bool = False
+        self,
+        policy: WorkerGroup,
+        reference: WorkerGroup | None,
+        sizes: BatchSizes,
+        *,
+        critic: WorkerGroup | None = None,
+        reduction: Callable[..., Tensor] | None = None,
+        choose: Choose | None = None,
+        needs_old_logprobs: bool = False,
     ):
-        """`needs_old_logprobs`: not only the loss reads them (KL in the reward does), so they are always computed."""
+        """`reduction` gives tokens their weights in a mini-batch (None: all the same); `choose` is the choice of tokens
+        that the loss asks for. `needs_old_logprobs`: not only the loss reads them, so they are always computed.
+        """
         self.policy = policy
         self.reference = reference
+        self.critic = critic
         self.sizes = sizes
-        self.needs_old_logprobs = needs_old_logprobs
+        self.reduction = reduction or partial(token_mean, max_seq_len=1)
+        self.choose = choose
+        self.needs_old_logprobs = needs_old_logprobs or choose is not None
 
     async def setup(self) -> int:
         """Start all ranks; returns the policy's number of parameters."""
-        groups = [group for group in (self.policy, self.reference) if group is not None]
-        return int((await asyncio.gather(*(group.setup() for group in groups)))[0])
+        return int((await asyncio.gather(*(group.setup() for group in self._groups)))[0])
+
+    @property
+    def trained(self) -> dict[str, WorkerGroup]:
+        """What a checkpoint holds, by role."""
+        return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
+
+    @property
+    def _groups(self) -> list[WorkerGroup]:
+        return [*self.trained.values(), *([] if self.reference is None else [self.reference])]
 
     async def score(self, batch: TrainBatch) -> TrainBatch:
-        """Adds what the update needs: old log-probs if it takes several optimizer steps, the reference's with KL."""
+        """Adds what the update needs: old log-probs if it takes several optimizer steps, the reference's with KL, and
+        the values of a critic.
+        """
         scored = batch
         if self.needs_old_logprobs or len(self._mini_batch_rows(batch)) > 1:
             scored = scored.with_tokens(old_logprobs=await self.logprobs(self.policy, batch))
-        if self.reference is not None:
-            scored = scored.with_tokens(ref_logprobs=await self.logprobs(self.reference, batch))
-        return scored
+        if self.critic is not None:
+            scored = scored.with_tokens(values=await self._scores(self.critic, batch))
+        return await self.with_reference(scored)
+
+    async def with_reference(self, batch: TrainBatch) -> TrainBatch:
+        """Adds the reference's log-probs where there is a reference."""
+        if self.reference is None:
+            return batch
+        return batch.with_tokens(ref_logprobs=await self.logprobs(self.reference, batch))
 
     async def logprobs(self, group: WorkerGroup, batch: TrainBatch) -> Tensor:
         """[T] log-probs (nats) of masked tokens under `group`'s model; 0 elsewhere."""
+        return await self._scores(group, batch)
+
+    async def _scores(self, group: WorkerGroup, batch: TrainBatch) -> Tensor:
         shards = self._micro_batches(batch, len(group), self.sizes.micro_forward_sequences)
         count = max(len(rows) for rows in shards)
         parts = await group.scatter("score", [([batch.select(r) for r in rows], count) for rows in shards])
@@ -119,18 +159,46 @@ class Learner:
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """All optimizer steps of a training step; returns metrics averaged exactly over tokens and ranks."""
-        of_rank: list[list[MiniBatch]] = [[] for _ in self.policy.workers]
-        for rows in self._mini_batch_rows(batch):
-            mini_batch = batch.select(rows)
-            denominators = Denominators.of(mini_batch)
-            shards = self._micro_batches(mini_batch, len(self.policy), self.sizes.micro_train_sequences)
-            count = max(len(micro) for micro in shards)
-            for rank, micro in enumerate(shards):
-                of_rank[rank].append(MiniBatch([mini_batch.select(r) for r in micro], count, denominators))
         metrics = Metrics()
-        for state in await self.policy.scatter("update", [(mini_batches,) for mini_batches in of_rank]):
-            metrics.merge(state)
+        if self.critic is not None:
+            await self._update_critic(self.critic, batch, metrics)
+        for index, rows in enumerate(self._mini_batch_rows(batch)):
+            mini_batch = weigh(batch.select(rows), self.reduction)
+            if self.choose is not None:
+                mini_batch = await self._selected(mini_batch, self.choose, first=index == 0)
+            await self._step(self.policy, mini_batch, metrics)
         return metrics.flush()
+
+    async def _update_critic(self, critic: WorkerGroup, batch: TrainBatch, metrics: Metrics) -> None:
+        """Every token weighs the same in it, whatever `reduction` the policy's loss has."""
+        assert batch.values is not None, "values are scored before the update"
+        if batch.returns is None:
+            raise ConfigError(
+                "trainer.algorithm.advantage_estimator asks for values and gives no returns for the critic to learn: "
+                "return TokenAdvantages(advantages, returns)."
+            )
+        explained = explained_variance(batch.values, batch.returns, batch.loss_mask)
+        if explained is not None:
+            metrics.add("critic/explained_variance", explained)
+        for rows in self._mini_batch_rows(batch, self.sizes.critic_mini_batch_groups):
+            mini_batch = weigh(batch.select(rows), partial(token_mean, max_seq_len=1))
+            await self._step(critic, mini_batch, metrics)
+
+    async def _step(self, group: WorkerGroup, mini_batch: TrainBatch, metrics: Metrics) -> None:
+        """One optimizer step of a model on all of its ranks."""
+        tokens = int(mini_batch.loss_mask.sum())
+        shards = self._micro_batches(mini_batch, len(group), self.sizes.micro_train_sequences)
+        count = max(len(micro) for micro in shards)
+        shares = [(MiniBatch([mini_batch.select(rows) for rows in micro], count, tokens),) for micro in shards]
+        for state in await group.scatter("update", shares):
+            metrics.merge(state)
+
+    async def _selected(self, mini_batch: TrainBatch, choose: Choose, *, first: bool) -> TrainBatch:
+        """With the tokens that the loss treats apart, chosen under the policy as it is before this optimizer step."""
+        old = mini_batch.old_logprobs
+        assert old is not None and mini_batch.advantages is not None, "a choice of tokens needs old log-probs"
+        current = old if first else await self.logprobs(self.policy, mini_batch)
+        return mini_batch.with_tokens(selected=choose(current, old, mini_batch.advantages, mini_batch.loss_mask))
 
     async def offload(self) -> None:
         await self._everywhere("offload")
@@ -142,18 +210,18 @@ class Learner:
         await self._everywhere("close")
 
     async def _everywhere(self, method: str) -> None:
-        groups = [group for group in (self.policy, self.reference) if group is not None]
-        await asyncio.gather(*(group.all(method) for group in groups))
+        await asyncio.gather(*(group.all(method) for group in self._groups))
 
-    def _mini_batch_rows(self, batch: TrainBatch) -> list[list[int]]:
-        """Rows of every optimizer step: whole prompts, `mini_batch_groups` at a time, repeated for every epoch.
+    def _mini_batch_rows(self, batch: TrainBatch, num_groups: int | None = None) -> list[list[int]]:
+        """Rows of every optimizer step: whole prompts, `num_groups` (the policy's) at a time, repeated for every epoch.
 
         A mini-batch without one token to learn from would be an update by weight decay alone: it is left out.
         """
         groups = batch.group_ids.unique_consecutive()
+        assert len(groups) == len(groups.unique()), "the samples of a prompt lie together, or they would be used twice"
         learns = batch.per_sequence_sum(batch.loss_mask.long()) > 0
         chosen = []
-        for ids in groups.split(self.sizes.mini_batch_groups):
+        for ids in groups.split(num_groups or self.sizes.mini_batch_groups):
             rows = torch.isin(batch.group_ids, ids)
             if bool((rows & learns).any()):
                 chosen.append(rows.nonzero().flatten().tolist())

@@ -1,4 +1,4 @@
-"""One rank of a model being trained (or frozen, as the reference): a plain class, usually living in an actor."""
+"""One rank of a policy, a critic or a frozen reference: a plain class, usually living in an actor."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.reductions import Denominators
 from skyrl_train.cluster.actors import NODE_ADDRESS
 from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
-from skyrl_train.models.loading import export_hf, load_causal_lm, load_tokenizer
+from skyrl_train.models.loading import POLICY_PATH, export_hf, load_causal_lm, load_tokenizer
 from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.models.value_scorer import ValueScorer
 from skyrl_train.registry import load_object
 from skyrl_train.strategies.process_group import close_process_group, init_process_group
 from skyrl_train.weight_sync.sender import WeightSender
@@ -28,13 +28,17 @@ from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 
 class Objective(Protocol):
-    """Scored tokens to a loss whose gradient is summed over micro-batches and ranks."""
+    """Scored tokens to a loss whose gradient is summed over micro-batches and ranks.
+
+    Takes the batch, its log-probs or values [T], entropies [T] where it wants them, the tokens of the whole mini-batch,
+    and where metrics go.
+    """
 
     @property
     def wants_entropy(self) -> bool: ...
 
     def __call__(
-        self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None, denominators: Denominators, metrics: Metrics
+        self, batch: TrainBatch, scored: Tensor, entropy: Tensor | None, mini_batch_tokens: int, metrics: Metrics, /
     ) -> Tensor: ...
 
 
@@ -69,6 +73,10 @@ class LearnerSpec:
     bucket_bytes: int
     only_changed: bool = False
     """Weight syncs leave out tensors that are as they were."""
+    model_key: str = POLICY_PATH
+    """Where `model_path` was configured, for messages."""
+    value_head: str | None = None
+    """A critic's output layer: values are scored; None for a model that scores log-probs."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +86,8 @@ class MiniBatch:
     micro_batches: list[TrainBatch]
     num_micro_batches: int
     """The same on every rank; a rank with fewer fills up with one-token, zero-weight ones."""
-    denominators: Denominators
-    """Of the whole mini-batch, all ranks together."""
+    tokens: int
+    """That count in the whole mini-batch, all ranks together."""
 
 
 class LearnerWorker:
@@ -107,18 +115,30 @@ class LearnerWorker:
             torch.cuda.set_device(0)
         backend = "nccl" if spec.device == "cuda" else "gloo"
         init_process_group(self.rank, self.world_size, address, port, backend, spec.rendezvous_s, spec.collective_s)
+        return self._build(spec.model_path)
+
+    def reload(self, path: str) -> None:
+        """Be the model in another Hugging Face folder: how a frozen reference follows the policy."""
+        del self.scorer, self.strategy, self.sender
+        self._build(path)
+
+    def _build(self, path: str) -> int:
+        """Load and shard; returns the number of parameters."""
+        spec = self.spec
         model = load_causal_lm(
-            spec.model_path,
+            path,
             dtype=torch.float32 if spec.optimizer else getattr(torch, spec.dtype),
             device="cpu",  # the strategy moves it, shard by shard
             model_config_kwargs=spec.model_config_kwargs,
             rope_scaling=spec.rope_scaling,
             rope_theta=spec.rope_theta,
+            key=spec.model_key,
         )
         if spec.gradient_checkpointing and spec.optimizer:
             model.gradient_checkpointing_enable({"use_reentrant": spec.gradient_checkpointing_use_reentrant})
         self._hf_config = model.config
-        count = sum(parameter.numel() for parameter in model.parameters())
+        scorer = TokenScorer(model) if spec.value_head is None else ValueScorer(model, spec.value_head)
+        count = sum(parameter.numel() for parameter in scorer.parameters())
         self.strategy = load_object(spec.strategy)(
             optimizer=spec.optimizer,
             fsdp=spec.fsdp,
@@ -127,7 +147,7 @@ class LearnerWorker:
             rank=self.rank,
             world_size=self.world_size,
         )
-        self.scorer = self.strategy.prepare(TokenScorer(model), spec.total_steps)
+        self.scorer = self.strategy.prepare(scorer, spec.total_steps)
         self.sender = WeightSender(
             self.strategy.full_parameters,
             wire_dtype=spec.wire_dtype,
@@ -138,30 +158,30 @@ class LearnerWorker:
         return count
 
     def score(self, micro_batches: list[TrainBatch], num_micro_batches: int) -> Tensor:
-        """[T] log-probs (nats) of the micro-batches' tokens one after another, without gradient, on the CPU."""
+        """[T] log-probs (nats) or values of the micro-batches' tokens in order, without gradient, on the CPU."""
         self.scorer.eval()
         parts = []
         with torch.no_grad():
             for batch, is_filler in self._fill(micro_batches, num_micro_batches):
-                logprobs, _ = self._scored(batch, wants_entropy=False)
+                scored, _ = self._scored(batch, wants_entropy=False)
                 if not is_filler:
-                    parts.append(logprobs.float().cpu())
+                    parts.append(scored.float().cpu())
         return torch.cat(parts) if parts else torch.zeros(0)
 
-    def update(self, mini_batches: list[MiniBatch]) -> dict[str, Any]:
-        """One optimizer step a mini-batch; returns `Metrics.state()` of this rank."""
+    def update(self, mini_batch: MiniBatch) -> dict[str, Any]:
+        """One optimizer step; returns `Metrics.state()` of this rank."""
         assert self.spec.objective is not None
         metrics = Metrics()
         self.scorer.train()
-        for mini_batch in mini_batches:
-            count = mini_batch.num_micro_batches
-            for index, (batch, is_filler) in enumerate(self._fill(mini_batch.micro_batches, count)):
-                logprobs, entropy = self._scored(batch, self.spec.objective.wants_entropy)
-                ignored = Metrics() if is_filler else metrics
-                loss = self.spec.objective(batch, logprobs, entropy, mini_batch.denominators, ignored)
-                self.strategy.backward(loss, last=index == count - 1)
-            for name, value in self.strategy.step().items():
-                metrics.add(f"policy/{name}", value)
+        count = mini_batch.num_micro_batches
+        for index, (batch, is_filler) in enumerate(self._fill(mini_batch.micro_batches, count)):
+            scored, entropy = self._scored(batch, self.spec.objective.wants_entropy)
+            ignored = Metrics() if is_filler else metrics
+            loss = self.spec.objective(batch, scored, entropy, mini_batch.tokens, ignored)
+            self.strategy.backward(loss, last=index == count - 1)
+        role = "policy" if self.spec.value_head is None else "critic"
+        for name, value in self.strategy.step().items():
+            metrics.add(f"{role}/{name}", value)
         if self.spec.device == "cuda":
             metrics.maximum("memory/learner_peak_gib", torch.cuda.max_memory_allocated() / 2**30)
         return metrics.state()
@@ -244,5 +264,9 @@ def filler() -> TrainBatch:
         rollout_logprobs=torch.zeros(1),
         old_logprobs=torch.zeros(1),
         ref_logprobs=torch.zeros(1),
+        values=torch.zeros(1),
         advantages=torch.zeros(1),
+        returns=torch.zeros(1),
+        loss_weights=torch.zeros(1, dtype=torch.float64),
+        selected=torch.zeros(1, dtype=torch.bool),
     )

@@ -177,6 +177,19 @@ def test_a_cancelled_step_leaves_host_and_neighbours_working():
     run_with_host(scenario)
 
 
+def test_a_cancelled_start_leaves_no_environment_behind():
+    async def scenario(host: EnvironmentHost) -> None:
+        start = asyncio.create_task(host.start("Counter", prompt("Counter")))
+        await asyncio.sleep(0)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        assert not any(worker.episodes for worker in host._workers)
+        assert await outcome(host, "Counter", "x") == 1.0
+
+    run_with_host(scenario)
+
+
 @pytest.mark.fault("F24")
 def test_prints_children_and_control_characters_do_not_disturb_the_wire():
     text = "NUL \x00, escape \x1b[31m, lone surrogate \ud800, separator \u2028, <script>, [bold]"

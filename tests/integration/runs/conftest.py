@@ -75,6 +75,45 @@ def small(arithmetic: Path, tiny_model_path: str) -> Callable[[Path], list[str]]
     return overrides
 
 
+LOWER_CASE = """
+from skyrl_train.environments.base import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_train.environments.registry import register
+
+
+class LowerCaseEnv(BaseTextEnv):
+    def step(self, action):
+        reward = sum(c.isascii() and c.islower() for c in action) / max(len(action), 1)
+        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
+
+
+register("lower_case", "lower_case_plugin:LowerCaseEnv")
+"""
+
+
+@pytest.fixture
+def easy(small: Callable[[Path], list[str]]) -> Callable[[Path], list[str]]:
+    """`small` with a task that a random model gets rewards in: the share of lower-case letters in what it writes.
+
+    The folder must be on PYTHONPATH.
+    """
+
+    def overrides(folder: Path) -> list[str]:
+        (folder / "lower_case_plugin.py").write_text(LOWER_CASE)
+        rows = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(8)]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return [
+            *(one for one in small(folder) if not one.startswith(("environment.", "data."))),
+            f"data.train_data=['{folder / 'rows.jsonl'}']",
+            "data.val_data=[]",
+            "environment.env_class=lower_case",
+            "trainer.plugins=[lower_case_plugin]",
+            "trainer.eval_before_train=false",
+            "trainer.eval_interval=0",
+        ]
+
+    return overrides
+
+
 def metrics_of(folder: Path) -> dict[int, dict[str, Any]]:
     """metrics.jsonl by step, without what a clock decides."""
     found: dict[int, dict[str, Any]] = {}

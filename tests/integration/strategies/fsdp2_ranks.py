@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.models.value_scorer import ValueScorer
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.process_group import close_process_group, init_process_group
 from skyrl_train.strategies.shards import local
@@ -70,7 +72,35 @@ def make(
     return strategy
 
 
-def accumulate(strategy: FSDP2Strategy, batch: TrainBatch, size: int, factor: float = 1.0) -> None:
+def value_loss_of(scorer: Any, batch: TrainBatch) -> Tensor:
+    weights = torch.sin(batch.input_ids.double() + batch.position_ids)
+    values, _ = scorer(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+    loss: Tensor = (values * weights).sum()
+    return loss
+
+
+def make_critic(rank: int, world: int, seed: int = 0) -> FSDP2Strategy:
+    scorer = ValueScorer(tiny_model(dtype=torch.float64, seed=seed))
+    torch.nn.init.ones_(scorer.value_head.weight)
+    strategy = FSDP2Strategy(
+        optimizer=OptimizerConfig(lr=1e-2),
+        fsdp=FSDPConfig(),
+        device="cpu",
+        rank=rank,
+        world_size=world,
+        compute_dtype=torch.float64,
+    )
+    strategy.prepare(scorer, 20).train()
+    return strategy
+
+
+def accumulate(
+    strategy: FSDP2Strategy,
+    batch: TrainBatch,
+    size: int,
+    factor: float = 1.0,
+    loss_of: Callable[[Any, TrainBatch], Tensor] = loss_of,
+) -> None:
     """This rank's rows in micro-batches of `size`, filled up to as many as the busiest rank has."""
     shards = batch.shard(strategy.world_size)
     count = -(-max(len(rows) for rows in shards) // size)
@@ -116,6 +146,26 @@ def check_gradients(rank: int, world: int, folder: Path) -> None:
                 found[f"{kind}/{case}/{name.removeprefix('model.')}"] = full(parameter.grad).contiguous()
     if rank == 0:
         save_file(found, folder / "gradients.safetensors")
+
+
+def check_critic(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """A head of one row: only one rank holds any of it."""
+    strategy = make_critic(rank, world)
+    accumulate(strategy, make_batch(), 2, loss_of=value_loss_of)
+    parameters: Any = strategy.scorer
+    found = {parameters.hf_name(name): full(p.grad).contiguous() for name, p in parameters.named_parameters()}
+    if rank == 0:
+        save_file(found, folder / "critic.safetensors")
+    strategy.step()
+    strategy.save(folder / "critic")
+    dist.barrier()
+    resumed = make_critic(rank, world, seed=1)
+    resumed.load(folder / "critic")
+    for one in (strategy, resumed):
+        accumulate(one, make_batch(), 2, loss_of=value_loss_of)
+    same = strategy.step() == resumed.step()
+    pairs = zip(shards_of(strategy), shards_of(resumed), strict=True)
+    return {"resumed": everywhere(same and all(torch.equal(a, b) for a, b in pairs))}
 
 
 def check_checkpoints(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -192,6 +242,7 @@ def main(rank: int, world: int, port: int, folder: Path) -> None:
     with double_precision():
         check_gradients(rank, world, folder)
         found = {"checkpoints": check_checkpoints(rank, world, folder), "skips": check_skips(rank, world)}
+        found["critic"] = check_critic(rank, world, folder)
     found |= {"mixed": check_mixed_precision(rank, world), "frozen": check_frozen(rank, world)}
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))

@@ -27,7 +27,7 @@ from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.process_group import init_process_group
 from skyrl_train.strategies.single import SingleStrategy
 from skyrl_train.testing.double_precision import double_precision
-from skyrl_train.testing.padded_reference import padded_scores, ragged_batch
+from skyrl_train.testing.padded_reference import padded_scores, padded_values, ragged_batch
 from skyrl_train.testing.tiny_models import tiny_model
 
 RANKS_SCRIPT = Path(__file__).with_name("fsdp2_ranks.py")
@@ -111,6 +111,17 @@ def padded_gradients(kind: str, rows: list[int]) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
+def critic_gradients() -> dict[str, Tensor]:
+    """Of a padded batch through the body, with a head of ones."""
+    batch = ragged_batch((9, 4, 12, 9, 2, 7, 9), temperatures=(1.0, 0.7, 1.0, 1.3, 1.0, 0.5, 2.0))
+    model = tiny_model(dtype=torch.float64)
+    weight = torch.ones(1, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    values = padded_values(model, weight, batch)
+    (values * torch.sin(batch.input_ids.double() + batch.position_ids)).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {**gradients, "value_head.weight": weight.grad}  # type: ignore[dict-item]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_summed_gradient_is_the_padded_one_for_every_micro_batch_size_order_and_layout(
     found: Found, kind: str
@@ -123,6 +134,20 @@ def test_the_summed_gradient_is_the_padded_one_for_every_micro_batch_size_order_
         for name, gradient in wanted.items():
             error = float((found.gradients[f"{kind}/{case}/{name}"] - gradient).norm())
             assert error <= 1e-9 * max(float(gradient.norm()), 1e-3 * float(whole)), (case, name, error)
+
+
+def test_the_summed_gradient_of_a_critic_is_that_of_one_process(found: Found) -> None:
+    wanted = critic_gradients()
+    got = load_file(found.folder / "critic.safetensors")
+    whole = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
+    assert got.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        error = float((got[name] - gradient).norm())
+        assert error <= 1e-9 * max(float(gradient.norm()), 1e-3 * float(whole)), (name, error)
+
+
+def test_a_critic_continues_bit_for_bit_although_its_head_lies_on_one_rank(found: Found) -> None:
+    assert found.values["critic"]["resumed"]
 
 
 def test_a_resumed_run_continues_bit_for_bit(found: Found) -> None:

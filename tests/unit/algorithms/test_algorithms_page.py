@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from skyrl_train.algorithms import registry
-from skyrl_train.algorithms.reductions import Denominators, token_mean
+from skyrl_train.algorithms.reductions import token_mean, weigh
+from skyrl_train.build.algorithm import settings
+from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
+from skyrl_train.objectives import policy
 from skyrl_train.objectives.policy import PolicyObjective
+from skyrl_train.trainer import advantages
+from skyrl_train.trainer.advantages import AdvantageStep
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 
@@ -21,6 +27,7 @@ def test_the_page_names_every_algorithm_that_can_be_chosen():
         registry.policy_losses,
         registry.kl_estimators,
         registry.reductions,
+        registry.sft_losses,
     ):
         missing = [name for name in choices.table if f"| `{name}` |" not in text]
         assert not missing, f"{choices.kind}: {missing}"
@@ -48,11 +55,12 @@ def test_the_pages_example_trains():
     batch = small_batch()
     (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
     exec(compile(example, str(PAGE), "exec"), {"__name__": "my_losses"})
+    known = settings(AlgorithmConfig())
     estimator = registry.advantage_estimators.get("plain_reward")
-    values = estimator(batch.rewards, batch.group_ids, batch.status, norm_by_std=True)
-    batch = batch.with_tokens(advantages=batch.per_token(values))
-    objective = PolicyObjective(registry.policy_losses.get("reinforce"), 0.2, 0.2, token_mean)
+    step = AdvantageStep(registry.bind(estimator, "plain_reward", known, advantages.TENSORS))
+    batch = weigh(step(batch, Metrics()), partial(token_mean, max_seq_len=1))
+    loss = registry.bind(registry.policy_losses.get("reinforce"), "reinforce", known, policy.TENSORS)
     logprobs = torch.full((7,), -1.0, requires_grad=True)
-    objective(batch, logprobs, None, Denominators.of(batch), Metrics()).backward()
+    PolicyObjective(loss)(batch, logprobs, None, 3, Metrics()).backward()
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad, torch.tensor([0, 0, -1 / 3, -1 / 3, 0, 0, 0]))

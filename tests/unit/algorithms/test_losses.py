@@ -1,20 +1,25 @@
+"""Policy and value losses where they change their mind: on both sides of every bound."""
+
 from __future__ import annotations
+
+from math import exp, log
 
 import pytest
 import torch
 
+from skyrl_train.algorithms import registry
 from skyrl_train.algorithms.losses import clipped_surrogate
+from skyrl_train.algorithms.values import clipped_value_loss
+from skyrl_train.objectives import policy
 
-
-def loss_of(log_ratio: float, advantage: float) -> tuple[float, float, float]:
-    """Value, whether clipped, and the gradient wrt the log-probability, of one token."""
-    old = torch.tensor([-1.5], dtype=torch.float64)
-    logprobs = (old + log_ratio).requires_grad_()
-    loss, clipped = clipped_surrogate(
-        logprobs, old, torch.tensor([advantage]), torch.tensor([True]), eps_low=0.2, eps_high=0.3
-    )
-    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
-    return loss.item(), clipped.item(), gradient.item()
+SETTINGS = {
+    "eps_low": 0.2,
+    "eps_high": 0.3,
+    "clip_ratio_c": 1.5,
+    "cispo_eps_low": 0.25,
+    "cispo_eps_high": 0.45,
+    "dppo_tv_threshold": 0.02,
+}
 
 
 @pytest.mark.parametrize(
@@ -28,40 +33,63 @@ def loss_of(log_ratio: float, advantage: float) -> tuple[float, float, float]:
     ],
 )
 def test_value_clipping_and_gradient_in_every_regime(ratio, advantage, value, clipped, gradient):
-    log_ratio = torch.tensor(ratio, dtype=torch.float64).log().item()
-    assert loss_of(log_ratio, advantage) == pytest.approx((value, clipped, gradient))
-
-
-def test_gradient_matches_finite_differences():
-    generator = torch.Generator().manual_seed(0)
-    logprobs = -torch.rand(12, generator=generator, dtype=torch.float64) - 0.5
-    old = logprobs + 0.4 * torch.randn(12, generator=generator, dtype=torch.float64)
-    advantages = torch.randn(12, generator=generator, dtype=torch.float64)
-    mask = torch.arange(12) % 4 > 0
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        return clipped_surrogate(x, old, advantages, mask, eps_low=0.2, eps_high=0.2)[0]
-
-    assert torch.autograd.gradcheck(loss, logprobs.requires_grad_())
-
-
-@pytest.mark.parametrize("garbage", [torch.nan, -torch.inf, 1e30])
-def test_what_is_outside_the_mask_has_no_value_and_no_gradient(garbage):
-    logprobs = torch.tensor([-1.0, garbage], requires_grad=True)
-    others = torch.tensor([-1.1, garbage])
-    loss, clipped = clipped_surrogate(
-        logprobs, others, torch.tensor([1.0, garbage]), torch.tensor([True, False]), eps_low=0.2, eps_high=0.2
+    old = torch.tensor([-1.5], dtype=torch.float64)
+    logprobs = (old + log(ratio)).requires_grad_()
+    loss, was_clipped = clipped_surrogate(
+        logprobs, old, torch.tensor([advantage]), torch.tensor([True]), eps_low=0.2, eps_high=0.3
     )
-    loss.sum().backward()
-    assert loss[1] == 0
-    assert clipped[1] == 0
-    assert logprobs.grad is not None
-    assert logprobs.grad[1] == 0
-    assert logprobs.grad[0] < 0
+    (found,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert (loss.item(), was_clipped.item(), found.item()) == pytest.approx((value, clipped, gradient))
 
 
-def test_a_stray_log_ratio_gives_a_finite_loss_and_gradient():
-    for log_ratio in (300.0, -300.0):
-        for advantage in (1.0, -1.0):
-            value, _, gradient = loss_of(log_ratio, advantage)
-            assert torch.tensor([value, gradient]).isfinite().all()
+KINKS = [
+    # loss, the bound on the ratio, sign of the advantage, is the gradient zero (below the bound, above it)
+    ("regular", 1.3, 1, (False, True)),
+    ("regular", 0.8, -1, (True, False)),
+    ("regular", 0.8, 1, (False, False)),
+    ("regular", 1.3, -1, (False, False)),
+    ("dual_clip", 1.5, -1, (False, True)),
+    ("dual_clip", 1.5, 1, (True, True)),
+    ("gspo", 1.3, 1, (False, True)),
+    ("gspo", 0.8, -1, (True, False)),
+    ("gmpo", exp(0.3), 1, (False, True)),
+    ("gmpo", exp(-0.2), -1, (True, False)),
+    ("cispo", 1.45, 1, (False, False)),
+    ("cispo", 0.75, -1, (False, False)),
+    ("rollout_is", 1.3, 1, (False, True)),
+    ("rollout_is", 0.8, 1, (True, False)),
+    ("dppo_tv", 1 + 0.02 / 0.2, 1, (False, True)),
+    ("dppo_tv", 1 - 0.02 / 0.2, -1, (True, False)),
+    ("dppo_tv", 1 + 0.02 / 0.2, -1, (False, False)),
+    ("clip_cov", 1.3, 1, (False, True)),
+]
+
+
+@pytest.mark.parametrize(("name", "bound", "sign", "is_zero"), KINKS)
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_token_past_its_bound_is_counted_as_clipped_and_pulls_no_more(name, bound, sign, is_zero, side):
+    one = torch.ones(1, dtype=torch.float64)
+    old = log(0.2) * one
+    logprobs = (old + log(bound) + (1e-9 if side else -1e-9)).requires_grad_()
+    function = registry.bind(registry.policy_losses.get(name), name, SETTINGS, policy.TENSORS)
+    tensors = {"frozen_logprobs": logprobs.detach(), "rollout_logprobs": old, "sequence_ids": torch.tensor([0])}
+    tensors["selected"] = torch.tensor([False])
+    loss, clipped = function(logprobs, old, sign * one, torch.tensor([True]), **registry.asked_for(function, tensors))
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert (gradient.item() == 0) is is_zero[side]
+    if name == "cispo":
+        assert bool(clipped) is (side == (bound > 1))
+    elif name != "clip_cov":
+        assert bool(clipped) is is_zero[side]
+    if not is_zero[side]:
+        assert gradient.item() * sign < 0  # downhill is towards what was good
+
+
+def test_a_value_is_held_within_its_bounds_only_where_that_makes_the_loss_larger():
+    values = torch.tensor([1.1, 1.3, 1.3, 0.7], dtype=torch.float64, requires_grad=True)
+    old, returns = torch.ones(4, dtype=torch.float64), torch.tensor([5.0, 5.0, -5.0, -5.0], dtype=torch.float64)
+    loss, clipped = clipped_value_loss(values, old, returns, torch.ones(4, dtype=torch.bool), value_clip=0.2)
+    (gradient,) = torch.autograd.grad(loss.sum(), values)
+    assert loss.tolist() == pytest.approx([3.9**2 / 2, 3.8**2 / 2, 6.3**2 / 2, 5.8**2 / 2])
+    assert clipped.tolist() == [0, 1, 0, 1]
+    assert gradient.tolist() == pytest.approx([-3.9, 0, 6.3, 0])

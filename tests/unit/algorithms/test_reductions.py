@@ -1,42 +1,62 @@
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import torch
 
-from skyrl_train.algorithms.reductions import Denominators, seq_mean_token_sum_norm, sequence_mean, token_mean
+from skyrl_train.algorithms import registry
+from skyrl_train.algorithms.reductions import weigh
+from skyrl_train.config.choices import REDUCTIONS
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.testing.hard_batches import SHAPES, hard_batch, mask_only
 
-MASK = torch.tensor([0, 1, 1, 1, 0, 0, 1, 0, 0], dtype=torch.bool)
-OFFSETS = torch.tensor([0, 5, 7, 9])
-"""Three sequences with 3, 1 and 0 tokens that count."""
-DENOMINATORS = Denominators(tokens=4, sequences=2)
-VALUES = torch.arange(9, dtype=torch.float64)
-
-
-def reduced(reduction, max_seq_len=None) -> float:
-    return (VALUES * reduction(MASK, OFFSETS, DENOMINATORS, max_seq_len)).sum().item()
+LONGEST = 10
 
 
-def test_token_mean_is_the_mean_over_tokens():
-    assert reduced(token_mean) == pytest.approx((1 + 2 + 3 + 6) / 4)
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
-def test_sequence_mean_is_the_mean_over_sequences_of_their_token_means():
-    assert reduced(sequence_mean) == pytest.approx(((1 + 2 + 3) / 3 + 6) / 2)
+def by_hand(name: str, batch: TrainBatch, per_token: torch.Tensor) -> float:
+    sequences = mask_only(batch, per_token)
+    groups: dict[int, list[float]] = {}
+    for group, values in zip(batch.group_ids.tolist(), sequences, strict=True):
+        groups.setdefault(group, []).extend(values)
+    counting = [values for values in sequences if values]
+    return {
+        "token_mean": mean([x for values in counting for x in values]),
+        "sequence_mean": mean([mean(values) for values in counting]),
+        "seq_mean_token_sum_norm": mean([sum(values) / LONGEST for values in counting]),
+        "prompt_mean": mean([mean(values) for values in groups.values() if values]),
+    }[name]
 
 
-def test_seq_mean_token_sum_norm_divides_sums_by_a_constant():
-    assert reduced(seq_mean_token_sum_norm, 10) == pytest.approx(((1 + 2 + 3) / 10 + 6 / 10) / 2)
+def weights_of(name: str, batch: TrainBatch) -> torch.Tensor:
+    bound = registry.bind(registry.reductions.get(name), name, {"max_seq_len": LONGEST}, frozenset())
+    weights = weigh(batch, bound).loss_weights
+    assert weights is not None
+    return weights
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_a_reduction_is_the_mean_of_its_name_over_what_counts(name: str):
+    for shape in SHAPES:
+        batch = hard_batch(shape)
+        weights = weights_of(name, batch)
+        values = torch.randn(len(weights), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        assert (weights * values).sum().item() == pytest.approx(by_hand(name, batch, values), rel=1e-12)
+        assert (weights[~batch.loss_mask] == 0).all()
 
 
 @pytest.mark.fault("F12")
-@pytest.mark.parametrize("reduction", [token_mean, sequence_mean, seq_mean_token_sum_norm])
-def test_everything_masked_weighs_nothing_and_divides_by_nothing(reduction):
-    weights = reduction(torch.zeros(9, dtype=torch.bool), OFFSETS, Denominators(0, 0), 10)
-    assert weights.tolist() == [0.0] * 9
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_everything_masked_weighs_nothing_and_divides_by_nothing(name: str):
+    assert not weights_of(name, hard_batch("nothing counts")).any()
 
 
-def test_denominators_travel_and_add_up():
-    assert pickle.loads(pickle.dumps(DENOMINATORS)) == DENOMINATORS
-    assert DENOMINATORS + Denominators(1, 1) == Denominators(5, 3)
+def test_a_failed_sample_leaves_every_other_weight_as_if_it_had_not_been_drawn():
+    batch = hard_batch("failed rows")
+    kept = batch.status.nonzero().flatten()
+    for name in REDUCTIONS:
+        weights = weights_of(name, batch)
+        alone = weights_of(name, batch.select(kept))
+        torch.testing.assert_close(weights[batch.per_token(batch.status)], alone, rtol=1e-15, atol=0)

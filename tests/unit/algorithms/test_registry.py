@@ -8,7 +8,13 @@ from skyrl_train.algorithms.kl import k3
 from skyrl_train.algorithms.losses import clipped_surrogate
 from skyrl_train.errors import ConfigError
 
-ALL = (registry.advantage_estimators, registry.policy_losses, registry.kl_estimators, registry.reductions)
+ALL = (
+    registry.advantage_estimators,
+    registry.policy_losses,
+    registry.kl_estimators,
+    registry.reductions,
+    registry.sft_losses,
+)
 
 
 @pytest.mark.parametrize("choices", ALL, ids=lambda choices: choices.kind)
@@ -33,3 +39,20 @@ def test_a_users_loss_joins_under_its_own_name_and_cannot_replace_a_built_in():
         registry.register_policy_loss("regular")(mine)
     with pytest.raises(ConfigError, match=r"regulr.*Did you mean 'regular'"):
         registry.policy_losses.get("regulr")
+
+
+def test_bind_fills_in_settings_and_the_rest_is_asked_for_by_name():
+    def loss(logprobs, *, eps_low, rollout_logprobs, selected=None):
+        return logprobs, eps_low, rollout_logprobs, selected
+
+    bound = registry.bind(loss, "test", {"eps_low": 0.2, "other": 1}, frozenset({"rollout_logprobs", "selected"}))
+    tensors = {"rollout_logprobs": 5, "selected": 6, "unwanted": 7}
+    assert bound(1, **registry.asked_for(bound, tensors)) == (1, 0.2, 5, 6)
+
+
+def test_what_nobody_has_is_refused_by_name_before_anything_runs():
+    def loss(logprobs, *, eps_low, temprature, optional=None):
+        return logprobs
+
+    with pytest.raises(ConfigError, match=r"my loss asks for temprature, which nobody has; .*eps_low.*old_logprobs"):
+        registry.bind(loss, "my loss", {"eps_low": 0.2}, frozenset({"old_logprobs"}))

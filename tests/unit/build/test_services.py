@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.build.services import fingerprints_of, import_plugins, optimizer_steps, schedule_of
+from skyrl_train.build.learner import optimizer_steps
+from skyrl_train.build.services import fingerprints_of, import_plugins, schedule_of
 from skyrl_train.config.hydra import load
 from skyrl_train.errors import ConfigError
 
 
 def test_the_learning_rate_schedule_is_as_long_as_the_run():
-    trainer = load(["trainer.train_batch_size=8", "trainer.policy_mini_batch_size=4", "trainer.epochs=2"]).trainer
-    assert optimizer_steps(trainer, schedule_of(trainer, 10)) == 2 * (2 + 1)
+    trainer = load(["trainer.train_batch_size=8", "trainer.update_epochs_per_batch=3", "trainer.epochs=2"]).trainer
+    assert optimizer_steps(trainer, schedule_of(trainer, 10), mini_batch_size=4) == 2 * 3 * (2 + 1)
 
 
 def test_another_seed_or_batch_size_is_another_order_of_the_data():

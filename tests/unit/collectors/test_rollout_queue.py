@@ -46,7 +46,7 @@ def test_staleness_is_bounded_and_order_kept_under_random_delays(max_staleness: 
         collector = RolloutCollector(
             rollout, prompt, lambda step: PER_STEP if step < STEPS else 0, max_staleness, max_failed_fraction=0.5
         )
-        collector.start(0, 0)
+        collector.start(0)
         ages, uids = [], []
         for step in range(STEPS):
             groups = await collector.next_groups(step, Metrics())
@@ -84,7 +84,7 @@ def test_closing_cancels_what_is_under_way():
 
     async def run() -> None:
         collector = RolloutCollector(forever, prompt, lambda step: 3, 0, 0.5)
-        collector.start(0, 0)
+        collector.start(0)
         collector.admit()
         await asyncio.sleep(0)
         await collector.close()
@@ -99,7 +99,7 @@ def test_an_exception_in_a_rollout_reaches_the_trainer():
 
     async def run() -> None:
         collector = RolloutCollector(broken, prompt, lambda step: 1, 0, 0.5)
-        collector.start(0, 0)
+        collector.start(0)
         await collector.next_groups(0, Metrics())
 
     with pytest.raises(ValueError, match="a bug"):
@@ -112,7 +112,7 @@ def collect(failed_of: list[int]) -> dict[str, float]:
 
     async def run() -> dict[str, float]:
         collector = RolloutCollector(rollout, prompt, lambda step: len(failed_of), 0, max_failed_fraction=0.5)
-        collector.start(0, 0)
+        collector.start(0)
         metrics = Metrics()
         await collector.next_groups(0, metrics)
         return metrics.flush()
@@ -140,9 +140,10 @@ def test_resuming_goes_on_at_the_next_prompt():
 
     async def run() -> None:
         collector = RolloutCollector(rollout, prompt, lambda step: 2, 0, 0.5)
-        collector.start(step=3, consumed=6)
+        collector.load_state({"consumed": 6, "pass_rates": {}})
+        collector.start(step=3)
         await collector.next_groups(3, Metrics())
-        assert collector.consumed == 8
+        assert collector.state()["consumed"] == 8
 
     asyncio.run(run())
     assert asked == [6, 7]

@@ -41,6 +41,8 @@ def test_defaults_warn_about_nothing_also_when_spelt_out():
         "trainer.policy.megatron_config.transformer_config_kwargs.recompute_num_layers=2",
         "trainer.algorithm.cispo.cispo_eps_clip_high=4.0",
         "trainer.algorithm.gamma=0.9",
+        "trainer.algorithm.dynamic_sampling.max_sample_batches=3",
+        "trainer.algorithm.overlong_buffer.penalty_factor=0.5",
         "trainer.algorithm.entropy_loss_coef=0.1",
         "trainer.critic.optimizer_config.lr=0.1",
         "trainer.policy.model.lora.alpha=32",
@@ -62,7 +64,10 @@ def test_key_without_effect_is_named_once_with_what_to_use(override: str):
     ("setting", "override"),
     [
         ("generator.backend=vllm", "generator.gpu_memory_utilization=0.5"),
+        ("trainer.algorithm.dynamic_sampling.type=filter", "trainer.algorithm.dynamic_sampling.min_replace_ratio=0.5"),
         ("generator.run_engines_locally=false", "generator.num_inference_engines=3"),
+        ("trainer.algorithm.use_kl_loss=false", "trainer.update_ref_every_epoch=true"),
+        ("trainer.strategy=single", "trainer.critic.fsdp_config.fsdp_size=1"),
     ],
 )
 def test_key_without_effect_beside_another_setting_is_named(setting: str, override: str):
@@ -86,7 +91,20 @@ def test_key_without_effect_beside_another_setting_is_named(setting: str, overri
             "trainer.algorithm.policy_loss_type=cispo",
             "trainer.plugins=[mine]",
         ],
+        [
+            "trainer.algorithm.advantage_estimator=gae",
+            "trainer.critic.model.path=/x",
+            "trainer.critic.optimizer_config.lr=0.1",
+            "trainer.algorithm.gamma=0.9",
+            "trainer.algorithm.lambd=0.9",
+            "trainer.placement.critic_num_gpus_per_node=2",
+            "trainer.placement.colocate_all=false",
+        ],
+        ["trainer.algorithm.advantage_estimator=reinforce++", "trainer.algorithm.gamma=0.9"],
+        ["trainer.update_ref_every_epoch=true"],
         ["generator.weight_sync_check=probe"],
+        ["trainer.algorithm.dynamic_sampling.type=replace", "trainer.algorithm.dynamic_sampling.min_replace_ratio=0.5"],
+        ["trainer.algorithm.overlong_buffer.len=8", "trainer.algorithm.overlong_buffer.penalty_factor=0.5"],
         ["trainer.epochs=3", "generator.n_samples_per_prompt=8"],
     ],
 )

@@ -87,7 +87,11 @@ def test_defaults_are_valid():
         ),
         (["trainer.timeouts.rollout_s=0"], "trainer.timeouts.rollout_s", "more than 0"),
         (["trainer.max_failed_fraction=1.1"], "trainer.max_failed_fraction", "at most 1"),
-        (["trainer.algorithm.kl_estimator_type=k4"], "trainer.algorithm.kl_estimator_type", "one of abs, k1, k2, k3"),
+        (
+            ["trainer.algorithm.kl_estimator_type=k4"],
+            "trainer.algorithm.kl_estimator_type",
+            "one of abs, k1, k1+, k2, k3",
+        ),
         (["trainer.strategy=fdsp2"], "trainer.strategy", "Did you mean 'fsdp2'?"),
         (["trainer.logger=[console,wandbb]"], "trainer.logger", "Did you mean 'wandb'?"),
         (["generator.n_samples_per_prompt=1"], "generator.n_samples_per_prompt", "group of one has no baseline"),
@@ -97,7 +101,58 @@ def test_defaults_are_valid():
         (["trainer.resume_mode=from_path"], "trainer.resume_path", "a checkpoint folder"),
         (["generator.sampling_params.temperature=0"], "generator.sampling_params.temperature", "more than 0"),
         (["trainer.strategy=single", "trainer.placement.policy_num_gpus_per_node=2"], "trainer.strategy", "fsdp2"),
+        (
+            [
+                "trainer.strategy=single",
+                "trainer.algorithm.advantage_estimator=gae",
+                "trainer.critic.model.path=/x",
+                "trainer.placement.colocate_all=false",
+                "trainer.placement.critic_num_nodes=2",
+            ],
+            "trainer.strategy",
+            "critic_num_gpus_per_node",
+        ),
         (["data.train_data=[]"], "data.train_data", "at least one file"),
+        (["generator.over_provisioning=-0.1"], "generator.over_provisioning", "at least 0"),
+        (
+            ["generator.over_provisioning=0.5", "trainer.fully_async.enabled=true"],
+            "generator.over_provisioning",
+            "0 with trainer.fully_async.enabled",
+        ),
+        (["data.curriculum.max_pass_rate=1.5"], "data.curriculum.max_pass_rate", "at most 1"),
+        (
+            ["data.curriculum.min_pass_rate=0.5", "data.curriculum.max_pass_rate=0.25"],
+            "data.curriculum.min_pass_rate",
+            "at most data.curriculum.max_pass_rate=0.25",
+        ),
+        (
+            ["trainer.algorithm.overlong_buffer.len=17", "generator.sampling_params.max_generate_length=16"],
+            "trainer.algorithm.overlong_buffer.len",
+            "at most generator.sampling_params.max_generate_length=16",
+        ),
+        (
+            ["trainer.algorithm.dynamic_sampling.max_sample_batches=0"],
+            "trainer.algorithm.dynamic_sampling.max_sample_batches",
+            "at least 1, or -1 for no bound",
+        ),
+        (
+            [
+                "generator.n_samples_per_prompt=1",
+                "trainer.algorithm.advantage_estimator=reinforce++",
+                "trainer.algorithm.dynamic_sampling.type=filter",
+            ],
+            "generator.n_samples_per_prompt",
+            "at least 2 with trainer.algorithm.dynamic_sampling.type",
+        ),
+        (
+            [
+                "generator.n_samples_per_prompt=1",
+                "trainer.algorithm.advantage_estimator=reinforce++",
+                "trainer.algorithm.zero_variance_filter=true",
+            ],
+            "generator.n_samples_per_prompt",
+            "at least 2 with trainer.algorithm.zero_variance_filter",
+        ),
         (["environment.env_class=gsm8"], "environment.env_class", "Did you mean 'gsm8k'?"),
     ],
 )
@@ -120,6 +175,13 @@ def test_every_problem_is_reported_at_once():
         ["trainer.train_batch_size=300"],
         ["trainer.strategy=fsdp", "trainer.placement.policy_num_gpus_per_node=2", "generator.num_inference_engines=2"],
         ["trainer.strategy=single", "trainer.max_steps=2", "data.val_data=[]"],
+        [
+            "trainer.algorithm.dynamic_sampling.type=filter",
+            "trainer.algorithm.dynamic_sampling.max_sample_batches=-1",
+            "trainer.algorithm.overlong_buffer.len=512",
+            "generator.apply_overlong_filtering=true",
+            "generator.over_provisioning=0.25",
+        ],
     ],
 )
 def test_good_combinations_are_accepted(overrides: list[str]):

@@ -109,6 +109,32 @@ def test_a_dead_engine_fails_the_group_instead_of_the_run():
     assert {(row.status, row.error) for row in group.trajectories} == {(FAILED, "engine")}
 
 
+def test_a_group_whose_engine_died_closes_its_environments():
+    environments = ToyEnvironments([])
+    generate(ScriptedEngine(answer, failures={"generate": EngineError("gone")}), environments)
+    assert [episode.closed for episode in environments.episodes] == [True] * 3
+
+
+def test_a_cancelled_rollout_is_aborted_at_the_engine_and_closes_its_environments():
+    engine, environments = ScriptedEngine(answer, delay_s=3600), ToyEnvironments([])
+
+    async def cancel() -> None:
+        client = EngineClient([engine], deadline_s=10.0)
+        settings = RolloutSettings(SamplingParams(max_tokens=5), 3, seed=3, max_prompt_tokens=100, deadline_s=10.0)
+        task = asyncio.create_task(ConversationGenerator(client, environments, TOKENIZER, settings).rollout(PROMPT, 11))
+        while not engine.batches:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0)
+        assert (await engine.health()).running == 0
+
+    asyncio.run(cancel())
+    assert "abort" in engine.calls
+    assert [episode.closed for episode in environments.episodes] == [True] * 3
+
+
 def test_a_prompt_that_an_environment_made_too_long_is_not_sampled():
     engine = ScriptedEngine(answer)
     group = generate(engine, ToyEnvironments([]), max_prompt_tokens=5)

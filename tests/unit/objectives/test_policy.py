@@ -1,199 +1,163 @@
 from __future__ import annotations
 
 import pickle
-import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
-from skyrl_train.algorithms.kl import k1, k2, k3
-from skyrl_train.algorithms.losses import clipped_surrogate
-from skyrl_train.algorithms.reductions import Denominators, seq_mean_token_sum_norm, sequence_mean, token_mean
-from skyrl_train.data.batch import TrainBatch, cat
+from skyrl_train.algorithms import registry
+from skyrl_train.algorithms.kl import k3
+from skyrl_train.algorithms.losses import cispo, clipped_surrogate, gspo, importance_sampling
+from skyrl_train.algorithms.reductions import sequence_mean, token_mean, weigh
+from skyrl_train.algorithms.skyrl_style import SkyRLLoss
+from skyrl_train.build.algorithm import settings
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.choices import KL_ESTIMATORS, POLICY_LOSSES
+from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
-from skyrl_train.objectives.policy import PolicyObjective
+from skyrl_train.objectives.policy import TENSORS, PolicyObjective
+from skyrl_train.testing.hard_batches import current_logprobs, hard_batch
 
-FULL = PolicyObjective(
-    clipped_surrogate, 0.2, 0.2, token_mean, max_seq_len=16, kl_estimator=k3, kl_coef=0.3, entropy_coef=0.05
-)
-REDUCTIONS = [token_mean, sequence_mean, seq_mean_token_sum_norm]
-
-
-def make_batch(rows: int = 9, seed: int = 0, *, on_policy: bool = False) -> TrainBatch:
-    """Sequences of 2-12 tokens; the third has no token that counts."""
-    torch.manual_seed(seed)
-    lengths = torch.randint(2, 13, (rows,))
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    tokens = int(lengths.sum())
-    positions = torch.cat([torch.arange(int(length)) for length in lengths])
-    mask = (torch.rand(tokens) > 0.3) & (positions > 0)
-    mask[offsets[2] : offsets[3]] = False
-    ones = torch.ones(rows, dtype=torch.int64)
-    nats = -torch.rand(4, tokens, dtype=torch.float64) - 0.2
-    return TrainBatch(
-        input_ids=torch.arange(tokens),  # each token knows its place, whatever happens to its row
-        position_ids=positions,
-        loss_mask=mask,
-        offsets=offsets,
-        prompt_lengths=ones,
-        group_ids=torch.arange(rows) // 3,
-        rewards=torch.zeros(rows),
-        temperature=torch.ones(rows),
-        status=ones.bool(),
-        min_versions=ones,
-        max_versions=ones,
-        rollout_logprobs=nats[0],
-        old_logprobs=None if on_policy else nats[1],
-        ref_logprobs=nats[2],
-        advantages=torch.randn(tokens, dtype=torch.float64),
-    )
+FULL = PolicyObjective(partial(clipped_surrogate, eps_low=0.2, eps_high=0.2), k3, kl_coef=0.3, entropy_coef=0.05)
+SETTINGS = settings(AlgorithmConfig())
 
 
-def loss_and_gradients(
-    objective: PolicyObjective, parts: list[TrainBatch], whole: TrainBatch, metrics: Metrics | None = None
-):
-    """Accumulated over `parts`; gradients wrt the log-probs and entropies of `whole`'s tokens."""
-    torch.manual_seed(99)
-    tokens = len(whole.input_ids)
-    logprobs = (-torch.rand(tokens, dtype=torch.float64) - 0.2).requires_grad_()
-    entropy = torch.rand(tokens, dtype=torch.float64).requires_grad_()
-    denominators = Denominators.of(whole)
-    total = 0.0
-    for part in parts:
-        where = part.input_ids
-        loss = objective(part, logprobs[where], entropy[where], denominators, metrics or Metrics())
-        loss.backward()
-        total += loss.item()
-    return total, logprobs.grad, entropy.grad
+def weighed(shape: str = "failed rows", seed: int = 0) -> TrainBatch:
+    return weigh(hard_batch(shape, seed), partial(token_mean, max_seq_len=1))
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("on_policy", [False, True])
-def test_gradient_does_not_depend_on_how_the_mini_batch_is_cut_or_ordered(reduction, on_policy):
-    objective = replace(FULL, reduction=reduction)
-    whole = make_batch(on_policy=on_policy)
-    rows = list(range(len(whole)))
-    shuffled = random.Random(0).sample(rows, len(rows))
-    cuts = [whole.split(max_sequences=size) for size in (1, 2, 5)]
-    cuts += [whole.split(token_budget=20), [whole.select(shuffled)]]
-    cuts += [[whole.select(ranks) for ranks in whole.shard(2)]]  # what two ranks would see
-    cuts += [[cat([whole.select([8, 0]), whole.select([3])]), whole.select([1, 2, 4, 5, 6, 7])]]
-    expected = loss_and_gradients(objective, [whole], whole)
-    for cut in cuts:
-        for mine, other in zip(loss_and_gradients(objective, cut, whole), expected, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-15)
+def gradients(objective: PolicyObjective, batch: TrainBatch, metrics: Metrics | None = None) -> tuple[float, Tensor]:
+    """Loss, and its gradient wrt the log-probs."""
+    logprobs = current_logprobs(hard_batch("failed rows"))
+    entropy = -logprobs.detach()
+    loss = objective(batch, logprobs, entropy, int(batch.loss_mask.sum()), metrics or Metrics())
+    return loss.item(), torch.autograd.grad(loss, logprobs)[0]
 
 
 def test_loss_is_the_equation_of_the_docstring():
-    whole = make_batch()
-    loss, logprob_gradient, entropy_gradient = loss_and_gradients(FULL, [whole], whole)
-    torch.manual_seed(99)
-    logprobs = (-torch.rand(len(whole.input_ids), dtype=torch.float64) - 0.2).requires_grad_()
-    entropy = torch.rand(len(whole.input_ids), dtype=torch.float64)
-    chosen = whole.loss_mask
-    assert whole.old_logprobs is not None
-    assert whole.ref_logprobs is not None
-    assert whole.advantages is not None
-    ratio = (logprobs - whole.old_logprobs)[chosen].exp()
-    advantages = whole.advantages[chosen]
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    back = (whole.ref_logprobs - logprobs)[chosen]
-    by_hand = (-surrogate + 0.3 * (back.exp() - back - 1) - 0.05 * entropy[chosen]).mean()
-    by_hand.backward()
-    assert loss == pytest.approx(by_hand.item())
-    torch.testing.assert_close(logprob_gradient, logprobs.grad)
-    assert entropy_gradient[chosen].tolist() == pytest.approx([-0.05 / int(chosen.sum())] * int(chosen.sum()))
+    batch = weighed()
+    assert batch.old_logprobs is not None
+    batch = batch.with_tokens(importance_weights=batch.old_logprobs.exp() * 5)
+    old, ref, advantages, corrections = (
+        batch.old_logprobs,
+        batch.ref_logprobs,
+        batch.advantages,
+        batch.importance_weights,
+    )
+    assert old is not None and ref is not None and advantages is not None and corrections is not None
+    logprobs = current_logprobs(batch)
+    entropy = torch.rand(len(logprobs), dtype=torch.float64, requires_grad=True)
+    loss = FULL(batch, logprobs, entropy, int(batch.loss_mask.sum()), Metrics())
+    found = torch.autograd.grad(loss, (logprobs, entropy))
+    chosen = batch.loss_mask
+    ratio = (logprobs - old)[chosen].exp()
+    surrogate = torch.minimum(ratio * advantages[chosen], ratio.clamp(0.8, 1.2) * advantages[chosen])
+    back = (ref - logprobs)[chosen]
+    corrected = corrections[chosen] * surrogate
+    by_hand = (-corrected + 0.3 * (back.exp() - back - 1) - 0.05 * entropy[chosen]).mean()
+    torch.testing.assert_close(loss, by_hand)
+    torch.testing.assert_close(found, torch.autograd.grad(by_hand, (logprobs, entropy)))
+    torch.testing.assert_close(found[1], -0.05 * chosen.double() / chosen.sum())
 
 
-@pytest.mark.parametrize("estimator", [k1, k2, k3])
-def test_kl_in_the_loss_has_a_gradient(estimator):
-    whole = make_batch()
-    with_kl = loss_and_gradients(replace(FULL, kl_estimator=estimator), [whole], whole)[1]
-    without = loss_and_gradients(replace(FULL, kl_estimator=None), [whole], whole)[1]
-    moved = (with_kl - without)[whole.loss_mask]
-    assert moved.abs().max() > 1e-4
+def test_gradients_match_finite_differences():
+    batch = weighed()
+    entropy = torch.rand(len(batch.input_ids), dtype=torch.float64, requires_grad=True)
+    tokens = int(batch.loss_mask.sum())
+    inputs = (current_logprobs(batch), entropy)
+    assert torch.autograd.gradcheck(lambda x, h: FULL(batch, x, h, tokens, Metrics()), inputs)
 
 
-def test_nothing_outside_the_mask_has_a_gradient_even_where_it_is_not_a_number():
-    whole = make_batch()
-    outside = ~whole.loss_mask
-    spoilt = {
-        name: getattr(whole, name).masked_fill(outside, torch.nan)
-        for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
-    }
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_kl_in_the_loss_has_a_gradient(name: str):
+    estimator = registry.kl_estimators.get(name)
+    with_kl = gradients(replace(FULL, kl_estimator=estimator), weighed())[1]
+    without = gradients(replace(FULL, kl_estimator=None), weighed())[1]
+    moved = (with_kl - without)[weighed().loss_mask]
+    assert (moved.abs() > 1e-5).all()
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf, 1e300])
+def test_nothing_outside_the_mask_has_a_gradient_even_where_it_is_not_a_number(garbage: float):
+    batch = weighed()
+    outside = ~batch.loss_mask
+    names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "importance_weights")
+    batch = batch.with_tokens(importance_weights=torch.full_like(batch.advantages, 0.5))  # type: ignore[arg-type]
+    dirty = batch.with_tokens(**{name: getattr(batch, name).masked_fill(outside, garbage) for name in names})
+    logprobs = current_logprobs(batch).detach().masked_fill(outside, garbage).requires_grad_()
+    entropy = logprobs.detach().clone().requires_grad_()
     metrics = Metrics()
-    loss, logprob_gradient, entropy_gradient = loss_and_gradients(FULL, [whole.with_tokens(**spoilt)], whole, metrics)
-    assert loss == pytest.approx(loss_and_gradients(FULL, [whole], whole)[0])
-    assert (logprob_gradient[outside] == 0).all()
-    assert (entropy_gradient[outside] == 0).all()
-    assert (logprob_gradient[whole.loss_mask] != 0).all()
-    assert all(value == value for value in metrics.flush().values())
+    loss = FULL(dirty, logprobs, entropy, int(batch.loss_mask.sum()), metrics)
+    of_logprobs, of_entropy = torch.autograd.grad(loss, (logprobs, entropy))
+    clean = FULL(batch, current_logprobs(batch), current_logprobs(batch), int(batch.loss_mask.sum()), Metrics())
+    assert loss.item() == clean.item()
+    assert not of_logprobs[outside].any()
+    assert not of_entropy[outside].any()
+    assert of_logprobs[batch.loss_mask].all()
+    assert all(abs(value) < 1e3 for value in metrics.flush().values())
 
 
-def test_gradient_matches_finite_differences():
-    whole = make_batch(rows=4)
-    torch.manual_seed(5)
-    logprobs = (-torch.rand(len(whole.input_ids), dtype=torch.float64) - 0.2).requires_grad_()
-    entropy = torch.rand(len(whole.input_ids), dtype=torch.float64).requires_grad_()
+def test_what_stands_under_a_stop_gradient_has_none():
+    """CISPO's weight and GSPO's sequence ratio are numbers, though they are made of the policy's own log-probs."""
+    batch = weighed()
+    mask, weights = batch.loss_mask, batch.loss_weights
+    assert batch.advantages is not None and batch.old_logprobs is not None and weights is not None
+    log_ratio = (current_logprobs(batch).detach() - batch.old_logprobs) * mask
+    plain = PolicyObjective(partial(cispo, cispo_eps_low=10.0, cispo_eps_high=10.0))
+    expected = -weights * batch.advantages * log_ratio.exp()
+    torch.testing.assert_close(gradients(plain, batch)[1], expected)
+    lengths = batch.per_sequence_sum(mask.double()).clamp(min=1)
+    ratio = batch.per_token(batch.per_sequence_sum(log_ratio) / lengths).exp()
+    of_sequences = PolicyObjective(partial(gspo, eps_low=10.0, eps_high=10.0))
+    torch.testing.assert_close(gradients(of_sequences, batch)[1], -weights * batch.advantages * ratio)
 
-    def loss(x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-        return FULL(whole, x, h, Denominators.of(whole), Metrics())
 
-    assert torch.autograd.gradcheck(loss, (logprobs, entropy))
-
-
-@pytest.mark.fault("F12")
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_batch_with_everything_masked_has_loss_zero_and_no_nan(reduction):
-    whole = make_batch()
-    masked = replace(whole, loss_mask=torch.zeros_like(whole.loss_mask))
+@pytest.mark.parametrize("name", sorted({*POLICY_LOSSES} - {"cross_entropy"}))
+def test_on_policy_every_loss_is_the_policy_gradient(name: str):
+    """At ratio 1 all of them pull a token's log-prob by its weight times its sequence's advantage."""
+    batch = weigh(hard_batch("failed rows"), partial(sequence_mean, max_seq_len=1))
+    loss = registry.bind(registry.policy_losses.get(name), name, SETTINGS, TENSORS)
+    advantages = batch.per_token(torch.linspace(-1, 1, len(batch), dtype=torch.float64) + 0.1)
+    unselected = torch.zeros_like(batch.loss_mask)
+    current = current_logprobs(batch).detach()
+    batch = batch.with_tokens(advantages=advantages, rollout_logprobs=current, old_logprobs=None, selected=unselected)
     metrics = Metrics()
-    loss, gradient, _ = loss_and_gradients(replace(FULL, reduction=reduction), [masked], masked, metrics)
-    assert loss == 0
-    assert (gradient == 0).all()
-    assert metrics.flush() == {}
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_metrics_are_exact_however_the_mini_batch_is_cut(reduction):
-    whole = make_batch()
-    reports = []
-    for parts in ([whole], whole.split(max_sequences=1), whole.split(max_sequences=4)):
-        metrics = Metrics()
-        loss = loss_and_gradients(replace(FULL, reduction=reduction), parts, whole, metrics)[0]
-        reports.append(metrics.flush())
-        assert reports[-1]["policy/loss"] == pytest.approx(loss)
-    assert reports[1] == pytest.approx(reports[0])
-    assert reports[2] == pytest.approx(reports[0])
+    _, gradient = gradients(PolicyObjective(loss), batch, metrics)
+    assert batch.loss_weights is not None
+    torch.testing.assert_close(gradient, -advantages * batch.loss_weights)
+    report = metrics.flush()
+    assert (report["policy/ratio"], report["policy/ratio_max"], report["policy/clip_ratio"]) == (1, 1, 0)
 
 
 def test_metrics_say_how_far_engine_and_trainer_are_apart():
-    whole = make_batch()
+    batch = weighed()
     metrics = Metrics()
-    loss_and_gradients(FULL, [whole], whole, metrics)
+    loss, _ = gradients(FULL, batch, metrics)
     report = metrics.flush()
-    assert whole.rollout_logprobs is not None
-    assert whole.old_logprobs is not None
-    gap = (whole.old_logprobs - whole.rollout_logprobs)[whole.loss_mask]
+    assert batch.rollout_logprobs is not None and batch.old_logprobs is not None
+    gap = (batch.old_logprobs - batch.rollout_logprobs)[batch.loss_mask]
+    assert report["policy/loss"] == pytest.approx(loss)
     assert report["rollout/logprob_diff"] == pytest.approx(gap.abs().mean().item())
     assert report["rollout/logprob_diff_max"] == pytest.approx(gap.abs().max().item())
     assert report["rollout/kl"] == pytest.approx((gap.exp() - gap - 1).mean().item())
 
 
-def test_on_policy_the_ratio_is_one_and_nothing_is_clipped():
-    whole = make_batch(on_policy=True)
-    metrics = Metrics()
-    plain = replace(FULL, kl_estimator=None, entropy_coef=None)
-    gradient = loss_and_gradients(plain, [whole], whole, metrics)[1]
-    report = metrics.flush()
-    assert (report["policy/ratio"], report["policy/ratio_max"], report["policy/clip_ratio"]) == (1, 1, 0)
-    assert whole.advantages is not None
-    torch.testing.assert_close(gradient, -whole.advantages * whole.loss_mask / int(whole.loss_mask.sum()))
+def users_loss(log_probs, old_log_probs, advantages, config, loss_mask):  # type: ignore[no-untyped-def]
+    return (-log_probs * advantages * loss_mask).sum() / loss_mask.sum(), 0.0
 
 
-def test_what_it_needs_follows_from_its_terms_and_it_can_be_sent_to_a_worker():
-    bare = replace(FULL, kl_estimator=None, entropy_coef=None)
-    assert (FULL.wants_entropy, FULL.needs_reference) == (True, True)
-    assert (bare.wants_entropy, bare.needs_reference) == (True, False)
-    assert pickle.loads(pickle.dumps(FULL)) == FULL
+@pytest.mark.parametrize("name", [*POLICY_LOSSES, *KL_ESTIMATORS, "users_loss"])
+def test_an_objective_travels_to_a_worker_and_is_the_same_there(name: str):
+    kl = registry.bind(registry.kl_estimators.get(name), name, SETTINGS, TENSORS) if name in KL_ESTIMATORS else k3
+    loss = SkyRLLoss(users_loss, AlgorithmConfig()) if name == "users_loss" else importance_sampling
+    if name in POLICY_LOSSES:
+        loss = registry.policy_losses.get(name)  # type: ignore[assignment]
+    objective = PolicyObjective(registry.bind(loss, name, SETTINGS, TENSORS), kl, 0.1)
+    arrived = pickle.loads(pickle.dumps(objective))
+    one, other = gradients(objective, weighed()), gradients(arrived, weighed())
+    assert one[0] == other[0]
+    assert torch.equal(one[1], other[1])
+    assert arrived.wants_entropy

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 
 import pytest
 import torch
 
-from skyrl_train.algorithms.reductions import Denominators, sequence_mean, token_mean
+from skyrl_train.algorithms.reductions import token_mean, weigh
+from skyrl_train.algorithms.registry import asked_for
+from skyrl_train.algorithms.sft import minor_sft
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 from skyrl_train.objectives.sft import SFTObjective
@@ -34,7 +37,7 @@ def test_loss_is_the_mean_negative_log_likelihood_of_the_mask():
     logprobs[~batch.loss_mask] = torch.nan
     logprobs.requires_grad_()
     metrics = Metrics()
-    loss = SFTObjective()(batch, logprobs, None, Denominators.of(batch), metrics)
+    loss = SFTObjective()(weigh(batch, partial(token_mean, max_seq_len=1)), logprobs, None, 5, metrics)
     loss.backward()
     assert loss.item() == pytest.approx((1 + 2 + 3 + 5 + 8) / 5)
     assert logprobs.grad is not None
@@ -42,21 +45,13 @@ def test_loss_is_the_mean_negative_log_likelihood_of_the_mask():
     assert metrics.flush() == {"sft/loss": pytest.approx(loss.item())}
 
 
-@pytest.mark.parametrize("reduction", [token_mean, sequence_mean])
-def test_gradient_does_not_depend_on_micro_batches(reduction):
-    batch = make_batch()
-    objective = SFTObjective(reduction)
-    gradients = []
-    for size in (1, 2, 3):
-        logprobs = torch.full((9,), -1.0, dtype=torch.float64, requires_grad=True)
-        for part in batch.split(max_sequences=size):
-            objective(part, logprobs[part.input_ids], None, Denominators.of(batch), Metrics()).backward()
-        gradients.append(logprobs.grad)
-    torch.testing.assert_close(gradients[0], gradients[2])
-    torch.testing.assert_close(gradients[1], gradients[2])
+def test_neither_asks_for_entropy_and_both_travel():
+    for objective in (SFTObjective(), SFTObjective(partial(minor_sft, minor_beta=0.2))):
+        arrived = pickle.loads(pickle.dumps(objective))
+        assert arrived.wants_entropy is False
+        assert arrived.sft_loss(torch.zeros(0), torch.zeros(0).bool(), **extras(objective)).shape == (0,)
 
 
-def test_it_asks_for_neither_entropy_nor_reference_and_travels():
-    objective = pickle.loads(pickle.dumps(SFTObjective()))
-    assert objective == SFTObjective()
-    assert (objective.wants_entropy, objective.needs_reference) == (False, False)
+def extras(objective: SFTObjective) -> dict[str, torch.Tensor]:
+    nothing = {"ref_logprobs": torch.zeros(0), "sequence_ids": torch.zeros(0).long()}
+    return asked_for(objective.sft_loss, nothing)

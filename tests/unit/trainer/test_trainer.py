@@ -59,6 +59,9 @@ class Fakes:
     async def export(self, step: int) -> None:
         self.events.append(f"export {step}")
 
+    async def update_reference(self) -> None:
+        """There is none."""
+
     async def offload(self) -> None:
         self.events.append("offload")
 
@@ -93,7 +96,7 @@ def trainer_of(fakes: Any, max_staleness: int = 0, residency: Any = None, evalua
             fakes.rollout, lambda i: Prompt(str(i), [], "x"), schedule.prompts_of_step, max_staleness, 0.5
         ),
         learner=fakes,
-        advantages=lambda batch, metrics: batch,
+        batch_steps=[lambda batch, metrics: batch],
         publish=fakes.publish,
         residency=residency or AlwaysResident(),
         evaluator=fakes if evaluator == "fakes" else evaluator,

@@ -2,17 +2,21 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.reductions import Denominators
+from skyrl_train.algorithms.losses import clip_cov, kl_cov
+from skyrl_train.algorithms.reductions import sequence_mean, token_mean, weigh
+from skyrl_train.algorithms.selections import choose_clip_cov, choose_kl_cov
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.loading import load_causal_lm
+from skyrl_train.objectives.policy import PolicyObjective
 from skyrl_train.testing.learner_specs import FULL_OBJECTIVE, policy_batch, tiny_spec
 from skyrl_train.testing.padded_reference import padded_scores
 from skyrl_train.testing.recording_strategies import RecordingWorker
@@ -22,9 +26,14 @@ from skyrl_train.workers.learner_worker import LearnerWorker
 RECORDING = "skyrl_train.testing.recording_strategies:RecordingSingle"
 
 
-def gradients(model_path: str, batch: TrainBatch, sizes: BatchSizes) -> dict[str, Tensor]:
-    worker = RecordingWorker(tiny_spec(model_path, strategy=RECORDING), 0, 1)
-    learner = Learner(WorkerGroup([LocalWorker(worker)]), None, sizes)
+TOKEN_MEAN = partial(token_mean, max_seq_len=1)
+
+
+def gradients(
+    model_path: str, batch: TrainBatch, sizes: BatchSizes, objective: PolicyObjective = FULL_OBJECTIVE, **options: Any
+) -> dict[str, Tensor]:
+    worker = RecordingWorker(tiny_spec(model_path, strategy=RECORDING, objective=objective), 0, 1)
+    learner = Learner(WorkerGroup([LocalWorker(worker)]), None, sizes, **options)
 
     async def run() -> None:
         await learner.setup()
@@ -35,11 +44,13 @@ def gradients(model_path: str, batch: TrainBatch, sizes: BatchSizes) -> dict[str
     return worker.gradients()
 
 
-def padded_gradients(model_path: str, batch: TrainBatch) -> dict[str, Tensor]:
+def padded_gradients(
+    model_path: str, batch: TrainBatch, objective: PolicyObjective = FULL_OBJECTIVE, reduction: Any = TOKEN_MEAN
+) -> dict[str, Tensor]:
     """One padded rectangle through the model's own forward: what every other way must equal."""
     model = load_causal_lm(model_path, dtype=torch.float32)
     logprobs, entropy = padded_scores(model, batch)
-    FULL_OBJECTIVE(batch, logprobs, entropy, Denominators.of(batch), Metrics()).backward()
+    objective(weigh(batch, reduction), logprobs, entropy, int(batch.loss_mask.sum()), Metrics()).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -62,6 +73,68 @@ def test_an_update_s_gradient_is_that_of_the_padded_batch_for_every_micro_batch_
     assert_same_gradient(gradients(tiny_model_path, batch, sizes), padded_gradients(tiny_model_path, batch))
 
 
+@pytest.mark.parametrize("sequences", [1, 3, 100])
+def test_a_reduction_is_over_the_mini_batch_whatever_the_micro_batch_size(tiny_model_path: str, sequences: int):
+    batch, reduction = policy_batch(), partial(sequence_mean, max_seq_len=1)
+    sizes = BatchSizes(mini_batch_groups=100, micro_train_sequences=sequences)
+    found = gradients(tiny_model_path, batch, sizes, reduction=reduction)
+    assert_same_gradient(found, padded_gradients(tiny_model_path, batch, reduction=reduction))
+
+
+SELECTING = {
+    "clip_cov": (
+        partial(clip_cov, eps_low=0.2, eps_high=0.2),
+        partial(choose_clip_cov, eps_low=0.2, eps_high=0.2, clip_cov_ratio=0.2, clip_cov_low=0.0, clip_cov_high=9.0),
+    ),
+    "kl_cov": (partial(kl_cov, kl_cov_coef=1.0), partial(choose_kl_cov, kl_cov_fraction=0.2)),
+}
+
+
+@pytest.mark.parametrize("name", SELECTING)
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_tokens_that_a_loss_treats_apart_are_chosen_over_the_mini_batch(
+    tiny_model_path: str, name: str, sequences: int
+):
+    loss, choose = SELECTING[name]
+    objective, batch = PolicyObjective(loss), policy_batch()
+    assert batch.old_logprobs is not None and batch.advantages is not None
+    selected = choose(batch.old_logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask)
+    assert int(selected.sum()) == int(0.2 * int(batch.loss_mask.sum())) > 1
+    expected = padded_gradients(tiny_model_path, batch.with_tokens(selected=selected), objective)
+    sizes = BatchSizes(mini_batch_groups=100, micro_train_sequences=sequences)
+    found = gradients(tiny_model_path, batch.with_tokens(selected=None), sizes, objective, choose=choose)
+    assert_same_gradient(found, expected)
+
+
+def test_a_later_mini_batch_s_choice_is_made_under_the_policy_as_it_is_then(tiny_model_path: str):
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def choose(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        seen.append((logprobs, old_logprobs))
+        return torch.zeros_like(mask)
+
+    learner = local_learner(
+        tiny_model_path,
+        BatchSizes(mini_batch_groups=2),
+        choose=choose,
+        objective=PolicyObjective(SELECTING["kl_cov"][0]),
+        optimizer=OptimizerConfig(lr=1e-2),
+    )
+    unscored = policy_batch().with_tokens(old_logprobs=None, loss_weights=None)
+
+    async def run() -> None:
+        await learner.setup()
+        batch = await learner.score(unscored)
+        await learner.update(batch)
+        await learner.close()
+
+    asyncio.run(run())
+    moved = [(logprobs - old).abs().max() for logprobs, old in seen]
+    assert len(moved) == 2
+    assert moved[0] == 0
+    assert moved[1] > 1e-3
+
+
 def test_an_update_s_gradient_does_not_depend_on_row_order(tiny_model_path: str):
     batch = policy_batch()
     shuffled = replace(batch.select([6, 7, 0, 1, 4, 5, 3, 2]))
@@ -78,13 +151,15 @@ def test_failed_sequences_change_no_gradient(tiny_model_path: str):
     assert_same_gradient(gradients(tiny_model_path, masked, sizes), without)
 
 
-def local_learner(model_path: str, sizes: BatchSizes, with_reference: bool = False, **changes: Any) -> Learner:
+def local_learner(
+    model_path: str, sizes: BatchSizes, with_reference: bool = False, choose: Any = None, **changes: Any
+) -> Learner:
     policy = WorkerGroup([LocalWorker(LearnerWorker(tiny_spec(model_path, **changes), 0, 1))])
     reference = None
     if with_reference:
         frozen = tiny_spec(model_path, optimizer=None, total_steps=None, objective=None)
         reference = WorkerGroup([LocalWorker(LearnerWorker(frozen, 0, 1))])
-    return Learner(policy, reference, sizes)
+    return Learner(policy, reference, sizes, choose=choose)
 
 
 def scored(model_path: str, sizes: BatchSizes) -> TrainBatch:

@@ -1,0 +1,86 @@
+"""Tokens that a loss treats apart, chosen over a whole mini-batch before its first backward.
+
+A choice made within a micro-batch would depend on how the mini-batch was cut. With `selects` a loss declares its
+choice; the learner then scores the mini-batch under the current policy, chooses, and hands each micro-batch its part
+of the `selected` mask. Source of both choices: arXiv:2505.22617.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def selects(choose: Callable[..., Tensor]) -> Callable[[F], F]:
+    """Decorator of a loss that asks for `selected`: choose(logprobs, old_logprobs, advantages, mask, *, ...) -> [T]."""
+
+    def declare(loss: F) -> F:
+        loss.choose_tokens = choose  # type: ignore[attr-defined]
+        return loss
+
+    return declare
+
+
+def selection_of(loss: Callable[..., Any]) -> Callable[..., Tensor] | None:
+    """What a loss declared; None for a loss that treats all tokens alike."""
+    found: Callable[..., Tensor] | None = getattr(loss, "choose_tokens", None)
+    return found
+
+
+def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """[T] (logprob - its mean) (A - its mean), means over the mask: what drives entropy down. 0 outside."""
+    count = mask.sum().clamp(min=1)
+
+    def centred(values: Tensor) -> Tensor:
+        inside = torch.where(mask, values.double(), 0.0)
+        return torch.where(mask, inside - inside.sum() / count, 0.0)
+
+    return centred(logprobs) * centred(advantages)
+
+
+def choose_clip_cov(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+    clip_cov_ratio: float,
+    clip_cov_low: float,
+    clip_cov_high: float,
+) -> Tensor:
+    """[T] bool: a share `clip_cov_ratio` (at least one) of all tokens, out of those with a covariance in the bounds.
+
+    Tokens that PPO clips anyway are left out. The paper draws at random among the candidates; here their own numbers
+    decide (bits of the covariance), so that the choice depends neither on the order of rows nor, but for a tie, on how
+    float32 rounds.
+    """
+    weights = covariance(logprobs, advantages, mask)
+    ratio = (logprobs - old_logprobs).exp()
+    clipped = torch.where(advantages > 0, ratio > 1 + eps_high, ratio < 1 - eps_low)
+    candidates = mask & ~clipped & (weights > clip_cov_low) & (weights < clip_cov_high)
+    number = max(int(clip_cov_ratio * int(mask.sum())), 1)
+    scrambled = (weights * 2.0**6).frac()
+    return _largest(torch.where(candidates, scrambled, -torch.inf), number)
+
+
+def choose_kl_cov(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, kl_cov_fraction: float
+) -> Tensor:
+    """[T] bool: the share `kl_cov_fraction` (at least one) of all tokens with the largest covariance."""
+    weights = covariance(logprobs, advantages, mask)
+    number = max(int(kl_cov_fraction * int(mask.sum())), 1)
+    return _largest(torch.where(mask, weights, -torch.inf), number)
+
+
+def _largest(values: Tensor, number: int) -> Tensor:
+    """[T] bool: the `number` largest values, minus infinity never."""
+    chosen = torch.zeros_like(values, dtype=torch.bool)
+    chosen[values.topk(min(number, len(values))).indices] = True
+    return chosen & (values > -torch.inf)

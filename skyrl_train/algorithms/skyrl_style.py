@@ -1,0 +1,129 @@
+"""Losses and estimators written for SkyRL: rectangles (B, L), a configuration, and a reduction of their own.
+
+    loss(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None) -> loss, metrics
+    estimator(token_level_rewards, response_mask, index, **others) -> (advantages, returns)
+
+They are recognised by the names `log_probs` and `token_level_rewards`; metrics are a clip ratio or a dict with one. A
+loss's scalar counts for its micro-batch in proportion to the weights of the tokens in it. That is exact, whatever the
+micro-batch size, where the scalar is the mean that `loss_reduction` names (token_mean, sequence_mean); for other
+functions the update depends on micro_train_batch_size_per_gpu, as it does in SkyRL. Prompts, what environments say and
+padding have mask 0, and are 0 in every other rectangle.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.advantages import TokenAdvantages
+from skyrl_train.config.algorithm import AlgorithmConfig
+
+
+def is_skyrl_style(function: Callable[..., Any]) -> bool:
+    """Whether a registered function has the signature of SkyRL's losses or estimators."""
+    return not inspect.signature(function).parameters.keys().isdisjoint({"log_probs", "token_level_rewards"})
+
+
+@dataclass(frozen=True)
+class SkyRLLoss:
+    """A SkyRL-style loss as a PolicyLoss."""
+
+    function: Callable[..., Any]
+    config: AlgorithmConfig
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        sequence_ids: Tensor,
+        rollout_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The function's scalar on every token that counts: weights then add up to the micro-batch's share of it."""
+        if not mask.any():  # a mean over nothing
+            zeros = torch.where(mask, logprobs, 0.0)
+            return zeros, zeros.detach()
+        rectangle = _Rectangle(sequence_ids, mask)
+        loss, metrics = _call(
+            self.function,
+            log_probs=rectangle.of(logprobs),
+            old_log_probs=rectangle.of(old_logprobs),
+            advantages=rectangle.of(advantages),
+            config=self.config,
+            loss_mask=rectangle.of(torch.ones_like(logprobs)),
+            rollout_logprobs=None if rollout_logprobs is None else rectangle.of(rollout_logprobs),
+        )
+        clipped = metrics.get("clip_ratio", 0.0) if isinstance(metrics, dict) else metrics
+        return torch.where(mask, loss.to(logprobs.dtype), 0.0), mask.to(logprobs.dtype) * float(
+            torch.as_tensor(clipped).detach()
+        )
+
+
+@dataclass(frozen=True)
+class SkyRLEstimator:
+    """A SkyRL-style estimator as an AdvantageEstimator. It does not see failed samples: they have no reward."""
+
+    function: Callable[..., Any]
+    config: AlgorithmConfig
+
+    def __call__(
+        self,
+        rewards: Tensor,
+        group_ids: Tensor,
+        valid: Tensor,
+        *,
+        token_rewards: Tensor,
+        mask: Tensor,
+        sequence_ids: Tensor,
+        values: Tensor | None = None,
+    ) -> TokenAdvantages:
+        if not valid.any():
+            return TokenAdvantages(torch.zeros_like(token_rewards), torch.zeros_like(token_rewards))
+        rectangle = _Rectangle(sequence_ids, mask)
+        results = _call(
+            self.function,
+            token_level_rewards=rectangle.of(token_rewards)[valid],
+            response_mask=rectangle.of(torch.ones_like(token_rewards))[valid],
+            index=np.array([str(group) for group in group_ids[valid].tolist()]),
+            values=None if values is None else rectangle.of(values)[valid],
+            config=self.config,
+            gamma=self.config.gamma,
+            lambd=self.config.lambd,
+            grpo_norm_by_std=self.config.grpo_norm_by_std,
+        )
+        whole = rectangle.of(torch.zeros_like(token_rewards))
+        advantages, returns = (rectangle.flat(whole.index_put((valid,), result.to(whole.dtype))) for result in results)
+        return TokenAdvantages(advantages, returns)
+
+
+class _Rectangle:
+    """[T] <-> (B, longest sequence), zeros outside the mask and to the right of a sequence."""
+
+    def __init__(self, sequence_ids: Tensor, mask: Tensor):
+        self._mask = mask
+        lengths = torch.bincount(sequence_ids)
+        starts = lengths.cumsum(0) - lengths
+        self._places = sequence_ids, torch.arange(len(sequence_ids), device=sequence_ids.device) - starts[sequence_ids]
+        self._shape = len(lengths), int(lengths.max())
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat.new_zeros(self._shape).index_put(self._places, torch.where(self._mask, flat, 0.0))
+
+    def flat(self, rectangle: Tensor) -> Tensor:
+        return torch.where(self._mask, rectangle[self._places], 0.0)
+
+
+def _call(function: Callable[..., Any], **arguments: Any) -> Any:
+    """With those arguments that the function takes."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return function(**arguments)
+    return function(**{name: value for name, value in arguments.items() if name in parameters})

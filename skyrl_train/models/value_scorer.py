@@ -1,0 +1,54 @@
+"""Values of states under a critic, from the ragged batch: a language model's body with a linear head of width 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from skyrl_train.models.ragged_model import RaggedModel, check_packing, linear_head, spread
+
+
+class ValueScorer(RaggedModel):
+    """The critic's root that strategies shard: takes the body of `model`, and leaves its LM head behind.
+
+    The head starts at 0: every state is worth 0 until something was learnt, whatever the seed. Raises ConfigError for a
+    model that cannot run without padding.
+    """
+
+    def __init__(self, model: PreTrainedModel, head_name: str = "value_head"):
+        """`head_name` is what the head is called in checkpoints."""
+        size = linear_head(model).in_features
+        body: Any = model.base_model
+        super().__init__(body)
+        self._prefix = model.base_model_prefix
+        self._head_name = head_name
+        self.value_head = nn.Linear(size, 1, bias=False, dtype=model.dtype, device=model.device)
+        nn.init.zeros_(self.value_head.weight)
+        check_packing(self)
+
+    def hf_name(self, name: str) -> str:
+        """A parameter's name in a checkpoint: the body's are those of the causal language model it was taken from."""
+        module, _, rest = name.partition(".")
+        return f"{self._head_name if module == 'value_head' else self._prefix}.{rest}"
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        offsets: Tensor,
+        temperature: Tensor,
+        score_mask: Tensor,
+        wants_entropy: bool = False,
+    ) -> tuple[Tensor, None]:
+        """[T] the value of the state before each token in score_mask, at least float32, 0 elsewhere; no entropy.
+
+        Arguments are those of TokenScorer: temperature is not read, and entropy cannot be asked for.
+        """
+        assert not wants_entropy, "a critic has no entropy"
+        positions, hidden = self.before_scored(input_ids, position_ids, offsets, score_mask)
+        kind = torch.promote_types(hidden.dtype, torch.float32)
+        values = (hidden.to(kind) * self.value_head.weight.to(kind)).sum(-1)  # a matrix product would be autocast
+        return spread(values, positions, score_mask), None

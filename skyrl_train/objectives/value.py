@@ -1,0 +1,56 @@
+"""What a critic's update minimises: the clipped value loss of one micro-batch, summed to a scalar."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.values import clipped_value_loss
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """loss = sum_t w_t value_loss_t over the tokens in loss_mask, w being the batch's `loss_weights`."""
+
+    value_clip: float
+    """Values move at most this far from those that the advantages were made with."""
+
+    @property
+    def wants_entropy(self) -> bool:
+        return False
+
+    def __call__(
+        self, batch: TrainBatch, values: Tensor, entropy: Tensor | None, mini_batch_tokens: int, metrics: Metrics
+    ) -> Tensor:
+        """A scalar to be backpropagated, added over micro-batches and ranks. values [T] are the critic's.
+
+        Values outside loss_mask are not read. `mini_batch_tokens` are those of the whole mini-batch.
+        """
+        mask, weights = batch.loss_mask, batch.loss_weights
+        assert batch.values is not None and batch.returns is not None and weights is not None, "set before the update"
+        losses, clipped = clipped_value_loss(values, batch.values, batch.returns, mask, value_clip=self.value_clip)
+        loss = (losses * weights).sum()
+        means = {"critic/clip_ratio": clipped.sum(), "critic/value_mean": torch.where(mask, values, 0.0).sum()}
+        numbers = [mask.sum(), loss, *means.values()]
+        tokens, total, *sums = torch.stack([number.detach().double() for number in numbers]).tolist()
+        if not tokens:
+            return loss
+        metrics.add_sum("critic/loss", total, weight=tokens / mini_batch_tokens)
+        for name, value in zip(means, sums, strict=True):
+            metrics.add_sum(name, value, weight=tokens)
+        return loss
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float | None:
+    """1 - Var(returns - values) / Var(returns) over the tokens that count, all [T]; a constant explains 0.
+
+    None where all returns are the same: there is nothing to explain.
+    """
+    values, returns = values[mask].double(), returns[mask].double()
+    if len(returns) == 0 or bool((returns == returns[0]).all()):
+        return None
+    return 1.0 - float((returns - values).var(correction=0) / returns.var(correction=0))

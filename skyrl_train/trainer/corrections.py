@@ -1,0 +1,114 @@
+"""Off-policy correction of a step's batch: which tokens and sequences count, and how much, before the update.
+
+It is done once, on the whole batch: what is masked here is in no denominator, however mini-batches are cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.corrections import (
+    all_inside,
+    effective_sample_size,
+    inside,
+    sequence_ratios,
+    truncated,
+)
+from skyrl_train.algorithms.kl import k3
+from skyrl_train.algorithms.ratios import importance_ratios
+from skyrl_train.config.algorithm import OffPolicyCorrectionConfig
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class OffPolicyCorrection:
+    """`trainer.algorithm.off_policy_correction`: masks first, then the weights of what is left."""
+
+    settings: OffPolicyCorrectionConfig
+
+    def __call__(self, batch: TrainBatch, metrics: Metrics) -> TrainBatch:
+        """The batch with a narrower `loss_mask` and with `importance_weights`, where they are asked for."""
+        if batch.old_logprobs is None or batch.rollout_logprobs is None:
+            return batch
+        old, rollout = batch.old_logprobs, batch.rollout_logprobs
+        ratios = importance_ratios(old, rollout, batch.loss_mask)
+        _describe(batch, ratios, metrics)
+        mask = self._kept(batch, ratios, metrics)
+        weights = None
+        if self.settings.tis_ratio_type == "token":
+            high = self.settings.token_tis_ratio_clip_high
+            weights = truncated(ratios, high)
+            _count(metrics, "correction/truncated_tokens", (ratios > high)[mask])
+        elif self.settings.tis_ratio_type == "sequence":
+            high = self.settings.sequence_tis_ratio_clip_high
+            of_sequences = sequence_ratios(old, rollout, batch.loss_mask, batch.sequence_ids, len(batch))
+            weights = batch.per_token(truncated(of_sequences, high)).to(old.dtype)
+            _count(metrics, "correction/truncated_sequences", (of_sequences > high)[_counting(batch)])
+        return batch.with_tokens(loss_mask=mask, importance_weights=weights)
+
+    def _kept(self, batch: TrainBatch, ratios: Tensor, metrics: Metrics) -> Tensor:
+        """[T] the loss mask without the sequences and tokens that are too far off."""
+        settings, counting = self.settings, _counting(batch)
+        low, high = settings.outlier_token_is_threshold_low, settings.outlier_token_is_threshold_high
+        keep = torch.ones(len(batch), dtype=torch.bool)
+        if low is not None or high is not None:
+            kept = all_inside(inside(ratios, low, high), batch.loss_mask, batch.sequence_ids, len(batch))
+            _count(metrics, "correction/outlier_sequences", ~kept[counting])
+            keep &= kept
+        if (metric := settings.sequence_mask_metric) is not None:
+            geometric = metric == "geometric"
+            of_sequences = sequence_ratios(
+                batch.old_logprobs,  # type: ignore[arg-type]
+                batch.rollout_logprobs,  # type: ignore[arg-type]
+                batch.loss_mask,
+                batch.sequence_ids,
+                len(batch),
+                geometric=geometric,
+            )
+            bounds = (
+                (settings.geo_mask_low, settings.geo_mask_high)
+                if geometric
+                else (settings.product_mask_low, settings.product_mask_high)
+            )
+            kept = inside(of_sequences, *bounds)
+            _count(metrics, "correction/masked_sequences", ~kept[counting])
+            keep &= kept
+        mask = batch.loss_mask & batch.per_token(keep)
+        if settings.token_mask_eps_low is not None or settings.token_mask_eps_high is not None:
+            low = None if settings.token_mask_eps_low is None else 1 - settings.token_mask_eps_low
+            high = None if settings.token_mask_eps_high is None else 1 + settings.token_mask_eps_high
+            kept = inside(ratios, low, high)
+            _count(metrics, "correction/masked_tokens", ~kept[batch.loss_mask])
+            mask = mask & kept
+        return mask
+
+
+def _counting(batch: TrainBatch) -> Tensor:
+    """[B] sequences with a token that counts."""
+    return batch.per_sequence_sum(batch.loss_mask.long()) > 0
+
+
+def _count(metrics: Metrics, name: str, hits: Tensor) -> None:
+    metrics.add_sum(name, float(hits.sum()), weight=max(len(hits), 1))
+
+
+def _describe(batch: TrainBatch, ratios: Tensor, metrics: Metrics) -> None:
+    """mismatch/*: how far the engine's log-probs are from the trainer's, over tokens that count; KL in nats."""
+    assert batch.old_logprobs is not None and batch.rollout_logprobs is not None
+    mask = batch.loss_mask
+    if not mask.any():
+        return
+    inside_mask = ratios[mask].double()
+    kl = k3(batch.rollout_logprobs, batch.old_logprobs, mask)[mask].double()
+    of_sequences = sequence_ratios(batch.old_logprobs, batch.rollout_logprobs, mask, batch.sequence_ids, len(batch))
+    metrics.add("mismatch/ratio_mean", float(inside_mask.mean()))
+    metrics.add("mismatch/ratio_std", float(inside_mask.std(correction=0)))
+    metrics.maximum("mismatch/ratio_max", float(inside_mask.max()))
+    metrics.add("mismatch/ratio_min", float(inside_mask.min()))
+    metrics.add("mismatch/kl", float(kl.mean()))
+    metrics.add("mismatch/ess_tokens", float(effective_sample_size(inside_mask)))
+    metrics.add("mismatch/ess_sequences", float(effective_sample_size(of_sequences[_counting(batch)])))

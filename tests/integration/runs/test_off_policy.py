@@ -1,0 +1,92 @@
+"""Engines that sample from another policy than the one that is trained: seen, measured, corrected."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .conftest import Run, metrics_of
+
+EVERY_SECOND = """
+from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
+
+
+class EverySecond(BasePPOExp):
+    def get_trainer(self, running):
+        trainer = super().get_trainer(running)
+        publish = trainer.publish
+
+        async def every_second(version):
+            return await publish(version) if version % 2 == 0 else {}
+
+        trainer.publish = every_second
+        return trainer
+
+
+if __name__ == "__main__":
+    run_experiment(EverySecond)
+"""
+
+
+@pytest.mark.slow
+def test_truncated_importance_sampling_learns_from_engines_that_are_one_version_old(
+    easy: Callable[[Path], list[str]], tmp_path: Path
+):
+    (tmp_path / "main_stale.py").write_text(EVERY_SECOND)
+    command = [
+        sys.executable,
+        str(tmp_path / "main_stale.py"),
+        *easy(tmp_path),
+        "trainer.placement.colocate_all=false",
+        "trainer.epochs=20",
+        "trainer.max_steps=16",
+        "trainer.ckpt_interval=0",
+        "trainer.policy.optimizer_config.lr=3e-3",
+        "trainer.algorithm.use_kl_loss=false",
+        "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
+        "generator.n_samples_per_prompt=8",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, timeout=250, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    found = metrics_of(tmp_path)
+    # Step 1, 3, ...: engines hold what is trained; step 2, 4, ...: what it was one update before.
+    fresh = [found[step] for step in range(3, 17, 2)]
+    stale = [found[step] for step in range(2, 17, 2)]
+    assert {row["rollouts/max_staleness"] for row in fresh} == {0}
+    assert {row["rollouts/max_staleness"] for row in stale} == {1}
+    assert max(row["mismatch/ratio_std"] for row in fresh) < 1e-3
+    assert min(row["mismatch/ratio_std"] for row in stale) > 1e-2
+    assert min(row["mismatch/kl"] for row in stale) > 100 * max(row["mismatch/kl"] for row in fresh)
+    assert max(row["mismatch/ess_tokens"] for row in stale) < min(row["mismatch/ess_tokens"] for row in fresh)
+    first, last = (sum(found[step]["reward/mean"] for step in steps) / 3 for steps in ((1, 2, 3), (14, 15, 16)))
+    assert last > first + 0.2
+
+
+@pytest.mark.slow
+def test_ratios_have_mean_one_when_sampling_was_truncated_and_the_policy_is_unchanged(
+    run: Run, small: Callable[[Path], list[str]], tmp_path: Path
+):
+    run(
+        "main_base",
+        *small(tmp_path),
+        "trainer.max_steps=2",
+        "trainer.ckpt_interval=0",
+        "trainer.eval_before_train=false",
+        "trainer.eval_interval=0",
+        "trainer.policy.optimizer_config.lr=0",
+        "trainer.algorithm.off_policy_correction.tis_ratio_type=sequence",
+        "generator.sampling_params.top_p=0.8",
+        "generator.sampling_params.temperature=0.7",
+    )
+    for step in (1, 2):
+        found = metrics_of(tmp_path)[step]
+        assert abs(found["mismatch/ratio_mean"] - 1) < 1e-4
+        assert found["mismatch/ratio_max"] < 1 + 1e-3
+        assert abs(found["policy/ratio"] - 1) < 1e-4
+        assert found["mismatch/ess_sequences"] > 1 - 1e-6

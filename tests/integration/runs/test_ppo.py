@@ -1,0 +1,116 @@
+"""PPO with a critic, and a reference that follows the policy, through the entrypoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from .conftest import Run, metrics_of
+
+Small = Callable[[Path], list[str]]
+Start = Callable[..., dict[int, dict[str, float]]]
+ENVIRONMENT = """
+from skyrl_train.environments.base import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_train.environments.registry import register
+
+
+class ParityEnv(BaseTextEnv):
+    def step(self, action):
+        return BaseTextEnvStepOutput(observations=[], reward=1.0 + 0.5 * (len(action) % 2), done=True, metadata={})
+
+
+register("parity", "parity_env:ParityEnv")
+"""
+
+
+@pytest.fixture
+def start(run: Run, small: Small, tmp_path: Path) -> Start:
+    """A run named `name` on 8 prompts, 2 steps an epoch, with rewards that a random model gets; its metrics by step."""
+    (tmp_path / "parity_env.py").write_text(ENVIRONMENT)
+    rows = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+
+    def started(name: str, *overrides: str) -> dict[int, dict[str, float]]:
+        usual = [
+            one for one in small(tmp_path / name) if not one.startswith(("environment.", "data.", "trainer.ckpt_i"))
+        ]
+        run(
+            "main_base",
+            *usual,
+            f"data.train_data=['{tmp_path / 'rows.jsonl'}']",
+            "trainer.plugins=[parity_env]",
+            "environment.env_class=parity",
+            "trainer.epochs=2",
+            "trainer.ckpt_interval=1",
+            "data.val_data=[]",
+            *overrides,
+            PYTHONPATH=path,
+        )
+        return metrics_of(tmp_path / name)
+
+    return started
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    ours, theirs = load_file(one), load_file(other)
+    return ours.keys() == theirs.keys() and all(bool((ours[name] == tensor).all()) for name, tensor in theirs.items())
+
+
+def learnt(metrics: dict[str, float]) -> dict[str, float]:
+    """What the trainer computed, without how weights travelled."""
+    return {name: value for name, value in metrics.items() if name.startswith(("critic/", "policy/", "reward/"))}
+
+
+@pytest.mark.slow
+def test_ppo_learns_values_and_goes_on_bit_for_bit_from_a_checkpoint_with_the_critic_on_slots_of_its_own(
+    start: Start, tiny_model_path: str, tmp_path: Path
+):
+    ppo = [
+        "trainer.algorithm.advantage_estimator=gae",
+        f"trainer.critic.model.path={tiny_model_path}",
+        "trainer.critic.optimizer_config.lr=1e-3",
+        "trainer.critic_mini_batch_size=2",
+        "trainer.update_epochs_per_batch=2",
+        "trainer.max_steps=3",
+    ]
+    rows = start("together", *ppo)
+    assert rows[1]["critic/explained_variance"] == 0, "a new critic values all states at 0"
+    losses, values = ([rows[step][f"critic/{name}"] for step in (1, 2, 3)] for name in ("loss", "value_mean"))
+    assert losses[0] > 1.2 * losses[1] > 1.44 * losses[2]
+    assert 0 < values[0] < values[1] < values[2] < 1.5
+    assert all(row["critic/lr"] == 1e-3 and row["critic/grad_norm"] > 0 for row in rows.values())
+
+    checkpoint = tmp_path / "together" / "ckpts" / "global_step_2"
+    assert {path.name for path in checkpoint.iterdir() if path.is_dir()} == {"policy", "critic"}
+    going_on = ["trainer.resume_mode=from_path", f"trainer.resume_path={checkpoint}"]
+    resumed = start("apart", *ppo, *going_on, "trainer.placement.colocate_all=false")
+    assert learnt(resumed[3]) == learnt(rows[3])
+    for role in ("policy", "critic"):
+        file = f"ckpts/global_step_3/{role}/shard_0.safetensors"
+        assert same_weights(tmp_path / "apart" / file, tmp_path / "together" / file), role
+
+
+@pytest.mark.slow
+def test_the_reference_becomes_the_policy_after_every_epoch_and_comes_back_from_a_checkpoint(
+    start: Start, tmp_path: Path
+):
+    follows = [
+        "trainer.update_ref_every_epoch=true",
+        "trainer.policy.optimizer_config.lr=3e-3",
+        "trainer.placement.colocate_all=false",
+        "trainer.placement.colocate_policy_ref=false",
+        "trainer.placement.ref_num_gpus_per_node=2",  # the policy has one
+    ]
+    rows = start("straight", *follows)
+    assert [rows[step]["policy/kl"] > 1e-6 for step in (1, 2, 3, 4)] == [False, True, False, True]
+    assert not (tmp_path / "straight" / "ckpts" / "reference.partial").exists()
+
+    checkpoint = tmp_path / "straight" / "ckpts" / "global_step_3"
+    resumed = start("resumed", *follows, "trainer.resume_mode=from_path", f"trainer.resume_path={checkpoint}")
+    assert learnt(resumed[4]) == learnt(rows[4])

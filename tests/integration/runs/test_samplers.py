@@ -1,0 +1,100 @@
+"""Samplers between rollouts and training, from the command line to the checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from .conftest import Run, metrics_of
+
+PLUGIN = """
+from skyrl_train.environments.base import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_train.environments.registry import register
+
+
+class ParityEnv(BaseTextEnv):
+    def step(self, action):
+        return BaseTextEnvStepOutput(observations=[], reward=float(len(action) % 2), done=True, metadata={})
+
+
+register("parity", "parity_plugin:ParityEnv")
+"""
+
+SIX_STEPS = ("trainer.max_steps=6", "trainer.epochs=6", "trainer.hf_save_interval=6", "trainer.eval_before_train=false")
+
+
+@pytest.fixture
+def parity(small: Callable[[Path], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """Overrides of `small` on 10 prompts that a random model answers rightly half of the time; nothing is evaluated."""
+    (tmp_path / "parity_plugin.py").write_text(PLUGIN)
+    rows = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(10)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def overrides(folder: Path) -> list[str]:
+        kept = [one for one in small(folder) if not one.startswith(("environment.", "data."))]
+        return [
+            *kept,
+            f"data.train_data=['{tmp_path / 'rows.jsonl'}']",
+            "data.val_data=[]",
+            "trainer.plugins=[parity_plugin]",
+            "environment.env_class=parity",
+            "generator.n_samples_per_prompt=2",
+            "trainer.algorithm.use_kl_loss=false",
+        ]
+
+    return overrides
+
+
+@pytest.mark.slow
+def test_a_filtered_run_resumes_to_the_same_prompts_metrics_and_bits(
+    run: Run, parity: Callable[[Path], list[str]], tmp_path: Path
+):
+    samplers = [
+        "trainer.algorithm.dynamic_sampling.type=filter",
+        "trainer.algorithm.overlong_buffer.len=8",
+        "trainer.algorithm.overlong_buffer.penalty_factor=0.5",
+        "data.curriculum.min_pass_rate=0.1",
+        *SIX_STEPS,
+    ]
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    run("main_base", *parity(straight), *samplers)
+    from_step_2 = f"trainer.resume_path={straight / 'ckpts' / 'global_step_2'}"
+    run("main_base", *parity(resumed), *samplers, "trainer.resume_mode=from_path", from_step_2)
+
+    found = metrics_of(straight)
+    assert metrics_of(resumed) == {step: found[step] for step in range(3, 7)}
+    assert sum(found[step]["sampling/dropped"] for step in range(1, 7)) > 0
+    assert sum(found[step]["sampling/left_out"] for step in range(1, 7)) > 0
+    assert all(found[step]["rollouts/failed"] == 0 for step in range(1, 7))
+    assert 0 < found[1]["reward/length_penalty"] <= 0.5
+    for step in range(1, 7):
+        kept = found[step]["sampling/drawn"] - found[step]["sampling/dropped"]
+        assert kept in (2, 4), "4 prompts, and the 2 that are left of an epoch of 10"
+    weights = "exports/global_step_6/policy/model.safetensors"
+    ours, theirs = load_file(resumed / weights), load_file(straight / weights)
+    assert all(bool((ours[name] == tensor).all()) for name, tensor in theirs.items())
+
+
+@pytest.mark.slow
+def test_a_run_cuts_the_slow_rollouts_that_it_began_in_addition(
+    run: Run, parity: Callable[[Path], list[str]], tmp_path: Path
+):
+    run(
+        "main_base",
+        *parity(tmp_path),
+        "trainer.max_steps=3",
+        "trainer.eval_before_train=false",
+        "generator.over_provisioning=0.5",
+        "generator.apply_overlong_filtering=true",
+        "generator.zero_reward_on_non_stop=true",
+        "trainer.algorithm.zero_variance_filter=true",
+    )
+    found = metrics_of(tmp_path)
+    assert [found[step]["sampling/cut"] for step in (1, 2, 3)] == [2, 2, 1]
+    assert [found[step]["rollouts/trajectories"] for step in (1, 2, 3)] == [8, 8, 4]
+    assert all(found[step]["rollouts/failed"] == 0 for step in (1, 2, 3))

@@ -1,0 +1,251 @@
+"""Every per-token term of a loss against its paper: value and gradient in plain Python, one token after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import exp, log
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms import registry
+from skyrl_train.algorithms.values import clipped_value_loss
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.objectives import policy
+from skyrl_train.testing.hard_batches import SHAPES, current_logprobs, hard_batch, mask_only, spoilt
+
+SETTINGS = {
+    "eps_low": 0.2,
+    "eps_high": 0.3,
+    "clip_ratio_c": 1.5,
+    "cispo_eps_low": 0.25,
+    "cispo_eps_high": 0.45,
+    "tau_pos": 1.1,
+    "tau_neg": 1.7,
+    "dppo_tv_threshold": 0.02,
+    "dppo_kl_threshold": 0.004,
+    "kl_cov_coef": 0.7,
+    "minor_beta": 0.3,
+}
+SET = SimpleNamespace(**SETTINGS)
+Reference = Callable[[list[SimpleNamespace], list[float]], tuple[list[float], list[float]]]
+"""(tokens of one sequence that count, their weights) -> (values, gradient of the weighted sum wrt log-probs)"""
+
+
+def per_token(equation: Callable[[SimpleNamespace], tuple[float, float]]) -> Reference:
+    """An equation of one token alone, with its derivative."""
+
+    def of_sequence(tokens: list[SimpleNamespace], weights: list[float]) -> tuple[list[float], list[float]]:
+        pairs = [equation(token) for token in tokens]
+        return [value for value, _ in pairs], [w * slope for w, (_, slope) in zip(weights, pairs, strict=True)]
+
+    return of_sequence
+
+
+def surrogate(ratio: float, advantage: float) -> tuple[float, float]:
+    """PPO, eq. 7: pessimistic, so that only a move already rewarded is bounded."""
+    if advantage > 0 and ratio > 1 + SET.eps_high:
+        return -(1 + SET.eps_high) * advantage, 0.0
+    if advantage < 0 and ratio < 1 - SET.eps_low:
+        return -(1 - SET.eps_low) * advantage, 0.0
+    return -ratio * advantage, -ratio * advantage
+
+
+def dual_clip(t: SimpleNamespace) -> tuple[float, float]:
+    if t.adv < 0 and t.r > SET.clip_ratio_c:
+        return -SET.clip_ratio_c * t.adv, 0.0
+    return surrogate(t.r, t.adv)
+
+
+def gspo(tokens: list[SimpleNamespace], weights: list[float]) -> tuple[list[float], list[float]]:
+    s = exp(sum(t.lp - t.old for t in tokens) / max(len(tokens), 1))
+    return per_token(lambda t: surrogate(s, t.adv))(tokens, weights)
+
+
+def gmpo(tokens: list[SimpleNamespace], weights: list[float]) -> tuple[list[float], list[float]]:
+    logs, free = [], []
+    for t in tokens:
+        x = t.lp - t.old
+        bounded = min(x, SET.eps_high) if t.adv > 0 else max(x, -SET.eps_low)
+        logs.append(bounded)
+        free.append(bounded == x)
+    n = max(len(tokens), 1)
+    value = -sum(t.adv for t in tokens) / n * exp(sum(logs) / n)
+    return [value] * len(tokens), [sum(weights) * value / n if is_free else 0.0 for is_free in free]
+
+
+def cispo(t: SimpleNamespace) -> tuple[float, float]:
+    weight = min(max(t.r, 1 - SET.cispo_eps_low), 1 + SET.cispo_eps_high)
+    return -weight * t.adv * t.lp, -weight * t.adv
+
+
+def rollout_is(t: SimpleNamespace) -> tuple[float, float]:
+    weight = t.u if 1 - SET.eps_low < t.u < 1 + SET.eps_high else 0.0
+    return -weight * t.adv * t.lp, -weight * t.adv
+
+
+def sapo(t: SimpleNamespace) -> tuple[float, float]:
+    tau = SET.tau_pos if t.adv > 0 else SET.tau_neg
+    gate = 1 / (1 + exp(-tau * (t.r - 1)))
+    return -4 / tau * gate * t.adv, -4 * gate * (1 - gate) * t.r * t.adv
+
+
+def trusted(t: SimpleNamespace, is_far: bool) -> tuple[float, float]:
+    if is_far and ((t.adv > 0 and t.u > 1) or (t.adv < 0 and t.u < 1)):
+        return 0.0, 0.0
+    return -t.u * t.adv, -t.u * t.adv
+
+
+def dppo_kl(t: SimpleNamespace) -> tuple[float, float]:
+    p, q = exp(t.lp), exp(t.rollout)
+    return trusted(t, q * log(q / p) + (1 - q) * log((1 - q) / (1 - p)) > SET.dppo_kl_threshold)
+
+
+def kl_cov(t: SimpleNamespace) -> tuple[float, float]:
+    x = t.lp - t.old
+    sign = 1 if x > 0 else -1
+    extra = SET.kl_cov_coef if t.selected else 0.0
+    return -t.r * t.adv + extra * abs(x), -t.r * t.adv + extra * sign
+
+
+def value_loss(t: SimpleNamespace) -> tuple[float, float]:
+    """Values are what is trained here, old log-probs and the reference's stand for old values and returns."""
+    bounded = min(max(t.lp, t.old - 0.2), t.old + 0.2)
+    plain, clipped = (t.lp - t.ref) ** 2, (bounded - t.ref) ** 2
+    return max(plain, clipped) / 2, t.lp - t.ref if plain >= clipped else 0.0
+
+
+def minor_sft(tokens: list[SimpleNamespace], weights: list[float]) -> tuple[list[float], list[float]]:
+    margin = SET.minor_beta * sum(t.lp - t.ref for t in tokens)
+    slope = -SET.minor_beta / (1 + exp(margin))
+    return [log(1 + exp(-margin))] * len(tokens), [sum(weights) * slope] * len(tokens)
+
+
+POLICY: dict[str, Reference] = {
+    "regular": per_token(lambda t: surrogate(t.r, t.adv)),
+    "dual_clip": per_token(dual_clip),
+    "gspo": gspo,
+    "gmpo": gmpo,
+    "cispo": per_token(cispo),
+    "rollout_is": per_token(rollout_is),
+    "importance_sampling": per_token(lambda t: (-t.r * t.adv, -t.r * t.adv)),
+    "cross_entropy": per_token(lambda t: (-t.lp, -1.0)),
+    "sapo": per_token(sapo),
+    "dppo_tv": per_token(lambda t: trusted(t, abs(exp(t.lp) - exp(t.rollout)) > SET.dppo_tv_threshold)),
+    "dppo_kl": per_token(dppo_kl),
+    "clip_cov": per_token(lambda t: (0.0, 0.0) if t.selected else surrogate(t.r, t.adv)),
+    "kl_cov": per_token(kl_cov),
+}
+KL: dict[str, Reference] = {
+    "k1": per_token(lambda t: (t.d, 1.0)),
+    "abs": per_token(lambda t: (abs(t.d), 1.0 if t.d > 0 else -1.0)),
+    "k2": per_token(lambda t: (t.d**2 / 2, t.d)),
+    "k3": per_token(lambda t: (t.k3, 1 - exp(-t.d))),
+    "k1+": per_token(lambda t: (t.d, t.d)),
+    "k3+": per_token(lambda t: (t.k3, t.d)),
+    "k3_ratio": per_token(lambda t: (t.r * t.k3, t.r * (t.k3 + 1 - exp(-t.d)))),
+}
+SFT: dict[str, Reference] = {"sft": per_token(lambda t: (-t.lp, -1.0)), "minor_sft": minor_sft}
+ALL = {**POLICY, **KL, **SFT, "value": per_token(value_loss)}
+
+
+def values_of(name: str, batch: TrainBatch, logprobs: Tensor, frozen: Tensor) -> Tensor:
+    """[T] from the code under test."""
+    mask = batch.loss_mask
+    assert batch.old_logprobs is not None and batch.ref_logprobs is not None
+    if name == "value":
+        return clipped_value_loss(logprobs, batch.old_logprobs, batch.ref_logprobs, mask, value_clip=0.2)[0]
+    table, arguments = (
+        (registry.policy_losses, (batch.old_logprobs, batch.advantages, mask))
+        if name in POLICY
+        else (registry.kl_estimators, (batch.ref_logprobs, mask))
+        if name in KL
+        else (registry.sft_losses, (mask,))
+    )
+    tensors = {name: getattr(batch, name) for name in (*policy.TENSORS - {"frozen_logprobs"}, "ref_logprobs")}
+    function = registry.bind(table.get(name), name, SETTINGS, policy.TENSORS | {"ref_logprobs"})  # type: ignore[attr-defined]
+    result = function(logprobs, *arguments, **registry.asked_for(function, {**tensors, "frozen_logprobs": frozen}))
+    return result[0] if name in POLICY else result
+
+
+def tokens_of(batch: TrainBatch, logprobs: Tensor) -> list[list[SimpleNamespace]]:
+    """For every sequence, its tokens that count."""
+    names = {"old": "old_logprobs", "rollout": "rollout_logprobs", "ref": "ref_logprobs", "adv": "advantages"}
+    columns = {short: mask_only(batch, getattr(batch, name)) for short, name in names.items()}
+    columns |= {"lp": mask_only(batch, logprobs.detach()), "selected": mask_only(batch, batch.selected)}  # type: ignore[arg-type]
+    sequences = []
+    for row in range(len(batch)):
+        tokens = [
+            SimpleNamespace(**dict(zip(columns, values, strict=True)))
+            for values in zip(*(column[row] for column in columns.values()), strict=True)
+        ]
+        for t in tokens:
+            t.r, t.u, t.d = exp(t.lp - t.old), exp(t.lp - t.rollout), t.lp - t.ref
+            t.k3 = exp(-t.d) - 1 + t.d
+        sequences.append(tokens)
+    return sequences
+
+
+def weights_of(batch: TrainBatch) -> Tensor:
+    return torch.rand(len(batch.input_ids), generator=torch.Generator().manual_seed(5), dtype=torch.float64) + 0.1
+
+
+def value_and_gradient(name: str, batch: TrainBatch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    values = values_of(name, batch, logprobs, logprobs.detach())
+    (gradient,) = torch.autograd.grad((values * weights_of(batch)).sum(), logprobs)
+    return values.detach(), gradient
+
+
+def test_every_choice_of_the_tables_is_derived_here():
+    assert POLICY.keys() == registry.policy_losses.table.keys()
+    assert KL.keys() == registry.kl_estimators.table.keys()
+    assert SFT.keys() == registry.sft_losses.table.keys()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_values_and_gradients_are_those_of_the_paper(name: str):
+    for seed, shape in enumerate([*SHAPES, *SHAPES]):
+        batch = hard_batch(shape, seed)
+        logprobs = current_logprobs(batch, seed + 100)
+        values, gradient = value_and_gradient(name, batch, logprobs)
+        weights = mask_only(batch, weights_of(batch))
+        expected = [ALL[name](*pair) for pair in zip(tokens_of(batch, logprobs), weights, strict=True)]
+        for found, wanted in (values, [v for v, _ in expected]), (gradient, [g for _, g in expected]):
+            flat = torch.tensor([x for row in wanted for x in row], dtype=torch.float64)
+            torch.testing.assert_close(found[batch.loss_mask], flat, rtol=1e-11, atol=1e-13)
+            assert (found[~batch.loss_mask] == 0).all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_gradients_match_finite_differences(name: str):
+    batch = hard_batch("failed rows", seed=3)
+    logprobs = current_logprobs(batch)
+    frozen = logprobs.detach().clone()
+    assert torch.autograd.gradcheck(lambda x: values_of(name, batch, x, frozen), logprobs)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_nothing_outside_the_mask_has_a_value_a_gradient_or_an_influence(name: str):
+    batch = hard_batch("failed rows", seed=4)
+    clean = current_logprobs(batch)
+    expected = value_and_gradient(name, batch, clean)
+    for garbage in (torch.nan, torch.inf, -torch.inf, 1e300, -1e300):
+        logprobs = clean.detach().masked_fill(~batch.loss_mask, garbage).requires_grad_()
+        for found, wanted in zip(value_and_gradient(name, spoilt(batch, garbage), logprobs), expected, strict=True):
+            assert (found[~batch.loss_mask] == 0).all()
+            assert torch.equal(found[batch.loss_mask], wanted[batch.loss_mask])
+
+
+@pytest.mark.parametrize("name", POLICY)
+@pytest.mark.parametrize("log_ratio", [300.0, -300.0])
+def test_a_stray_log_ratio_gives_a_finite_value_and_gradient(name: str, log_ratio: float):
+    batch = hard_batch("regular")
+    assert batch.old_logprobs is not None and batch.rollout_logprobs is not None
+    stray = torch.arange(len(batch.input_ids)) % 4 == 0
+    batch = batch.with_tokens(
+        old_logprobs=batch.old_logprobs - log_ratio * stray, rollout_logprobs=batch.rollout_logprobs - log_ratio * stray
+    )
+    for found in value_and_gradient(name, batch, current_logprobs(hard_batch("regular"))):
+        assert found.isfinite().all()

@@ -1,0 +1,103 @@
+"""Losses and estimators as SkyRL's users write them. test_invariance.py holds what micro-batches do to them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_train.algorithms import registry
+from skyrl_train.algorithms.advantages import dr_grpo
+from skyrl_train.algorithms.losses import clipped_surrogate
+from skyrl_train.algorithms.skyrl_style import SkyRLEstimator, SkyRLLoss, is_skyrl_style
+from skyrl_train.build.algorithm import settings
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.metrics import Metrics
+from skyrl_train.objectives import policy
+from skyrl_train.testing.hard_batches import SHAPES, current_logprobs, hard_batch, mask_only, spoilt
+from skyrl_train.trainer import advantages
+from skyrl_train.trainer.advantages import AdvantageStep
+
+CONFIG = AlgorithmConfig(gamma=0.9, lambd=0.5)
+
+
+def centred(token_level_rewards, response_mask, index, **kwargs):  # type: ignore[no-untyped-def]
+    scores = token_level_rewards.sum(-1)
+    means = torch.stack([scores[torch.from_numpy(index == group)].mean() for group in index])
+    result = (scores - means).unsqueeze(-1) * response_mask
+    return result, result
+
+
+def reads_everything(token_level_rewards, response_mask, index, values, config, gamma, lambd, grpo_norm_by_std):  # type: ignore[no-untyped-def]
+    assert token_level_rewards.shape == response_mask.shape == values.shape
+    assert isinstance(index, np.ndarray)
+    assert (config, gamma, lambd, grpo_norm_by_std) == (CONFIG, 0.9, 0.5, True)
+    return values * response_mask, token_level_rewards
+
+
+def mean_of_rows(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None):  # type: ignore[no-untyped-def]
+    assert log_probs.shape == old_log_probs.shape == advantages.shape == loss_mask.shape == rollout_logprobs.shape
+    assert config is CONFIG
+    return (-log_probs * advantages * loss_mask).sum() / loss_mask.sum(), {"clip_ratio": 0.25, "other": 1.0}
+
+
+def step_of(function) -> AdvantageStep:  # type: ignore[no-untyped-def]
+    return AdvantageStep(registry.bind(SkyRLEstimator(function, CONFIG), "test", settings(CONFIG), advantages.TENSORS))
+
+
+def test_they_are_recognised_by_their_arguments():
+    assert is_skyrl_style(centred)
+    assert is_skyrl_style(mean_of_rows)
+    assert not is_skyrl_style(clipped_surrogate)
+    assert not is_skyrl_style(dr_grpo)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_estimator_compares_the_samples_that_did_not_fail(shape: str):
+    batch = hard_batch(shape)
+    built_in = AdvantageStep(dr_grpo)(batch, Metrics())
+    found = step_of(centred)(spoilt(batch, torch.nan), Metrics())
+    torch.testing.assert_close(found.advantages, built_in.advantages, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(found.returns, found.advantages)
+
+
+def test_an_estimator_gets_the_rest_by_skyrl_s_names():
+    batch = hard_batch("failed rows")
+    found = step_of(reads_everything)(batch, Metrics())
+    assert found.advantages is not None and batch.values is not None and batch.token_rewards is not None
+    torch.testing.assert_close(found.advantages, batch.values * batch.loss_mask)
+    torch.testing.assert_close(found.returns, batch.token_rewards * batch.loss_mask)
+
+
+def test_a_loss_gets_rectangles_and_its_scalar_counts_once_for_every_token():
+    batch = hard_batch("failed rows")
+    logprobs = current_logprobs(batch)
+    loss = registry.bind(SkyRLLoss(mean_of_rows, CONFIG), "test", settings(CONFIG), policy.TENSORS)
+    tensors = {"sequence_ids": batch.sequence_ids, "rollout_logprobs": batch.rollout_logprobs}
+    values, clipped = loss(logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, **tensors)
+    assert batch.advantages is not None
+    by_hand = (-logprobs * batch.advantages)[batch.loss_mask].mean()
+    assert values[batch.loss_mask].tolist() == pytest.approx([by_hand.item()] * int(batch.loss_mask.sum()))
+    assert clipped.sum() == 0.25 * batch.loss_mask.sum()
+    assert not values[~batch.loss_mask].any()
+
+
+def test_a_mini_batch_without_a_token_that_counts_is_not_shown_to_a_loss_that_would_divide_by_zero():
+    batch = hard_batch("nothing counts")
+    logprobs = current_logprobs(batch)
+    values, clipped = SkyRLLoss(mean_of_rows, CONFIG)(
+        logprobs, logprobs, logprobs, batch.loss_mask, sequence_ids=batch.sequence_ids
+    )
+    assert torch.autograd.grad(values.sum(), logprobs)[0].tolist() == [0.0] * len(logprobs)
+    assert not clipped.any()
+
+
+def test_a_reward_in_the_middle_stays_on_its_token():
+    batch = hard_batch("regular")
+    assert batch.token_rewards is not None
+    rewards = [np.count_nonzero(row) for row in mask_only(batch, batch.token_rewards)]
+    assert max(rewards) == 2
+    found = step_of(reads_everything)(replace(batch, values=batch.token_rewards), Metrics())
+    torch.testing.assert_close(found.advantages, batch.token_rewards)
