@@ -10,22 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.environments.arithmetic import generate
+from task import prepare, quickstart, scores_of
+
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))
-
-import quickstart
-from model import save_model
-
-PROBLEMS = 1_000
-SCORE = "eval/arithmetic/avg_score"
 LAYOUTS = {"colocated": "true", "apart": "false"}
 
 
@@ -51,15 +44,6 @@ def main() -> None:
         arguments.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
-def prepare(folder: Path, seed: int) -> Path:
-    """Data, with more problems to evaluate on than the quickstart's own, and the model after its warm-up."""
-    texts = quickstart.write_data(folder / "data", seed)
-    problems = generate(PROBLEMS, quickstart.OPERATIONS, quickstart.MAX_VALUE, seed + 2, "validation")
-    quickstart.write_jsonl(folder / "data" / "validation.jsonl", problems)
-    save_model(folder / "model", texts, seed)
-    return quickstart.warm_up(folder, seed)
-
-
 def learn(folder: Path, warm: Path, seed: int, backend: str, layout: str) -> dict[str, Any]:
     run = folder / f"{backend}-{layout}"
     overrides = [
@@ -74,7 +58,7 @@ def learn(folder: Path, warm: Path, seed: int, backend: str, layout: str) -> dic
     quickstart.train(folder, warm, seed, overrides)
     seconds = time.perf_counter() - start
     lines = read_jsonl(run / METRICS_FILE)
-    scores = [line[SCORE] for line in lines if SCORE in line]
+    scores = scores_of(run)
     gaps = [line["weights/probe_gap"] for line in lines if "weights/probe_gap" in line]
     return {
         "backend": backend,
