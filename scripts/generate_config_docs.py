@@ -101,7 +101,7 @@ def _table(keys: list[Key], docs: dict[str, str]) -> str:
 def _limits(name: str) -> Iterator[str]:
     """What a key accepts beyond its type."""
     if name in CHOICES:
-        yield f"One of {', '.join(f'`{choice}`' for choice in CHOICES[name])}."
+        yield f"One of {', '.join(f'`{show(choice)}`' for choice in CHOICES[name])}."
     if later := NAMES.get(name):
         yield f"Not available in this version: {', '.join(f'`{choice}`' for choice in later)}."
     if name in VALUES:

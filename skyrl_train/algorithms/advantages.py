@@ -3,7 +3,7 @@
     estimator(rewards, group_ids, valid, *, ...) -> [B] advantages, the same on all tokens of a response,
                                                     or TokenAdvantages
 
-rewards [B] float32, group_ids [B] (equal for the samples of a prompt), valid [B] bool: failed and cut samples neither
+rewards [B] float32, group_ids [B] (equal for the samples of a prompt), valid [B] bool: failed samples neither
 count in any statistic nor get an advantage. Keywords are asked for by name: numbers come from configuration, and of
 tensors there are
 

@@ -85,7 +85,7 @@ class FixedKLController:
 class AdaptiveKLController:
     """Proportional control of the coefficient towards a target KL (`kl_ctrl.type=adaptive`; arXiv:1909.08593, 2.2).
 
-    coef <- coef * (1 + clip(observed / target - 1, -0.2, 0.2) * num_sequences / horizon)
+    coef <- coef * (1 + clip(observed / target - 1, -0.2, 0.2) * min(num_sequences / horizon, 1))
     """
 
     def __init__(self, coef: float, target: float, horizon: float):
@@ -96,4 +96,4 @@ class AdaptiveKLController:
     def update(self, observed_kl: float, num_sequences: int) -> None:
         """observed_kl in nats: the mean over sequences of their mean over tokens."""
         error = min(max(observed_kl / self.target - 1, -0.2), 0.2)
-        self.coef *= 1 + error * num_sequences / self.horizon
+        self.coef *= 1 + error * min(num_sequences / self.horizon, 1.0)  # beyond it the sign could turn round

@@ -124,8 +124,7 @@ def rollout_is(
 ) -> tuple[Tensor, Tensor]:
     """-sg[u] A logprobs with u = exp(logprobs - rollout_logprobs), and 0 where u is not in (1 - eps_low, 1 + eps_high).
 
-    Against the policy that really sampled, so that no pass for old log-probs is needed (SkyRL's `rollout_is`; double
-    sided masking as in IcePop).
+    Against the policy that really sampled (SkyRL's `rollout_is`; double sided masking as in IcePop).
     """
     ratio = importance_ratios(frozen_logprobs, rollout_logprobs, mask)
     inside = (ratio > 1 - eps_low) & (ratio < 1 + eps_high)

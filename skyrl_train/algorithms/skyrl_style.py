@@ -62,9 +62,8 @@ class SkyRLLoss:
             rollout_logprobs=None if rollout_logprobs is None else rectangle.of(rollout_logprobs),
         )
         clipped = metrics.get("clip_ratio", 0.0) if isinstance(metrics, dict) else metrics
-        return torch.where(mask, loss.to(logprobs.dtype), 0.0), mask.to(logprobs.dtype) * float(
-            torch.as_tensor(clipped).detach()
-        )
+        share = float(torch.as_tensor(clipped).detach())
+        return torch.where(mask, loss.to(logprobs.dtype), 0.0), mask.to(logprobs.dtype) * share
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,12 @@ class SkyRLEstimator:
         if not valid.any():
             return TokenAdvantages(torch.zeros_like(token_rewards), torch.zeros_like(token_rewards))
         rectangle = _Rectangle(sequence_ids, mask)
+        of_tokens = rectangle.of(token_rewards)
+        silent = torch.bincount(sequence_ids[mask], minlength=len(rewards)) == 0
+        of_tokens[silent, -1] = rewards[silent].to(of_tokens.dtype)  # kept out of the loss, not out of its group
         results = _call(
             self.function,
-            token_level_rewards=rectangle.of(token_rewards)[valid],
+            token_level_rewards=of_tokens[valid],
             response_mask=rectangle.of(torch.ones_like(token_rewards))[valid],
             index=np.array([str(group) for group in group_ids[valid].tolist()]),
             values=None if values is None else rectangle.of(values)[valid],

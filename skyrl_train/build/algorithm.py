@@ -55,8 +55,9 @@ class Learning:
 
 
 def policy_learning(cfg: Config) -> Learning:
-    """Training with rewards. Raises ConfigError for names that nobody registered."""
+    """Training with rewards. Raises ConfigError for names that nobody registered, or that ask for what nobody has."""
     algorithm = cfg.trainer.algorithm
+    build_advantages(algorithm)  # what is wrong with an estimator must show before engines are started
     return Learning(
         objective=build_objective(algorithm),
         reduction=build_reduction(cfg),
@@ -104,12 +105,13 @@ def build_critic_objective(trainer: TrainerConfig) -> ValueObjective | None:
     name = trainer.algorithm.advantage_estimator
     estimator = advantage_estimators.get(name)
     path = trainer.critic.model.path
-    if path is None and keywords_of(estimator).get("values", False):
+    values = inspect.signature(estimator).parameters.get("values")
+    if path is None and values is not None and values.default is values.empty:
         raise ConfigError(
             f"trainer.critic.model.path=null: advantage_estimator={name} asks for values, which a critic predicts; "
             "give the path of a model, usually the policy's."
         )
-    if path is None or "values" not in inspect.signature(estimator).parameters:
+    if path is None or values is None:
         return None
     return ValueObjective(trainer.algorithm.value_clip)
 
@@ -147,7 +149,7 @@ def build_choice(algorithm: AlgorithmConfig) -> Choose | None:
 def build_advantages(algorithm: AlgorithmConfig) -> AdvantageStep:
     """The advantage estimator, with the KL penalty on rewards where it is asked for."""
     kl = None
-    if algorithm.use_kl_in_reward:
+    if _kl_in_reward(algorithm):
         control = algorithm.kl_ctrl
         controller: FixedKLController | AdaptiveKLController = FixedKLController(algorithm.kl_loss_coef)
         if control.type == "adaptive":
@@ -204,12 +206,12 @@ def settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
     """Whether anything reads the reference model's log-probs: with a coefficient of 0 nothing does."""
-    return algorithm.use_kl_in_reward or _kl_in_loss(algorithm) or "ref_logprobs" in _estimator_reads(algorithm)
+    return _kl_in_reward(algorithm) or _kl_in_loss(algorithm) or "ref_logprobs" in _estimator_reads(algorithm)
 
 
 def needs_old_logprobs(algorithm: AlgorithmConfig) -> bool:
     """Whether the trainer's log-probs before the update are read by anything but the loss."""
-    return algorithm.use_kl_in_reward or corrects(algorithm) or "old_logprobs" in _estimator_reads(algorithm)
+    return _kl_in_reward(algorithm) or corrects(algorithm) or "old_logprobs" in _estimator_reads(algorithm)
 
 
 def corrects(algorithm: AlgorithmConfig) -> bool:
@@ -235,6 +237,10 @@ def _estimator_reads(algorithm: AlgorithmConfig) -> frozenset[str]:
 def _kl_estimator(algorithm: AlgorithmConfig) -> KLEstimator:
     name = algorithm.kl_estimator_type
     return bind(kl_estimators.get(name), f"kl_estimator_type={name}", settings(algorithm), policy.TENSORS)
+
+
+def _kl_in_reward(algorithm: AlgorithmConfig) -> bool:
+    return algorithm.use_kl_in_reward and algorithm.kl_loss_coef != 0
 
 
 def _kl_in_loss(algorithm: AlgorithmConfig) -> bool:

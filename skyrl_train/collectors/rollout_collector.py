@@ -98,17 +98,20 @@ class RolloutCollector:
         size, dynamic = self._prompts_of_step(step), self._samplers.dynamic
         least = size if dynamic is None else dynamic.least_useful(size)
         drawn: list[_Drawn] = []
+        surplus: list[_Drawn] = []
         useful: list[_Drawn] = []
         others: list[_Drawn] = []
         while len(useful) < least:
             self._drop(others)
             self._check_bound(step, drawn, useful)
-            latest = await self._draw(size - len(useful), metrics)
+            latest, too_many = await self._draw(size - len(useful), metrics)
             drawn += latest
+            surplus += too_many
             useful += [one for one in latest if one.useful]
             others = [one for one in latest if not one.useful]
-            self._check_failures(drawn)
+            self._check_failures([*drawn, *surplus])
         groups = _filled(useful, others)
+        self._count_failures([*drawn, *surplus], metrics)
         self._describe(drawn, groups, metrics)
         if self._samplers.mask_equal_rewards:
             _mask_equal_rewards(groups, metrics)
@@ -143,13 +146,14 @@ class RolloutCollector:
         dynamic = self._samplers.dynamic
         return self._max_staleness > 0 and dynamic is not None and dynamic.drops_at_once
 
-    async def _draw(self, count: int, metrics: Metrics) -> list[_Drawn]:
-        """The next `count` groups, in admission order."""
+    async def _draw(self, count: int, metrics: Metrics) -> tuple[list[_Drawn], list[_Drawn]]:
+        """The next `count` groups, in admission order, and those that over-provisioning finished beyond them."""
+        surplus: list[_Drawn] = []
         extra = math.ceil(round(count * self._samplers.over_provisioning, 6))
         self._queue.grant(extra)
         self.admit()
         if extra:
-            drawn = await self._queue.take_fastest(count, _is_trainable)
+            drawn, surplus = await self._queue.take_fastest(count, _is_trainable)
             metrics.count("sampling/cut", extra)
         else:
             drawn = []
@@ -161,7 +165,7 @@ class RolloutCollector:
         if self._samplers.curriculum is not None:
             for one in drawn:
                 self._samplers.curriculum.observe(one.group)
-        return drawn
+        return drawn, surplus
 
     def _drop(self, groups: list[_Drawn]) -> None:
         """Their slots are free for others."""
@@ -192,12 +196,15 @@ class RolloutCollector:
                 "Mend the environment or engine named, or raise the fraction."
             )
 
-    def _describe(self, drawn: list[_Drawn], groups: list[TrajectoryGroup], metrics: Metrics) -> None:
-        """rollouts/failed*, over all that were drawn; with dynamic sampling what became of them."""
-        errors = _errors(drawn)
+    def _count_failures(self, seen: list[_Drawn], metrics: Metrics) -> None:
+        """rollouts/failed*, over all groups that ended."""
+        errors = _errors(seen)
         metrics.count("rollouts/failed", errors.total())
         for kind, number in errors.items():
             metrics.count(f"rollouts/failed/{kind}", number)
+
+    def _describe(self, drawn: list[_Drawn], groups: list[TrajectoryGroup], metrics: Metrics) -> None:
+        """With dynamic sampling, what became of the groups that were drawn."""
         if self._samplers.dynamic is None:
             return
         kept = {id(group) for group in groups}
@@ -223,7 +230,7 @@ class RolloutCollector:
 
 
 def _is_trainable(one: _Drawn) -> bool:
-    return one.useful and any(item.status == OK for item in one.group.trajectories)
+    return any(item.status == OK for item in one.group.trajectories)
 
 
 def _errors(drawn: list[_Drawn]) -> Counter[str]:

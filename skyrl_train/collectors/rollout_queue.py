@@ -56,10 +56,11 @@ class RolloutQueue(Generic[G]):
         self._pending.popleft()
         return group
 
-    async def take_fastest(self, count: int, finished: Callable[[G], bool]) -> list[G]:
+    async def take_fastest(self, count: int, finished: Callable[[G], bool]) -> tuple[list[G], list[G]]:
         """The first `count` to finish, in admission order; the others are cancelled and have ended on return.
 
-        A group that is not `finished` (it failed) is only taken where too few others are left.
+        A group that is not `finished` (it failed) is only taken where too few others are left. Returns also those that
+        were done and are not taken: what failed must be counted.
         """
         waiting = set(self._pending)
         done: list[asyncio.Task[G]] = []
@@ -69,8 +70,9 @@ class RolloutQueue(Generic[G]):
             waiting = set(self._pending) - set(done)
         chosen = set(sorted(done, key=lambda task: not finished(task.result()))[:count])
         taken = [task.result() for task in self._pending if task in chosen]
+        others = [task.result() for task in done if task not in chosen]
         await self.close()
-        return taken
+        return taken, others
 
     async def close(self) -> None:
         """Cancel what is under way and wait until it has ended."""

@@ -36,7 +36,7 @@ class DynamicSampling:
 
     def least_useful(self, size: int) -> int:
         """How many of a step's `size` groups must be useful: at least one, or there is nothing to repeat."""
-        return max(1, math.ceil(self.min_useful_fraction * size)) if size else 0
+        return max(1, math.ceil(round(self.min_useful_fraction * size, 6))) if size else 0
 
     @property
     def drops_at_once(self) -> bool:

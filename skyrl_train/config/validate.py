@@ -165,6 +165,12 @@ def _algorithm(config: Config) -> Iterator[Problem]:
     if algorithm.use_kl_in_reward and algorithm.use_kl_loss:
         advice = "KL would be counted twice: set trainer.algorithm.use_kl_loss=false, or this to false."
         yield Problem("trainer.algorithm.use_kl_in_reward", True, "false while use_kl_loss=true", advice)
+    yield from _bounds(config)
+    if estimator == "distillation":
+        yield from _distillation(config)
+    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive" and algorithm.kl_loss_coef == 0:
+        advice = "It is multiplied after every step, and 0 stays 0; 0.001 is usual."
+        yield Problem("trainer.algorithm.kl_loss_coef", 0.0, "more than 0 with kl_ctrl.type=adaptive", advice)
     if algorithm.sft.loss_type == "minor_sft" and algorithm.loss_reduction != "sequence_mean":
         key, advice = (
             "trainer.algorithm.loss_reduction",
@@ -216,6 +222,36 @@ def _samplers(config: Config) -> Iterator[Problem]:
     if curriculum.min_pass_rate > curriculum.max_pass_rate:
         allowed = f"at most data.curriculum.max_pass_rate={curriculum.max_pass_rate:g}"
         yield Problem("data.curriculum.min_pass_rate", curriculum.min_pass_rate, allowed)
+
+
+def _bounds(config: Config) -> Iterator[Problem]:
+    """Pairs of which the lower one must be below the upper one, or nothing passes."""
+    correction = "off_policy_correction"
+    for low, high in (
+        (f"{correction}.geo_mask_low", f"{correction}.geo_mask_high"),
+        (f"{correction}.product_mask_low", f"{correction}.product_mask_high"),
+        (f"{correction}.outlier_token_is_threshold_low", f"{correction}.outlier_token_is_threshold_high"),
+        ("clip_cov.clip_cov_lb", "clip_cov.clip_cov_ub"),
+    ):
+        least, most = (value_at(config, f"trainer.algorithm.{key}") for key in (low, high))
+        if least is not None and most is not None and least >= most:
+            advice = "Between them lies what is kept: nothing would be."
+            yield Problem(f"trainer.algorithm.{low}", least, f"less than {high}={most:g}", advice)
+
+
+def _distillation(config: Config) -> Iterator[Problem]:
+    trainer = config.trainer
+    if trainer.ref.model.path == trainer.policy.model.path:
+        advice = "The reference is the teacher: from the policy's own start there is nothing to learn."
+        allowed = "another model than the policy's with advantage_estimator=distillation"
+        yield Problem("trainer.ref.model.path", trainer.ref.model.path, allowed, advice)
+    if trainer.update_ref_every_epoch:
+        advice = "The reference is the teacher, and would be replaced by the pupil."
+        yield Problem("trainer.update_ref_every_epoch", True, "false with advantage_estimator=distillation", advice)
+    if trainer.algorithm.use_kl_in_reward:
+        advice = "Rewards are not read, so a penalty on them has no effect: set it to false."
+        key = "trainer.algorithm.use_kl_in_reward"
+        yield Problem(key, True, "false with advantage_estimator=distillation", advice)
 
 
 def _batches(config: Config) -> Iterator[Problem]:

@@ -59,7 +59,7 @@ class TrainBatch:
     temperature: Tensor
     """[B] float32: what the rollout was sampled at; log-probs are taken at the same."""
     status: Tensor
-    """[B] bool: False for failed and cut sequences, whose loss_mask is all 0."""
+    """[B] bool: False for failed sequences, whose loss_mask is all 0."""
     min_versions: Tensor
     """[B] int64 weight version of the oldest sampled token."""
     max_versions: Tensor
@@ -187,7 +187,7 @@ def cat(batches: Sequence[TrainBatch]) -> TrainBatch:
 def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
     """Groups to one ragged batch on the CPU: trajectories in group order, group_ids counting groups.
 
-    Failed and cut trajectories keep their place with an all-zero loss mask: row counts and groups stay what they were.
+    Failed trajectories keep their place with an all-zero loss mask: row counts and groups stay what they were.
     """
     trajectories = [(index, item) for index, group in enumerate(groups) for item in group.trajectories]
     assert trajectories, "a batch needs at least one trajectory"

@@ -11,8 +11,6 @@ Message = dict[str, Any]
 OK = "ok"
 FAILED = "failed"
 """The episode raised, hung or was lost: masked, counted under `error`, never scored 0."""
-CUT = "cut"
-"""Left out by over-provisioning or a filter: not trained on, and nobody's fault."""
 PASSED = 1.0
 """Outcome from which a sample counts as a pass."""
 

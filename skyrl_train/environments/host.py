@@ -254,7 +254,7 @@ class EnvironmentHost:
             )
         except TypeError as error:
             raise DataError(f"row {prompt.uid}: {error}; remove that column or store it as text.") from error
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, EnvironmentFailure):
             self._close_episode(episode)
             raise
         episode.messages, episode.metadata = opened["messages"], opened["metadata"]

@@ -229,13 +229,12 @@ class LearnerWorker:
         close_process_group()
 
     def _fill(self, micro_batches: list[TrainBatch], count: int) -> Iterator[tuple[TrainBatch, bool]]:
-        """Exactly `count` micro-batches: sharded models run every forward and backward on all ranks together."""
-        yield from ((batch, False) for batch in micro_batches)
+        """Exactly `count` micro-batches, on this rank's device: sharded models run every pass on all ranks together."""
+        yield from ((batch.to(self.spec.device), False) for batch in micro_batches)
         for _ in range(count - len(micro_batches)):
-            yield filler(), True
+            yield filler().to(self.spec.device), True
 
     def _scored(self, batch: TrainBatch, wants_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        batch = batch.to(self.spec.device)
         return self.scorer(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,

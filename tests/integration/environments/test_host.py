@@ -190,6 +190,17 @@ def test_a_cancelled_start_leaves_no_environment_behind():
     run_with_host(scenario)
 
 
+def test_an_environment_that_cannot_start_is_not_kept():
+    async def scenario(host: EnvironmentHost) -> None:
+        for _ in range(3):
+            with pytest.raises(EnvironmentFailure):
+                await host.start("BadStart", prompt("BadStart"))
+        assert not any(worker.episodes for worker in host._workers)
+        assert await outcome(host, "Counter", "x") == 1.0
+
+    run_with_host(scenario)
+
+
 @pytest.mark.fault("F24")
 def test_prints_children_and_control_characters_do_not_disturb_the_wire():
     text = "NUL \x00, escape \x1b[31m, lone surrogate \ud800, separator \u2028, <script>, [bold]"

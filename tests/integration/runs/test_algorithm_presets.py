@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.testing.tiny_models import save_tiny_model
+
 from .conftest import Run, metrics_of
 
 PRESETS = Path(__file__).parents[3] / "examples" / "algorithms"
@@ -17,10 +19,11 @@ NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml") if path.stem != "gsm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_preset_trains(name: str, run: Run, easy: Callable[[Path], list[str]], tiny_model_path: str, tmp_path: Path):
+def test_preset_trains(name: str, run: Run, easy: Callable[[Path], list[str]], tmp_path: Path):
+    save_tiny_model(tmp_path / "teacher", seed=1)
     own = {
         "dapo": ["trainer.algorithm.overlong_buffer.len=4", "generator.apply_overlong_filtering=false"],
-        "distillation": [f"trainer.ref.model.path={tiny_model_path}"],
+        "distillation": [f"trainer.ref.model.path={tmp_path / 'teacher'}"],
         "custom_loss": ["trainer.plugins=[lower_case_plugin,custom_loss]"],
         "custom_advantage": ["trainer.plugins=[lower_case_plugin,custom_advantage]"],
     }

@@ -50,3 +50,9 @@ def test_controllers_move_the_coefficient_towards_the_target():
     assert adaptive.coef == pytest.approx(0.01 * 1.02)
     adaptive.update(0.09, num_sequences=100)
     assert adaptive.coef == pytest.approx(0.01 * 1.02 * (1 - 0.1 * 0.1))
+
+
+def test_a_coefficient_keeps_its_sign_however_many_sequences_a_step_has():
+    adaptive = AdaptiveKLController(0.01, target=0.1, horizon=1000)
+    adaptive.update(0.0, num_sequences=100_000)
+    assert adaptive.coef == pytest.approx(0.008)

@@ -63,6 +63,17 @@ def test_an_estimator_compares_the_samples_that_did_not_fail(shape: str):
     torch.testing.assert_close(found.returns, found.advantages)
 
 
+def test_a_response_kept_out_of_the_loss_counts_in_its_group_s_statistics():
+    batch = hard_batch("regular")
+    kept = batch.loss_mask & (batch.sequence_ids != 0)
+    assert batch.token_rewards is not None
+    token_rewards = torch.where(kept, batch.token_rewards, 0.0)
+    masked = batch.with_tokens(loss_mask=kept, token_rewards=token_rewards)
+    built_in = AdvantageStep(dr_grpo)(masked, Metrics())
+    found = step_of(centred)(masked, Metrics())
+    torch.testing.assert_close(found.advantages, built_in.advantages, rtol=1e-12, atol=1e-13)
+
+
 def test_an_estimator_gets_the_rest_by_skyrl_s_names():
     batch = hard_batch("failed rows")
     found = step_of(reads_everything)(batch, Metrics())

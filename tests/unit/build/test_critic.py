@@ -43,7 +43,7 @@ def test_an_estimator_that_can_do_without_values_gets_none_unless_a_model_is_giv
     assert objective(monkeypatch, estimator, path) is None
 
 
-@pytest.mark.parametrize("estimator", ["gae", needs])
+@pytest.mark.parametrize("estimator", ["gae", needs, skyrl_style])
 def test_an_estimator_that_needs_values_is_refused_without_a_model(
     monkeypatch: pytest.MonkeyPatch, estimator: str | Callable[..., Any]
 ) -> None:

@@ -287,6 +287,37 @@ def test_a_group_that_failed_fast_does_not_take_a_slow_one_s_place():
     assert asyncio.run(first(1 / 3)) == ["0", "1", "3"], "too few are left: a failed one fills the place, masked"
 
 
+def test_failures_that_over_provisioning_leaves_behind_are_counted_all_the_same():
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        await asyncio.sleep(0.005 * position)
+        return group_of(prompt, (None, None) if position < 2 else MIXED)
+
+    async def go(allowed: float) -> dict[str, float]:
+        collector = RolloutCollector(rollout, prompt_at, lambda step: 2, 0, allowed, Samplers(over_provisioning=1.0))
+        collector.start(0)
+        metrics = Metrics()
+        await collector.next_groups(0, metrics)
+        return metrics.flush()
+
+    assert asyncio.run(go(1.0))["rollouts/failed"] == 4
+    with pytest.raises(RolloutsFailed, match="4 of 8 trajectories"):
+        asyncio.run(go(0.4))
+
+
+def test_over_provisioning_does_not_wait_for_useful_groups():
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        await asyncio.sleep(3600 if position == 3 else 0)
+        return group_of(prompt, WRONG if position == 0 else MIXED)
+
+    async def go() -> list[str]:
+        samplers = Samplers(dynamic=DynamicSampling(), over_provisioning=0.5)
+        collector = RolloutCollector(rollout, prompt_at, lambda step: 2, 0, 0.5, samplers)
+        collector.start(0)
+        return [group.prompt.uid for group in await collector.next_groups(0, Metrics())]
+
+    assert asyncio.run(asyncio.wait_for(go(), 5)) == ["1", "4"]
+
+
 def test_an_exception_of_an_over_provisioned_rollout_reaches_the_trainer():
     async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
         if position:

@@ -92,6 +92,48 @@ def test_defaults_are_valid():
             "trainer.algorithm.kl_estimator_type",
             "one of abs, k1, k1+, k2, k3",
         ),
+        (
+            ["trainer.algorithm.off_policy_correction.product_mask_low=3"],
+            "trainer.algorithm.off_policy_correction.product_mask_low",
+            "product_mask_high=2",
+        ),
+        (["trainer.algorithm.clip_cov.clip_cov_lb=9"], "trainer.algorithm.clip_cov.clip_cov_lb", "clip_cov_ub=5"),
+        (
+            ["trainer.algorithm.advantage_estimator=distillation"],
+            "trainer.ref.model.path",
+            "another model than the policy's",
+        ),
+        (
+            [
+                "trainer.algorithm.advantage_estimator=distillation",
+                "trainer.ref.model.path=/t",
+                "trainer.update_ref_every_epoch=true",
+            ],
+            "trainer.update_ref_every_epoch",
+            "replaced by the pupil",
+        ),
+        (
+            [
+                "trainer.algorithm.advantage_estimator=distillation",
+                "trainer.ref.model.path=/t",
+                "trainer.algorithm.use_kl_in_reward=true",
+                "trainer.algorithm.use_kl_loss=false",
+            ],
+            "trainer.algorithm.use_kl_in_reward",
+            "Rewards are not read",
+        ),
+        (["trainer.algorithm.sft.loss_type=minor_sft"], "trainer.algorithm.loss_reduction", "one value a sequence"),
+        (["trainer.algorithm.use_tis=true"], "trainer.algorithm.tis_imp_ratio_cap", "more than 0 with use_tis=true"),
+        (
+            [
+                "trainer.algorithm.use_kl_in_reward=true",
+                "trainer.algorithm.use_kl_loss=false",
+                "trainer.algorithm.kl_ctrl.type=adaptive",
+                "trainer.algorithm.kl_loss_coef=0",
+            ],
+            "trainer.algorithm.kl_loss_coef",
+            "0 stays 0",
+        ),
         (["trainer.strategy=fdsp2"], "trainer.strategy", "Did you mean 'fsdp2'?"),
         (["trainer.logger=[console,wandbb]"], "trainer.logger", "Did you mean 'wandb'?"),
         (["generator.n_samples_per_prompt=1"], "generator.n_samples_per_prompt", "group of one has no baseline"),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.data.batch import SEQUENCE_FIELDS, TOKEN_FIELDS, TrainBatch, cat, collate, pack
-from skyrl_train.data.trajectory import CUT, FAILED, OK, Prompt, Trajectory, TrajectoryGroup, Turn
+from skyrl_train.data.trajectory import FAILED, OK, Prompt, Trajectory, TrajectoryGroup, Turn
 
 
 def trajectory(prompt: Prompt, sample: int, prompt_ids: list[int], response: list[int], status: str = OK) -> Trajectory:
@@ -77,9 +77,8 @@ def test_the_example_of_the_docstring():
     assert batch.temperature.tolist() == pytest.approx([0.7, 0.7])
 
 
-@pytest.mark.parametrize("status", [FAILED, CUT])
-def test_failed_and_cut_trajectories_keep_their_place_and_have_no_mask(status: str):
-    batch = collate([group(0, [(2, 3)]), group(1, [(2, 3)], status), group(2, [(1, 1)])])
+def test_failed_trajectories_keep_their_place_and_have_no_mask():
+    batch = collate([group(0, [(2, 3)]), group(1, [(2, 3)], FAILED), group(2, [(1, 1)])])
     assert batch.group_ids.tolist() == [0, 1, 2]
     assert batch.status.tolist() == [True, False, True]
     assert batch.per_sequence_sum(batch.loss_mask.float()).tolist() == [3, 0, 1]

@@ -9,7 +9,8 @@ import pytest
 
 from skyrl_train.collectors.rollout_collector import RolloutCollector
 from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup, Turn
-from skyrl_train.errors import WeightSyncError
+from skyrl_train.errors import RolloutsFailed, WeightSyncError
+from skyrl_train.metrics import Metrics
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.trainer.residency import AlwaysResident, TimeShared
 from skyrl_train.trainer.schedule import StepSchedule
@@ -172,3 +173,19 @@ def test_a_sync_that_fails_stops_the_run_before_anything_is_sampled_from_old_wei
         asyncio.run(trainer_of(fakes).fit())
     assert fakes.events[-1] == "update 4"
     assert fakes.version == 0
+
+
+def test_what_was_learnt_is_saved_when_nothing_more_can_be_learnt_from():
+    fakes = Fakes()
+    trainer = trainer_of(fakes)
+    collect = trainer.collector.next_groups
+
+    async def dry(step: int, metrics: Metrics) -> Any:
+        if step == 1:
+            raise RolloutsFailed("no group has different rewards")
+        return await collect(step, metrics)
+
+    trainer.collector.next_groups = dry  # type: ignore[method-assign]
+    with pytest.raises(RolloutsFailed):
+        asyncio.run(trainer.fit())
+    assert fakes.events[-1] == "save 1"

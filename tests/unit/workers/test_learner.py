@@ -229,3 +229,11 @@ def test_the_first_failing_rank_is_raised():
 
     with pytest.raises(ValueError, match="rank 1"):
         asyncio.run(asyncio.wait_for(run(), 5))
+
+
+def test_what_an_objective_reads_is_on_the_rank_s_device():
+    worker = LearnerWorker(tiny_spec("no model is loaded", device="meta"), rank=0, world_size=1)
+    given = [batch for batch, _ in worker._fill([policy_batch()], 2)]
+    assert len(given) == 2
+    for batch in given:
+        assert {value.device.type for value in vars(batch).values() if isinstance(value, torch.Tensor)} == {"meta"}
