@@ -9,7 +9,7 @@ from skyrl_train.algorithms.registry import register_policy_loss
 
 
 @register_policy_loss("reinforce")
-def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def reinforce(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """-A logprobs on every token. All [T]; returns (loss, was_clipped), 0 outside the mask."""
     loss = torch.where(mask, -advantages * logprobs, 0.0)
     return loss, torch.zeros_like(loss)

@@ -1,11 +1,12 @@
 """Policy losses: per-token values over the ragged tokens [T]; what weighs and adds them is a reduction (reductions.py).
 
-    loss(logprobs, old_logprobs, advantages, mask, *, ...) -> (values, was_clipped)
+    loss(logprobs, advantages, mask, *, ...) -> (values, was_clipped)
 
 All tensors are [T]: log-probs in nats, mask bool and True on the tokens that count. Gradient flows through `logprobs`
 alone. Both results are exactly 0 outside the mask, whatever the inputs hold there. Keywords are asked for by name:
 numbers come from configuration, and of tensors there are
 
+    old_logprobs      [T] the trainer's, before the step's first update
     frozen_logprobs   [T] the values of `logprobs` without gradient: what an equation writes under a stop-gradient
     rollout_logprobs  [T] the engine's, at the sampling temperature and before top-p and top-k
     sequence_ids      [T] int64, the sequence (0 to B-1) that a token belongs to
@@ -24,7 +25,7 @@ from skyrl_train.algorithms.selections import choose_clip_cov, choose_kl_cov, se
 
 
 def clipped_surrogate(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, eps_low: float, eps_high: float
+    logprobs: Tensor, advantages: Tensor, mask: Tensor, *, old_logprobs: Tensor, eps_low: float, eps_high: float
 ) -> tuple[Tensor, Tensor]:
     """`regular`: -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A).
 
@@ -35,16 +36,18 @@ def clipped_surrogate(
 
 def dual_clip(
     logprobs: Tensor,
-    old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
+    old_logprobs: Tensor,
     eps_low: float,
     eps_high: float,
     clip_ratio_c: float,
 ) -> tuple[Tensor, Tensor]:
     """`regular`, and at most -c A where A < 0: a huge ratio no longer means a huge loss (arXiv:1912.09729, eq. 5)."""
-    values, clipped = clipped_surrogate(logprobs, old_logprobs, advantages, mask, eps_low=eps_low, eps_high=eps_high)
+    values, clipped = clipped_surrogate(
+        logprobs, advantages, mask, old_logprobs=old_logprobs, eps_low=eps_low, eps_high=eps_high
+    )
     ceiling = -clip_ratio_c * torch.where(mask, advantages, 0.0)
     beyond = mask & (advantages < 0) & (values > ceiling)
     return torch.where(beyond, ceiling, values), torch.maximum(clipped, beyond.to(clipped.dtype))
@@ -52,10 +55,10 @@ def dual_clip(
 
 def gspo(
     logprobs: Tensor,
-    old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
+    old_logprobs: Tensor,
     frozen_logprobs: Tensor,
     sequence_ids: Tensor,
     eps_low: float,
@@ -73,10 +76,10 @@ def gspo(
 
 def gmpo(
     logprobs: Tensor,
-    old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
+    old_logprobs: Tensor,
     sequence_ids: Tensor,
     eps_low: float,
     eps_high: float,
@@ -97,10 +100,10 @@ def gmpo(
 
 def cispo(
     logprobs: Tensor,
-    old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
+    old_logprobs: Tensor,
     frozen_logprobs: Tensor,
     cispo_eps_low: float,
     cispo_eps_high: float,
@@ -113,7 +116,6 @@ def cispo(
 
 def rollout_is(
     logprobs: Tensor,
-    old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
@@ -133,21 +135,21 @@ def rollout_is(
 
 
 def importance_sampling(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
+    logprobs: Tensor, advantages: Tensor, mask: Tensor, *, old_logprobs: Tensor
 ) -> tuple[Tensor, Tensor]:
     """-r A, without a clip: the policy gradient with plain importance weights."""
     values = -importance_ratios(logprobs, old_logprobs, mask) * torch.where(mask, advantages, 0.0)
     return values, torch.zeros_like(values)
 
 
-def cross_entropy(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def cross_entropy(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """-logprobs: imitate what was sampled, whatever it was worth (rejection sampling, with a filter before it)."""
     values = torch.where(mask, -logprobs, 0.0)
     return values, torch.zeros_like(values)
 
 
 def sapo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, tau_pos: float, tau_neg: float
+    logprobs: Tensor, advantages: Tensor, mask: Tensor, *, old_logprobs: Tensor, tau_pos: float, tau_neg: float
 ) -> tuple[Tensor, Tensor]:
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0 and tau_neg elsewhere (SAPO, arXiv:2511.20347).
 
@@ -161,7 +163,6 @@ def sapo(
 
 def dppo_tv(
     logprobs: Tensor,
-    old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
@@ -180,7 +181,6 @@ def dppo_tv(
 
 def dppo_kl(
     logprobs: Tensor,
-    old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
@@ -197,26 +197,28 @@ def dppo_kl(
 @selects(choose_clip_cov)
 def clip_cov(
     logprobs: Tensor,
-    old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
+    old_logprobs: Tensor,
     selected: Tensor,
     eps_low: float,
     eps_high: float,
 ) -> tuple[Tensor, Tensor]:
     """`regular` without the tokens that `choose_clip_cov` picked: no gradient there (Clip-Cov, arXiv:2505.22617)."""
-    values, _ = clipped_surrogate(logprobs, old_logprobs, advantages, mask, eps_low=eps_low, eps_high=eps_high)
+    values, _ = clipped_surrogate(
+        logprobs, advantages, mask, old_logprobs=old_logprobs, eps_low=eps_low, eps_high=eps_high
+    )
     return torch.where(selected, 0.0, values), (mask & selected).to(logprobs.dtype)
 
 
 @selects(choose_kl_cov)
 def kl_cov(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, selected: Tensor, kl_cov_coef: float
+    logprobs: Tensor, advantages: Tensor, mask: Tensor, *, old_logprobs: Tensor, selected: Tensor, kl_cov_coef: float
 ) -> tuple[Tensor, Tensor]:
     """-r A, plus kl_cov_coef |log r| on the tokens that `choose_kl_cov` picked (KL-Cov, arXiv:2505.22617)."""
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
-    values, none = importance_sampling(logprobs, old_logprobs, advantages, mask)
+    values, none = importance_sampling(logprobs, advantages, mask, old_logprobs=old_logprobs)
     return values + torch.where(selected & mask, kl_cov_coef * log_ratio.abs(), 0.0), none
 
 
@@ -237,7 +239,7 @@ def _trusted(
     """-u A, except on tokens that are `far` and that A would push further."""
     further = ((advantages > 0) & (frozen > rollout)) | ((advantages < 0) & (frozen < rollout))
     blocked = far & further & mask
-    values, _ = importance_sampling(logprobs, rollout, advantages, mask & ~blocked)
+    values, _ = importance_sampling(logprobs, advantages, mask & ~blocked, old_logprobs=rollout)
     return torch.where(blocked, 0.0, values), blocked.to(logprobs.dtype)
 
 

@@ -22,7 +22,7 @@ from skyrl_train.registry import Registry
 AdvantageEstimator = Callable[..., Tensor | TokenAdvantages]
 """(rewards, group_ids, valid, *, ...), all [B], to advantages [B] or TokenAdvantages; see advantages.py."""
 PolicyLoss = Callable[..., tuple[Tensor, Tensor]]
-"""(logprobs, old_logprobs, advantages, mask, *, ...), all [T], to (loss [T], was_clipped [T]); see losses.py."""
+"""(logprobs, advantages, mask, *, ...), all [T], to (loss [T], was_clipped [T]); see losses.py."""
 KLEstimator = Callable[..., Tensor]
 """(logprobs, ref_logprobs, mask, *, ...), all [T], to nats [T]; see kl.py."""
 SFTLoss = Callable[..., Tensor]

@@ -40,10 +40,10 @@ class SkyRLLoss:
     def __call__(
         self,
         logprobs: Tensor,
-        old_logprobs: Tensor,
         advantages: Tensor,
         mask: Tensor,
         *,
+        old_logprobs: Tensor,
         sequence_ids: Tensor,
         rollout_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:

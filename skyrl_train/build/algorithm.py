@@ -48,8 +48,8 @@ class Learning:
     choose: Choose | None = None
     """Tokens that the loss treats apart."""
     with_reference: bool = False
-    needs_old_logprobs: bool = False
-    """Also where one optimizer step a batch would make them superfluous."""
+    needs_old_logprobs: bool | None = None
+    """See Learner: None where the loss alone reads them."""
     critic: Objective | None = None
     """What a critic minimises, where advantages are made of values."""
 
@@ -58,12 +58,13 @@ def policy_learning(cfg: Config) -> Learning:
     """Training with rewards. Raises ConfigError for names that nobody registered, or that ask for what nobody has."""
     algorithm = cfg.trainer.algorithm
     build_advantages(algorithm)  # what is wrong with an estimator must show before engines are started
+    objective = build_objective(algorithm)
     return Learning(
-        objective=build_objective(algorithm),
+        objective=objective,
         reduction=build_reduction(cfg),
         choose=build_choice(algorithm),
         with_reference=needs_reference(algorithm),
-        needs_old_logprobs=needs_old_logprobs(algorithm),
+        needs_old_logprobs=True if read_before_loss(algorithm) else None if objective.reads_old_logprobs else False,
         critic=build_critic_objective(cfg.trainer),
     )
 
@@ -209,7 +210,7 @@ def needs_reference(algorithm: AlgorithmConfig) -> bool:
     return _kl_in_reward(algorithm) or _kl_in_loss(algorithm) or "ref_logprobs" in _estimator_reads(algorithm)
 
 
-def needs_old_logprobs(algorithm: AlgorithmConfig) -> bool:
+def read_before_loss(algorithm: AlgorithmConfig) -> bool:
     """Whether the trainer's log-probs before the update are read by anything but the loss."""
     return _kl_in_reward(algorithm) or corrects(algorithm) or "old_logprobs" in _estimator_reads(algorithm)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from skyrl_train.algorithms.kl import k3
 from skyrl_train.algorithms.ratios import importance_ratios
-from skyrl_train.algorithms.registry import KLEstimator, PolicyLoss, asked_for
+from skyrl_train.algorithms.registry import KLEstimator, PolicyLoss, asked_for, keywords_of
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 
@@ -38,6 +38,12 @@ class PolicyObjective:
         """Always, with or without a bonus: a run whose entropy collapses must show it."""
         return True
 
+    @property
+    def reads_old_logprobs(self) -> bool:
+        """Whether it matters what the policy's log-probs were before the step's first update."""
+        asks = keywords_of(self.policy_loss), keywords_of(self.kl_estimator) if self.kl_estimator else {}
+        return any("old_logprobs" in keywords for keywords in asks)
+
     def __call__(
         self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None, mini_batch_tokens: int, metrics: Metrics
     ) -> Tensor:
@@ -57,9 +63,8 @@ class PolicyObjective:
             "sequence_ids": batch.sequence_ids,
             "selected": batch.selected,
         }
-        values, clipped = self.policy_loss(
-            logprobs, old_logprobs, batch.advantages, mask, **asked_for(self.policy_loss, tensors)
-        )
+        wanted = asked_for(self.policy_loss, tensors)
+        values, clipped = self.policy_loss(logprobs, batch.advantages, mask, **wanted)
         if batch.importance_weights is not None:
             values = values * torch.where(mask, batch.importance_weights, 0.0)
         policy_loss = (values * weights).sum()

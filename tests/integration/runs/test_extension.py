@@ -26,7 +26,7 @@ def centred(rewards, group_ids, valid, *, norm_by_std):
 
 
 @register_policy_loss("reinforce")
-def reinforce(logprobs, old_logprobs, advantages, mask, *, eps_low, eps_high):
+def reinforce(logprobs, advantages, mask, *, eps_low, eps_high):
     return -logprobs * advantages * mask, torch.zeros_like(mask)
 
 

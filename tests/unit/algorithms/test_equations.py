@@ -158,7 +158,7 @@ def values_of(name: str, batch: TrainBatch, logprobs: Tensor, frozen: Tensor) ->
     if name == "value":
         return clipped_value_loss(logprobs, batch.old_logprobs, batch.ref_logprobs, mask, value_clip=0.2)[0]
     table, arguments = (
-        (registry.policy_losses, (batch.old_logprobs, batch.advantages, mask))
+        (registry.policy_losses, (batch.advantages, mask))
         if name in POLICY
         else (registry.kl_estimators, (batch.ref_logprobs, mask))
         if name in KL

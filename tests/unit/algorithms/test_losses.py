@@ -36,7 +36,7 @@ def test_value_clipping_and_gradient_in_every_regime(ratio, advantage, value, cl
     old = torch.tensor([-1.5], dtype=torch.float64)
     logprobs = (old + log(ratio)).requires_grad_()
     loss, was_clipped = clipped_surrogate(
-        logprobs, old, torch.tensor([advantage]), torch.tensor([True]), eps_low=0.2, eps_high=0.3
+        logprobs, torch.tensor([advantage]), torch.tensor([True]), old_logprobs=old, eps_low=0.2, eps_high=0.3
     )
     (found,) = torch.autograd.grad(loss.sum(), logprobs)
     assert (loss.item(), was_clipped.item(), found.item()) == pytest.approx((value, clipped, gradient))
@@ -73,8 +73,8 @@ def test_a_token_past_its_bound_is_counted_as_clipped_and_pulls_no_more(name, bo
     logprobs = (old + log(bound) + (1e-9 if side else -1e-9)).requires_grad_()
     function = registry.bind(registry.policy_losses.get(name), name, SETTINGS, policy.TENSORS)
     tensors = {"frozen_logprobs": logprobs.detach(), "rollout_logprobs": old, "sequence_ids": torch.tensor([0])}
-    tensors["selected"] = torch.tensor([False])
-    loss, clipped = function(logprobs, old, sign * one, torch.tensor([True]), **registry.asked_for(function, tensors))
+    tensors |= {"old_logprobs": old, "selected": torch.tensor([False])}
+    loss, clipped = function(logprobs, sign * one, torch.tensor([True]), **registry.asked_for(function, tensors))
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     assert (gradient.item() == 0) is is_zero[side]
     if name == "cispo":

@@ -86,8 +86,8 @@ def test_a_loss_gets_rectangles_and_its_scalar_counts_once_for_every_token():
     batch = hard_batch("failed rows")
     logprobs = current_logprobs(batch)
     loss = registry.bind(SkyRLLoss(mean_of_rows, CONFIG), "test", settings(CONFIG), policy.TENSORS)
-    tensors = {"sequence_ids": batch.sequence_ids, "rollout_logprobs": batch.rollout_logprobs}
-    values, clipped = loss(logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, **tensors)
+    tensors = {name: getattr(batch, name) for name in ("old_logprobs", "sequence_ids", "rollout_logprobs")}
+    values, clipped = loss(logprobs, batch.advantages, batch.loss_mask, **tensors)
     assert batch.advantages is not None
     by_hand = (-logprobs * batch.advantages)[batch.loss_mask].mean()
     assert values[batch.loss_mask].tolist() == pytest.approx([by_hand.item()] * int(batch.loss_mask.sum()))
@@ -99,7 +99,7 @@ def test_a_mini_batch_without_a_token_that_counts_is_not_shown_to_a_loss_that_wo
     batch = hard_batch("nothing counts")
     logprobs = current_logprobs(batch)
     values, clipped = SkyRLLoss(mean_of_rows, CONFIG)(
-        logprobs, logprobs, logprobs, batch.loss_mask, sequence_ids=batch.sequence_ids
+        logprobs, logprobs, batch.loss_mask, old_logprobs=logprobs, sequence_ids=batch.sequence_ids
     )
     assert torch.autograd.grad(values.sum(), logprobs)[0].tolist() == [0.0] * len(logprobs)
     assert not clipped.any()

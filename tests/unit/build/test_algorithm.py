@@ -13,9 +13,9 @@ from skyrl_train.build.algorithm import (
     build_corrections,
     build_objective,
     correction_of,
-    needs_old_logprobs,
     needs_reference,
     policy_learning,
+    read_before_loss,
 )
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
 from skyrl_train.config.hydra import load
@@ -34,7 +34,7 @@ def own() -> Iterator[None]:
     """A loss and an estimator of a user's, gone again after the test."""
 
     @policy_losses.register("asks_too_much")
-    def asks_too_much(logprobs, old_logprobs, advantages, mask, *, moon_phase): ...
+    def asks_too_much(logprobs, advantages, mask, *, moon_phase): ...
 
     @policy_losses.register("like_skyrl")
     def like_skyrl(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None): ...
@@ -100,7 +100,7 @@ def test_older_keys_of_truncated_importance_sampling_mean_the_same():
 )
 def test_passes_that_nothing_reads_are_not_run(overrides: list[str], reference: bool, old: bool):
     settings = algorithm(*overrides)
-    assert (needs_reference(settings), needs_old_logprobs(settings)) == (reference, old)
+    assert (needs_reference(settings), read_before_loss(settings)) == (reference, old)
 
 
 def test_a_correction_is_built_only_where_one_is_asked_for():
@@ -111,3 +111,19 @@ def test_a_correction_is_built_only_where_one_is_asked_for():
 def test_estimators_of_plugins_are_known_after_their_import():
     with pytest.raises(ConfigError, match="Unknown advantage estimator 'nobodys'"):
         advantage_estimators.get("nobodys")
+
+
+@pytest.mark.parametrize(
+    ("keys", "needed"),
+    [
+        (["policy_loss_type=regular"], None),
+        (["policy_loss_type=dppo_tv"], False),
+        (["policy_loss_type=cross_entropy"], False),
+        (["policy_loss_type=cross_entropy", "use_kl_loss=true", "kl_estimator_type=k3_ratio"], None),
+        (["policy_loss_type=cross_entropy", "use_kl_in_reward=true"], True),
+        (["policy_loss_type=regular", "use_tis=true", "tis_imp_ratio_cap=2.0"], True),
+    ],
+)
+def test_old_log_probs_are_asked_for_where_something_reads_them(keys: list[str], needed: bool | None):
+    cfg = load([*(f"trainer.algorithm.{key}" for key in ["use_kl_loss=false", *keys])])
+    assert policy_learning(cfg).needs_old_logprobs is needed
