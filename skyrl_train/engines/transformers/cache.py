@@ -157,7 +157,7 @@ class DecodeCache(Cache):
         masks = self._masks(window)
         torch.add(parts[0].view(*scores.shape[:4], -1), masks[0], out=scores[..., : columns[0]])
         torch.add(parts[1].view(*scores.shape[:4], -1), masks[1], out=scores[..., columns[0] :])
-        weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+        weights = scores.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
         out = torch.bmm(
             weights.view(*shared.shape[:2], -1)[..., : columns[0]], read(layer.prefix_v, shared, columns[0])
         )

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_FEWEST_ROWS = 16
-"""Below this oneDNN's fixed cost per call is more than its kernels save."""
+_FEWEST_PRODUCTS = 1 << 19
+"""Rows x inputs x outputs. Below this oneDNN's fixed cost per call is more than its kernels save."""
 
 
 class OneDnnLinear(nn.Linear):
@@ -21,7 +21,7 @@ class OneDnnLinear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.numel() < _FEWEST_ROWS * self.in_features:
+        if input.numel() * self.out_features < _FEWEST_PRODUCTS:
             return F.linear(input, self.weight, self.bias)
         linear: Any = torch.ops.mkldnn._linear_pointwise
         return linear(input, self.weight, self.bias, "none", [], "")  # type: ignore[no-any-return]

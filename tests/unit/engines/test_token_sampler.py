@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from skyrl_train.engines.base import SamplingParams
-from skyrl_train.engines.token_sampler import RowSampler, inverse_cdf, uniforms
+from skyrl_train.engines.token_sampler import RowSampler, inverse_cdf, smallest_kept, uniforms
 
 CPU = torch.device("cpu")
 
@@ -81,8 +81,20 @@ TRUNCATIONS: list[dict[str, Any]] = [
     {"top_p": 0.9, "min_p": 0.02},
     {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
     {"top_p": 0.8},
+    {"top_p": 0.999},
     {"min_p": 0.1},
+    {"top_k": 7},
+    {"top_k": 500},
 ]
+
+
+def _kept(logits: torch.Tensor, params: SamplingParams, candidates: int) -> torch.Tensor:
+    """bool [R, V]: what the sampler keeps when every row asks for the same."""
+    limits = [params.top_k or math.inf, params.top_p if params.top_p < 1 else math.inf, params.min_p]
+    probabilities = logits.softmax(-1)
+    rows = torch.tensor([limits] * len(logits), dtype=torch.float64)
+    smallest = smallest_kept(probabilities, rows, max(candidates, params.top_k))
+    return (probabilities >= smallest) & (probabilities > 0)
 
 
 def _kept_in_double_precision(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,16 +111,67 @@ def _kept_in_double_precision(logits: torch.Tensor, params: SamplingParams) -> t
     return logits >= ranked.gather(1, kept.sum(-1, keepdim=True) - 1), near
 
 
+@pytest.mark.parametrize("candidates", [4, 320])
 @pytest.mark.parametrize("scale", [0.5, 1.5, 3.0])
-@pytest.mark.parametrize("options", TRUNCATIONS, ids=lambda options: " ".join(options))
-def test_what_is_kept_differs_from_double_precision_at_a_threshold_only(options: dict[str, Any], scale: float):
+@pytest.mark.parametrize("options", TRUNCATIONS, ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
+def test_what_is_kept_differs_from_double_precision_at_a_threshold_only(
+    options: dict[str, Any], scale: float, candidates: int
+):
     params = SamplingParams(1, **options)
     logits = torch.randn(4000, 320, generator=torch.Generator().manual_seed(5)) * scale
-    kept = RowSampler([params] * len(logits), CPU)._truncate(logits) > -math.inf
+    kept = _kept(logits, params, candidates)
     wanted, near = _kept_in_double_precision(logits, params)
     differs = (kept != wanted).any(-1)
     assert (near[differs] < 1e-6).all(), "float32 rounds running sums that much"
-    assert differs.sum() <= 2
+    assert differs.sum() <= len(logits) // 500
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"top_p": 0.25}, 1),  # the likeliest has 1/4: it alone reaches the threshold
+        ({"top_p": 0.26}, 5),  # the next four are tied at 1/8, and all ties are kept
+        ({"top_p": 0.75}, 5),
+        ({"top_p": 0.7500001}, 37),
+        ({"top_p": 1 - 1e-9}, 37),
+        ({"top_k": 1}, 1),
+        ({"top_k": 2}, 5),
+        ({"top_k": 6}, 37),
+        ({"top_k": 5, "top_p": 0.3}, 1),  # 1/4 of the 3/4 that top_k left is 1/3
+        ({"top_k": 5, "top_p": 0.34}, 5),
+        ({"min_p": 0.5}, 5),
+        ({"min_p": 0.51}, 1),
+        ({"min_p": 0.01}, 37),
+    ],
+)
+@pytest.mark.parametrize("candidates", [1, 3, 64])
+def test_all_ties_with_the_last_token_kept_are_kept(options, kept, candidates):
+    probabilities = torch.tensor([1 / 4] + [1 / 8] * 4 + [1 / 128] * 32 + [0.0] * 3)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    logits = probabilities[order].log().expand(6, -1)
+    found = _kept(logits, SamplingParams(1, **options), candidates)
+    assert torch.equal(found, (torch.arange(40) < kept)[order].expand(6, -1))
+
+
+def test_rows_whose_candidates_do_not_suffice_look_further():
+    """One peaked row settles at once, a flat one keeps nearly all of its tokens."""
+    logits = torch.randn(2, 9000, generator=torch.Generator().manual_seed(2)) * torch.tensor([[9.0], [0.2]])
+    params = SamplingParams(1, top_p=0.9)
+    wanted, _ = _kept_in_double_precision(logits, params)
+    assert wanted[0].sum() < 256 and wanted[1].sum() > 4096
+    assert torch.equal(_kept(logits, params, 256), wanted)
+
+
+def test_rows_without_truncation_are_left_alone_beside_truncated_ones():
+    logits = torch.randn(1, 700, generator=torch.Generator().manual_seed(4)).expand(300, -1)
+    params = [SamplingParams(1, top_k=3) if row % 3 == 0 else SamplingParams(1) for row in range(300)]
+    sampled = RowSampler(params, CPU)(logits, uniforms(np.arange(300, dtype=np.uint64), np.zeros(300)))
+    free = torch.arange(300) % 3 > 0
+    assert torch.equal(sampled.logprobs[free], sampled.full_logprobs[free])
+    assert len(sampled.ids[free].unique()) > 100
+    assert set(sampled.ids[~free].tolist()) == set(logits[0].topk(3).indices.tolist())
+    gained = -logits[0].softmax(-1).topk(3).values.sum().log()
+    torch.testing.assert_close(sampled.logprobs[~free] - sampled.full_logprobs[~free], gained.expand(100))
 
 
 def test_greedy_takes_the_largest_and_says_zero():

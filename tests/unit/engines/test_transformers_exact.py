@@ -18,8 +18,11 @@ from transformers.generation.logits_process import (
 )
 
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from skyrl_train.engines.transformers.cache import DecodeCache, Key, NewPrompt
 from skyrl_train.engines.transformers.engine import TransformersEngine
+from skyrl_train.engines.transformers.model import ServedModel
 from skyrl_train.errors import EngineError
+from skyrl_train.testing.double_precision import double_precision
 from skyrl_train.testing.tiny_models import tiny_model
 
 VOCABULARY = 97
@@ -140,6 +143,36 @@ def test_sliding_windows_hide_what_left_them(kind, window):
     model = _model(kind, window)
     requests = _requests(_prompts([3, 12, 7]), 2, SamplingParams(max_tokens=16))
     _assert_logprobs_are_the_models(model, requests, _generate(model, requests))
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe"])
+def test_in_double_precision_rows_that_share_a_prompt_are_the_model_itself(kind: str, samples: int):
+    model: Any = _model(kind, window=6 if kind in ("mistral", "gemma2", "gemma3_text") else None).double().eval()
+    if kind.endswith("moe"):
+        model.set_experts_implementation("eager")  # the default one lacks float64
+    prompts, new = _prompts([11, 3, 11]), 40  # more tokens than lanes have room for at first
+    sampled = torch.tensor(_prompts([new] * 3 * samples, seed=1))
+    rows = [prompt for prompt in prompts for _ in range(samples)]
+    device = torch.device("cpu")
+    with double_precision(), torch.inference_mode():
+        model.set_attn_implementation("eager")
+        wanted = [
+            model(input_ids=torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, len(prompt) - 1 :]
+            for prompt, ids in zip(rows, sampled.tolist(), strict=True)
+        ]
+        served, cache = ServedModel(model, device, "double"), DecodeCache(device)
+        keys = [Key(prompt) for prompt in prompts]
+        packed, starts, logits = served.prefill(keys)
+        new_prompts = [NewPrompt(key, samples, start) for key, start in zip(keys, starts, strict=True)]
+        slots = cache.place(new_prompts, packed, frozenset())
+        got = [logits.repeat_interleave(samples, 0)]
+        for step in range(new):
+            if not cache.advance():
+                cache.begin(slots, [step] * len(slots))
+            got.append(served.decode(sampled[:, step], cache))
+    assert got[-1].dtype == torch.float64
+    torch.testing.assert_close(torch.stack(got, 1), torch.stack(wanted), atol=1e-9, rtol=0)
 
 
 def test_rows_that_come_and_go_do_not_disturb_the_others():
