@@ -1,0 +1,140 @@
+"""A whole GRPO step, and what it costs, beside TRL's GRPOTrainer on the same work.
+
+    python scripts/benchmarks/grpo_step.py [--vocabulary 480 32000] [--strategy fsdp2] [--steps 5] [--json FILE]
+        [--sides skyrl_train trl trl-passive] [key=value ...]
+
+8 prompts x 8 samples, prompts of exactly 121 tokens, exactly 64 new ones each, one optimizer step on all of them, fp32
+on the CPU, a Qwen2 of 2.9 million parameters (hidden size 256, 4 layers) with random weights; a larger vocabulary adds
+its embeddings. Same prompts, same reward function, same learning rate, all cores for both. Both sides' own metrics must
+say that they did this work.
+
+- skyrl_train: the entrypoint as a user starts it, with its defaults (fsdp2, Ray, transformers engine colocated with the
+  learner, fingerprints of every weight sync) but for a micro-batch that holds the whole batch, as TRL has it, and no
+  gradient checkpointing. More keys of it on the command line. A step lasts from one call of a tracker's `log` to the
+  next.
+- trl: no vLLM, beta=0, gradient_checkpointing=False, num_iterations=1. A step lasts from one `on_log` to the next.
+- trl-passive: the same with OMP_WAIT_POLICY=PASSIVE, which the framework sets for its own processes: threads that wait
+  for one another sleep. Without it they spin for a moment, which counts as CPU time.
+
+The sides take turns step by step, each standing still while the other computes. CPU-seconds are the user and system
+time of all processes that a side started, Ray's included, over the step; of skyrl_train, generation and update are
+those of the engine's and of the learner's process. The first steps do not count; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from measure import HERE, PASSIVE, Side, Step, about, in_turns, line, median, medians_by_role
+from workload import SMALL, Work, assert_did, prompt_texts, run_command, save_model, write_prompts
+
+WARM_UP = 2
+OURS, THEIRS, SLEEPING = "skyrl_train", "trl", "trl-passive"
+SIDES = (OURS, THEIRS, SLEEPING)
+
+
+def compare(options: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
+    """Steps of both sides, in turns, and what they come to."""
+    work, total = Work(), options.warm_up + options.steps
+    with tempfile.TemporaryDirectory(prefix="grpo-step-") as name, ExitStack() as stack:
+        folder = Path(name)
+        model = folder / "model"
+        parameters = save_model(model, SMALL.sized(vocabulary))
+        write_prompts(folder / "prompts.jsonl", prompt_texts(work.prompts * total, work.prompt_tokens))
+        given = {"work": asdict(work), "steps": total, "model": str(model), "threads": os.cpu_count()}
+        trl = [sys.executable, str(HERE / "trl_grpo.py"), name, json.dumps(given)]
+        run = run_command(folder, model, work, total, options.strategy, options.overrides)
+        starts = {OURS: (run, {}), THEIRS: (trl, {}), SLEEPING: (trl, PASSIVE)}
+        sides = [stack.enter_context(Side(side, starts[side][0], folder, starts[side][1])) for side in options.sides]
+        found = in_turns(sides, options.warm_up, options.steps)
+        peaks = {side.name: side.peak_rss / 2**20 for side in sides}
+    for side, steps in found.items():
+        assert_did(work, steps) if side == OURS else assert_trl_did(work, steps)
+    return {
+        "vocabulary": vocabulary,
+        "parameters": parameters,
+        "tokens": work.tokens,
+        "sides": {name: summary(name, steps) | {"peak_rss_mib": peaks[name]} for name, steps in found.items()},
+        "steps": {name: [asdict(step) for step in steps] for name, steps in found.items()},
+    }
+
+
+def assert_trl_did(work: Work, steps: list[Step]) -> None:
+    counted = [step.told["num_tokens"] for step in steps]
+    grown = {after - before for before, after in pairwise(counted)}
+    lengths = {step.told[f"completions/{end}_length"] for step in steps for end in ("min", "max")}
+    assert grown <= {work.tokens} and lengths == {work.new_tokens}, f"{grown} tokens a step, responses of {lengths}"
+
+
+def summary(name: str, steps: list[Step]) -> dict[str, Any]:
+    """Medians over the steps."""
+    by_role = medians_by_role(steps)
+    cpu = statistics.median(step.total_cpu_s for step in steps)
+    if name == OURS:
+        generation, update = by_role.get("engine", 0.0), by_role.get("learner", 0.0)
+        timings = {key: median(steps, key) for key in sorted(steps[0].told) if key.startswith("timing/")}
+    else:
+        generation = median(steps, "generation_cpu_s")
+        update = statistics.median(step.total_cpu_s - step.told["generation_cpu_s"] for step in steps)
+        timings = {"timing/generate_s": median(steps, "generation_s")}
+    return {
+        "cpu_s": cpu,
+        "generation_cpu_s": generation,
+        "update_cpu_s": update,
+        "rest_cpu_s": cpu - generation - update,
+        "wall_s": statistics.median(step.wall_s for step in steps),
+        "cpu_s_by_role": by_role,
+        "timings": timings,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    sides = result["sides"]
+    print(f"\nvocabulary {result['vocabulary']:,}, {result['parameters']:,} parameters, {result['tokens']:,} tokens")
+    print("| side | CPU-s | generation | update | rest | seconds | peak MiB |\n" + "| --- " * 7 + "|")
+    row = "| {} | {cpu_s:.2f} | {generation_cpu_s:.2f} | {update_cpu_s:.2f} | {rest_cpu_s:.2f} | {wall_s:.2f} |"
+    for name, side in sides.items():
+        print(row.format(name, **side) + f" {side['peak_rss_mib']:,.0f} |")
+    if OURS not in sides:
+        return
+    for name in [name for name in sides if name != OURS]:
+        keys = ("cpu_s", "generation_cpu_s", "update_cpu_s", "wall_s")
+        cpu, generation, update, wall = (sides[name][key] / sides[OURS][key] for key in keys)
+        print(f"| {name} / {OURS} | {cpu:.1f} | {generation:.1f} | {update:.1f} | | {wall:.1f} | |")
+    by_role = ", ".join(f"{role} {seconds:.2f}" for role, seconds in sides[OURS]["cpu_s_by_role"].items())
+    print(f"CPU-s of skyrl_train's processes: {by_role}")
+    print("seconds of its phases: " + ", ".join(f"{key[7:-2]} {s:.2f}" for key, s in sides[OURS]["timings"].items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=[SMALL.vocabulary])
+    parser.add_argument("--strategy", default="fsdp2", help="trainer.strategy; the default is that of a run")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warm-up", type=int, default=WARM_UP)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="more configuration of the run")
+    options = parser.parse_intermixed_args()
+    report = about("trl") | {"threads": os.cpu_count(), "strategy": options.strategy, "overrides": options.overrides}
+    print(f"{line(report)}; {options.strategy}, {report['threads']} threads a process")
+    report["results"] = []
+    for vocabulary in options.vocabulary:
+        report["results"].append(compare(options, vocabulary))
+        show(report["results"][-1])
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""The work that step benchmarks share: small Qwen2 models with their tokenizer, prompts, batches, runs on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from string import ascii_lowercase
+
+import torch
+from measure import HERE, Step
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from skyrl_train.algorithms.losses import clipped_surrogate
+from skyrl_train.config.choices import STRATEGIES
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.objectives.policy import PolicyObjective
+from skyrl_train.testing.learner_specs import tiny_spec
+from skyrl_train.workers.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
+from skyrl_train.workers.learner_worker import LearnerWorker
+
+LEARNING_RATE = 1e-5
+MESSAGES = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""Chat template: a prompt has as many tokens as its text has letters."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Qwen2 with tied embeddings and two query heads for each key/value head."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    vocabulary: int
+
+    def sized(self, vocabulary: int) -> Shape:
+        return dataclasses.replace(self, vocabulary=vocabulary)
+
+
+SMALL = Shape(hidden=256, layers=4, intermediate=640, vocabulary=480)
+"""2.9 million parameters."""
+MEDIUM = Shape(hidden=640, layers=10, intermediate=1920, vocabulary=480)
+"""About 50 million."""
+
+
+def save_model(folder: Path, shape: Shape, seed: int = 0) -> int:
+    """Random weights and a tokenizer as a Hugging Face folder; returns the number of parameters.
+
+    Nothing ends a response: the end-of-sequence token, which trainers ask for, is one that the model has no logit for.
+    """
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.hidden // 64,
+        num_key_value_heads=shape.hidden // 128,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=character_tokenizer(shape.vocabulary), pad_token="<pad>", eos_token="<end>"
+    )
+    fast.chat_template = MESSAGES
+    fast.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def character_tokenizer(vocabulary: int) -> Tokenizer:
+    """Byte-level, as Qwen2's own: a token a character of plain text, and words that only a model can write."""
+    tokens = ["<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokens += [f"w{index}" for index in range(len(tokens), vocabulary)]
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate([*tokens, "<end>"])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def prompt_texts(count: int, tokens: int, seed: int = 0) -> list[str]:
+    """Prompts of exactly that many letters, each a token."""
+    rng = random.Random(seed)
+    return ["".join(rng.choices(ascii_lowercase, k=tokens)) for _ in range(count)]
+
+
+def write_prompts(file: Path, texts: Sequence[str]) -> None:
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in texts]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Work:
+    """One training step: `prompts` x `samples` responses of exactly `new_tokens`, one optimizer step."""
+
+    prompts: int = 8
+    samples: int = 8
+    prompt_tokens: int = 121
+    new_tokens: int = 64
+
+    @property
+    def sampled(self) -> int:
+        """Tokens."""
+        return self.prompts * self.samples * self.new_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Of all sequences, their prompts included."""
+        return self.prompts * self.samples * (self.prompt_tokens + self.new_tokens)
+
+
+def run_command(
+    folder: Path, model: Path, work: Work, steps: int, strategy: str, overrides: Sequence[str]
+) -> list[str]:
+    """Training through the entrypoint, on the CPU and colocated, defaults wherever the work does not say otherwise."""
+    given = {
+        "device": "cpu",
+        "environment.env_class": "even_digits",
+        "data.train_data": f"['{folder / 'prompts.jsonl'}']",
+        "trainer.plugins": "[even_digits]",
+        "trainer.logger": "[]",
+        "trainer.strategy": strategy,
+        "trainer.policy.model.path": model,
+        "trainer.policy.optimizer_config.lr": LEARNING_RATE,
+        "trainer.ckpt_path": folder / "run",
+        "trainer.export_path": folder / "run" / "export",
+        "trainer.train_batch_size": work.prompts,
+        "trainer.policy_mini_batch_size": work.prompts,
+        "trainer.max_tokens_per_microbatch": work.tokens,
+        "trainer.max_prompt_length": work.prompt_tokens,
+        "trainer.gradient_checkpointing": "false",
+        "trainer.algorithm.use_kl_loss": "false",
+        "trainer.max_steps": steps,
+        "trainer.eval_before_train": "false",
+        "trainer.eval_interval": -1,
+        "trainer.ckpt_interval": -1,
+        "generator.n_samples_per_prompt": work.samples,
+        "generator.sampling_params.max_generate_length": work.new_tokens,
+    }
+    keys = [f"{key}={value}" for key, value in given.items()]
+    return [sys.executable, str(HERE / "gated_run.py"), *keys, *overrides]
+
+
+def assert_did(work: Work, steps: Sequence[Step]) -> None:
+    """A run's own metrics say that each step was exactly this work."""
+    wanted = {
+        "rollouts/tokens": work.sampled,
+        "rollouts/trajectories": work.prompts * work.samples,
+        "response/max_tokens": work.new_tokens,
+    }
+    for step in steps:
+        found = {name: step.told[name] for name in wanted}
+        assert found == wanted, f"{found} instead of {wanted}"
+
+
+# -- the update alone ------------------------------------------------------------------------------------------------
+
+
+def training_batch(
+    prompts: int, samples: int, prompt_tokens: int, response_tokens: Sequence[int], vocabulary: int, seed: int = 0
+) -> TrainBatch:
+    """Random tokens and advantages: `samples` responses to each prompt, of the given lengths [prompts * samples]."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random_ids(count: int) -> torch.Tensor:
+        return torch.randint(1, vocabulary, (count,), generator=generator)
+
+    rows = prompts * samples
+    responses = torch.tensor(response_tokens)
+    lengths = responses + prompt_tokens
+    shared = [random_ids(prompt_tokens) for _ in range(prompts)]
+    ids = [torch.cat([shared[row // samples], random_ids(int(responses[row]))]) for row in range(rows)]
+    positions = torch.cat([torch.arange(int(length)) for length in lengths])
+    mask = positions >= prompt_tokens
+    advantages = torch.repeat_interleave(torch.randn(rows, generator=generator), lengths)
+    return TrainBatch(
+        input_ids=torch.cat(ids),
+        position_ids=positions,
+        loss_mask=mask,
+        offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        prompt_lengths=torch.full((rows,), prompt_tokens),
+        group_ids=torch.arange(rows) // samples,
+        rewards=torch.zeros(rows),
+        temperature=torch.ones(rows),
+        status=torch.ones(rows, dtype=torch.bool),
+        min_versions=torch.zeros(rows, dtype=torch.int64),
+        max_versions=torch.zeros(rows, dtype=torch.int64),
+        rollout_logprobs=torch.zeros(len(positions)),
+        advantages=advantages * mask,
+    )
+
+
+def local_learner(
+    model: str, strategy: str, prompts: int, max_tokens: int, share_prompt: bool | None = None
+) -> tuple[Learner, LearnerWorker]:
+    """The learner in this process, not set up yet: clipped surrogate, no KL, one optimizer step a batch."""
+    spec = tiny_spec(
+        model,
+        strategy=STRATEGIES[strategy],
+        threads=torch.get_num_threads(),
+        objective=PolicyObjective(partial(clipped_surrogate, eps_low=0.2, eps_high=0.2)),
+        total_steps=1000,
+    )
+    worker = LearnerWorker(spec, 0, 1)
+    sizes = BatchSizes(mini_batch_groups=prompts, max_tokens=max_tokens, share_prompt=share_prompt)
+    return Learner(WorkerGroup([LocalWorker(worker)]), None, sizes), worker
