@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.build import memory_plan
 from skyrl_train.build.algorithm import build_advantages, build_corrections, policy_learning
 from skyrl_train.build.collector import build_collector
 from skyrl_train.build.engines import build_engines, connect_engine, require_installed, server_urls
@@ -63,17 +64,19 @@ async def services(
 ) -> AsyncIterator[RunningServices]:
     """Everything that training needs, started; without a training set there is no learner (evaluation only)."""
     trainer = cfg.trainer
-    trains = train_dataset is not None
     local = cfg.generator.run_engines_locally
     if local:
         require_installed(cfg.generator.backend)
+    learning = policy_learning(cfg) if train_dataset is not None else None
+    if learning is not None:
+        memory_plan.announce(cfg, learning)
     async with AsyncExitStack() as stack:
         base = await stack.enter_async_context(
             learner_services(
                 cfg,
                 fingerprints=fingerprints_of(trainer, train_dataset.fingerprint) if train_dataset else {},
                 schedule=schedule_of(trainer, len(train_dataset)) if train_dataset else None,
-                learning=policy_learning(cfg) if trains else None,
+                learning=learning,
                 with_engines=local,
                 get_tracker=get_tracker,
             )

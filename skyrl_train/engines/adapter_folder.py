@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from skyrl_train.errors import EngineError
+from skyrl_train.models.lora import lora_config, lora_options, targeted
 
 _PREFIX = "base_model.model."
 _ENDS = (".lora_A.weight", ".lora_B.weight")
@@ -40,14 +40,6 @@ class AdapterTensors:
     """A [r, in] and B [out, r] by the layer's name in the base model."""
 
 
-def adapted_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Layers that an adapter may change: every linear one but the head."""
-    head = model.get_output_embeddings()
-    return {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
-    }
-
-
 def read_adapter(path: str, linears: Mapping[str, nn.Linear], *, adapter: str, engine: str) -> AdapterTensors:
     """An adapter for the model with these layers, which may be on the meta device.
 
@@ -63,21 +55,18 @@ def read_adapter(path: str, linears: Mapping[str, nn.Linear], *, adapter: str, e
 
 
 def _read(folder: Path, linears: Mapping[str, nn.Linear]) -> AdapterTensors:
-    from peft import LoraConfig  # takes a second to import
-    from peft.tuners.tuners_utils import check_target_module_exists
-
     raw = json.loads((folder / "adapter_config.json").read_text())
     kind = raw.get("peft_type") if isinstance(raw, dict) else None
     if kind != "LORA":
         raise ValueError(f"its peft_type is {kind!r} instead of 'LORA'.")
-    known = {field.name: field.default for field in fields(LoraConfig)}
+    known = lora_options()
     _check_options(raw, known)
-    config = LoraConfig(**{option: value for option, value in raw.items() if option in known})
+    config = lora_config(**{option: value for option, value in raw.items() if option in known})
     if config.r < 1:
         raise ValueError(f"its rank is r={config.r}; it must be at least 1.")
     tensors = load_file(folder / "adapter_model.safetensors")
     found = _by_layer(tensors, linears)
-    asked = {layer for layer in linears if check_target_module_exists(config, layer)}
+    asked = set(targeted(config, linears))
     if absent := sorted(asked - found.keys()):
         raise ValueError(f"target_modules asks for {absent[0]}, for which it has no tensors.")
     if isinstance(config.target_modules, set):

@@ -289,7 +289,7 @@ class EngineClient:
 
     async def metrics(self) -> dict[str, float]:
         """Since the last call: tokens per second in which requests were under way, and the share of prompt tokens that
-        needed no prefill. Now: what is under way, and how many engines are dead.
+        needed no prefill. Now: what is under way, how many engines are dead, and the memory that one needed at most.
         """
         every = await self.health()
         self._count_under_way(0)
@@ -305,6 +305,7 @@ class EngineClient:
             "engines/running": float(sum(one.running for one in every)),
             "engines/queued": float(sum(one.queued for one in every)),
             "engines/dead": float(len(self.dead)),
+            **_peaks(every),
         }
 
     async def _each(self, method: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
@@ -334,6 +335,12 @@ class EngineClient:
             if deadline.expired():
                 raise DeadlineExceeded(f"{place.name}.{method}", seconds) from error
             raise
+
+
+def _peaks(every: Sequence[EngineHealth]) -> dict[str, float]:
+    """Memory of the engine that needed most, where they count it (see report/memory.py)."""
+    found = [(name, gib) for one in every for name, gib in one.extra.items() if name.endswith("_gib")]
+    return {f"memory/engine_{name}": max(gib for n, gib in found if n == name) for name, _ in found}
 
 
 def _tokens(request: SampleRequest) -> int:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from skyrl_train.engines.adapter_folder import adapted_linears, read_adapter
+from skyrl_train.engines.adapter_folder import read_adapter
 from skyrl_train.errors import UnsupportedParameter
+from skyrl_train.models.lora import adapted_linears
 
 
 @dataclass(frozen=True, eq=False, slots=True)

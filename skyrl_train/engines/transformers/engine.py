@@ -36,6 +36,7 @@ from skyrl_train.engines.transformers.rows import Call
 from skyrl_train.engines.transformers.scheduler import Scheduler
 from skyrl_train.errors import EngineError
 from skyrl_train.models.loading import load_causal_lm, load_tokenizer
+from skyrl_train.report.memory import peak_memory
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.store import InPlace
 from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, dtype_of
@@ -250,6 +251,7 @@ class TransformersEngine:
             generated_tokens=scheduler.generated_tokens,
             prefilled_tokens=scheduler.prefilled_tokens,
             cached_tokens=scheduler.cached_tokens,
+            extra=peak_memory(self._served.device.type),
         )
 
     async def close(self) -> None:

@@ -13,9 +13,10 @@ from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from skyrl_train.engines.adapter_folder import adapted_linears, read_adapter
+from skyrl_train.engines.adapter_folder import read_adapter
 from skyrl_train.errors import EngineError
 from skyrl_train.models.loading import meta_model
+from skyrl_train.models.lora import adapted_linears
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 

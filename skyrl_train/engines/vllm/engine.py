@@ -27,6 +27,7 @@ from skyrl_train.engines.base import (
 from skyrl_train.engines.checks import SLEEPING, Checks, check_new_ids
 from skyrl_train.engines.step_thread import StepThread
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
+from skyrl_train.report.memory import peak_memory
 from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest
 
 # Read when vLLM is imported: its scheduler in this process, no compilation on the first step, no reports home.
@@ -276,6 +277,7 @@ class VLLMEngine:
             generated_tokens=self._generated_tokens,
             prefilled_tokens=self._prompt_tokens - self._cached_tokens,
             cached_tokens=self._cached_tokens,
+            extra=peak_memory("cpu"),  # on an accelerator it takes its share at once
         )
 
     async def close(self) -> None:

@@ -121,3 +121,38 @@ def test_information_flags_of_hydra_work_and_write_nothing(tmp_path: Path):
     assert "trainer:" in printed("--help")
     assert "config ok" in printed(f"--config-name={BASE}")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("placement", [[], ["trainer.placement.colocate_all=false"]])
+def test_a_plan_says_what_every_role_holds_and_whether_it_fits(
+    placement: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    from skyrl_train.testing.tiny_models import save_tiny_model
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    model = f"trainer.policy.model.path={save_tiny_model(tmp_path)}"
+    code, text = run(capsys, monkeypatch, "--plan", model, *placement)
+    assert code == 0, text
+    said = ["config ok", "policy", "reference", "engine", "parameters", "gradients", "optimizer", "activations"]
+    said += ["logits", "weight-sync buckets", "KV cache", "at its peak", "all slots together", ": fits"]
+    assert [part for part in said if part not in text] == []
+
+
+def test_a_plan_of_a_model_that_is_not_there_exits_2_and_names_its_key(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, text = run(capsys, monkeypatch, "--plan", "trainer.policy.model.path=/no/such/model")
+    assert code == 2
+    assert "trainer.policy.model.path='/no/such/model' cannot be loaded" in text
+    assert "config ok" not in text
+
+
+def test_what_does_not_fit_is_said():
+    from skyrl_train.build.memory_plan import Row, SlotPlan
+
+    plan = SlotPlan("policy", 2, (Row("policy", "parameters", "", {"": 3 << 30}, exact=True),))
+    on_cpu = "\n".join(check_config.plan_lines([plan], "cpu", 4 << 30, 4 << 30))
+    assert "all slots together, on this machine: 6.00 of 4.00 GiB: DOES NOT FIT" in on_cpu
+    on_gpu = "\n".join(check_config.plan_lines([plan], "cuda", 4 << 30, 1 << 30))
+    assert "3.00 of 4.00 GiB: fits" in on_gpu

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.engines.base import SampleRequest, SamplingParams
+from skyrl_train.engines.base import EngineHealth, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.errors import DeadlineExceeded, EngineError, UnsupportedParameter, WorkerDied
 from skyrl_train.testing.scripted_engine import EVERYTHING, ScriptedEngine
@@ -217,6 +217,22 @@ def test_tokens_per_second_are_of_the_time_in_which_requests_were_under_way():
     assert tokens / 0.2 < metrics["engines/tokens_per_s"] <= tokens / 0.05
     assert metrics["engines/dead"] == metrics["engines/running"] == 0
     assert later["engines/tokens_per_s"] == 0
+
+
+class _Counting(ScriptedEngine):
+    """Says how much memory it needed."""
+
+    peak_gib = 0.0
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(self.name, 0, extra={"peak_rss_gib": self.peak_gib, "else": 9.0})
+
+
+def test_memory_is_that_of_the_engine_that_needed_most():
+    engines = [_Counting(name="e0"), _Counting(name="e1"), ScriptedEngine(name="e2")]
+    engines[0].peak_gib, engines[1].peak_gib = 1.5, 0.5  # type: ignore[attr-defined]
+    metrics = asyncio.run(EngineClient(engines, deadline_s=5).metrics())
+    assert {name: value for name, value in metrics.items() if "gib" in name} == {"memory/engine_peak_rss_gib": 1.5}
 
 
 def test_a_failure_of_a_whole_engine_kills_none_and_the_request_goes_to_another_once():

@@ -1,0 +1,244 @@
+"""Shapes of a model without its weights, and the bytes that a pass over it keeps: arithmetic, nothing is loaded.
+
+Legend: T tokens of a micro-batch, h hidden size, i intermediate size, q = heads x head size, k = key/value heads x head
+size, V vocabulary, a bytes of a number in the compute dtype (`Settings.a`). What is said to be saved is what autograd
+keeps for backward, each tensor once however many operations want it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from skyrl_train.config.schema import LoraConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.loading import load_config
+from skyrl_train.models.lora import Adapters
+from skyrl_train.models.ragged_model import RaggedModel, linear_head
+
+FP32 = 4
+"""Bytes; also of log-softmax, of norms inside, and of whatever is trained."""
+_LOGIT_COPIES = 2
+"""Of a chunk: its logits and their exponentials, where the gradient is made. See models/sampled_logprobs.py."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter, tied ones once."""
+
+    shape: tuple[int, ...]
+    trained: bool = True
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def shard(self, ranks: int) -> int:
+        """Elements on the fullest of `ranks`: FSDP2 cuts the first dimension into equal pieces, the last is smaller."""
+        return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
+
+
+def numel(weights: Iterable[Weight], ranks: int = 1) -> int:
+    """Elements of all of them on the fullest of `ranks`."""
+    return sum(weight.shard(ranks) for weight in weights)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A causal language model, or its body with a value head."""
+
+    layers: tuple[tuple[Weight, ...], ...]
+    """Of every decoder layer: what a strategy gathers together."""
+    root: tuple[Weight, ...]
+    """The rest: embeddings, the last norm, the head where it is not tied."""
+    norms: tuple[int, ...]
+    """Widths of one layer's norms."""
+    hidden: int
+    intermediate: int
+    """Of the experts that a token goes through, together, where there are experts."""
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    vocab: int
+    """0 for a critic: it has no logits."""
+    tied: bool
+    max_positions: int
+    experts_per_token: int = 0
+    softcapped: bool = False
+    """Attention scores are materialised: see ragged_attention._softcapped."""
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        return (*self.root, *(weight for layer in self.layers for weight in layer))
+
+    @property
+    def largest_layer(self) -> int:
+        """Elements."""
+        return max((numel(layer) for layer in self.layers), default=0)
+
+    @property
+    def head(self) -> int:
+        """Elements of the LM head."""
+        return self.vocab * self.hidden
+
+    @property
+    def head_trained(self) -> bool:
+        return any(weight.trained for weight in self.root if weight.shape == (self.vocab, self.hidden))
+
+    def kv_bytes_per_token(self, size: int) -> int:
+        """Keys and values of one token in all layers, `size` bytes a number."""
+        return 2 * len(self.layers) * self.key_value_heads * self.head_dim * size
+
+
+def model_shape(
+    path: str,
+    *,
+    key: str,
+    overrides: Mapping[str, Any] | None = None,
+    rope_scaling: Mapping[str, Any] | None = None,
+    rope_theta: float | None = None,
+    lora: LoraConfig | None = None,
+    critic: bool = False,
+) -> ModelShape:
+    """The shapes of what LearnerWorker builds from the same settings, read from the model's configuration alone.
+
+    Raises ConfigError naming `key` where there is nothing to load, and for a model that cannot be trained.
+    """
+    config = load_config(path, key=key, overrides=overrides, rope_scaling=rope_scaling, rope_theta=rope_theta)
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **options)
+            head = linear_head(model)
+            if lora is not None and lora.rank:
+                Adapters(model, lora, key.removesuffix("path") + "lora")
+            scored = RaggedModel(model.base_model if critic else model)  # type: ignore[arg-type]
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{key}={path!r} is no causal language model. ({str(error).splitlines()[0]})") from error
+    layers = scored.decoder_layers()
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    root = [_weight(parameter) for parameter in scored.parameters() if id(parameter) not in inside]
+    text = config.get_text_config()
+    experts = int(getattr(text, "num_experts_per_tok", None) or 0)
+    heads = int(text.num_attention_heads)
+    return ModelShape(
+        layers=tuple(tuple(_weight(parameter) for parameter in layer.parameters()) for layer in layers),
+        root=(*root, *([Weight((1, head.in_features))] if critic else [])),
+        norms=_norms(layers),
+        hidden=head.in_features,
+        intermediate=_intermediate(text, experts, head.in_features),
+        heads=heads,
+        key_value_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(text, "head_dim", None) or head.in_features // heads),
+        vocab=0 if critic else head.out_features,
+        tied=bool(text.tie_word_embeddings),
+        max_positions=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
+        experts_per_token=experts,
+        softcapped=getattr(text, "attn_logit_softcapping", None) is not None,
+    )
+
+
+def _weight(parameter: torch.nn.Parameter) -> Weight:
+    return Weight(tuple(parameter.shape), parameter.requires_grad)
+
+
+def _norms(layers: Sequence[torch.nn.Module]) -> tuple[int, ...]:
+    """Linear layers have weights of two dimensions."""
+    named = layers[0].named_parameters() if layers else ()
+    return tuple(len(weight) for name, weight in named if weight.ndim == 1 and name.endswith("weight"))
+
+
+def _intermediate(text: Any, experts: int, hidden: int) -> int:
+    dense = int(getattr(text, "intermediate_size", None) or 4 * hidden)
+    if not experts:
+        return dense
+    shared = int(getattr(text, "shared_expert_intermediate_size", None) or 0)
+    return experts * int(getattr(text, "moe_intermediate_size", None) or dense) + shared
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is run, as far as it decides what a pass keeps."""
+
+    a: int
+    """Bytes of a number in the compute dtype."""
+    autocast: bool
+    """The residual stream stays float32, and every linear layer casts what it reads."""
+    on_gpu: bool
+    checkpointing: bool
+    longest: int
+    """Tokens of a sequence."""
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a number in the residual stream."""
+        return FP32 if self.autocast else self.a
+
+
+def layer_bytes_per_token(shape: ModelShape, run: Settings) -> int:
+    """Saved of one token in one decoder layer (estimate).
+
+    - each norm over h: its input in float32 (the residual stream itself, or a copy), the normalised input and its
+      output: 12 h where all is float32, 4 h + 2 a h where the stream is narrower; norms over q and k, in models that
+      have them, do not save their output
+    - q, k, v, gate and up read that output; autocast makes each of them a copy instead: 5 a h
+    - attention saves its arguments and its result, 2 q + 2 k numbers, and a float32 log-sum a head; on CPUs the results
+      of runs are then copied together: q more
+    - the MLP saves gate, its activation, up, and their product: 4 i; experts also save their input, 2 h each
+    - softcapped scores: up to `longest` a head, of which tanh's, softmax's and their cast are saved
+    """
+    a, query, key = run.a, shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
+    normed = FP32 + run.stream + (0 if run.autocast else a)
+    norms = normed * shape.hidden * sum(1 for width in shape.norms if width == shape.hidden)
+    if any(width != shape.hidden for width in shape.norms):
+        norms += (query + key) * (FP32 + a)
+    casts = 5 * a * shape.hidden if run.autocast else 0
+    attention = a * ((2 if run.on_gpu else 3) * query + 2 * key) + FP32 * shape.heads
+    mlp = a * (4 * shape.intermediate + 2 * shape.hidden * shape.experts_per_token)
+    scores = (2 * a + FP32) * shape.heads * run.longest if shape.softcapped else 0
+    return norms + casts + attention + mlp + scores
+
+
+def saved_bytes(shape: ModelShape, tokens: int, run: Settings) -> int:
+    """Saved of a micro-batch when its forward is over (estimate): every layer's, or with gradient checkpointing only
+    every layer's input; besides, the last norm, the rotary tables, and the rows that go to the head.
+    """
+    of_layer = run.stream * shape.hidden if run.checkpointing else layer_bytes_per_token(shape, run)
+    last = shape.hidden * (FP32 + 2 * run.stream) + 2 * shape.head_dim * run.stream
+    return tokens * (len(shape.layers) * of_layer + last)
+
+
+def layer_backward_bytes(shape: ModelShape, tokens: int, run: Settings) -> int:
+    """What backward through one layer adds (estimate): gradients of the MLP's product and of the residual stream, and
+    with gradient checkpointing all that the layer saves, computed again.
+    """
+    again = layer_bytes_per_token(shape, run) if run.checkpointing else 0
+    return tokens * (again + run.a * shape.intermediate + run.stream * shape.hidden)
+
+
+def layer_forward_bytes(shape: ModelShape, tokens: int, run: Settings) -> int:
+    """Of a pass without gradient (estimate): the MLP's three widest tensors beside the residual stream and a norm."""
+    return tokens * 3 * (run.a * shape.intermediate + run.stream * shape.hidden)
+
+
+def chunk_rows(shape: ModelShape, chunk_bytes: int) -> int:
+    """Rows of a chunk of logits: see TokenScorer."""
+    return max(1, chunk_bytes // (FP32 * max(1, shape.vocab)))
+
+
+def head_bytes(shape: ModelShape, scored: int, a: int, chunk_bytes: int, *, gradient: bool) -> int:
+    """What the head adds to a pass (estimate): copies of one chunk of float32 logits, and gradients of hidden rows.
+
+    A critic's head has a float32 copy of the hidden states instead, and its product with the weight.
+    """
+    if not shape.vocab:
+        return 2 * scored * shape.hidden * FP32
+    chunk = min(scored, chunk_rows(shape, chunk_bytes)) * shape.vocab * FP32
+    return _LOGIT_COPIES * chunk + scored * shape.hidden * a
