@@ -9,7 +9,7 @@ from skyrl_train.build.layout import Layout, Seats
 from skyrl_train.cluster.actors import spawn
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.choices import STRATEGIES
-from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.config.schema import LoraConfig, TrainerConfig
 from skyrl_train.trainer.schedule import StepSchedule
 from skyrl_train.workers.learner import BatchSizes, Learner, WorkerGroup
 from skyrl_train.workers.learner_worker import LearnerSpec
@@ -47,6 +47,7 @@ def build_learner(
         seed=trainer.seed,
         threads=threads_per_process(cluster, layout.policy.count, device),
         fsdp=trainer.policy.fsdp_config,
+        deepspeed=trainer.policy.deepspeed_config,
         optimizer=trainer.policy.optimizer_config,
         total_steps=optimizer_steps(trainer, schedule, trainer.policy_mini_batch_size),
         objective=learning.objective,
@@ -60,6 +61,8 @@ def build_learner(
         wire_dtype=wire_dtype,
         bucket_bytes=bucket_bytes,
         only_changed=only_changed,
+        lora=_lora(trainer.policy.model.lora),
+        sequence_parallel_size=trainer.policy.sequence_parallel_size,
     )
     reference = critic = None
     if layout.reference is not None:
@@ -86,11 +89,14 @@ def _reference(policy: LearnerSpec, trainer: TrainerConfig, threads: int | None)
         model_path=trainer.ref.model.path,
         model_key="trainer.ref.model.path",
         fsdp=trainer.ref.fsdp_config,
+        deepspeed=trainer.ref.deepspeed_config,
         optimizer=None,
         total_steps=None,
         objective=None,
         threads=threads,
         model_config_kwargs=trainer.ref.model_config_kwargs,
+        lora=None,
+        sequence_parallel_size=trainer.ref.sequence_parallel_size,
     )
 
 
@@ -105,13 +111,20 @@ def _critic(
         model_path=critic.model.path,
         model_key="trainer.critic.model.path",
         fsdp=critic.fsdp_config,
+        deepspeed=critic.deepspeed_config,
         optimizer=critic.optimizer_config,
         total_steps=optimizer_steps(trainer, schedule, trainer.critic_mini_batch_size),
         objective=learning.critic,
         threads=threads,
         model_config_kwargs=critic.model_config_kwargs,
         value_head=trainer.algorithm.value_head_prefix,
+        lora=_lora(critic.model.lora),
+        sequence_parallel_size=critic.sequence_parallel_size,
     )
+
+
+def _lora(settings: LoraConfig) -> LoraConfig | None:
+    return settings if settings.rank else None
 
 
 def optimizer_steps(trainer: TrainerConfig, schedule: StepSchedule, mini_batch_size: int) -> int:
@@ -128,6 +141,7 @@ def batch_sizes(trainer: TrainerConfig) -> BatchSizes:
         micro_train_sequences=trainer.micro_train_batch_size_per_gpu,
         micro_forward_sequences=trainer.micro_forward_batch_size_per_gpu,
         max_tokens=trainer.max_tokens_per_microbatch,
+        share_prompt=trainer.share_prompt,
     )
 
 
@@ -145,5 +159,6 @@ def _group(cluster: Cluster, spec: LearnerSpec, seats: Seats, role: str, deadlin
                 deadline_s=deadline_s,
             )
             for rank in range(seats.count)
-        ]
+        ],
+        spec.sequence_parallel_size,
     )

@@ -6,7 +6,7 @@ import asyncio
 import importlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,14 @@ def build_trackers(cfg: Config, directory: Path) -> Trackers:
 def run_directory(cfg: Config, fingerprints: Mapping[str, str]) -> RunDirectory:
     """trainer.ckpt_path, held for this run."""
     trainer = cfg.trainer
-    identity = {
+    identity: dict[str, Any] = {
         "project_name": trainer.project_name,
         "run_name": trainer.run_name,
         "model": trainer.policy.model.path,
         **fingerprints,
     }
+    if (lora := trainer.policy.model.lora).rank:
+        identity["adapters"] = {key: value for key, value in asdict(lora).items() if key != "lora_sync_path"}
     # Evaluation alone keeps its records beside those of a run that trains in the same folder.
     path = Path(trainer.ckpt_path) / ("" if fingerprints else "evaluation")
     return RunDirectory(path, identity, resuming=trainer.resume_mode != "none")

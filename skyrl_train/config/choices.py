@@ -59,6 +59,7 @@ STRATEGIES = {
     "single": "skyrl_train.strategies.single:SingleStrategy",
     "fsdp2": "skyrl_train.strategies.fsdp2:FSDP2Strategy",
     "fsdp": "skyrl_train.strategies.fsdp2:FSDP2Strategy",
+    "deepspeed": "skyrl_train.strategies.deepspeed:DeepSpeedStrategy",
 }
 
 ENGINES = {

@@ -86,7 +86,18 @@ ROWS = (
     Inert(
         ("trainer.policy.fsdp_config", "trainer.ref.fsdp_config", "trainer.critic.fsdp_config"),
         "It belongs to trainer.strategy=fsdp2.",
-        lambda config: config.trainer.strategy == "single",
+        lambda config: config.trainer.strategy in ("single", "deepspeed"),
+    ),
+    Inert(
+        tuple(f"trainer.{role}.deepspeed_config" for role in ("policy", "ref", "critic")),
+        "It belongs to trainer.strategy=deepspeed.",
+        lambda config: config.trainer.strategy != "deepspeed",
+    ),
+    Inert(("trainer.ref.deepspeed_config.offload_optimizer",), "The reference has no optimizer."),
+    Inert(
+        tuple(f"trainer.{role}.fsdp_config.cpu_offload" for role in ("policy", "ref", "critic")),
+        "On a CPU everything lies in host memory.",
+        lambda config: config.device == "cpu",
     ),
     Inert(("trainer.log_path",), "A run's logs and metrics are in its folder, trainer.ckpt_path."),
     Inert(
@@ -168,6 +179,15 @@ ROWS = (
         ("trainer.policy.model.lora",),
         "It belongs to trainer.policy.model.lora.rank above 0.",
         lambda config: config.trainer.policy.model.lora.rank == 0,
+    ),
+    Inert(
+        ("trainer.policy.model.lora.lora_sync_path", "trainer.critic.model.lora.lora_sync_path"),
+        "Engines get merged weights, by generator.weight_sync_route.",
+    ),
+    Inert(
+        ("trainer.critic.model.lora",),
+        "It belongs to trainer.critic.model.lora.rank above 0.",
+        lambda config: config.trainer.critic.model.lora.rank == 0,
     ),
     Inert(
         (

@@ -10,7 +10,7 @@ from skyrl_train.config.section import Section, interpolation
 
 @dataclass
 class LoraConfig(Section):
-    """Low-rank adapters on a model."""
+    """Low-rank adapters on a model: they are trained, and the model below them stays as it is."""
 
     rank: int = 0
     """Rank of the adapters; 0 trains the whole model."""
@@ -19,13 +19,13 @@ class LoraConfig(Section):
     dropout: float = 0.0
     """Dropout on the adapters' input."""
     lora_sync_path: str = "/tmp/skyrl_lora_sync"
-    """Folder through which adapters reach engines that load them from disk."""
+    """Folder of adapters on their way to engines; read for compatibility: engines get merged weights."""
     target_modules: str | list[str] = "all-linear"
-    """Modules that get an adapter: `all-linear` or a list of names."""
+    """Layers that get an adapter: `all-linear` (all but the head), a list of names, or a regular expression."""
     exclude_modules: str | list[str] | None = None
-    """Modules that get none although `target_modules` matches them."""
+    """Layers that get none although `target_modules` fits them: a list of names, or a regular expression."""
     init_method: str = "kaiming"
-    """How the adapters start."""
+    """How the first of an adapter's two matrices starts; the second starts at 0."""
 
 
 @dataclass
@@ -84,6 +84,20 @@ class FSDPConfig(Section):
     """Free gathered parameters after forward: less memory, one more gather in backward."""
     fsdp_size: int = -1
     """Ranks that one copy of the model is sharded over; -1 means all of them."""
+
+
+@dataclass
+class DeepSpeedConfig(Section):
+    """How a model is sharded by DeepSpeed's ZeRO."""
+
+    zero_stage: int = 3
+    """What ranks share out: 2 optimizer state and gradients, 3 parameters too."""
+    offload_optimizer: bool = False
+    """Keep optimizer state in host memory and step there."""
+    offload_parameters: bool = False
+    """Keep parameters in host memory and compute on the accelerator; with zero_stage=3."""
+    zero_optimization: dict[str, Any] = field(default_factory=dict)
+    """Further keys of DeepSpeed's own section of this name, e.g. `stage3_param_persistence_threshold`."""
 
 
 @dataclass
@@ -182,8 +196,9 @@ class PolicyConfig(Section):
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    deepspeed_config: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     sequence_parallel_size: int = 1
-    """Ranks that a sequence is split over."""
+    """Neighbouring ranks that split every sequence: a divisor of the model's ranks and of its attention heads."""
     use_torch_compile: bool = False
     """Compile the log-prob and entropy computation."""
     record_memory: bool = False
@@ -199,8 +214,9 @@ class RefConfig(Section):
 
     model: RefModelConfig = field(default_factory=RefModelConfig)
     sequence_parallel_size: int = 1
-    """Ranks that a sequence is split over."""
+    """Neighbouring ranks that split every sequence: a divisor of the model's ranks and of its attention heads."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    deepspeed_config: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     """Changes to the Hugging Face model configuration."""
     megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
@@ -213,7 +229,8 @@ class CriticConfig(Section):
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     optimizer_config: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=5e-6))
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    deepspeed_config: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     sequence_parallel_size: int = 1
-    """Ranks that a sequence is split over."""
+    """Neighbouring ranks that split every sequence: a divisor of the model's ranks and of its attention heads."""
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     """Changes to the Hugging Face model configuration."""

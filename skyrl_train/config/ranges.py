@@ -47,8 +47,12 @@ _OPTIMIZER = {
     "max_grad_norm": NOT_NEGATIVE,
     "num_warmup_steps": NOT_NEGATIVE,
 }
-_LORA = {"rank": NOT_NEGATIVE, "alpha": AT_LEAST_ONE, "dropout": Range(0, 1, below=True)}
-_MODEL = {"sequence_parallel_size": AT_LEAST_ONE, "fsdp_config.fsdp_size": MINUS_ONE_OR_MORE}
+_LORA = {"rank": NOT_NEGATIVE, "alpha": AT_LEAST_ONE}
+_MODEL = {
+    "sequence_parallel_size": AT_LEAST_ONE,
+    "fsdp_config.fsdp_size": MINUS_ONE_OR_MORE,
+    "deepspeed_config.zero_stage": Range(2, 3),
+}
 _MEGATRON = {
     "tensor_model_parallel_size": AT_LEAST_ONE,
     "pipeline_model_parallel_size": AT_LEAST_ONE,

@@ -74,7 +74,11 @@ class TrainerConfig(Section):
     sequence_parallel_backend: str = "ulysses"
     """How sequences are split over ranks."""
     strategy: str = "fsdp2"
-    """`fsdp2` (`fsdp` is another name for it) shards a model over ranks; `single` is one rank without sharding."""
+    """How a model is spread over ranks.
+
+    `fsdp2` (`fsdp` is another name for it) shards it with PyTorch, `deepspeed` with DeepSpeed's ZeRO; `single` is one
+    rank without sharding.
+    """
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     ref: RefConfig = field(default_factory=RefConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
@@ -121,6 +125,8 @@ class TrainerConfig(Section):
     """Sequences per pass without gradient on a rank. Changes memory and speed only."""
     max_tokens_per_microbatch: int | None = None
     """Tokens per pass on a rank, instead of the two counts of sequences above; null uses the counts."""
+    share_prompt: bool | None = None
+    """Run the prompt of samples that are in one pass once; null does where it saves a sixteenth of the tokens."""
     update_ref_every_epoch: bool = False
     """Replace the reference by the policy after every epoch."""
     use_sample_packing: bool = True

@@ -11,8 +11,14 @@ from skyrl_train.config.schema import Config
 
 NAMES: dict[str, dict[str, str]] = {
     "trainer.strategy": {
-        "deepspeed": "deepspeed is not available in this version: use fsdp2.",
         "megatron": "megatron is not available in this version: use fsdp2.",
+    },
+    **{
+        f"trainer.{role}.model.lora.init_method": {
+            name: f"{name} is not available in this version: it changes the frozen weights, or reads data first."
+            for name in ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
+        }
+        for role in ("policy", "critic")
     },
     "environment.env_class": {
         name: f"{name} is not available in this version: register your own in a module of trainer.plugins."
@@ -21,8 +27,7 @@ NAMES: dict[str, dict[str, str]] = {
 }
 """Known names of choices that cannot be made: key -> name -> what to do."""
 
-_LORA = "Adapters are not available in this version: the whole model is trained."
-_PARALLEL = "This parallelism is not available in this version: use more ranks (policy_num_gpus_per_node)."
+_DROPOUT = "Log-probs must not depend on chance: those of the update and of the rollouts would differ for nothing."
 _MEGATRON = "Megatron's parallelism is not available: use trainer.strategy=fsdp2 and trainer.policy.fsdp_config."
 _COPIES = "Copies of a model are engines of their own here: raise generator.num_inference_engines."
 _TURNS = "Conversations of several turns are not available in this version."
@@ -36,11 +41,8 @@ VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "trainer.policy.use_torch_compile": ((False,), "Compilation is not available in this version."),
     "trainer.policy.record_memory": ((False,), "Memory snapshots are not available in this version."),
-    "trainer.policy.model.lora.rank": ((0,), _LORA),
-    "trainer.critic.model.lora.rank": ((0,), _LORA),
-    "trainer.policy.sequence_parallel_size": ((1,), _PARALLEL),
-    "trainer.ref.sequence_parallel_size": ((1,), _PARALLEL),
-    "trainer.critic.sequence_parallel_size": ((1,), _PARALLEL),
+    "trainer.policy.model.lora.dropout": ((0.0,), _DROPOUT),
+    "trainer.critic.model.lora.dropout": ((0.0,), _DROPOUT),
     **{
         f"trainer.{role}.megatron_config.{kind}_parallel_size": ((1, None) if "expert_t" in kind else (1,), _MEGATRON)
         for role in ("policy", "ref")

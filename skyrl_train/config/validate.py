@@ -32,6 +32,8 @@ CHOICES: Mapping[str, Collection[str | None]] = {
     "trainer.logger": TRACKERS,
     "trainer.policy.optimizer_config.scheduler": SCHEDULES,
     "trainer.critic.optimizer_config.scheduler": SCHEDULES,
+    "trainer.policy.model.lora.init_method": ("kaiming", "gaussian"),
+    "trainer.critic.model.lora.init_method": ("kaiming", "gaussian"),
     "trainer.algorithm.advantage_estimator": ADVANTAGE_ESTIMATORS,
     "trainer.algorithm.policy_loss_type": POLICY_LOSSES,
     "trainer.algorithm.loss_reduction": REDUCTIONS,
@@ -110,6 +112,8 @@ def _combinations(config: Config) -> Iterator[Problem]:
         if trainer.strategy == "single" and count > 1:
             advice = f"The {role} has {count} ranks; set {role}_num_gpus_per_node and {role}_num_nodes to 1."
             yield Problem("trainer.strategy", "single", "fsdp2 with more than one rank", advice)
+    yield from _sequence_parallel(config)
+    yield from _zero(config)
     yield from _collectives(config)
     yield from _engine_shape(config)
     yield from _servers(config)
@@ -118,6 +122,35 @@ def _combinations(config: Config) -> Iterator[Problem]:
         yield Problem("trainer.export_path", trainer.export_path, allowed, "Both get folders called global_step_N.")
     if not config.data.train_data:
         yield Problem("data.train_data", [], "at least one file or dataset")
+
+
+def _zero(config: Config) -> Iterator[Problem]:
+    own = {"stage": "zero_stage", "offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
+    for role in ("policy", "ref", "critic"):
+        section = f"trainer.{role}.deepspeed_config"
+        zero = getattr(config.trainer, role).deepspeed_config
+        if zero.offload_parameters and zero.zero_stage < 3:
+            advice = "Every rank computes with the whole model."
+            yield Problem(f"{section}.offload_parameters", True, f"false with zero_stage={zero.zero_stage}", advice)
+        for name in own.keys() & zero.zero_optimization.keys():
+            key, value = f"{section}.zero_optimization.{name}", zero.zero_optimization[name]
+            yield Problem(key, value, "not set", f"It has a key of its own: {section}.{own[name]}.")
+
+
+def _sequence_parallel(config: Config) -> Iterator[Problem]:
+    placement = config.trainer.placement
+    policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    ranks = {"policy": policy, "ref": policy, "critic": policy}
+    if not placement.colocate_all:
+        ranks["critic"] = placement.critic_num_nodes * placement.critic_num_gpus_per_node
+        if not placement.colocate_policy_ref:
+            ranks["ref"] = placement.ref_num_nodes * placement.ref_num_gpus_per_node
+    for role, count in ranks.items():
+        size = getattr(config.trainer, role).sequence_parallel_size
+        if size > 1 and count % size:
+            advice = "Each of as many neighbouring ranks runs a part of every sequence."
+            allowed = f"a divisor of the {role}'s ranks, {count}"
+            yield Problem(f"trainer.{role}.sequence_parallel_size", size, allowed, advice)
 
 
 def _collectives(config: Config) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -132,6 +133,13 @@ class TrainBatch:
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
         return TrainBatch(**{name: value if value is None else value.to(device) for name, value in moved.items()})  # type: ignore[arg-type]
 
+    def repeated_prompts(self) -> Tensor:
+        """[B] how many tokens a sequence begins with that the sequence before it begins with too: its prompt, or 0."""
+        ends = (self.offsets[:-1] + self.prompt_lengths).tolist()
+        prompts = [self.input_ids[start:end] for start, end in zip(self.offsets.tolist(), ends, strict=False)]
+        same = [False, *(torch.equal(one, other) for one, other in pairwise(prompts))]
+        return torch.where(torch.tensor(same[: len(self)]), self.prompt_lengths, 0)
+
     def split(self, *, max_sequences: int | None = None, token_budget: int | None = None) -> list[TrainBatch]:
         """Micro-batches in order, closed before a bound is passed; a sequence longer than the budget stands alone."""
         return [self.select(rows) for rows in pack(self.lengths.tolist(), max_sequences, token_budget)]
@@ -158,17 +166,26 @@ class TrainBatch:
         return rectangle
 
 
-def pack(lengths: Sequence[int], max_sequences: int | None, token_budget: int | None) -> list[list[int]]:
-    """Consecutive rows into bins bounded by a number of sequences and of tokens, whichever is reached first."""
+def pack(
+    lengths: Sequence[int],
+    max_sequences: int | None,
+    token_budget: int | None,
+    repeated: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Consecutive rows into bins bounded by a number of sequences and of tokens, whichever is reached first.
+
+    repeated: tokens that a row costs less where the row before it is in the same bin.
+    """
     bins: list[list[int]] = []
     used = 0
     for row, length in enumerate(lengths):
+        more = length - repeated[row] if repeated else length
         full = not bins or (max_sequences is not None and len(bins[-1]) >= max_sequences)
-        if full or (token_budget is not None and used + length > token_budget):
+        if full or (token_budget is not None and used + more > token_budget):
             bins.append([])
-            used = 0
+            used, more = 0, length
         bins[-1].append(row)
-        used += length
+        used += more
     return bins
 
 

@@ -1,6 +1,7 @@
 """Causal attention over sequences laid end to end, without padding: for training and for prefill.
 
-Legend: T tokens of all sequences, H query heads, K key/value heads (H a multiple of K), D head size, B sequences.
+Legend: T tokens of all sequences, H query heads, K key/value heads (H a multiple of K), D head size, B sequences,
+S stretches of tokens (`Segments`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.sequence_parallel import SequenceParallel
 
 RAGGED = "skyrl_ragged"
 """The name transformers knows this attention by: `model.set_attn_implementation(RAGGED)`."""
@@ -22,35 +24,52 @@ RAGGED = "skyrl_ragged"
 
 @dataclass(frozen=True)
 class Segments:
-    """Where sequences start and stop, worked out once and used by every layer.
+    """Where stretches of tokens start and stop, and whose keys each of them sees: the same in every layer.
 
-    Neighbours of equal length share one kernel call, so sort by length (`by_length`) where the order is free.
+    A stretch is a sequence, or what of a sequence follows tokens that it shares with others: then `keys` names what it
+    sees, the shared tokens first and its own last. Neighbours of equal lengths share one kernel call.
     """
 
     offsets: Tensor
-    """[B+1] int32 on the tokens' device."""
+    """[S+1] int32 on the tokens' device: stretch s is tokens offsets[s]:offsets[s+1]."""
     lengths: tuple[int, ...]
-    """[B]"""
+    """[S]"""
+    keys: Tensor | None = None
+    """[sum of key_lengths] int64, tokens one stretch after another; None where each sees its own only."""
+    key_offsets: Tensor | None = None
+    """[S+1] int32, with `keys`."""
+    key_lengths: tuple[int, ...] | None = None
+    """[S], with `keys`."""
 
     @classmethod
     def of(cls, offsets: Tensor) -> Segments:
-        """From [B+1] offsets on any device; waits for the device once."""
+        """One a sequence, from [B+1] offsets on any device; waits for the device once."""
         return cls(offsets.to(torch.int32), tuple(offsets.diff().tolist()))
 
-    def runs(self) -> list[tuple[int, int]]:
-        """(number of sequences, their length) of neighbours of equal length, in order."""
-        return [(len(list(same)), length) for length, same in groupby(self.lengths) if length]
+    @property
+    def seen(self) -> tuple[int, ...]:
+        """[S] how many tokens the last one of a stretch sees, itself included."""
+        return self.lengths if self.key_lengths is None else self.key_lengths
+
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(number of stretches, their length, what they see) of neighbours for which both are equal, in order."""
+        found = [(len(list(same)), *sizes) for sizes, same in groupby(zip(self.lengths, self.seen, strict=True))]
+        return [(count, length, seen) for count, length, seen in found if length]
 
     def by_length(self) -> tuple[Segments, Tensor]:
         """The same sequences sorted by length, and the [T] index that reorders tokens so: `sorted = tokens[index]`."""
-        device = self.offsets.device
-        rows = sorted(range(len(self.lengths)), key=self.lengths.__getitem__)
-        lengths = torch.tensor([self.lengths[row] for row in rows], device=device)
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        starts = self.offsets.long()[torch.tensor(rows, device=device)]
-        shift = torch.repeat_interleave(starts - offsets[:-1], lengths)
-        tokens = shift + torch.arange(len(shift), device=device)
-        return Segments(offsets.to(torch.int32), tuple(self.lengths[row] for row in rows)), tokens
+        assert self.keys is None, "stretches that share tokens are sorted when they are made"
+        rows = torch.tensor(sorted(range(len(self.lengths)), key=self.lengths.__getitem__), device=self.offsets.device)
+        offsets, lengths = self.offsets.long(), self.offsets.diff()[rows]
+        sorted_offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
+        return Segments(sorted_offsets, tuple(sorted(self.lengths))), ranges(offsets[:-1][rows], lengths)
+
+
+def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """[sum of lengths] int64: starts[0], starts[0] + 1, ... for lengths[0] of them, then those from starts[1] on."""
+    before = lengths.cumsum(0) - lengths
+    shift = torch.repeat_interleave(starts - before, lengths)
+    return shift + torch.arange(len(shift), device=shift.device)
 
 
 def ragged_attention(
@@ -65,16 +84,19 @@ def ragged_attention(
 ) -> Tensor:
     """softmax(scaling · q kᵀ) v within each sequence, each token seeing itself and what precedes it.
 
-    query [T, H, D], key and value [T, K, D], segments or their offsets [B+1]; returns [T, H, D]. scaling: 1/√D unless
-    given. sliding_window: a token sees that many tokens, itself included. softcap c: scores become c·tanh(scores/c).
+    query [T, H, D], key and value [T, K, D], segments or the offsets [B+1] of sequences; returns [T, H, D]. scaling:
+    1/√D unless given. sliding_window: a token sees that many tokens, itself included. softcap c: scores become
+    c·tanh(scores/c).
     """
     if isinstance(segments, Tensor):
         segments = Segments.of(segments)
     assert sum(segments.lengths) == len(query), f"offsets cover {sum(segments.lengths)} of {len(query)} tokens"
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if segments.keys is not None:
+        key, value = key[segments.keys], value[segments.keys]
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256 and softcap is None:
         return _flash(query, key, value, segments, scaling, sliding_window)
-    if len(segments.runs()) > len(set(segments.lengths) - {0}):
+    if segments.keys is None and len(segments.runs()) > len(set(segments.lengths) - {0}):
         segments, tokens = segments.by_length()
         ordered = _by_runs(query[tokens], key[tokens], value[tokens], segments, scaling, sliding_window, softcap)
         return torch.empty_like(ordered).index_copy(0, tokens, ordered)
@@ -84,18 +106,17 @@ def ragged_attention(
 def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float, window: int | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # needs CUDA's flash kernels, so only where they run
 
-    longest = max(segments.lengths)
     attend: Any = varlen_attn
     output: Tensor = attend(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
         segments.offsets,
-        segments.offsets,
-        longest,
-        longest,
+        segments.offsets if segments.key_offsets is None else segments.key_offsets,
+        max(segments.lengths),
+        max(segments.seen),
         scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
+        window_size=(-1 if window is None else window - 1, 0),  # the last query is level with the last key
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output
@@ -112,20 +133,22 @@ def _by_runs(
 ) -> Tensor:
     """One kernel call a run of equal lengths; `split` rather than slices, so that backward is one concatenation."""
     runs = segments.runs()
-    sizes = [count * length for count, length in runs]
+    queries = query.split([count * length for count, length, _ in runs])
+    sizes = [count * seen for count, _, seen in runs]
     outputs = []
-    for (count, length), q, k, v in zip(runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
-        q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))  # [count, heads, length, D]
+    for (count, length, seen), q, k, v in zip(runs, queries, key.split(sizes), value.split(sizes), strict=True):
+        q = q.unflatten(0, (count, length)).transpose(1, 2)  # [count, heads, length, D]
+        k, v = (x.unflatten(0, (count, seen)).transpose(1, 2) for x in (k, v))
         if softcap is not None:
             output = _softcapped(q, k, v, scaling, window, softcap)
         else:
-            banded = window is not None and window < length
+            triangle = length == seen and (window is None or window >= length)
             output = scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=_visible(length, window, q.device) if banded else None,
-                is_causal=not banded,
+                attn_mask=None if triangle else _visible(length, seen, window, q.device),
+                is_causal=triangle,
                 scale=scaling,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
@@ -141,15 +164,16 @@ def _softcapped(
     grouped = query.unflatten(1, (key.shape[1], -1))  # [count, K, H/K, length, D]
     scores = grouped @ key.unsqueeze(2).transpose(-1, -2) * scaling
     scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~_visible(length, window, query.device), -torch.inf)
+    scores = scores.masked_fill(~_visible(length, key.shape[2], window, query.device), -torch.inf)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
     return (weights @ value.unsqueeze(2)).view(count, heads, length, size)
 
 
-def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
-    """[length, length] bool: which keys (columns) a query (row) sees."""
-    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return seen if window is None else seen.triu(1 - window)
+def _visible(length: int, seen: int, window: int | None, device: torch.device) -> Tensor:
+    """[length, seen] bool: which keys (columns) a query (row) sees; the last query is level with the last key."""
+    level = seen - length
+    visible = torch.ones(length, seen, dtype=torch.bool, device=device).tril(level)
+    return visible if window is None else visible.triu(level + 1 - window)
 
 
 def _attention_forward(
@@ -163,11 +187,15 @@ def _attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     ragged_segments: Segments | None = None,
+    sequence_parallel: SequenceParallel | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
+    """What transformers calls: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D].
+
+    With `sequence_parallel`, T are the tokens of this rank, and `ragged_segments` those of all.
+    """
     name = type(module).__name__
     if ragged_segments is None:
         raise ConfigError(
@@ -185,7 +213,11 @@ def _attention_forward(
         if present:
             raise ConfigError(f"{name} uses {what}, which attention over unpadded sequences does not support.")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if sequence_parallel is not None:
+        q, k, v = sequence_parallel.by_heads(q, k, v, sum(ragged_segments.lengths))
     output = ragged_attention(q, k, v, ragged_segments, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+    if sequence_parallel is not None:
+        output = sequence_parallel.by_tokens(output)
     return output.unsqueeze(0), None
 
 

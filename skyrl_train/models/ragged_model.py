@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.ragged_attention import RAGGED, Segments
+from skyrl_train.models.packing import Packing
+from skyrl_train.models.ragged_attention import RAGGED
+from skyrl_train.models.sequence_parallel import SequenceParallel
 
 
 class RaggedModel(nn.Module):
@@ -22,11 +24,13 @@ class RaggedModel(nn.Module):
     what else is in the batch, or on chance.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, parallel: SequenceParallel | None = None):
+        """`parallel`: the ranks that run every batch together; each of them gives all of it and gets all of it."""
         super().__init__()
         _refuse_what_packing_changes(model)
         model.set_attn_implementation(RAGGED)
         self.model = model
+        self.parallel = parallel
         self._longest_exact = _longest_exact(model.config)
 
     def decoder_layers(self) -> list[nn.Module]:
@@ -35,42 +39,57 @@ class RaggedModel(nn.Module):
         return [module for module in self.model.modules() if any(c.__name__ in names for c in type(module).__mro__)]
 
     def before_scored(
-        self, input_ids: Tensor, position_ids: Tensor, offsets: Tensor, score_mask: Tensor
+        self, input_ids: Tensor, position_ids: Tensor, offsets: Tensor, score_mask: Tensor, repeated: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Positions [N] of the tokens in score_mask [T], and the last hidden state before each [N, hidden size].
 
-        Where there is none it is the batch's first token, for `spread` to multiply by 0: sharded models need the same
-        backward on every rank.
+        With ranks that run the batch together, those whose state is on this one. repeated [B]: how many first tokens a
+        sequence has in common with the one before it, which go through the model once (see
+        data.batch.TrainBatch.repeated_prompts); None is none. Where nothing is scored, position and state are those of
+        some first token, for `spread` to multiply by 0: sharded models need the same backward on every rank.
         """
-        segments = Segments.of(offsets)
-        if self._longest_exact and max(segments.lengths) > self._longest_exact:
+        packing = Packing.of(offsets, repeated, self._least_tokens)
+        longest = max(packing.segments.seen)
+        if self._longest_exact and longest > self._longest_exact:
             raise ConfigError(
-                f"A sequence has {max(segments.lengths)} tokens, but this model's rope changes for a whole micro-batch "
+                f"A sequence has {longest} tokens, but this model's rope changes for a whole micro-batch "
                 f"beyond {self._longest_exact}; shorten prompts or responses (max_prompt_length, max_generate_length)."
             )
         positions = score_mask.nonzero().flatten()
+        assert bool((position_ids[positions] > 0).all()), "there is no state before a sequence's first token"
+        places = packing.places[positions - 1]
+        if self.parallel is not None:
+            mine = self.parallel.chunk(len(packing.tokens))
+            here = (places >= mine.start) & (places < mine.stop)
+            positions, places = positions[here], places[here] - mine.start
         if positions.numel() == 0:
-            positions = positions.new_zeros(1)
-        else:
-            assert bool((position_ids[positions] > 0).all()), "there is no state before a sequence's first token"
-        return positions, self._hidden_before(positions, input_ids, position_ids, segments)
+            positions, places = positions.new_zeros(1), places.new_zeros(1)
+        return positions, self._hidden(input_ids, position_ids, packing, self.parallel)[places]
 
-    def _hidden_before(self, positions: Tensor, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> Tensor:
-        """[N, hidden size] the last hidden state of the token before each position."""
-        segments, order = segments.by_length()
+    def spread(self, values: Tensor, positions: Tensor, score_mask: Tensor) -> Tensor:
+        """[N] at its positions in [T], and there what other ranks have; 0, with a gradient of 0, outside score_mask."""
+        everywhere = values.new_zeros(len(score_mask)).index_copy(0, positions, values * score_mask[positions])
+        return everywhere if self.parallel is None else self.parallel.together(everywhere)
+
+    @property
+    def _least_tokens(self) -> int:
+        """Of a batch: no rank may be without, or it would miss the exchanges between them."""
+        return 1 if self.parallel is None else self.parallel.size
+
+    def _hidden(
+        self, input_ids: Tensor, position_ids: Tensor, packing: Packing, parallel: SequenceParallel | None
+    ) -> Tensor:
+        """[c, hidden size] the last hidden states of those of packing's tokens that this rank runs."""
+        tokens = packing.tokens if parallel is None else packing.tokens[parallel.chunk(len(packing.tokens))]
         output = self.model.base_model(
-            input_ids=input_ids[order].unsqueeze(0),
-            position_ids=position_ids[order].unsqueeze(0),
+            input_ids=input_ids[tokens].unsqueeze(0),
+            position_ids=position_ids[tokens].unsqueeze(0),
             use_cache=False,
-            ragged_segments=segments,
+            ragged_segments=packing.segments,
+            sequence_parallel=parallel,
         )
-        row = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
-        return output.last_hidden_state.squeeze(0)[row[(positions - 1).clamp(min=0)]]
-
-
-def spread(values: Tensor, positions: Tensor, score_mask: Tensor) -> Tensor:
-    """[N] at its positions in [T]; 0, with a gradient of 0, outside score_mask."""
-    return values.new_zeros(len(score_mask)).index_copy(0, positions, values * score_mask[positions])
+        hidden: Tensor = output.last_hidden_state.squeeze(0)
+        return hidden
 
 
 def linear_head(model: PreTrainedModel) -> nn.Linear:
@@ -84,18 +103,31 @@ def linear_head(model: PreTrainedModel) -> nn.Linear:
 
 
 def check_packing(scorer: RaggedModel) -> None:
-    """Run the same three tokens twice in one batch, after different ones; refuse a model in which it shows."""
+    """Run the same three tokens twice in one batch, after different ones; refuse a model in which it shows.
+
+    Then, with ranks that run batches together, the same on all of them: what one process computes must come out.
+    """
     parameter = next(scorer.parameters())
     ids = torch.tensor([1, 2, 3, 4, 5, 1, 2, 3], device=parameter.device) % scorer.model.config.vocab_size
     places = torch.tensor([0, 1, 2, 0, 1, 0, 1, 2], device=parameter.device)
-    segments = Segments.of(torch.tensor([0, 3, 5, 8], device=parameter.device))
+    packing = Packing.of(torch.tensor([0, 3, 5, 8], device=parameter.device), None, scorer._least_tokens)
     with torch.no_grad():
-        hidden = scorer._hidden_before(torch.arange(1, 9, device=ids.device), ids, places, segments)
-    first, second = hidden[:3], hidden[5:]
+        computed = scorer._hidden(ids, places, packing, None)
+    first, second = computed[packing.places[:3]], computed[packing.places[5:]]
     if not close(first, second, parameter.dtype):
         raise ConfigError(
             f"{type(scorer.model).__name__} lets sequences of one batch see each other (its layers are not all "
             "attention), so it cannot run without padding."
+        )
+    parallel = scorer.parallel
+    if parallel is None:
+        return
+    with torch.no_grad():
+        part = scorer._hidden(ids, places, packing, parallel)
+    if not close(part, computed[parallel.chunk(len(computed))], parameter.dtype):
+        raise ConfigError(
+            f"{type(scorer.model).__name__} computes something else when its tokens are divided over ranks: set "
+            f"{parallel.key} to 1."
         )
 
 

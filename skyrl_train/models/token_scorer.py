@@ -8,16 +8,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.ragged_model import RaggedModel, check_packing, close, linear_head, spread
+from skyrl_train.models.ragged_model import RaggedModel, check_packing, close, linear_head
+from skyrl_train.models.sampled_logprobs import LogitShape, sampled_logprobs
+from skyrl_train.models.sequence_parallel import SequenceParallel
 
-CHUNK_BYTES = 1 << 27
-"""Size of one chunk's logits: chunks of thousands of rows for a small vocabulary, of hundreds for a large one."""
+CHUNK_BYTES = 1 << 26
+"""Size of one chunk's logits: thousands of rows for a small vocabulary, a hundred for one of 150,000."""
 
 
 class Scores(NamedTuple):
@@ -37,18 +38,27 @@ class TokenScorer(RaggedModel):
     ConfigError for a model whose logits it cannot reproduce.
     """
 
-    def __init__(self, model: PreTrainedModel, chunk_bytes: int = CHUNK_BYTES):
-        super().__init__(model)
+    def __init__(
+        self, model: PreTrainedModel, chunk_bytes: int = CHUNK_BYTES, parallel: SequenceParallel | None = None
+    ):
+        super().__init__(model, parallel)
         self.chunk_bytes = chunk_bytes
         config = model.config
-        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        self._logit_factor: float = getattr(config, "logit_scale", None) or 1.0 / getattr(config, "logits_scaling", 1.0)
+        self._shape = LogitShape(
+            factor=getattr(config, "logit_scale", None) or 1.0 / getattr(config, "logits_scaling", 1.0),
+            softcap=getattr(config, "final_logit_softcapping", None),
+        )
         _check_head(self)
         check_packing(self)
 
     def hf_name(self, name: str) -> str:
         """A parameter's name in the Hugging Face checkpoint, from its name in this module."""
         return name.removeprefix("model.")
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        """What forward reads of a module without running that."""
+        head = linear_head(self.model)
+        return [head.weight, *([] if head.bias is None else [head.bias])]
 
     def forward(
         self,
@@ -58,47 +68,31 @@ class TokenScorer(RaggedModel):
         temperature: Tensor,
         score_mask: Tensor,
         wants_entropy: bool = False,
+        repeated: Tensor | None = None,
     ) -> Scores:
         """input_ids, position_ids, score_mask [T], offsets [B+1], temperature [B] (0 counts as 1, as engines score it).
 
-        score_mask is True on tokens to score and never on a sequence's first. With an all-False mask the result still
-        has a (zero) gradient for every parameter: sharded models need the same backward on every rank.
+        repeated [B]: how many first tokens a sequence has in common with the one before it; they go through the model
+        once, and values and gradients are the same. score_mask is True on tokens to score and never on a sequence's
+        first. With an all-False mask the result still has a (zero) gradient for every parameter: sharded models need
+        the same backward on every rank.
         """
-        positions, hidden = self.before_scored(input_ids, position_ids, offsets, score_mask)
+        positions, hidden = self.before_scored(input_ids, position_ids, offsets, score_mask, repeated)
         sequence = torch.searchsorted(offsets, positions, right=True) - 1
         divisor = torch.where(temperature > 0, temperature, 1.0)[sequence]
-        chunks = zip(*(x.split(self._rows()) for x in (hidden, input_ids[positions], divisor)), strict=True)
-        parts = [self._chunk(rows, targets, divisors, wants_entropy) for rows, targets, divisors in chunks]
-        columns = [spread(torch.cat(values), positions, score_mask) for values in zip(*parts, strict=True)]
-        return Scores(columns[0], columns[1] if wants_entropy else None)
+        head: Any = self.model.get_output_embeddings()
+        logprobs, entropy = sampled_logprobs(
+            hidden, head.weight, head.bias, input_ids[positions], divisor, self._shape, self._rows(), wants_entropy
+        )
+        logprobs, entropy = (self.spread(values, positions, score_mask) for values in (logprobs, entropy))
+        return Scores(logprobs, entropy if wants_entropy else None)
 
     def _rows(self) -> int:
         return max(1, self.chunk_bytes // (4 * self.model.config.vocab_size))
 
-    def _chunk(self, hidden: Tensor, targets: Tensor, divisor: Tensor, wants_entropy: bool) -> tuple[Tensor, ...]:
-        inputs = (hidden, targets, divisor, wants_entropy)
-        if not torch.is_grad_enabled():
-            return self._score_rows(*inputs)
-        scored: tuple[Tensor, ...] = checkpoint(
-            self._score_rows, *inputs, use_reentrant=False, preserve_rng_state=False
-        )
-        return scored
-
-    def _score_rows(self, hidden: Tensor, targets: Tensor, divisor: Tensor, wants_entropy: bool) -> tuple[Tensor, ...]:
-        """[n, hidden size], [n], [n] -> log-probs [n] and, where wanted, entropies [n]."""
-        logits = self.logits(hidden)
-        logits = logits / divisor.to(logits.dtype).unsqueeze(1)
-        normaliser = logits.logsumexp(-1)
-        logprobs = logits.gather(1, targets.unsqueeze(1)).squeeze(1) - normaliser
-        if not wants_entropy:
-            return (logprobs,)
-        return logprobs, normaliser - (logits.softmax(-1) * logits).sum(-1)
-
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden size] -> [..., V] at least float32, with the architecture's own scaling and capping."""
-        logits = self.model.get_output_embeddings()(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * self._logit_factor
-        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+        return self._shape(self.model.get_output_embeddings()(hidden))
 
 
 def _check_head(scorer: TokenScorer) -> None:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from skyrl_train.models.ragged_model import RaggedModel, check_packing, linear_head, spread
+from skyrl_train.models.ragged_model import RaggedModel, check_packing, linear_head
+from skyrl_train.models.sequence_parallel import SequenceParallel
 
 
 class ValueScorer(RaggedModel):
@@ -18,11 +19,11 @@ class ValueScorer(RaggedModel):
     model that cannot run without padding.
     """
 
-    def __init__(self, model: PreTrainedModel, head_name: str = "value_head"):
+    def __init__(self, model: PreTrainedModel, head_name: str = "value_head", parallel: SequenceParallel | None = None):
         """`head_name` is what the head is called in checkpoints."""
         size = linear_head(model).in_features
         body: Any = model.base_model
-        super().__init__(body)
+        super().__init__(body, parallel)
         self._prefix = model.base_model_prefix
         self._head_name = head_name
         self.value_head = nn.Linear(size, 1, bias=False, dtype=model.dtype, device=model.device)
@@ -34,6 +35,10 @@ class ValueScorer(RaggedModel):
         module, _, rest = name.partition(".")
         return f"{self._head_name if module == 'value_head' else self._prefix}.{rest}"
 
+    def head_parameters(self) -> list[nn.Parameter]:
+        """What forward reads of a module without running that."""
+        return [self.value_head.weight]
+
     def forward(
         self,
         input_ids: Tensor,
@@ -42,13 +47,14 @@ class ValueScorer(RaggedModel):
         temperature: Tensor,
         score_mask: Tensor,
         wants_entropy: bool = False,
+        repeated: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         """[T] the value of the state before each token in score_mask, at least float32, 0 elsewhere; no entropy.
 
         Arguments are those of TokenScorer: temperature is not read, and entropy cannot be asked for.
         """
         assert not wants_entropy, "a critic has no entropy"
-        positions, hidden = self.before_scored(input_ids, position_ids, offsets, score_mask)
+        positions, hidden = self.before_scored(input_ids, position_ids, offsets, score_mask, repeated)
         kind = torch.promote_types(hidden.dtype, torch.float32)
         values = (hidden.to(kind) * self.value_head.weight.to(kind)).sum(-1)  # a matrix product would be autocast
-        return spread(values, positions, score_mask), None
+        return self.spread(values, positions, score_mask), None

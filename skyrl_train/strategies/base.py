@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -37,12 +37,26 @@ class FSDPSettings(Protocol):
     def fsdp_size(self) -> int: ...
 
 
+class DeepSpeedSettings(Protocol):
+    """trainer.*.deepspeed_config."""
+
+    @property
+    def zero_stage(self) -> int: ...
+    @property
+    def offload_optimizer(self) -> bool: ...
+    @property
+    def offload_parameters(self) -> bool: ...
+    @property
+    def zero_optimization(self) -> Mapping[str, Any]: ...
+
+
 class Strategy(Protocol):
     """One trained (or frozen) model on one rank.
 
     Gradients are summed over ranks, not averaged: losses carry global denominators. The module given to `prepare` has
-    two methods besides forward, as TokenScorer does: `decoder_layers()`, the blocks that are sharded one by one, and
-    `hf_name(name)`, a parameter's name in the Hugging Face checkpoint.
+    three methods besides forward, as TokenScorer does: `decoder_layers()`, the blocks that are sharded one by one;
+    `hf_name(name)`, a parameter's name in the Hugging Face checkpoint; and `head_parameters()`, those of a module that
+    forward does not run.
     """
 
     rank: int

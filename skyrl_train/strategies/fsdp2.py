@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.strategies.base import FSDPSettings, OptimizerSettings
-from skyrl_train.strategies.optimizer import OptimizedModel
+from skyrl_train.strategies.base import DeepSpeedSettings, FSDPSettings, OptimizerSettings
+from skyrl_train.strategies.optimizer import OptimizedModel, widest_dtype
 
 
 class FSDP2Strategy(OptimizedModel):
@@ -29,6 +29,7 @@ class FSDP2Strategy(OptimizedModel):
         *,
         optimizer: OptimizerSettings | None,
         fsdp: FSDPSettings,
+        deepspeed: DeepSpeedSettings | None = None,
         device: torch.device | str,
         rank: int,
         world_size: int,
@@ -48,7 +49,7 @@ class FSDP2Strategy(OptimizedModel):
 
     def prepare(self, scorer: nn.Module, total_steps: int | None) -> nn.Module:
         self.mesh = self._mesh()
-        dtype = next(scorer.parameters()).dtype
+        dtype = widest_dtype(scorer)
         narrower = self.compute_dtype.itemsize < dtype.itemsize
         options: dict[str, Any] = {
             "mesh": self.mesh,

@@ -24,6 +24,11 @@ MAX_SKIPPED = 5
 """Updates in a row whose gradient is not finite, until the run stops instead of going on unchanged."""
 
 
+def widest_dtype(module: nn.Module) -> torch.dtype:
+    """That of the parameters that are trained: frozen ones may be kept in the compute dtype."""
+    return max((parameter.dtype for parameter in module.parameters()), key=lambda dtype: dtype.itemsize)
+
+
 class OptimizedModel:
     """Base of strategies: one model's parameters (whole or sharded) with AdamW over what this rank holds.
 
@@ -41,27 +46,37 @@ class OptimizedModel:
         self._optimizer: torch.optim.AdamW | None = None
 
     def _own(self, scorer: nn.Module, total_steps: int | None) -> None:
-        """Take the placed module: names, views and, unless frozen, optimizer and schedule."""
+        """Take the placed module: names, views and, unless frozen, optimizer and schedule.
+
+        Parameters that need no gradient stay as they were loaded: nothing of them is kept beside the model, nor saved.
+        """
         self.scorer = scorer
-        scorer.requires_grad_(total_steps is not None)
+        if total_steps is None:
+            scorer.requires_grad_(False)
         hf_name: Any = scorer.hf_name
         self._parameters: dict[str, nn.Parameter] = {hf_name(name): p for name, p in scorer.named_parameters()}
+        self._saved = {name: p for name, p in self._parameters.items() if p.requires_grad or total_steps is None}
         if total_steps is None:
             return
-        settings = self.settings
-        if settings is None:
-            raise ConfigError("A model that is trained needs optimizer settings (trainer.policy.optimizer_config).")
-        self._views = {name: nn.Parameter(local(p.detach())) for name, p in self._parameters.items()}
+        settings = self._schedule(total_steps)
+        self._views = {name: nn.Parameter(local(p.detach())) for name, p in self._saved.items()}
         betas = (settings.adam_betas[0], settings.adam_betas[1])
         self._optimizer = torch.optim.AdamW(
             self._views.values(), lr=settings.lr, betas=betas, weight_decay=settings.weight_decay, fused=True
         )
+
+    def _schedule(self, total_steps: int) -> OptimizerSettings:
+        """Take the schedule; returns the settings, which a model that is trained must have."""
+        settings = self.settings
+        if settings is None:
+            raise ConfigError("A model that is trained needs optimizer settings (trainer.policy.optimizer_config).")
         if settings.scheduler not in SCHEDULES:
             raise ConfigError(f"optimizer_config.scheduler={settings.scheduler!r} is not one of {SCHEDULES}.")
         schedule = get_scheduler(
             settings.scheduler, torch.optim.SGD([nn.Parameter(torch.zeros(1))]), settings.num_warmup_steps, total_steps
         )
         self._lr_factor = schedule.lr_lambdas[0]
+        return settings
 
     def backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()
@@ -87,6 +102,10 @@ class OptimizedModel:
             self._optimizer.zero_grad()
         for parameter in self._parameters.values():
             parameter.grad = None
+        return self._counted(norm, lr, finite)
+
+    def _counted(self, norm: Tensor | float, lr: float, finite: bool) -> dict[str, float]:
+        """What `step` returns. Raises NonFiniteUpdate after MAX_SKIPPED updates in a row that were not finite."""
         self._updates += 1
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
         if self._skipped_in_a_row >= MAX_SKIPPED:  # the norm is everybody's: all ranks stop together
@@ -145,14 +164,23 @@ class OptimizedModel:
             yield name, tensor
 
     def _slices(self) -> dict[str, Slice]:
-        return {name: Slice.of(parameter) for name, parameter in self._parameters.items()}
+        return {name: Slice.of(parameter) for name, parameter in self._saved.items()}
+
+    def _held(self, name: str) -> Tensor:
+        """The memory of this rank's slice of a parameter."""
+        return local(self._saved[name].detach())
+
+    def _state(self, name: str) -> dict[str, Tensor]:
+        """AdamW's state of that slice; empty before the first step."""
+        assert self._optimizer is not None
+        return self._optimizer.state[self._views[name]]
 
     def save(self, directory: Path) -> None:
         """shard_<rank>.safetensors (param, exp_avg, exp_avg_sq, step per parameter) and shard_<rank>.json."""
-        tensors = {f"param/{name}": local(parameter.detach()) for name, parameter in self._parameters.items()}
+        tensors = {f"param/{name}": self._held(name) for name in self._saved}
         if self._optimizer is not None:
-            for name, view in self._views.items():
-                tensors |= {f"{key}/{name}": value for key, value in self._optimizer.state[view].items()}
+            for name in self._saved:
+                tensors |= {f"{key}/{name}": value for key, value in self._state(name).items()}
         meta = {"world_size": self.world_size, "updates": self._updates, "trained": self._optimizer is not None}
         write_shard(directory, self.rank, self._slices(), tensors, meta)
 
@@ -166,8 +194,9 @@ class OptimizedModel:
                 raise CheckpointError(
                     f"{directory} was saved from a frozen model: it has no optimizer state to resume."
                 )
-            for name, parameter in self._parameters.items():
-                local(parameter).copy_(reader.rows(f"param/{name}", slices[name]))
+            for name in self._saved:
+                held = self._held(name)
+                held.copy_(reader.elements(f"param/{name}", slices[name]).view_as(held))
                 if self._optimizer is not None:
                     self._load_state(reader, name, slices[name])
             self._updates = int(reader.meta["updates"])
@@ -177,6 +206,6 @@ class OptimizedModel:
         view = self._views[name]
         self._optimizer.state.pop(view, None)
         if f"step/{name}" in reader:
-            state = {key: reader.rows(f"{key}/{name}", piece) for key in _STATE}
+            state = {key: reader.elements(f"{key}/{name}", piece).view_as(view) for key in _STATE}
             state["step"] = reader.whole(f"step/{name}")
             self._optimizer.state[view] = {key: value.to(view.device) for key, value in state.items()}

@@ -39,7 +39,13 @@ def init_process_group(
         raise DeadlineExceeded(meeting, timeout_s) from error
 
 
+def neighbours(size: int, timeout_s: float) -> dist.ProcessGroup:
+    """The group of this rank among groups of `size` neighbouring ranks, with its own deadline; all ranks call it."""
+    group: dist.ProcessGroup = dist.new_subgroups(size, timeout=timedelta(seconds=timeout_s))[0]
+    return group
+
+
 def close_process_group() -> None:
-    """Leave the group, where there is one."""
+    """Leave the group and those within it, where there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

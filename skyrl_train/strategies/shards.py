@@ -1,12 +1,13 @@
 """One rank's slice of a model on disk: safetensors and JSON, readable by any other number of ranks.
 
-A slice is rows [start, stop) of a tensor's first dimension, which is how FSDP2 shards. Rank r writes shard_r.json and
-shard_r.safetensors and nothing else, so ranks never write the same file.
+A slice is elements [start, stop) of the flattened tensor: whole rows where FSDP2 shards, any range where ZeRO does.
+Rank r writes shard_r.json and shard_r.safetensors and nothing else, so ranks never write the same file.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -25,7 +26,7 @@ from skyrl_train.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows [start, stop) of a tensor of `shape`."""
+    """Elements [start, stop) of a flattened tensor of `shape`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -34,13 +35,13 @@ class Slice:
 
     @classmethod
     def of(cls, parameter: Tensor) -> Slice:
-        """The rows of a parameter that this rank holds: all of them unless it is sharded."""
-        start, stop = 0, parameter.shape[0]
+        """What this rank holds of a parameter: all of it unless it is sharded, and then rows."""
+        start, stop, row = 0, parameter.numel(), math.prod(parameter.shape[1:])
         if isinstance(parameter, DTensor):
             local, offset = compute_local_shape_and_global_offset(
                 parameter.shape, parameter.device_mesh, parameter.placements
             )
-            start, stop = offset[0], offset[0] + local[0]
+            start, stop = offset[0] * row, (offset[0] + local[0]) * row
         return cls(tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."), start, stop)
 
 
@@ -52,9 +53,9 @@ def local(tensor: Tensor) -> Tensor:
 def write_shard(
     directory: Path, rank: int, slices: Mapping[str, Slice], tensors: Mapping[str, Tensor], meta: dict[str, Any]
 ) -> None:
-    """Write this rank's two files. `tensors` are named "kind/parameter"."""
+    """Write this rank's two files. `tensors` are named "kind/parameter", and are flat in the file."""
     directory.mkdir(parents=True, exist_ok=True)
-    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    held = {name: tensor.detach().cpu().contiguous().view(-1) for name, tensor in tensors.items()}
     save_file(held, directory / f"shard_{rank}.safetensors")
     table = {name: asdict(piece) for name, piece in slices.items()}
     (directory / f"shard_{rank}.json").write_text(json.dumps({**meta, "rank": rank, "slices": table}) + "\n")
@@ -87,11 +88,11 @@ class ShardReader:
         return key in self._keys[0]
 
     def whole(self, key: str) -> Tensor:
-        """A tensor that is the same on all ranks."""
-        return self._files[0].get_tensor(key)
+        """A number that is the same on all ranks, []."""
+        return self._files[0].get_tensor(key).reshape(())
 
-    def rows(self, key: str, piece: Slice) -> Tensor:
-        """Rows [start, stop) of a sharded tensor, put together from whichever ranks saved them."""
+    def elements(self, key: str, piece: Slice) -> Tensor:
+        """[stop - start] of a sharded tensor, put together from whichever ranks saved them."""
         name = key.split("/", 1)[1]
         parts = []
         position = piece.start
@@ -102,8 +103,8 @@ class ShardReader:
                 parts.append(file.get_slice(key)[position - saved.start : stop - saved.start])
                 position = stop
         if position != piece.stop:
-            raise CheckpointError(f"{self.directory}: rows {position}:{piece.stop} of {name!r} are in no shard.")
-        return torch.cat(parts) if parts else torch.empty((0, *piece.shape[1:]), dtype=getattr(torch, piece.dtype))
+            raise CheckpointError(f"{self.directory}: elements {position}:{piece.stop} of {name!r} are in no shard.")
+        return torch.cat(parts) if parts else torch.empty(0, dtype=getattr(torch, piece.dtype))
 
     def _json(self, rank: int) -> dict[str, Any]:
         path = self.directory / f"shard_{rank}.json"

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.strategies.base import FSDPSettings, OptimizerSettings
-from skyrl_train.strategies.optimizer import OptimizedModel
+from skyrl_train.strategies.base import DeepSpeedSettings, FSDPSettings, OptimizerSettings
+from skyrl_train.strategies.optimizer import OptimizedModel, widest_dtype
 
 
 class SingleStrategy(OptimizedModel):
@@ -20,6 +20,7 @@ class SingleStrategy(OptimizedModel):
         *,
         optimizer: OptimizerSettings | None,
         fsdp: FSDPSettings | None = None,
+        deepspeed: DeepSpeedSettings | None = None,
         device: torch.device | str = "cpu",
         compute_dtype: torch.dtype = torch.float32,
         rank: int = 0,
@@ -32,7 +33,7 @@ class SingleStrategy(OptimizedModel):
 
     def prepare(self, scorer: nn.Module, total_steps: int | None) -> nn.Module:
         scorer.to(self.device)
-        if self.compute_dtype.itemsize < next(scorer.parameters()).dtype.itemsize:
+        if self.compute_dtype.itemsize < widest_dtype(scorer).itemsize:
             compute: Any = torch.autocast(self.device.type, dtype=self.compute_dtype)
             scorer.forward = compute(scorer.forward)  # type: ignore[method-assign]
         self._own(scorer, total_steps)

@@ -49,14 +49,17 @@ def tiny_spec(model_path: str, **changes: Any) -> LearnerSpec:
 
 def policy_batch(lengths: tuple[int, ...] = (9, 4, 12, 9, 2, 7, 9, 5), seed: int = 0) -> TrainBatch:
     """Sequences with everything that the full objective reads, two to a group."""
-    batch = ragged_batch(lengths, seed=seed)
+    return with_targets(ragged_batch(lengths, seed=seed), seed)
+
+
+def with_targets(batch: TrainBatch, seed: int = 0) -> TrainBatch:
+    """The batch with everything that the full objective reads, drawn at random."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(scale: float) -> torch.Tensor:
         return torch.randn(len(batch.input_ids), generator=generator) * scale * batch.loss_mask
 
-    batch = weigh(batch, partial(token_mean, max_seq_len=1))
-    return batch.with_tokens(
+    return weigh(batch, partial(token_mean, max_seq_len=1)).with_tokens(
         advantages=noise(1.0),
         old_logprobs=noise(0.1) - 5.0,
         ref_logprobs=noise(0.1) - 5.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,6 +34,28 @@ def ragged_batch(
         status=torch.ones(rows, dtype=torch.bool),
         min_versions=torch.zeros(rows, dtype=torch.int64),
         max_versions=torch.zeros(rows, dtype=torch.int64),
+    )
+
+
+def grouped_batch(
+    groups: Sequence[tuple[int, Sequence[int]]], *, seed: int = 0, vocab_size: int = 256, temperature: float = 0.8
+) -> TrainBatch:
+    """Groups of (prompt length, response lengths): the samples of a group begin with the same random prompt."""
+    lengths = [prompt + response for prompt, responses in groups for response in responses]
+    batch = ragged_batch(lengths, seed=seed, vocab_size=vocab_size, temperatures=[temperature] * len(lengths))
+    prompts = torch.tensor([prompt for prompt, responses in groups for _ in responses])
+    group_ids = torch.repeat_interleave(torch.tensor([len(responses) for _, responses in groups]))
+    in_prompt = batch.position_ids < batch.per_token(prompts)
+    owner = batch.per_token(group_ids)
+    shared = torch.randint(
+        3, vocab_size, (len(groups), max(lengths)), generator=torch.Generator().manual_seed(seed + 1)
+    )
+    return replace(
+        batch,
+        input_ids=torch.where(in_prompt, shared[owner, batch.position_ids], batch.input_ids),
+        loss_mask=~in_prompt,
+        prompt_lengths=prompts,
+        group_ids=group_ids,
     )
 
 

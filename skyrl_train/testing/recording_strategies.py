@@ -6,10 +6,13 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
+from skyrl_train.models.ragged_model import RaggedModel
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.single import SingleStrategy
-from skyrl_train.workers.learner_worker import LearnerWorker
+from skyrl_train.testing.tiny_adapters import fill_adapters
+from skyrl_train.workers.learner_worker import LearnerSpec, LearnerWorker
 
 
 class _Recording:
@@ -35,7 +38,20 @@ def _full(gradient: Tensor) -> Tensor:
 
 
 class RecordingWorker(LearnerWorker):
-    """A LearnerWorker that can be asked for those gradients."""
+    """A LearnerWorker that can be asked for those gradients; adapters start at random, so that all of them have one."""
+
+    def __init__(self, spec: LearnerSpec, rank: int, world_size: int, chunk_bytes: int | None = None):
+        """chunk_bytes: size of the head's chunks, the model's own choice if None."""
+        super().__init__(spec, rank, world_size)
+        self._chunk_bytes = chunk_bytes
+
+    def _scorer(self, model: PreTrainedModel) -> RaggedModel:
+        if self.adapters is not None:
+            fill_adapters(model)
+        scorer = super()._scorer(model)
+        if self._chunk_bytes is not None:
+            scorer.chunk_bytes = self._chunk_bytes
+        return scorer
 
     def gradients(self) -> dict[str, Tensor]:
         recorded: dict[str, Tensor] = self.strategy.recorded

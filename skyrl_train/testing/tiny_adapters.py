@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import PreTrainedModel
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "down_proj")
@@ -52,3 +53,12 @@ def merged(model: PreTrainedModel, directory: str) -> PreTrainedModel:
             up = tensors[key.replace(".lora_A.", ".lora_B.")]
             adapted.get_submodule(layer).weight += config["lora_alpha"] / config["r"] * (up @ down)
     return adapted
+
+
+@torch.no_grad()
+def fill_adapters(model: nn.Module, seed: int = 0) -> None:
+    """Random A and B in a model that has adapters, alike in all that have the same ones: B's zeros would hide A."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.reductions import token_mean, weigh
-from skyrl_train.data.batch import TrainBatch, pack
+from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.metrics import Metrics
 from skyrl_train.objectives.value import explained_variance
 from skyrl_train.workers.learner_worker import LearnerWorker, MiniBatch
+from skyrl_train.workers.micro_batches import PassLimits, micro_batches, shares_prompts
 
 Choose = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logprobs, old_logprobs, advantages, mask), all [T] -> [T] bool; see algorithms/selections.py."""
@@ -28,21 +29,33 @@ class WorkerGroup:
     A worker is anything whose methods are coroutines: a `cluster.actors.Remote`, or a `LocalWorker`.
     """
 
-    def __init__(self, workers: Sequence[Any]):
+    def __init__(self, workers: Sequence[Any], sequence_parallel_size: int = 1):
+        """`sequence_parallel_size`: neighbours that run every micro-batch together."""
         self.workers = list(workers)
+        self.sequence_parallel_size = sequence_parallel_size
 
     def __len__(self) -> int:
         return len(self.workers)
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts a batch is divided."""
+        return len(self) // self.sequence_parallel_size
 
     async def all(self, method: str, *args: Any) -> list[Any]:
         """The same call on every rank."""
         return await self.scatter(method, [args] * len(self))
 
-    async def scatter(self, method: str, args_of_rank: Sequence[Sequence[Any]]) -> list[Any]:
-        """A call with arguments of its own on every rank; raises the first failure without waiting for the others."""
+    async def scatter(self, method: str, args_of_part: Sequence[Sequence[Any]]) -> list[Any]:
+        """A call with arguments of its own for every part, each on as many neighbours: one or more.
+
+        Raises the first failure without waiting for the others.
+        """
+        neighbours, rest = divmod(len(self), len(args_of_part))
+        assert rest == 0, f"{len(args_of_part)} parts for {len(self)} ranks"
         calls = [
-            asyncio.ensure_future(getattr(worker, method)(*args))
-            for worker, args in zip(self.workers, args_of_rank, strict=True)
+            asyncio.ensure_future(getattr(worker, method)(*args_of_part[rank // neighbours]))
+            for rank, worker in enumerate(self.workers)
         ]
         try:
             return await asyncio.gather(*calls)
@@ -85,6 +98,8 @@ class BatchSizes:
     """Tokens a micro-batch of one rank; decides alone where given."""
     attention_tokens: int = 6 * 1024
     """Length at which attention costs as much as the linear layers (about 6 hidden sizes): how ranks are balanced."""
+    share_prompt: bool | None = None
+    """Whether a prompt goes through the model once for all of its samples in a pass; None: where it is worth it."""
 
 
 class Learner:
@@ -99,10 +114,11 @@ class Learner:
         critic: WorkerGroup | None = None,
         reduction: Callable[..., Tensor] | None = None,
         choose: Choose | None = None,
-        needs_old_logprobs: bool = False,
+        needs_old_logprobs: bool | None = None,
     ):
         """`reduction` gives tokens their weights in a mini-batch (None: all the same); `choose` is the choice of tokens
-        that the loss asks for. `needs_old_logprobs`: not only the loss reads them, so they are always computed.
+        that the loss asks for. `needs_old_logprobs`: whether anything reads the policy's log-probs from before the
+        update; None: only the loss does, which has them itself where the update is one optimizer step.
         """
         self.policy = policy
         self.reference = reference
@@ -110,7 +126,7 @@ class Learner:
         self.sizes = sizes
         self.reduction = reduction or partial(token_mean, max_seq_len=1)
         self.choose = choose
-        self.needs_old_logprobs = needs_old_logprobs or choose is not None
+        self.needs_old_logprobs = True if choose is not None else needs_old_logprobs
 
     async def setup(self) -> int:
         """Start all ranks; returns the policy's number of parameters."""
@@ -126,11 +142,10 @@ class Learner:
         return [*self.trained.values(), *([] if self.reference is None else [self.reference])]
 
     async def score(self, batch: TrainBatch) -> TrainBatch:
-        """Adds what the update needs: old log-probs if it takes several optimizer steps, the reference's with KL, and
-        the values of a critic.
-        """
+        """Adds what the update needs: old log-probs where they are read, the reference's with KL, a critic's values."""
         scored = batch
-        if self.needs_old_logprobs or len(self._mini_batch_rows(batch)) > 1:
+        needs_old = self.needs_old_logprobs
+        if len(self._mini_batch_rows(batch)) > 1 if needs_old is None else needs_old:
             scored = scored.with_tokens(old_logprobs=await self.logprobs(self.policy, batch))
         if self.critic is not None:
             scored = scored.with_tokens(values=await self._scores(self.critic, batch))
@@ -147,11 +162,13 @@ class Learner:
         return await self._scores(group, batch)
 
     async def _scores(self, group: WorkerGroup, batch: TrainBatch) -> Tensor:
-        shards = self._micro_batches(batch, len(group), self.sizes.micro_forward_sequences)
+        limits = self._limits(self.sizes.micro_forward_sequences)
+        share = shares_prompts(batch, limits)
+        shards = micro_batches(batch, group.num_parts, limits, share)
         count = max(len(rows) for rows in shards)
-        parts = await group.scatter("score", [([batch.select(r) for r in rows], count) for rows in shards])
+        parts = await group.scatter("score", [([batch.select(r) for r in rows], count, share) for rows in shards])
         result = torch.zeros(len(batch.input_ids))
-        for rows, values in zip(shards, parts, strict=True):
+        for rows, values in zip(shards, parts[:: group.sequence_parallel_size], strict=True):
             order = [row for micro in rows for row in micro]
             if order:
                 result[_token_indices(batch, order)] = values
@@ -187,10 +204,12 @@ class Learner:
     async def _step(self, group: WorkerGroup, mini_batch: TrainBatch, metrics: Metrics) -> None:
         """One optimizer step of a model on all of its ranks."""
         tokens = int(mini_batch.loss_mask.sum())
-        shards = self._micro_batches(mini_batch, len(group), self.sizes.micro_train_sequences)
+        limits = self._limits(self.sizes.micro_train_sequences)
+        share = shares_prompts(mini_batch, limits)
+        shards = micro_batches(mini_batch, group.num_parts, limits, share)
         count = max(len(micro) for micro in shards)
-        shares = [(MiniBatch([mini_batch.select(rows) for rows in micro], count, tokens),) for micro in shards]
-        for state in await group.scatter("update", shares):
+        parts = [(MiniBatch([mini_batch.select(rows) for rows in micro], count, tokens, share),) for micro in shards]
+        for state in await group.scatter("update", parts):
             metrics.merge(state)
 
     async def _selected(self, mini_batch: TrainBatch, choose: Choose, *, first: bool) -> TrainBatch:
@@ -227,19 +246,9 @@ class Learner:
                 chosen.append(rows.nonzero().flatten().tolist())
         return chosen * self.sizes.update_epochs
 
-    def _micro_batches(self, batch: TrainBatch, ranks: int, sequences: int | None) -> list[list[list[int]]]:
-        """[rank][micro-batch][row]: sequences with something to score, balanced over ranks by cost, longest first."""
-        lengths = batch.lengths
-        wanted = (batch.per_sequence_sum(batch.loss_mask.long()) > 0).nonzero().flatten()
-        cost = lengths * (1 + lengths / self.sizes.attention_tokens)
-        shards = batch.select(wanted).shard(ranks, cost[wanted])
-        limit = None if self.sizes.max_tokens else sequences
-        result = []
-        for shard in shards:
-            rows = sorted(wanted[shard].tolist(), key=lambda row: (-int(lengths[row]), row))
-            bins = pack([int(lengths[row]) for row in rows], limit, self.sizes.max_tokens)
-            result.append([[rows[position] for position in one] for one in bins])
-        return result
+    def _limits(self, sequences: int | None) -> PassLimits:
+        sizes = self.sizes
+        return PassLimits(sequences, sizes.max_tokens, sizes.attention_tokens, sizes.share_prompt)
 
 
 def _token_indices(batch: TrainBatch, rows: Sequence[int]) -> Tensor:

@@ -7,22 +7,27 @@ import random
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from skyrl_train.cluster.actors import NODE_ADDRESS
-from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
+from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, LoraConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.loading import POLICY_PATH, export_hf, load_causal_lm, load_tokenizer
+from skyrl_train.models.lora import Adapters
+from skyrl_train.models.ragged_model import RaggedModel
+from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.models.value_scorer import ValueScorer
 from skyrl_train.registry import load_object
-from skyrl_train.strategies.process_group import close_process_group, init_process_group
+from skyrl_train.report.memory import peak_memory
+from skyrl_train.strategies.process_group import close_process_group, init_process_group, neighbours
 from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
@@ -73,21 +78,28 @@ class LearnerSpec:
     bucket_bytes: int
     only_changed: bool = False
     """Weight syncs leave out tensors that are as they were."""
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     model_key: str = POLICY_PATH
     """Where `model_path` was configured, for messages."""
     value_head: str | None = None
     """A critic's output layer: values are scored; None for a model that scores log-probs."""
+    lora: LoraConfig | None = None
+    """Only adapters (and a critic's output layer) are trained; None for the whole model."""
+    sequence_parallel_size: int = 1
+    """Neighbouring ranks that run every micro-batch together."""
 
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One rank's share of one optimizer step."""
+    """One rank's share of one optimizer step: the same for ranks that run micro-batches together."""
 
     micro_batches: list[TrainBatch]
     num_micro_batches: int
     """The same on every rank; a rank with fewer fills up with one-token, zero-weight ones."""
     tokens: int
     """That count in the whole mini-batch, all ranks together."""
+    share_prompts: bool = False
+    """Equal prompts of neighbours in a micro-batch go through the model once."""
 
 
 class LearnerWorker:
@@ -97,6 +109,7 @@ class LearnerWorker:
         self.spec = spec
         self.rank = rank
         self.world_size = world_size
+        self.parallel: SequenceParallel | None = None
         if spec.threads:
             torch.set_num_threads(spec.threads)
 
@@ -115,6 +128,9 @@ class LearnerWorker:
             torch.cuda.set_device(0)
         backend = "nccl" if spec.device == "cuda" else "gloo"
         init_process_group(self.rank, self.world_size, address, port, backend, spec.rendezvous_s, spec.collective_s)
+        if spec.sequence_parallel_size > 1:
+            key = spec.model_key.removesuffix("model.path") + "sequence_parallel_size"
+            self.parallel = SequenceParallel(neighbours(spec.sequence_parallel_size, spec.collective_s), key)
         return self._build(spec.model_path)
 
     def reload(self, path: str) -> None:
@@ -127,7 +143,7 @@ class LearnerWorker:
         spec = self.spec
         model = load_causal_lm(
             path,
-            dtype=torch.float32 if spec.optimizer else getattr(torch, spec.dtype),
+            dtype=torch.float32 if spec.optimizer and not spec.lora else getattr(torch, spec.dtype),
             device="cpu",  # the strategy moves it, shard by shard
             model_config_kwargs=spec.model_config_kwargs,
             rope_scaling=spec.rope_scaling,
@@ -136,12 +152,22 @@ class LearnerWorker:
         )
         if spec.gradient_checkpointing and spec.optimizer:
             model.gradient_checkpointing_enable({"use_reentrant": spec.gradient_checkpointing_use_reentrant})
+            if spec.lora and spec.gradient_checkpointing_use_reentrant:
+                model.enable_input_require_grads()  # or layers would run without gradients
         self._hf_config = model.config
-        scorer = TokenScorer(model) if spec.value_head is None else ValueScorer(model, spec.value_head)
+        self.adapters = None
+        if spec.lora:
+            torch.manual_seed(spec.seed)
+            self.adapters = Adapters(model, spec.lora, spec.model_key.removesuffix("path") + "lora")
+        scorer = self._scorer(model)
+        for parameter in scorer.parameters():
+            if spec.lora and parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
         count = sum(parameter.numel() for parameter in scorer.parameters())
         self.strategy = load_object(spec.strategy)(
             optimizer=spec.optimizer,
             fsdp=spec.fsdp,
+            deepspeed=spec.deepspeed,
             device=spec.device,
             compute_dtype=getattr(torch, spec.dtype),
             rank=self.rank,
@@ -149,7 +175,7 @@ class LearnerWorker:
         )
         self.scorer = self.strategy.prepare(scorer, spec.total_steps)
         self.sender = WeightSender(
-            self.strategy.full_parameters,
+            self.full_parameters,
             wire_dtype=spec.wire_dtype,
             bucket_bytes=spec.bucket_bytes,
             rank=self.rank,
@@ -157,33 +183,51 @@ class LearnerWorker:
         )
         return count
 
-    def score(self, micro_batches: list[TrainBatch], num_micro_batches: int) -> Tensor:
+    def _scorer(self, model: PreTrainedModel) -> RaggedModel:
+        if self.spec.value_head is None:
+            return TokenScorer(model, parallel=self.parallel)
+        return ValueScorer(model, self.spec.value_head, self.parallel)
+
+    def full_parameters(self, adapters: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(checkpoint name, full tensor) of the model, adapters merged; they go into `adapters` besides.
+
+        A collective: all ranks iterate.
+        """
+        parameters = self.strategy.full_parameters()
+        return parameters if self.adapters is None else self.adapters.merged(parameters, adapters)
+
+    def score(self, micro_batches: list[TrainBatch], num_micro_batches: int, share_prompts: bool = False) -> Tensor:
         """[T] log-probs (nats) or values of the micro-batches' tokens in order, without gradient, on the CPU."""
         self.scorer.eval()
         parts = []
         with torch.no_grad():
-            for batch, is_filler in self._fill(micro_batches, num_micro_batches):
-                scored, _ = self._scored(batch, wants_entropy=False)
+            for batch, repeated, is_filler in self._passes(micro_batches, num_micro_batches, share_prompts):
+                scored, _ = self._scored(batch, repeated, wants_entropy=False)
                 if not is_filler:
                     parts.append(scored.float().cpu())
         return torch.cat(parts) if parts else torch.zeros(0)
 
     def update(self, mini_batch: MiniBatch) -> dict[str, Any]:
-        """One optimizer step; returns `Metrics.state()` of this rank."""
+        """One optimizer step; returns `Metrics.state()` of this rank.
+
+        Of ranks that run micro-batches together, the first one counts what all of them see.
+        """
         assert self.spec.objective is not None
         metrics = Metrics()
         self.scorer.train()
         count = mini_batch.num_micro_batches
-        for index, (batch, is_filler) in enumerate(self._fill(mini_batch.micro_batches, count)):
-            scored, entropy = self._scored(batch, self.spec.objective.wants_entropy)
-            ignored = Metrics() if is_filler else metrics
-            loss = self.spec.objective(batch, scored, entropy, mini_batch.tokens, ignored)
+        passes = self._passes(mini_batch.micro_batches, count, mini_batch.share_prompts)
+        repeats = self.rank % self.spec.sequence_parallel_size > 0
+        for index, (batch, repeated, is_filler) in enumerate(passes):
+            scored, entropy = self._scored(batch, repeated, self.spec.objective.wants_entropy)
+            counted = Metrics() if is_filler or repeats else metrics
+            loss = self.spec.objective(batch, scored, entropy, mini_batch.tokens, counted)
             self.strategy.backward(loss, last=index == count - 1)
         role = "policy" if self.spec.value_head is None else "critic"
         for name, value in self.strategy.step().items():
             metrics.add(f"{role}/{name}", value)
-        if self.spec.device == "cuda":
-            metrics.maximum("memory/learner_peak_gib", torch.cuda.max_memory_allocated() / 2**30)
+        for name, gib in peak_memory(self.spec.device).items():
+            metrics.maximum(f"memory/learner_{name}", gib)
         return metrics.state()
 
     def connect_weights(self, route: str, address: str, world_size: int, timeout_s: float) -> None:
@@ -214,9 +258,16 @@ class LearnerWorker:
         self.strategy.load(Path(directory))
 
     def export(self, directory: str) -> None:
-        """A Hugging Face folder with the full weights; all ranks call it, rank 0 writes."""
+        """A Hugging Face folder with the full weights, and in `adapter` below it the adapters alone, if there are any.
+
+        All ranks call it, rank 0 writes.
+        """
         tokenizer = load_tokenizer(self.spec.model_path)
-        export_hf(self._hf_config, self.strategy.full_parameters(), tokenizer, Path(directory), write=self.rank == 0)
+        adapters: dict[str, Tensor] = {}
+        writes = self.rank == 0
+        export_hf(self._hf_config, self.full_parameters(adapters), tokenizer, Path(directory), write=writes)
+        if self.adapters is not None and writes:
+            self.adapters.save(adapters, Path(directory) / "adapter")
 
     def offload(self) -> int:
         return self.strategy.offload()
@@ -228,13 +279,20 @@ class LearnerWorker:
         self.sender.close()
         close_process_group()
 
-    def _fill(self, micro_batches: list[TrainBatch], count: int) -> Iterator[tuple[TrainBatch, bool]]:
-        """Exactly `count` micro-batches, on this rank's device: sharded models run every pass on all ranks together."""
-        yield from ((batch.to(self.spec.device), False) for batch in micro_batches)
-        for _ in range(count - len(micro_batches)):
-            yield filler().to(self.spec.device), True
+    def _passes(
+        self, micro_batches: list[TrainBatch], count: int, share_prompts: bool
+    ) -> Iterator[tuple[TrainBatch, Tensor | None, bool]]:
+        """Exactly `count` micro-batches on this rank's device, their repeated prompts, and whether each is a filler.
 
-    def _scored(self, batch: TrainBatch, wants_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        Sharded models run every pass on all ranks together.
+        """
+        for batch in micro_batches:
+            repeated = batch.repeated_prompts() if share_prompts else None
+            yield batch.to(self.spec.device), repeated, False
+        for _ in range(count - len(micro_batches)):
+            yield filler().to(self.spec.device), None, True
+
+    def _scored(self, batch: TrainBatch, repeated: Tensor | None, wants_entropy: bool) -> tuple[Tensor, Tensor | None]:
         return self.scorer(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -242,6 +300,7 @@ class LearnerWorker:
             temperature=batch.temperature,
             score_mask=batch.loss_mask,
             wants_entropy=wants_entropy,
+            repeated=repeated,
         )
 
 

@@ -50,3 +50,12 @@ def test_grpo_raises_accuracy_on_held_out_problems(tmp_path: Path, seed: int):
 def test_without_a_learning_rate_nothing_is_learnt(tmp_path: Path):
     outcome = quickstart(tmp_path, 0, "trainer.policy.optimizer_config.lr=0", "trainer.max_steps=6")
     assert abs(outcome.after - outcome.before) <= 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_adapters_alone_raise_it_as_well(tmp_path: Path):
+    adapters = [f"trainer.policy.model.lora.{key}" for key in ("rank=32", "alpha=64")]
+    outcome = quickstart(tmp_path, 0, *adapters, "trainer.policy.optimizer_config.lr=1e-3")
+    assert outcome.before <= 0.55
+    assert outcome.after >= 0.80

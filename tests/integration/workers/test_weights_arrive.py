@@ -6,17 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 
 from skyrl_train.build.weights import score_sequences
-from skyrl_train.config.schema import OptimizerConfig
+from skyrl_train.config.schema import LoraConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.testing.learner_specs import policy_batch, tiny_spec
-from skyrl_train.testing.tiny_models import save_tiny_model
+from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
 from skyrl_train.weight_sync.publish import Probe, WeightPublisher
 from skyrl_train.workers.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
 from skyrl_train.workers.learner_worker import LearnerWorker
@@ -25,9 +26,11 @@ PROBE_IDS = [[5, 9, 77, 30, 12, 44], [8, 8, 8, 250]]
 
 
 @asynccontextmanager
-async def pair(model_path: str, route: str) -> AsyncIterator[tuple[Learner, TransformersEngine, WeightPublisher]]:
+async def pair(
+    model_path: str, route: str, **changes: Any
+) -> AsyncIterator[tuple[Learner, TransformersEngine, WeightPublisher]]:
     """A learner that moves its weights visibly in one step, an engine, and what connects them."""
-    spec = tiny_spec(model_path, optimizer=OptimizerConfig(lr=1e-2), total_steps=10)
+    spec = tiny_spec(model_path, **{"optimizer": OptimizerConfig(lr=1e-2), "total_steps": 10, **changes})
     learner = Learner(WorkerGroup([LocalWorker(LearnerWorker(spec, 0, 1))]), None, BatchSizes(100, max_tokens=1000))
     engine = TransformersEngine(model_path, threads=1, name="one")
     probe = Probe(PROBE_IDS, partial(score_sequences, learner, learner.policy))
@@ -70,6 +73,26 @@ def test_engine_and_trainer_agree_to_1e_4_before_training_and_after_every_sync(t
                 await publisher.publish(version)
                 assert await gap(learner, engine) <= 1e-4
                 assert (await engine.health()).version == version
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
+def test_adapters_arrive_merged_and_what_they_do_not_change_travels_once(tmp_path, kind: str):  # type: ignore[no-untyped-def]
+    model_path = save_tiny_model(tmp_path / "model", kind)
+    options = {"lora": LoraConfig(rank=4), "only_changed": True, "optimizer": OptimizerConfig(lr=1e-1)}
+
+    async def run() -> None:
+        async with pair(model_path, "broadcast", **options) as (learner, engine, publisher):
+            first = await publisher.publish(0)
+            for version in (1, 2):
+                await learner.update(batch())
+                assert await gap(learner, engine) > 1e-2, "the update did not move the weights: nothing is tested"
+                later = await publisher.publish(version)
+                assert await gap(learner, engine) <= 1e-4
+                assert (await engine.health()).version == version
+            adapted = sum(4 * p.numel() for name, p in tiny_model(kind).named_parameters() if "_proj.weight" in name)
+            assert later["weights/bytes"] == adapted < first["weights/bytes"]
 
     asyncio.run(run())
 

@@ -24,6 +24,9 @@ NEW_KEYS = {
     "generator.weight_sync_folder",
     "generator.weight_sync_only_changed",
     "generator.weight_sync_route",
+    "trainer.critic.deepspeed_config.offload_optimizer",
+    "trainer.critic.deepspeed_config.offload_parameters",
+    "trainer.critic.deepspeed_config.zero_stage",
     "trainer.critic.model.lora.lora_sync_path",
     "trainer.fully_async.enabled",
     "trainer.algorithm.dppo.kl_threshold",
@@ -38,6 +41,13 @@ NEW_KEYS = {
     "trainer.max_steps",
     "trainer.max_tokens_per_microbatch",
     "trainer.plugins",
+    "trainer.share_prompt",
+    "trainer.policy.deepspeed_config.offload_optimizer",
+    "trainer.policy.deepspeed_config.offload_parameters",
+    "trainer.policy.deepspeed_config.zero_stage",
+    "trainer.ref.deepspeed_config.offload_optimizer",
+    "trainer.ref.deepspeed_config.offload_parameters",
+    "trainer.ref.deepspeed_config.zero_stage",
 }
 
 

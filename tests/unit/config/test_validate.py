@@ -73,6 +73,18 @@ def test_defaults_are_valid():
             "each server once",
         ),
         (["trainer.policy.optimizer_config.lr=-1"], "trainer.policy.optimizer_config.lr", "at least 0"),
+        (["trainer.policy.model.lora.rank=-1"], "trainer.policy.model.lora.rank", "at least 0"),
+        (["trainer.policy.model.lora.dropout=0.1"], "trainer.policy.model.lora.dropout", "must not depend on chance"),
+        (
+            ["trainer.policy.model.lora.init_method=pissa"],
+            "trainer.policy.model.lora.init_method",
+            "it changes the frozen weights",
+        ),
+        (
+            ["trainer.critic.model.lora.init_method=gausian"],
+            "trainer.critic.model.lora.init_method",
+            "Did you mean 'gaussian'",
+        ),
         (["generator.sampling_params.top_p=0"], "generator.sampling_params.top_p", "more than 0 and at most 1"),
         (["generator.sampling_params.top_p=1.5"], "generator.sampling_params.top_p", "more than 0 and at most 1"),
         (
@@ -154,6 +166,38 @@ def test_defaults_are_valid():
             "trainer.strategy",
             "critic_num_gpus_per_node",
         ),
+        (
+            ["trainer.policy.sequence_parallel_size=2", "trainer.placement.policy_num_gpus_per_node=3"],
+            "trainer.policy.sequence_parallel_size",
+            "a divisor of the policy's ranks, 3",
+        ),
+        (
+            ["trainer.strategy=single", "trainer.ref.sequence_parallel_size=2"],
+            "trainer.ref.sequence_parallel_size",
+            "a divisor of the ref's ranks, 1",
+        ),
+        (
+            [
+                "trainer.placement.colocate_all=false",
+                "trainer.placement.policy_num_gpus_per_node=4",
+                "trainer.placement.critic_num_gpus_per_node=2",
+                "trainer.critic.sequence_parallel_size=4",
+            ],
+            "trainer.critic.sequence_parallel_size",
+            "a divisor of the critic's ranks, 2",
+        ),
+        (["trainer.policy.sequence_parallel_size=0"], "trainer.policy.sequence_parallel_size", "at least 1"),
+        (["trainer.ref.deepspeed_config.zero_stage=1"], "trainer.ref.deepspeed_config.zero_stage", "at most 3"),
+        (
+            ["trainer.policy.deepspeed_config={zero_stage: 2, offload_parameters: true}"],
+            "trainer.policy.deepspeed_config.offload_parameters",
+            "false with zero_stage=2",
+        ),
+        (
+            ["+trainer.critic.deepspeed_config.zero_optimization.stage=2"],
+            "trainer.critic.deepspeed_config.zero_optimization.stage",
+            "trainer.critic.deepspeed_config.zero_stage",
+        ),
         (["data.train_data=[]"], "data.train_data", "at least one file"),
         (["generator.over_provisioning=-0.1"], "generator.over_provisioning", "at least 0"),
         (
@@ -217,6 +261,12 @@ def test_every_problem_is_reported_at_once():
         ["trainer.train_batch_size=300"],
         ["trainer.strategy=fsdp", "trainer.placement.policy_num_gpus_per_node=2", "generator.num_inference_engines=2"],
         ["trainer.strategy=single", "trainer.max_steps=2", "data.val_data=[]"],
+        [
+            "trainer.placement.policy_num_gpus_per_node=4",
+            "generator.num_inference_engines=4",
+            "trainer.policy.sequence_parallel_size=4",
+            "trainer.ref.sequence_parallel_size=2",
+        ],
         [
             "trainer.algorithm.dynamic_sampling.type=filter",
             "trainer.algorithm.dynamic_sampling.max_sample_batches=-1",

@@ -70,7 +70,7 @@ def test_a_sequence_does_not_notice_its_neighbours() -> None:
 def test_sorting_by_length_groups_equal_lengths_and_keeps_every_token() -> None:
     segments, tokens = Segments.of(offsets_of([3, 1, 3, 2])).by_length()
     assert segments.lengths == (1, 2, 3, 3)
-    assert segments.runs() == [(1, 1), (1, 2), (2, 3)]
+    assert segments.runs() == [(1, 1, 1), (1, 2, 2), (2, 3, 3)]
     assert tokens.tolist() == [3, 7, 8, 0, 1, 2, 4, 5, 6]
     assert segments.offsets.tolist() == [0, 1, 3, 6, 9]
 

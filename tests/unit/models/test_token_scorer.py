@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.token_scorer import Scores, TokenScorer
 from skyrl_train.testing.double_precision import double_precision
-from skyrl_train.testing.padded_reference import padded_scores, ragged_batch
+from skyrl_train.testing.padded_reference import grouped_batch, padded_scores, ragged_batch
 from skyrl_train.testing.tiny_models import tiny_model
 
 KINDS = ("qwen2", "qwen3", "llama", "gemma", "mistral")
@@ -31,8 +32,9 @@ def make_batch() -> TrainBatch:
     return ragged_batch(LENGTHS, temperatures=TEMPERATURES)
 
 
-def score(scorer: TokenScorer, batch: TrainBatch, wants_entropy: bool = False) -> Scores:
-    return scorer(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask, wants_entropy)
+def score(scorer: TokenScorer, batch: TrainBatch, wants_entropy: bool = False, share: bool = False) -> Scores:
+    tensors = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+    return scorer(*tensors, wants_entropy, batch.repeated_prompts() if share else None)
 
 
 def double(kind: str = "qwen2", **options: Any) -> Any:
@@ -44,8 +46,8 @@ def token_weights(batch: TrainBatch) -> Tensor:
     return torch.sin(batch.input_ids.double() + batch.position_ids)
 
 
-def padded_gradients(model: PreTrainedModel, batch: TrainBatch) -> Gradients:
-    model.set_attn_implementation("sdpa")
+def padded_gradients(model: PreTrainedModel, batch: TrainBatch, attention: str = "sdpa") -> Gradients:
+    model.set_attn_implementation(attention)
     logprobs, entropy = padded_scores(model, batch)
     ((logprobs + 0.1 * entropy) * token_weights(batch)).sum().backward()
     gradients = gradients_of(model)
@@ -61,10 +63,10 @@ def gradients_of(module: nn.Module) -> Gradients:
     return found
 
 
-def ragged_gradients(scorer: TokenScorer, micro_batches: list[TrainBatch]) -> Gradients:
+def ragged_gradients(scorer: TokenScorer, micro_batches: list[TrainBatch], share: bool = False) -> Gradients:
     scorer.zero_grad()
     for batch in micro_batches:
-        logprobs, entropy = score(scorer, batch, wants_entropy=True)
+        logprobs, entropy = score(scorer, batch, wants_entropy=True, share=share)
         assert entropy is not None
         ((logprobs + 0.1 * entropy) * token_weights(batch)).sum().backward()
     return gradients_of(scorer)
@@ -133,6 +135,27 @@ def test_layers_with_a_sliding_window_and_capped_scores_see_what_they_should(kin
     torch.testing.assert_close(got, logprobs, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "gemma2", "gemma3_text", "qwen3_moe"])
+def test_a_prompt_that_is_run_once_gives_the_padded_gradient(kind: str) -> None:
+    batch = grouped_batch([(6, [4, 9, 4, 1]), (3, [2]), (11, [5, 5])])
+    model = double(kind)
+    if kind == "qwen3_moe":
+        model.set_experts_implementation("eager")  # the default has no kernel for float64
+    wanted = padded_gradients(model, batch, "eager" if kind == "gemma2" else "sdpa")
+    scorer = TokenScorer(model)
+    for size in (1, 3, len(batch)):
+        assert_same(ragged_gradients(scorer, batch.split(max_sequences=size), share=True), wanted)
+
+
+def test_repeated_prompts_do_not_go_through_the_model() -> None:
+    batch, scorer = grouped_batch([(6, [4, 9, 4]), (3, [2])]), TokenScorer(double())
+    lengths: list[int] = []
+    scorer.model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, _: lengths.append(inputs[0].shape[1]))
+    score(scorer, batch)
+    score(scorer, batch, share=True)
+    assert lengths == [40, 40 - 2 * 6]
+
+
 def test_mixture_of_experts_models_are_scored_as_they_are() -> None:
     batch, model = make_batch(), tiny_model("qwen3_moe").eval()
     model.set_attn_implementation("sdpa")
@@ -158,19 +181,32 @@ def test_no_tensor_of_tokens_times_vocabulary_outlives_a_chunk() -> None:
         kept.append(tuple(tensor.shape))
         return tensor
 
-    made: list[int] = []
-    model.lm_head.register_forward_hook(lambda module, inputs, output: made.append(output.shape[0]))
-    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+    with LogitsMade(vocabulary) as made, torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
         logprobs, entropy = score(scorer, batch, wants_entropy=True)
     assert entropy is not None
     assert kept
     assert not [shape for shape in kept if len(shape) > 1 and shape[-1] == vocabulary]
     rows = int(batch.loss_mask.sum())
-    assert sum(made) == rows  # the head runs on the tokens that are scored, and on no others
-    made.clear()
-    (logprobs + entropy).sum().backward()
-    assert sum(made) == rows
-    assert max(made) == 3
+    assert sum(made.rows) == rows  # the head runs on the tokens that are scored, and on no others
+    with LogitsMade(vocabulary) as again:
+        (logprobs + entropy).sum().backward()
+    assert sum(again.rows) == rows
+    assert max(made.rows + again.rows) == 3
+
+
+class LogitsMade(TorchDispatchMode):
+    """Notes the rows of every matrix product that is as wide as the vocabulary."""
+
+    def __init__(self, vocabulary: int):
+        super().__init__()
+        self._vocabulary = vocabulary
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if "mm" in function.__name__ and result.shape[-1] == self._vocabulary:
+            self.rows.append(result.shape[0])
+        return result
 
 
 def test_no_pad_token_enters_the_model() -> None:

@@ -9,7 +9,7 @@ import torch
 from skyrl_train.errors import CheckpointError
 from skyrl_train.strategies.shards import Slice, open_shards, write_shard
 
-WHOLE = torch.arange(14.0).view(7, 2)
+WHOLE = torch.arange(14.0)
 META = {"world_size": 3, "updates": 5, "trained": True}
 
 
@@ -26,24 +26,31 @@ def write(directory: Path, cuts: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize(
     "cuts",
     [
-        [(0, 7)],
-        [(0, 3), (3, 6), (6, 7)],
-        [(0, 4), (4, 7), (7, 7)],  # more ranks than rows leave some with none
-        [(0, 4), (4, 7), (0, 4), (4, 7)],  # replicas hold the same rows twice
+        [(0, 14)],
+        [(0, 6), (6, 12), (12, 14)],
+        [(0, 5), (5, 9), (9, 14)],  # in the middle of rows
+        [(0, 8), (8, 14), (14, 14)],  # more ranks than rows leave some with none
+        [(0, 8), (8, 14), (0, 8), (8, 14)],  # replicas hold the same twice
     ],
 )
-@pytest.mark.parametrize("wanted", [(0, 7), (2, 5), (3, 4), (7, 7), (0, 1)])
-def test_rows_come_from_whichever_ranks_saved_them(
+@pytest.mark.parametrize("wanted", [(0, 14), (4, 10), (7, 8), (14, 14), (0, 1)])
+def test_elements_come_from_whichever_ranks_saved_them(
     tmp_path: Path, cuts: list[tuple[int, int]], wanted: tuple[int, int]
 ) -> None:
     write(tmp_path, cuts)
     with open_shards(tmp_path) as reader:
-        reader.check({"w": piece(0, 7)})
-        assert torch.equal(reader.rows("param/w", piece(*wanted)), WHOLE[slice(*wanted)])
+        reader.check({"w": piece(0, 14)})
+        assert torch.equal(reader.elements("param/w", piece(*wanted)), WHOLE[slice(*wanted)])
+
+
+def test_a_tensor_is_flat_in_the_file_whatever_its_layout(tmp_path: Path) -> None:
+    write_shard(tmp_path, 0, {"w": piece(0, 14)}, {"param/w": WHOLE.view(2, 7).T}, {**META, "world_size": 1})
+    with open_shards(tmp_path) as reader:
+        assert torch.equal(reader.elements("param/w", piece(0, 14)).view(7, 2), WHOLE.view(2, 7).T)
 
 
 def test_ranks_write_files_of_their_own(tmp_path: Path) -> None:
-    write(tmp_path, [(0, 4), (4, 7)])
+    write(tmp_path, [(0, 8), (8, 14)])
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"shard_{rank}.{kind}" for rank in (0, 1) for kind in ("json", "safetensors")
     ]
@@ -52,7 +59,7 @@ def test_ranks_write_files_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", ["shard_1.json", "shard_1.safetensors", "shard_0.json"])
 @pytest.mark.parametrize("damage", ["gone", "cut"])
 def test_a_torn_checkpoint_is_reported_by_file(tmp_path: Path, file: str, damage: str) -> None:
-    write(tmp_path, [(0, 4), (4, 7)])
+    write(tmp_path, [(0, 8), (8, 14)])
     path = tmp_path / file
     content = path.read_bytes()
     path.unlink()
@@ -62,31 +69,31 @@ def test_a_torn_checkpoint_is_reported_by_file(tmp_path: Path, file: str, damage
         pass
 
 
-def test_rows_that_nobody_saved_are_reported(tmp_path: Path) -> None:
-    write(tmp_path, [(0, 3), (4, 7)])
-    with open_shards(tmp_path) as reader, pytest.raises(CheckpointError, match="rows 3:7 of 'w'"):
-        reader.rows("param/w", piece(0, 7))
+def test_elements_that_nobody_saved_are_reported(tmp_path: Path) -> None:
+    write(tmp_path, [(0, 3), (4, 14)])
+    with open_shards(tmp_path) as reader, pytest.raises(CheckpointError, match="elements 3:14 of 'w'"):
+        reader.elements("param/w", piece(0, 14))
 
 
 @pytest.mark.parametrize(
     ("slices", "message"),
     [
-        ({"w": Slice((7, 3), "float32", 0, 7)}, r"'w' is float32 \[7, 2\] in the checkpoint and float32 \[7, 3\]"),
-        ({"w": Slice((7, 2), "bfloat16", 0, 7)}, r"bfloat16 \[7, 2\] in the model"),
-        ({"w": piece(0, 7), "more": piece(0, 7)}, "'more' is absent in the checkpoint"),
+        ({"w": Slice((7, 3), "float32", 0, 21)}, r"'w' is float32 \[7, 2\] in the checkpoint and float32 \[7, 3\]"),
+        ({"w": Slice((7, 2), "bfloat16", 0, 14)}, r"bfloat16 \[7, 2\] in the model"),
+        ({"w": piece(0, 14), "more": piece(0, 14)}, "'more' is absent in the checkpoint"),
         ({}, "absent in the model"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, slices: dict[str, Slice], message: str) -> None:
-    write(tmp_path, [(0, 7)])
+    write(tmp_path, [(0, 14)])
     with open_shards(tmp_path) as reader, pytest.raises(CheckpointError, match=message):
         reader.check(slices)
 
 
 def test_the_json_says_what_is_where(tmp_path: Path) -> None:
-    write(tmp_path, [(0, 4), (4, 7)])
+    write(tmp_path, [(0, 8), (8, 14)])
     said = json.loads((tmp_path / "shard_1.json").read_text())
     assert said == {
         **{"world_size": 2, "updates": 5, "trained": True, "rank": 1},
-        "slices": {"w": {"shape": [7, 2], "dtype": "float32", "start": 4, "stop": 7}},
+        "slices": {"w": {"shape": [7, 2], "dtype": "float32", "start": 8, "stop": 14}},
     }

@@ -152,18 +152,23 @@ def test_failed_sequences_change_no_gradient(tiny_model_path: str):
 
 
 def local_learner(
-    model_path: str, sizes: BatchSizes, with_reference: bool = False, choose: Any = None, **changes: Any
+    model_path: str,
+    sizes: BatchSizes,
+    with_reference: bool = False,
+    choose: Any = None,
+    needs_old_logprobs: bool | None = None,
+    **changes: Any,
 ) -> Learner:
     policy = WorkerGroup([LocalWorker(LearnerWorker(tiny_spec(model_path, **changes), 0, 1))])
     reference = None
     if with_reference:
         frozen = tiny_spec(model_path, optimizer=None, total_steps=None, objective=None)
         reference = WorkerGroup([LocalWorker(LearnerWorker(frozen, 0, 1))])
-    return Learner(policy, reference, sizes, choose=choose)
+    return Learner(policy, reference, sizes, choose=choose, needs_old_logprobs=needs_old_logprobs)
 
 
-def scored(model_path: str, sizes: BatchSizes) -> TrainBatch:
-    learner = local_learner(model_path, sizes)
+def scored(model_path: str, sizes: BatchSizes, needs_old_logprobs: bool | None = None) -> TrainBatch:
+    learner = local_learner(model_path, sizes, needs_old_logprobs=needs_old_logprobs)
     batch = policy_batch().with_tokens(old_logprobs=None, ref_logprobs=None)
 
     async def run() -> TrainBatch:
@@ -185,6 +190,15 @@ def test_old_log_probs_are_computed_only_when_an_update_takes_several_steps(tiny
     batch = policy_batch()
     expected, _ = padded_scores(load_causal_lm(tiny_model_path, dtype=torch.float32), batch)
     torch.testing.assert_close(several, expected.detach(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_old_log_probs_are_computed_where_something_reads_them_whatever_the_number_of_steps(
+    tiny_model_path: str, needed: bool
+):
+    for groups in (3, 4):
+        found = scored(tiny_model_path, BatchSizes(mini_batch_groups=groups), needs_old_logprobs=needed)
+        assert (found.old_logprobs is not None) is needed
 
 
 def test_mini_batches_are_whole_prompts_and_the_last_one_is_smaller():
@@ -231,9 +245,29 @@ def test_the_first_failing_rank_is_raised():
         asyncio.run(asyncio.wait_for(run(), 5))
 
 
+def test_neighbours_that_run_sequences_together_are_given_the_same_part_and_scores_are_taken_once():
+    class Rank:
+        def __init__(self) -> None:
+            self.given: list[int] = []
+
+        async def score(self, micro_batches: list[TrainBatch], count: int, share: bool) -> Tensor:
+            self.given = [int(row) for batch in micro_batches for row in batch.rewards]
+            return torch.cat([batch.input_ids.float() for batch in micro_batches])
+
+    ranks = [Rank() for _ in range(4)]
+    group = WorkerGroup(ranks, sequence_parallel_size=2)
+    batch = policy_batch()
+    batch = replace(batch, rewards=torch.arange(len(batch)).float())
+    scores = asyncio.run(Learner(group, None, BatchSizes(4)).logprobs(group, batch))
+    assert ranks[0].given == ranks[1].given
+    assert ranks[2].given == ranks[3].given
+    assert sorted(ranks[0].given + ranks[2].given) == list(range(8))
+    assert torch.equal(scores, batch.input_ids.float())
+
+
 def test_what_an_objective_reads_is_on_the_rank_s_device():
     worker = LearnerWorker(tiny_spec("no model is loaded", device="meta"), rank=0, world_size=1)
-    given = [batch for batch, _ in worker._fill([policy_batch()], 2)]
+    given = [batch for batch, *_ in worker._passes([policy_batch()], 2, share_prompts=False)]
     assert len(given) == 2
     for batch in given:
         assert {value.device.type for value in vars(batch).values() if isinstance(value, torch.Tensor)} == {"meta"}

@@ -1,0 +1,164 @@
+"""Low-rank adapters on a causal language model (LoRA, https://arxiv.org/abs/2106.09685).
+
+A linear layer W x becomes W x + s B (A x) with s = alpha / rank; W is frozen, and B starts at 0. peft puts the adapters
+on. Here is what a run needs besides: which layers get one, the weights with them merged, and their folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from skyrl_train.config.schema import LoraConfig
+from skyrl_train.errors import ConfigError
+
+ALL_LINEAR = "all-linear"
+_BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
+"""How peft renames a layer's own parameters, and what it calls A [rank, in] and B [out, rank]."""
+_log = logging.getLogger(__name__)
+
+
+def adapted_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Layers that an adapter may change, by name: every linear one but the head."""
+    head = model.get_output_embeddings()
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+    }
+
+
+def lora_options() -> dict[str, Any]:
+    """What a configuration of peft's may say, and the defaults."""
+    from peft import LoraConfig as PeftConfig  # takes a second to import
+
+    return {field.name: field.default for field in fields(PeftConfig)}
+
+
+def lora_config(**options: Any) -> Any:
+    """A configuration of peft's. Raises ValueError or TypeError for options that do not fit together."""
+    from peft import LoraConfig as PeftConfig
+
+    return PeftConfig(**options)
+
+
+def targeted(config: Any, names: Iterable[str]) -> list[str]:
+    """Those names that a configuration of peft's asks for."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    return [name for name in names if check_target_module_exists(config, name)]
+
+
+class Adapters:
+    """The adapters of one model, in parameters of its own modules; every other parameter of the model is frozen."""
+
+    def __init__(self, model: PreTrainedModel, settings: LoraConfig, key: str):
+        """Puts them on. Raises ConfigError naming `key` for targets that are no linear layers of the model.
+
+        A is drawn from torch's generator: ranks that share a model must have seeded it alike.
+        """
+        from peft import inject_adapter_in_model
+
+        linears = adapted_linears(model)
+        targets = _plain(settings.target_modules)
+        if targets == ALL_LINEAR:
+            targets = sorted({name.rpartition(".")[2] for name in linears})
+        shape: dict[str, Any] = {"r": settings.rank, "lora_alpha": settings.alpha}
+        self.config = lora_config(
+            target_modules=targets,
+            exclude_modules=_plain(settings.exclude_modules),
+            base_model_name_or_path=model.name_or_path,
+            task_type="CAUSAL_LM",
+            inference_mode=True,
+            **shape,
+        )
+        self.scaling = settings.alpha / settings.rank
+        self.layers = _chosen(model, linears, self.config, key)
+        if not isinstance(targets, str):  # readers want every name to have a layer: not those that are all excluded
+            self.config.target_modules = {
+                name for name in targets if any(f".{layer}".endswith(f".{name}") for layer in self.layers)
+            }
+        if settings.target_modules == ALL_LINEAR and (fused := _fused(model)):
+            _log.warning("%s.target_modules=all-linear: %s", key, fused)
+        # peft redirects names of experts for a model that it knows; in a plain container it takes them as they are.
+        start: Any = True if settings.init_method == "kaiming" else settings.init_method
+        names = [f"0.{layer}" for layer in self.layers]
+        exact = lora_config(target_modules=names, init_lora_weights=start, **shape)
+        inject_adapter_in_model(exact, nn.Sequential(model))
+
+    def merged(
+        self, parameters: Iterator[tuple[str, Tensor]], adapters: dict[str, Tensor] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(checkpoint name, tensor) of the model as if it had been trained whole: W + s B A, in the adapters' dtype.
+
+        `parameters` are (name, full tensor) of the model, in its order; nothing of it is changed. `adapters` is filled
+        with A and B as peft names them.
+        """
+        held: dict[str, Tensor] = {}
+        for name, tensor in parameters:
+            if name.endswith((f"{_BASE}weight", _DOWN)):
+                held[name] = tensor
+            elif name.endswith(_UP):
+                layer = name.removesuffix(_UP)
+                weight, down = held.pop(f"{layer}{_BASE}weight"), held.pop(f"{layer}{_DOWN}")
+                if adapters is not None:
+                    adapters[f"base_model.model.{layer}.lora_A.weight"] = down.cpu()
+                    adapters[f"base_model.model.{layer}.lora_B.weight"] = tensor.cpu()
+                yield f"{layer}.weight", torch.addmm(weight.to(tensor.dtype), tensor, down, alpha=self.scaling)
+            else:
+                yield name.replace(_BASE, "."), tensor
+        assert not held, f"parameters ended before the adapter of {next(iter(held))} came"
+
+    def save(self, tensors: dict[str, Tensor], directory: Path) -> None:
+        """A folder for peft's `PeftModel.from_pretrained`, from what `merged` put into `adapters`."""
+        self.config.save_pretrained(directory)
+        held = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(held, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _plain(names: Any) -> Any:
+    """A frozen configuration has tuples, and peft knows lists."""
+    return list(names) if isinstance(names, tuple) else names
+
+
+def _chosen(model: PreTrainedModel, linears: dict[str, nn.Linear], config: Any, key: str) -> list[str]:
+    """Names of the layers that get an adapter. Raises ConfigError for a name that fits none of them."""
+    there = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
+    for option in ("target_modules", "exclude_modules"):
+        wanted = getattr(config, option)
+        for one in sorted([wanted] if isinstance(wanted, str) else wanted or ()):
+            try:
+                pattern = re.compile(one if isinstance(wanted, str) else rf"(.*\.)?{re.escape(one)}")
+            except re.error as error:
+                raise ConfigError(f"{key}.{option}={one!r} is not a regular expression: {error}.") from error
+            if not any(pattern.fullmatch(name) for name in linears):
+                message = (
+                    f"{key}.{option}={one!r}: no linear layer of {type(model).__name__} is called that; they are "
+                    f"called {there}. A text is a regular expression for whole names. {_fused(model)}"
+                )
+                raise ConfigError(message.rstrip())
+    modules = dict(model.named_modules())
+    if others := targeted(config, (name for name in modules if name not in linears)):
+        raise ConfigError(
+            f"{key}.target_modules fits {others[0]}, a {type(modules[others[0]]).__name__}: adapters go on linear "
+            f"layers, and not on the head; they are called {there}."
+        )
+    chosen = targeted(config, linears)
+    if not chosen:
+        raise ConfigError(f"{key}.exclude_modules={config.exclude_modules!r} leaves no layer to train.")
+    return chosen
+
+
+def _fused(model: PreTrainedModel) -> str:
+    """What to know about a mixture of experts; empty for another model."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 2:
+            return f"Experts are fused into parameters such as {name}, which adapters do not change: they stay frozen."
+    return ""

@@ -1,0 +1,96 @@
+"""Which tokens of a ragged batch go through a model, and in what order: equal prompts of neighbours only once.
+
+Legend: T tokens of all sequences, U of them that are computed, B sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from skyrl_train.models.ragged_attention import Segments, ranges
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Sequences as they go through the model.
+
+    Sequences that begin with the same tokens are one stretch of those, and one of its own for each of them, which sees
+    both. Stretches are sorted by length, so that attention takes those of equal length together.
+    """
+
+    segments: Segments
+    tokens: Tensor
+    """[U] int64: the tokens of the batch that are computed, in that order."""
+    places: Tensor
+    """[T] int64: where a token of the batch is among them."""
+
+    @classmethod
+    def of(cls, offsets: Tensor, repeated: Tensor | None, least: int = 1) -> Packing:
+        """From offsets [B+1] and, where tokens are shared, how many first tokens each sequence has in common with the
+        one before it [B]: 0, or as many as its neighbour has, if that is not 0.
+
+        `least`: tokens that are computed; the last one is computed again, for nobody to see, where there are fewer.
+        """
+        if least > 1:
+            count = int(offsets[-1])
+            missing = least - count + (0 if repeated is None else int(repeated.sum()))
+            if missing > 0:
+                more = torch.arange(1, missing + 1, device=offsets.device)
+                alone = None if repeated is None else torch.cat([repeated, repeated.new_zeros(missing)])
+                full = cls.of(torch.cat([offsets, offsets[-1] + more]), alone)
+                return cls(full.segments, full.tokens.clamp(max=count - 1), full.places[:count])
+        if repeated is None or not bool(repeated.any()):
+            segments, tokens = Segments.of(offsets).by_length()
+            places = torch.empty_like(tokens).index_copy(0, tokens, torch.arange(len(tokens), device=tokens.device))
+            return cls(segments, tokens, places)
+        return _shared(offsets.cpu(), repeated.cpu(), offsets.device)
+
+
+def _shared(offsets: Tensor, repeated: Tensor, device: torch.device) -> Packing:
+    """With shared first tokens: on the CPU, where the lengths are needed in any case."""
+    starts, lengths = offsets[:-1], offsets.diff()
+    # The root of a sequence is the last one before it that shares nothing with its own predecessor.
+    rows = torch.arange(len(starts))
+    roots = torch.where(repeated == 0, rows, 0).cummax(0).values
+    following = torch.cat([repeated[1:], repeated.new_zeros(1)])
+    prefix = torch.where(repeated > 0, repeated, following)  # [B] what a sequence shares with any neighbour
+    same = (repeated[1:] == 0) | (repeated[1:] == prefix[:-1])
+    assert bool(same.all()), "neighbours share different numbers of tokens"
+
+    # Stretches: what is shared, of the roots that share something; then what is each sequence's own.
+    sharing = rows[(roots == rows) & (prefix > 0)]
+    begin = torch.cat([starts[sharing], starts + prefix])
+    size = torch.cat([prefix[sharing], lengths - prefix])
+    before = torch.cat([torch.zeros_like(sharing), prefix]) * (size > 0)  # tokens seen before the first one
+    order = torch.tensor(sorted(range(len(size)), key=lambda s: (int(size[s]), int(before[s]))))
+    begin, size, before = begin[order], size[order], before[order]
+    stretch_offsets = torch.cat([size.new_zeros(1), size.cumsum(0)])
+    tokens = ranges(begin, size)
+
+    places = torch.empty(int(offsets[-1]), dtype=torch.int64)
+    places[tokens] = torch.arange(len(tokens))
+    copies = repeated > 0
+    places[ranges(starts[copies], prefix[copies])] = places[ranges(starts[roots[copies]], prefix[copies])]
+
+    own = stretch_offsets[:-1]
+    rank_of = torch.empty_like(order).index_copy(0, order, torch.arange(len(order)))  # stretch -> its place in order
+    stretch_of_root = torch.zeros_like(rows).index_copy(0, sharing, rank_of[: len(sharing)])
+    row_of = torch.cat([sharing, rows])[order]
+    shared_start = own[stretch_of_root[roots[row_of]]]
+    key_starts = torch.stack([shared_start, own], 1).flatten()
+    keys = ranges(key_starts, torch.stack([before, size], 1).flatten())
+    seen = before + size
+    return Packing(
+        Segments(
+            offsets=stretch_offsets.to(device, torch.int32),
+            lengths=tuple(size.tolist()),
+            keys=keys.to(device),
+            key_offsets=torch.cat([seen.new_zeros(1), seen.cumsum(0)]).to(device, torch.int32),
+            key_lengths=tuple(seen.tolist()),
+        ),
+        tokens.to(device),
+        places.to(device),
+    )

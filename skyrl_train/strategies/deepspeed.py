@@ -1,0 +1,280 @@
+"""DeepSpeed's ZeRO, stages 2 and 3: optimizer state and gradients, then parameters too, sharded over ranks."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.strategies.base import DeepSpeedSettings, FSDPSettings, OptimizerSettings
+from skyrl_train.strategies.optimizer import OptimizedModel, widest_dtype
+from skyrl_train.strategies.shards import Slice
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What this rank keeps of a parameter in full precision: `slice` of it, from `offset` on in `flat`."""
+
+    flat: Tensor
+    offset: int
+    slice: Slice
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Its part of a tensor that is laid out as `flat` is."""
+        return tensor.narrow(0, self.offset, self.slice.stop - self.slice.start)
+
+
+class DeepSpeedStrategy(OptimizedModel):
+    """Needs `init_process_group` first, also for one rank. Load the model on the CPU.
+
+    A compute dtype below the parameters' own makes the model's parameters that dtype, beside float32 ones that the
+    optimizer works on; gradients are summed over ranks after every micro-batch, in float32. A frozen model is whole on
+    every rank unless zero_stage is 3. No DeepSpeed operator is compiled: AdamW is torch's. Raises ConfigError where
+    DeepSpeed is not installed.
+    """
+
+    def __init__(
+        self,
+        *,
+        optimizer: OptimizerSettings | None,
+        deepspeed: DeepSpeedSettings,
+        fsdp: FSDPSettings | None = None,
+        device: torch.device | str,
+        rank: int,
+        world_size: int,
+        compute_dtype: torch.dtype = torch.float32,
+    ):
+        super().__init__(optimizer, device, rank, world_size)
+        self.zero = deepspeed
+        self.compute_dtype = compute_dtype
+        self.library = _import_deepspeed(self.device.type)
+
+    def prepare(self, scorer: nn.Module, total_steps: int | None) -> nn.Module:
+        self.scorer: Any = scorer
+        if total_steps is None:
+            scorer.requires_grad_(False)
+        hf_name: Any = scorer.hf_name
+        self._parameters = {hf_name(name): parameter for name, parameter in scorer.named_parameters()}
+        self._saved = {name: p for name, p in self._parameters.items() if p.requires_grad or total_steps is None}
+        narrower = self.compute_dtype.itemsize < widest_dtype(scorer).itemsize
+        self._dtype = self.compute_dtype if narrower else widest_dtype(scorer)
+        for parameter in scorer.parameters():
+            parameter.data = parameter.data.to(self._dtype)
+        if total_steps is None and self.zero.zero_stage < 3:
+            self._place_whole(self.device)
+            return scorer
+        self.scorer = self._initialize(scorer, total_steps)
+        return self.scorer
+
+    def _initialize(self, scorer: nn.Module, total_steps: int | None) -> Any:
+        config = self._config()
+        if self.zero.zero_stage == 3:  # parameter by parameter: the device never holds the whole model
+            self.library.zero.Init(module=scorer, config_dict_or_path=config)
+            head_parameters: Any = scorer.head_parameters
+            for parameter in head_parameters():
+                self.library.zero.register_external_parameter(scorer, parameter)
+        if total_steps is None:
+            engine = self._engine(scorer, None, config)
+            self._pieces = {name: _partition(p, None, 0, self.rank) for name, p in self._saved.items()}
+            return engine
+        settings = self._schedule(total_steps)
+        betas = (settings.adam_betas[0], settings.adam_betas[1])
+        self._optimizer = torch.optim.AdamW(
+            self._saved.values(), lr=settings.lr, betas=betas, weight_decay=settings.weight_decay, fused=True
+        )
+        engine = self._engine(scorer, self._optimizer, config)
+        self._pieces = {name: self._piece(parameter, engine.optimizer) for name, parameter in self._saved.items()}
+        return engine
+
+    def _engine(self, scorer: nn.Module, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]) -> Any:
+        engine = self.library.initialize(model=scorer, optimizer=optimizer, config=config)[0]
+        self.library.zero.parameter_offload.FWD_MODULE_STACK.clear()  # it would keep a replaced reference in memory
+        return engine
+
+    def _config(self) -> dict[str, Any]:
+        """DeepSpeed's own configuration."""
+        on_host = {"device": "cpu", "pin_memory": self.device.type != "cpu"}
+        stage: dict[str, Any] = {"stage": self.zero.zero_stage, "overlap_comm": self.device.type != "cpu"}
+        if self.zero.offload_optimizer:
+            stage["offload_optimizer"] = on_host
+        if self.zero.offload_parameters:
+            stage["offload_param"] = on_host
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,  # `backward` says where an update ends
+            "gradient_clipping": self.settings.max_grad_norm if self.settings else 0.0,
+            "bf16": {"enabled": self._dtype == torch.bfloat16},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "communication_data_type": "fp32",
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": stage | dict(self.zero.zero_optimization),
+        }
+
+    def _piece(self, parameter: Any, zero: Any) -> _Piece:
+        if self.zero.zero_stage == 3:
+            group, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
+            return _partition(parameter, zero.fp32_partitioned_groups_flat[group], offset, self.rank)
+        shape, fragment = tuple(parameter.shape), parameter._hp_mapping
+        if fragment is None:  # all of it lies on other ranks
+            return _Piece(zero.single_partition_of_fp32_groups[0], 0, Slice(shape, "float32", 0, 0))
+        start, length = fragment.lp_fragment_address.start, fragment.lp_fragment_address.numel
+        flat = zero.single_partition_of_fp32_groups[fragment.param_group_index]
+        return _Piece(flat, fragment.hp_fragment_address.start, Slice(shape, "float32", start, start + length))
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        self.scorer.set_gradient_accumulation_boundary(last)
+        self.scorer.backward(loss * self.world_size, scale_wrt_gas=False)  # DeepSpeed averages over ranks
+
+    def step(self) -> dict[str, float]:
+        assert self._optimizer is not None and self.settings is not None, "a frozen model does not step"
+        lr = self.settings.lr * self._lr_factor(self._updates)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self.scorer.step()
+        return self._counted(self.scorer.get_global_grad_norm(), lr, self.scorer.was_step_applied())
+
+    def _move(self, device: torch.device | str) -> None:
+        """What of the model does not lie in host memory already, there or back."""
+        if torch.device(device).type == "cpu":
+            self._leave_device()
+        else:
+            self._return_to_device()
+
+    def _place_whole(self, device: torch.device | str) -> None:
+        self.scorer.to(device)
+        self._pieces = {name: _Piece(p.detach().view(-1), 0, Slice.of(p)) for name, p in self._saved.items()}
+
+    def _leave_device(self) -> None:
+        if self.zero.zero_stage < 3 and self._optimizer is None:
+            self._place_whole("cpu")
+            return
+        if self.zero.zero_stage < 3:
+            self.scorer.offload_states(pin_memory=False)
+            return
+        if self._optimizer is None or self.zero.offload_parameters:
+            self.scorer.optimizer.empty_partition_cache()
+        else:
+            states = self.library.zero.offload_config.OffloadStateTypeEnum
+            kinds = [states.lp_params, states.lp_grads, states.contiguous_grad_buffer]
+            self.scorer.offload_states(include=kinds, pin_memory=False)
+        self._move_partitions("cpu")
+
+    def _return_to_device(self) -> None:
+        if self.zero.zero_stage < 3 and self._optimizer is None:
+            self._place_whole(self.device)
+            return
+        if self._optimizer is not None and not self.zero.offload_parameters:
+            self.scorer.reload_states()
+        if self.zero.zero_stage < 3:
+            return
+        zero = self.scorer.optimizer
+        self._move_partitions(self.device)
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+    def _move_partitions(self, device: torch.device | str) -> None:
+        """What DeepSpeed does not move in stage 3: frozen parameters, and the state of an optimizer not its own."""
+        for piece in self._pieces.values():
+            resident = self.zero.offload_parameters if self._optimizer is None else self.zero.offload_optimizer
+            if not resident:
+                piece.flat.data = piece.flat.data.to(device)
+        if self._optimizer is not None and not self.zero.offload_optimizer:
+            for state in self._optimizer.state.values():
+                state |= {key: value.to(device) for key, value in state.items()}
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor on the device), trained ones in float32; all ranks iterate together."""
+        for name, parameter in self._parameters.items():
+            trained = parameter.requires_grad
+            if self.zero.zero_stage == 3 and trained:
+                yield name, self.library.utils.safe_get_full_fp32_param(parameter)
+            elif self.zero.zero_stage == 3:
+                with self.library.zero.GatheredParameters([parameter]):
+                    yield name, parameter.detach()
+            elif trained and parameter.dtype != torch.float32:
+                yield name, self._gathered(self._pieces[name])
+            else:
+                yield name, parameter.detach().to(self.device)
+
+    def _gathered(self, piece: _Piece) -> Tensor:
+        whole = torch.zeros(piece.slice.shape, device=self.device)
+        whole.view(-1)[piece.slice.start : piece.slice.stop] = piece.of(piece.flat).to(self.device)
+        dist.all_reduce(whole)
+        return whole
+
+    def _slices(self) -> dict[str, Slice]:
+        return {name: piece.slice for name, piece in self._pieces.items()}
+
+    def _held(self, name: str) -> Tensor:
+        piece = self._pieces[name]
+        return piece.of(piece.flat.detach())
+
+    def _state(self, name: str) -> dict[str, Tensor]:
+        assert self._optimizer is not None
+        piece = self._pieces[name]
+        state = self._optimizer.state[piece.flat]
+        return {key: piece.of(value) if key in _MOMENTS else value.clone() for key, value in state.items()}
+
+    def load(self, directory: Path) -> None:
+        super().load(directory)
+        self._publish()
+
+    def _load_state(self, reader: Any, name: str, piece: Slice) -> None:
+        assert self._optimizer is not None
+        flat = self._pieces[name].flat
+        saved = f"step/{name}" in reader
+        state = self._optimizer.state[flat]
+        if not state:
+            state |= {"step": torch.zeros((), device=flat.device), **{key: torch.zeros_like(flat) for key in _MOMENTS}}
+        state["step"].copy_(reader.whole(f"step/{name}") if saved else torch.zeros(()))
+        for key, value in self._state(name).items():
+            if key in _MOMENTS:
+                value.copy_(reader.elements(f"{key}/{name}", piece) if saved else torch.zeros_like(value))
+
+    def _publish(self) -> None:
+        """Let the parameters that the model computes with follow those that were loaded."""
+        if self.zero.zero_stage < 3:
+            if self._optimizer is not None:
+                self.scorer.optimizer.update_lp_params()
+            return
+        zero = self.scorer.optimizer
+        zero.empty_partition_cache()
+        if self._optimizer is not None:
+            for group in range(len(zero.fp32_partitioned_groups_flat)):
+                zero._reassign_or_swap_out_partitioned_parameters(group)
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def _partition(parameter: Any, flat: Tensor | None, offset: int, rank: int) -> _Piece:
+    """ZeRO 3 cuts every parameter in equal lengths, the last padded. Without `flat`: what the model computes with."""
+    flat = parameter.ds_tensor if flat is None else flat
+    length, total = parameter.partition_numel(), parameter.ds_numel
+    start, stop = min(rank * length, total), min((rank + 1) * length, total)
+    dtype = str(flat.dtype).removeprefix("torch.")
+    return _Piece(flat, offset, Slice(tuple(parameter.ds_shape), dtype, start, stop))
+
+
+def _import_deepspeed(device: str) -> Any:
+    os.environ |= {"DS_ACCELERATOR": device, "LOCAL_RANK": "0"}  # every rank sees one device
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ConfigError(
+            "trainer.strategy='deepspeed' needs DeepSpeed, which is not installed: "
+            "`pip install 'skyrl-train[deepspeed]'`, or set trainer.strategy=fsdp2."
+        ) from error
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, for inference only
+    warnings.filterwarnings("ignore", category=FutureWarning, message=".*torch.distributed.*deprecated")
+    return deepspeed

@@ -1,0 +1,97 @@
+"""Adapters through the entrypoint: they learn, engines hold the merged weights, and a run goes on bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from skyrl_train.testing.tiny_models import save_tiny_model
+
+from .conftest import Run, metrics_of
+
+ADAPTERS = [
+    "trainer.policy.model.lora.rank=8",
+    "trainer.policy.model.lora.alpha=16",
+    "generator.weight_sync_check=probe",
+    "trainer.epochs=4",
+    "trainer.policy.optimizer_config.lr=1e-2",
+]
+
+
+@pytest.fixture
+def start(run: Run, easy: Callable[[Path], list[str]], tmp_path: Path) -> Callable[..., dict[int, dict[str, Any]]]:
+    """A run in a folder below tmp_path; its metrics by step."""
+
+    def started(name: str, *overrides: str) -> dict[int, dict[str, Any]]:
+        folder = tmp_path / name
+        folder.mkdir()
+        path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+        run("main_base", *easy(folder), *ADAPTERS, *overrides, PYTHONPATH=path)
+        return metrics_of(folder)
+
+    return started
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters_learn_are_synced_and_go_on_bit_for_bit(
+    start: Callable[..., Any], tiny_model_path: str, tmp_path: Path, ranks: int
+):
+    layout = [f"trainer.placement.policy_num_gpus_per_node={ranks}"]
+    rows = start("straight", *layout, "trainer.max_steps=6", "trainer.hf_save_interval=6")
+    for step in range(1, 7):
+        assert rows[step]["weights/probe_gap"] <= 1e-4
+        assert rows[step]["rollout/logprob_diff_max"] <= 1e-4
+        assert rows[step]["policy/grad_norm"] > 0
+    assert rows[6]["reward/mean"] > rows[1]["reward/mean"] + 0.1
+
+    checkpoint = tmp_path / "straight" / "ckpts" / "global_step_4"
+    saved = load_file(checkpoint / "policy" / "shard_0.safetensors")
+    assert all(".lora_" in name for name in saved)
+    resumed = start(
+        "resumed", *layout, "trainer.max_steps=6", "trainer.resume_mode=from_path", f"trainer.resume_path={checkpoint}"
+    )
+    for step in (5, 6):
+        assert resumed[step] == rows[step]
+    assert load_file(tmp_path / "straight/exports/global_step_6/policy/adapter/adapter_model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_engines_of_other_projects_get_merged_weights(start: Callable[..., Any], tmp_path: Path, backend: str):
+    if importlib.util.find_spec(backend) is None:
+        pytest.skip(f"{backend} is not installed: scripts/cpu_engines does")
+    model = save_tiny_model(tmp_path / "qwen3", "qwen3")
+    rows = start(
+        "run",
+        f"trainer.policy.model.path={model}",
+        f"generator.backend={backend}",
+        "generator.max_num_seqs=16",
+        "+generator.engine_init_kwargs.max_model_len=512",
+        "trainer.max_steps=3",
+    )
+    for step in (1, 2, 3):
+        assert rows[step]["weights/probe_gap"] <= 1e-4
+        assert rows[step]["rollout/logprob_diff_max"] <= 1e-4
+
+
+@pytest.mark.slow
+def test_a_run_with_other_adapters_is_another_run(run: Run, small: Callable[[Path], list[str]], tmp_path: Path):
+    overrides = [*small(tmp_path), "trainer.max_steps=1", "trainer.eval_before_train=false", "trainer.eval_interval=0"]
+    run("main_base", *overrides, "trainer.policy.model.lora.rank=4")
+    other = run("main_base", *overrides, "trainer.policy.model.lora.rank=8", expect=2)
+    assert "adapters was {'rank': 4" in other.stderr
+    unknown = run(
+        "main_base",
+        *small(tmp_path / "b"),
+        "trainer.policy.model.lora.rank=4",
+        "trainer.policy.model.lora.target_modules=[q_prj]",
+        expect=2,
+    )
+    assert "trainer.policy.model.lora.target_modules='q_prj': no linear layer" in unknown.stderr

@@ -1,0 +1,39 @@
+"""Ranks that run every sequence together, through the entrypoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .conftest import Run, metrics_of
+
+
+@pytest.mark.slow
+def test_policy_reference_and_critic_train_on_two_ranks_that_share_every_sequence(
+    run: Run, easy: Callable[[Path], list[str]], tiny_model_path: str, tmp_path: Path
+):
+    run(
+        "main_base",
+        *easy(tmp_path),
+        "trainer.algorithm.advantage_estimator=gae",
+        f"trainer.critic.model.path={tiny_model_path}",
+        "trainer.critic.optimizer_config.lr=1e-3",
+        "trainer.critic_mini_batch_size=2",
+        "trainer.policy_mini_batch_size=2",
+        "trainer.max_steps=2",
+        "trainer.placement.policy_num_gpus_per_node=2",
+        *(f"trainer.{role}.sequence_parallel_size=2" for role in ("policy", "ref", "critic")),
+        "generator.weight_sync_check=probe",
+        PYTHONPATH=os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])),
+    )
+    rows = metrics_of(tmp_path)
+    for step in (1, 2):
+        assert rows[step]["weights/probe_gap"] <= 1e-4
+        assert rows[step]["rollout/logprob_diff_max"] <= 1e-4, "scores are not those of the engine, which has one rank"
+        assert rows[step]["policy/grad_norm"] > 0
+        assert rows[step]["critic/grad_norm"] > 0
+    assert 1e-6 < rows[1]["policy/kl"] < rows[2]["policy/kl"]
+    assert rows[2]["critic/loss"] < rows[1]["critic/loss"]

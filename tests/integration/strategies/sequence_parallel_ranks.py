@@ -1,0 +1,243 @@
+"""One rank of the checks in test_sequence_parallel.py: `python sequence_parallel_ranks.py RANK WORLD SIZE PORT FOLDER`.
+
+Rank 0 writes findings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from skyrl_train.algorithms.kl import k3
+from skyrl_train.algorithms.losses import gspo
+from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.ragged_model import RaggedModel
+from skyrl_train.models.sequence_parallel import SequenceParallel
+from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.models.value_scorer import ValueScorer
+from skyrl_train.objectives.policy import PolicyObjective
+from skyrl_train.strategies.fsdp2 import FSDP2Strategy
+from skyrl_train.strategies.process_group import close_process_group
+from skyrl_train.testing.double_precision import double_precision
+from skyrl_train.testing.learner_specs import policy_batch, tiny_spec
+from skyrl_train.testing.padded_reference import grouped_batch, ragged_batch
+from skyrl_train.testing.recording_strategies import RecordingWorker
+from skyrl_train.testing.tiny_models import tiny_model
+from skyrl_train.workers.learner_worker import MiniBatch, filler
+from skyrl_train.workers.micro_batches import PassLimits, micro_batches
+
+CASES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "shared": {"share": True},
+    "micro_2": {"size": 2},
+    "shared_micro_3": {"size": 3, "share": True},
+    "checkpointed": {"share": True, "checkpointing": {"use_reentrant": False}, "kinds": ["qwen2", "gemma"]},
+    "reentrant": {"checkpointing": {"use_reentrant": True}, "kinds": ["qwen2"]},
+    "replicas": {"size": 2, "fsdp": {"fsdp_size": 1}, "kinds": ["qwen2"]},
+    "few_tokens": {"size": 1, "kinds": ["qwen2", "one_kv_head"]},
+    "few_shared_tokens": {"share": True, "kinds": ["qwen2"]},
+}
+SPEC = {
+    "objective": PolicyObjective(partial(gspo, eps_low=0.2, eps_high=0.2), k3, 0.1, 0.01),
+    "gradient_checkpointing": True,
+}
+"""A loss that looks at whole sequences, of which every rank has a part."""
+LIMITS = PassLimits(sequences=2, tokens=None, attention_tokens=6144, share_prompt=False)
+
+
+def make_model(kind: str) -> PreTrainedModel:
+    """In double precision; with windows and capped scores for gemma2."""
+    if kind == "qwen3_moe":
+        model = tiny_model(kind, dtype=torch.float64)
+        model.set_experts_implementation("eager")  # the default has no kernel for float64
+        return model
+    changed = {"one_kv_head": {"num_key_value_heads": 1}, "gemma2": {"sliding_window": 3}}.get(kind)
+    model = tiny_model("qwen2" if kind == "one_kv_head" else kind, dtype=torch.float64)
+    if changed is None:
+        return model
+    torch.manual_seed(0)
+    config = type(model.config)(**{**model.config.to_dict(), **changed})
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+
+
+def make_batch(case: str) -> TrainBatch:
+    """77 tokens, of which 49 are computed with shared prompts: odd, as are parts of them."""
+    if case == "few_tokens":  # than ranks, or just as many
+        return ragged_batch((2, 3, 2, 5))
+    if case == "few_shared_tokens":
+        return grouped_batch([(1, [1, 1])])
+    return grouped_batch([(6, [4, 9, 4, 1]), (3, [2]), (10, [5, 5])])
+
+
+def loss_of(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> Tensor:
+    """A weight that follows the token, and a term that needs a sequence whole."""
+    by_token = ((logprobs + 0.1 * entropy) * torch.sin(batch.input_ids.double() + batch.position_ids)).sum()
+    return by_token + 0.01 * batch.per_sequence_sum(logprobs).square().sum()
+
+
+def strategy_of(scorer: RaggedModel, world: int, fsdp: dict[str, Any]) -> FSDP2Strategy:
+    strategy = FSDP2Strategy(
+        optimizer=OptimizerConfig(),
+        fsdp=FSDPConfig(**fsdp),
+        device="cpu",
+        rank=dist.get_rank(),
+        world_size=world,
+        compute_dtype=torch.float64,
+    )
+    strategy.prepare(scorer, 20).train()
+    return strategy
+
+
+def accumulate(
+    strategy: FSDP2Strategy, batch: TrainBatch, parts: int, part: int, size: int, loss: Callable[..., Tensor]
+) -> None:
+    """This part's rows in micro-batches of `size`, and a filler more than the largest part needs: one token."""
+    shards = batch.shard(parts)
+    count = -(-max(len(rows) for rows in shards) // size) + 1
+    mine = batch.select(shards[part]).split(max_sequences=size)
+    for index in range(count):
+        micro = mine[index] if index < len(mine) else filler()
+        strategy.backward(loss(strategy.scorer, micro), last=index == count - 1)
+
+
+def gradients(strategy: FSDP2Strategy) -> dict[str, Tensor]:
+    scorer: Any = strategy.scorer
+    found = {}
+    for name, parameter in scorer.named_parameters():
+        gradient = parameter.grad
+        assert gradient is not None, name
+        full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        found[scorer.hf_name(name)] = full.contiguous()
+    return found
+
+
+def run(scorer: Any, batch: TrainBatch, share: bool, wants_entropy: bool) -> Any:
+    repeated = batch.repeated_prompts() if share else None
+    tensors = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+    return scorer(*tensors, wants_entropy, repeated)
+
+
+def check_gradients(parallel: SequenceParallel, kinds: list[str], folder: Path) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    found: dict[str, Tensor] = {}
+    for kind in kinds:
+        for case, options in CASES.items():
+            if kind not in options.get("kinds", kinds):
+                continue
+            model = make_model(kind)
+            if "checkpointing" in options:
+                model.gradient_checkpointing_enable(options["checkpointing"])
+            strategy = strategy_of(TokenScorer(model, parallel=parallel), world, options.get("fsdp", {}))
+            share = options.get("share", False)
+
+            def loss(scorer: Any, batch: TrainBatch, share: bool = share) -> Tensor:
+                scores = run(scorer, batch, share, wants_entropy=True)
+                return loss_of(scores.logprobs, scores.entropy, batch)
+
+            parts = world // parallel.size
+            accumulate(strategy, make_batch(case), parts, rank // parallel.size, options.get("size", 100), loss)
+            found |= {f"{kind}/{case}/{name}": gradient for name, gradient in gradients(strategy).items()}
+    if rank == 0:
+        save_file(found, folder / "gradients.safetensors")
+
+
+def check_critic(parallel: SequenceParallel, folder: Path) -> None:
+    scorer = ValueScorer(make_model("qwen2"), parallel=parallel)
+    torch.nn.init.ones_(scorer.value_head.weight)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    strategy = strategy_of(scorer, world, {})
+
+    def loss(scorer: Any, batch: TrainBatch) -> Tensor:
+        values, _ = run(scorer, batch, True, wants_entropy=False)
+        return loss_of(values, torch.zeros(()), batch)
+
+    accumulate(strategy, make_batch("shared"), world // parallel.size, rank // parallel.size, 100, loss)
+    found = gradients(strategy)
+    if rank == 0:
+        save_file(found, folder / "critic.safetensors")
+
+
+def check_worker(worker: RecordingWorker, folder: Path) -> dict[str, Any]:
+    """An update and a pass of scores as `Learner` asks for them, of an objective that looks at whole sequences."""
+    size = worker.spec.sequence_parallel_size
+    batch = policy_batch()
+    shards = micro_batches(batch, worker.world_size // size, LIMITS, share=False)
+    count = max(len(rows) for rows in shards)
+    mine = [batch.select(rows) for rows in shards[worker.rank // size]]
+    scores = worker.score(mine, count)
+    state = worker.update(MiniBatch(mine, count, int(batch.loss_mask.sum())))
+    everything: list[Any] = [None] * worker.world_size
+    dist.all_gather_object(everything, {"state": state, "scores": scores.tolist()})
+    if worker.rank == 0:
+        save_file(worker.gradients(), folder / "worker.safetensors")
+    return {"shards": shards, "ranks": everything}
+
+
+class CountingLayers:
+    """A hook that adds to every hidden state how many there are: no sequence sees another, and a part is not alike."""
+
+    def __call__(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
+        return output + output.shape[1]
+
+
+def check_refusals(parallel: SequenceParallel) -> dict[str, str]:
+    config = make_model("qwen2").config
+    three = type(config)(**{**config.to_dict(), "num_attention_heads": 3, "num_key_value_heads": 1})
+    counting: Any = make_model("qwen2")
+    counting.model.layers[0].mlp.register_forward_hook(CountingLayers())
+    said = {}
+    for name, model in (("heads", AutoModelForCausalLM.from_config(three)), ("counting", counting)):
+        try:
+            TokenScorer(model, parallel=parallel)
+        except ConfigError as error:
+            said[name] = str(error)
+    return said
+
+
+def check_half_precision(parallel: SequenceParallel) -> float:
+    """Largest difference (nats) of log-probs in bfloat16 to those of one process."""
+    batch = make_batch("whole")
+    with torch.no_grad():
+        found = [
+            run(TokenScorer(tiny_model(dtype=torch.bfloat16), parallel=one), batch, True, False).logprobs
+            for one in (parallel, None)
+        ]
+    return float((found[0] - found[1]).abs().max())
+
+
+def main(rank: int, world: int, size: int, port: int, folder: Path) -> None:
+    recording = "skyrl_train.testing.recording_strategies:RecordingFSDP2"
+    spec = tiny_spec(str(folder / "model"), strategy=recording, sequence_parallel_size=size, **SPEC)
+    worker = RecordingWorker(spec, rank, world)
+    worker.setup("127.0.0.1", port)
+    parallel = worker.parallel
+    assert parallel is not None
+    found: dict[str, Any] = check_worker(worker, folder)
+    found |= {"refused": check_refusals(parallel), "half_precision": check_half_precision(parallel)}
+    with double_precision():
+        check_gradients(parallel, json.loads((folder / "kinds.json").read_text()), folder)
+        check_critic(parallel, folder)
+    if rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    close_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))
+    # As in ranks.py: past the interpreter's teardown, which gloo's threads outlive.
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,182 @@
+"""Ranks that run every sequence together against one process and one padded batch."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from skyrl_train.metrics import Metrics
+from skyrl_train.testing.double_precision import double_precision
+from skyrl_train.testing.learner_specs import policy_batch, tiny_spec
+from skyrl_train.testing.padded_reference import padded_scores, padded_values
+from skyrl_train.testing.recording_strategies import RecordingWorker
+from skyrl_train.testing.tiny_models import save_tiny_model
+from skyrl_train.workers.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
+
+from .sequence_parallel_ranks import CASES, SPEC, loss_of, make_batch, make_model
+
+RANKS_SCRIPT = Path(__file__).with_name("sequence_parallel_ranks.py")
+KINDS = ["qwen2", "qwen3", "llama", "gemma", "gemma2", "qwen3_moe", "one_kv_head"]
+DEADLINE_S = 240.0
+
+
+@dataclass
+class Found:
+    world: int
+    size: int
+    folder: Path
+    kinds: list[str]
+    values: dict[str, Any]
+    gradients: dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _exact_double() -> Iterator[None]:
+    with double_precision():
+        yield
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        (2, 2, KINDS),
+        pytest.param((4, 2, ["qwen2"]), marks=pytest.mark.slow),
+        pytest.param((4, 4, ["qwen2", "one_kv_head"]), marks=pytest.mark.slow),
+    ],
+    ids=["2_of_2", "2_of_4", "4_of_4"],
+)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    world, size, kinds = request.param
+    folder = tmp_path_factory.mktemp(f"sequence_parallel_{world}_{size}")
+    save_tiny_model(folder / "model")
+    (folder / "kinds.json").write_text(json.dumps(kinds))
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(RANKS_SCRIPT), *(str(word) for word in (rank, world, size, port, folder))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        said = [rank.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(said)[-4000:]
+    values = json.loads((folder / "found.json").read_text())
+    return Found(world, size, folder, kinds, values, load_file(folder / "gradients.safetensors"))
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def padded_gradients(kind: str, case: str) -> dict[str, Tensor]:
+    batch, model = make_batch(case), make_model(kind)
+    model.set_attn_implementation("eager" if kind == "gemma2" else "sdpa")  # only the first one caps scores
+    loss_of(*padded_scores(model, batch), batch).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_same(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float, case: str = "") -> None:
+    assert got.keys() == wanted.keys()
+    whole = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
+    for name, gradient in wanted.items():
+        error = float((got[name] - gradient).norm())
+        assert error <= tolerance * max(float(gradient.norm()), 1e-3 * float(whole)), (case, name, error)
+
+
+def test_the_summed_gradient_is_the_padded_one_however_tokens_lie_on_the_ranks(found: Found) -> None:
+    for kind, case in itertools.product(found.kinds, CASES):
+        if kind in CASES[case].get("kinds", found.kinds):
+            start = f"{kind}/{case}/"
+            got = {key.removeprefix(start): value for key, value in found.gradients.items() if key.startswith(start)}
+            assert_same(got, padded_gradients(kind, case), 1e-9, start)
+
+
+def test_the_summed_gradient_of_a_critic_is_the_padded_one(found: Found) -> None:
+    batch, model = make_batch("shared"), make_model("qwen2")
+    weight = torch.ones(1, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    loss_of(padded_values(model, weight, batch), torch.zeros(()), batch).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert weight.grad is not None
+    assert_same(load_file(found.folder / "critic.safetensors"), {**wanted, "value_head.weight": weight.grad}, 1e-9)
+
+
+def one_rank(found: Found) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Metrics and gradients of the same update in one process."""
+    recording = "skyrl_train.testing.recording_strategies:RecordingSingle"
+    worker = RecordingWorker(tiny_spec(str(found.folder / "model"), strategy=recording, **SPEC), 0, 1)
+    learner = Learner(WorkerGroup([LocalWorker(worker)]), None, BatchSizes(100, micro_train_sequences=2))
+
+    async def run() -> dict[str, float]:
+        await learner.setup()
+        metrics = await learner.update(policy_batch())
+        await learner.close()
+        return metrics
+
+    return asyncio.run(run()), worker.gradients()
+
+
+def test_an_update_has_the_gradient_and_the_metrics_of_one_rank_with_a_loss_over_whole_sequences(found: Found) -> None:
+    wanted, gradients = one_rank(found)
+    metrics = Metrics()
+    for rank in found.values["ranks"]:
+        metrics.merge(rank["state"])
+    got, wanted = (
+        {name: value for name, value in found.items() if not name.startswith("memory/")}
+        for found in (metrics.flush(), wanted)
+    )
+    assert got == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    assert_same(load_file(found.folder / "worker.safetensors"), gradients, 1e-4)
+
+
+def test_what_ranks_see_together_is_counted_once(found: Found) -> None:
+    weights = [rank["state"]["weight"].get("policy/entropy", 0) for rank in found.values["ranks"]]
+    assert sum(weights) == int(policy_batch().loss_mask.sum())
+    assert sum(weight > 0 for weight in weights) == found.world // found.size
+
+
+def test_every_rank_has_the_scores_of_all_tokens_of_its_sequences(found: Found) -> None:
+    model = AutoModelForCausalLM.from_pretrained(found.folder / "model").eval()
+    for rank, said in enumerate(found.values["ranks"]):
+        rows = [row for micro in found.values["shards"][rank // found.size] for row in micro]
+        with torch.no_grad():
+            wanted, _ = padded_scores(model, policy_batch().select(rows))
+        torch.testing.assert_close(torch.tensor(said["scores"], dtype=wanted.dtype), wanted, rtol=0, atol=1e-4)
+
+
+def test_heads_that_cannot_be_divided_are_refused_by_key(found: Found) -> None:
+    key = f"trainer.policy.sequence_parallel_size={found.size}"
+    assert found.values["refused"]["heads"].startswith(f"{key} does not divide the model's 3 attention heads")
+
+
+def test_a_model_that_computes_something_else_on_a_part_of_the_tokens_is_refused(found: Found) -> None:
+    assert "set trainer.policy.sequence_parallel_size to 1" in found.values["refused"]["counting"]
+
+
+def test_log_probs_in_half_precision_stay_close_to_those_of_one_process(found: Found) -> None:
+    assert 0 <= found.values["half_precision"] < 0.25

@@ -1,0 +1,271 @@
+"""Adapters: which layers get one, that nothing else is trained, and what leaves a run: merged weights and a folder."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.config.schema import LoraConfig, OptimizerConfig
+from skyrl_train.config.section import freeze
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.engines.adapter_folder import read_adapter
+from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.models.loading import load_causal_lm
+from skyrl_train.models.lora import Adapters, adapted_linears
+from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.models.value_scorer import ValueScorer
+from skyrl_train.strategies.single import SingleStrategy
+from skyrl_train.testing.double_precision import double_precision
+from skyrl_train.testing.learner_specs import policy_batch, tiny_spec
+from skyrl_train.testing.padded_reference import padded_scores, padded_values, ragged_batch
+from skyrl_train.testing.tiny_adapters import fill_adapters
+from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
+from skyrl_train.workers.learner_worker import LearnerWorker, MiniBatch
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+DENSE = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+KINDS = {"qwen2": DENSE, "qwen3": DENSE, "llama": DENSE, "gemma": DENSE, "mistral": DENSE, "qwen3_moe": ATTENTION}
+"""Models -> their linear layers. Experts of a mixture are fused parameters."""
+KEY = "trainer.policy.model.lora"
+
+
+def lora(**changes: Any) -> LoraConfig:
+    return freeze(LoraConfig(**{"rank": 4, "alpha": 8, **changes}))
+
+
+def model_of(kind: str, dtype: torch.dtype) -> Any:
+    model = tiny_model(kind, dtype=dtype)
+    model.set_experts_implementation("eager")  # the others know no float64
+    return model
+
+
+def adapted(kind: str = "qwen2", dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Any, Adapters]:
+    model = model_of(kind, dtype)
+    return model, Adapters(model, lora(**changes), KEY)
+
+
+def twin(kind: str, dtype: torch.dtype) -> Any:
+    """The same adapters by peft alone, on a model with its own attention."""
+    model = model_of(kind, dtype)
+    model.set_attn_implementation("sdpa")
+    made = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=KINDS[kind]))
+    fill_adapters(made)
+    return made
+
+
+def loss_of(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> Tensor:
+    return ((logprobs + 0.1 * entropy) * torch.sin(batch.input_ids.double() + batch.position_ids)).sum()
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
+    whole = float(torch.stack([gradient.norm() for gradient in wanted.values()]).norm())
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        bound = tolerance * max(float(gradient.norm()), 1e-3 * whole)
+        assert float((found[name] - gradient).norm()) <= bound, name
+
+
+def trained(model: Any, prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_the_adapters_gradient_is_that_of_a_padded_peft_model(
+    kind: str, size: int, dtype: torch.dtype, tolerance: float
+):
+    batch = ragged_batch((9, 4, 12, 9, 2, 7, 9), temperatures=(1.0, 0.7, 1.0, 1.3, 1.0, 0.5, 2.0))
+    with double_precision():
+        model, _ = adapted(kind, dtype)
+        fill_adapters(model)
+        scorer = TokenScorer(model)
+        for part in batch.split(max_sequences=size):
+            scores = scorer(part.input_ids, part.position_ids, part.offsets, part.temperature, part.loss_mask, True)
+            loss_of(scores.logprobs, scores.entropy, part).backward()
+        plain = twin(kind, dtype)
+        loss_of(*padded_scores(plain, batch), batch).backward()
+    assert_same(trained(scorer, "model."), trained(plain, "base_model.model."), tolerance)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_layers_give_the_adapters_the_same_gradient(tmp_path: Path, reentrant: bool):
+    path, found = save_tiny_model(tmp_path), []
+    for changes in ({}, {"gradient_checkpointing": True, "gradient_checkpointing_use_reentrant": reentrant}):
+        worker = ready(path, strategy="skyrl_train.testing.recording_strategies:RecordingSingle", **changes)
+        worker.update(share(policy_batch()))
+        found.append(worker.strategy.recorded)
+    assert len(found[0]) == 2 * 7 * 2
+    assert_same(found[1], found[0], 1e-5)
+
+
+def test_a_critic_trains_its_adapters_and_its_head():
+    batch = ragged_batch((9, 4, 12))
+    with double_precision():
+        model, _ = adapted(dtype=torch.float64)
+        fill_adapters(model)
+        scorer = ValueScorer(model)
+        torch.nn.init.ones_(scorer.value_head.weight)
+        values, _ = scorer(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+        (values * torch.sin(batch.input_ids.double())).sum().backward()
+        plain = twin("qwen2", torch.float64)
+        head = torch.ones(1, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
+        (padded_values(plain.base_model.model, head, batch) * torch.sin(batch.input_ids.double())).sum().backward()
+    found = {scorer.hf_name(name): p.grad for name, p in scorer.named_parameters() if p.grad is not None}
+    assert_same(found, {**trained(plain, "base_model.model."), "value_head.weight": head.grad}, 1e-9)  # type: ignore[dict-item]
+
+
+def spec_of(path: str, **changes: Any) -> Any:
+    return tiny_spec(path, **{"lora": lora(), **changes})
+
+
+def ready(path: str, **changes: Any) -> Any:
+    """A worker without other ranks, with adapters that do something."""
+    worker = LearnerWorker(spec_of(path, **changes), 0, 1)
+    worker._build(path)
+    fill_adapters(worker.scorer)
+    return worker
+
+
+def share(batch: TrainBatch) -> MiniBatch:
+    return MiniBatch([batch], 1, int(batch.loss_mask.sum()))
+
+
+def test_an_update_changes_adapters_only(tmp_path: Path):
+    worker = ready(save_tiny_model(tmp_path))
+    before = {name: p.detach().clone() for name, p in worker.scorer.named_parameters()}
+    worker.update(share(policy_batch()))
+    changed = {name for name, p in worker.scorer.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name in before if ".lora_" in name}
+    assert len(worker.strategy._optimizer.state) == len(changed)
+
+
+def test_adapters_start_where_they_change_nothing_and_alike_for_a_seed(tmp_path: Path):
+    path = save_tiny_model(tmp_path)
+    workers = [LearnerWorker(spec_of(path, seed=seed), 0, 1) for seed in (0, 0, 1)]
+    for worker in workers:
+        worker._build(path)
+    own = dict(tiny_model().named_parameters())
+    for name, tensor in workers[0].full_parameters():
+        assert torch.equal(tensor, own[name]), name
+    first, again, other = ([p for n, p in w.scorer.named_parameters() if ".lora_A." in n] for w in workers)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_merged_weights_score_as_the_adapted_model_and_leave_it_as_it_is(tmp_path: Path):
+    worker = ready(save_tiny_model(tmp_path))
+    before = {name: p.detach().clone() for name, p in worker.scorer.named_parameters()}
+    merged = tiny_model(seed=1)
+    tensors = {name: tensor.clone() for name, tensor in worker.full_parameters()}
+    assert tensors.keys() == dict(merged.named_parameters()).keys()
+    merged.load_state_dict(tensors, strict=False)
+    batch = policy_batch()
+    torch.testing.assert_close(worker.score([batch], 1), padded_scores(merged, batch)[0].detach(), rtol=0, atol=1e-5)
+    assert all(torch.equal(p, before[name]) for name, p in worker.scorer.named_parameters())
+
+
+def test_a_checkpoint_holds_the_adapters_alone_and_continues_bit_for_bit(tmp_path: Path):
+    path = save_tiny_model(tmp_path / "model")
+    straight, resumed = ready(path), ready(path)
+    straight.update(share(policy_batch(seed=1)))
+    straight.save(str(tmp_path / "saved"))
+    written = (tmp_path / "saved" / "shard_0.safetensors").stat().st_size
+    assert written < 0.5 * (Path(path) / "model.safetensors").stat().st_size
+    resumed.load(str(tmp_path / "saved"))
+    for worker in (straight, resumed):
+        worker.update(share(policy_batch(seed=2)))
+    for (name, one), (_, other) in zip(straight.full_parameters(), resumed.full_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_a_checkpoint_of_another_rank_or_of_the_whole_model_is_refused(tmp_path: Path):
+    path = save_tiny_model(tmp_path / "model")
+    ready(path).save(str(tmp_path / "saved"))
+    with pytest.raises(CheckpointError, match=r"lora_A.* \[4, 128\] in the checkpoint and float32 \[2, 128\] in"):
+        ready(path, lora=lora(rank=2)).load(str(tmp_path / "saved"))
+    with pytest.raises(CheckpointError, match="absent"):
+        ready(path, lora=None).load(str(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("exclude", [None, ["down_proj"]])
+def test_an_export_is_a_merged_model_and_an_adapter_that_peft_loads(tmp_path: Path, exclude: list[str] | None):
+    path = save_tiny_model(tmp_path / "model", tied=False)
+    worker = ready(path, lora=lora(exclude_modules=exclude))
+    worker.export(str(tmp_path / "export"))
+    batch = policy_batch()
+    wanted = worker.score([batch], 1)
+    whole = load_causal_lm(str(tmp_path / "export"), dtype=torch.float32)
+    base = load_causal_lm(path, dtype=torch.float32)
+    loaded: Any = peft.PeftModel.from_pretrained(base, str(tmp_path / "export" / "adapter"))
+    for model in (whole, loaded):
+        with torch.no_grad():
+            torch.testing.assert_close(wanted, padded_scores(model, batch)[0], rtol=0, atol=1e-5)
+    assert any("down_proj.lora_A" in name for name, _ in loaded.named_parameters()) == (exclude is None)
+    linears = adapted_linears(whole)
+    engines_view = read_adapter(str(tmp_path / "export" / "adapter"), linears, adapter="mine", engine="one")
+    assert len(engines_view.layers) == (len(linears) if exclude is None else len(linears) - 2)
+
+
+@pytest.mark.parametrize("value_head", [None, "value_head"])
+def test_a_frozen_model_is_kept_in_the_compute_dtype_and_adapters_in_float32(tmp_path: Path, value_head: str | None):
+    worker = ready(save_tiny_model(tmp_path), dtype="bfloat16", value_head=value_head)
+    for name, parameter in worker.scorer.named_parameters():
+        assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16), name
+    products: list[torch.dtype] = []
+    for name, module in worker.scorer.named_modules():
+        if name.endswith("0.mlp.up_proj.lora_A.default"):
+            module.register_forward_hook(lambda m, i, o: products.append(o.dtype))
+    worker.score([policy_batch()], 1)
+    assert products == [torch.bfloat16]
+    merged = {name: tensor.dtype for name, tensor in worker.full_parameters()}
+    assert merged["model.layers.0.mlp.up_proj.weight"] == torch.float32, "one rounding, when it is sent"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"target_modules": ["q_proj", "v_prj"]},
+            r"target_modules='v_prj': no linear layer of Qwen2.* q_proj, up_proj,",
+        ),
+        ({"target_modules": "q_proj"}, r"target_modules='q_proj': no linear layer"),
+        ({"target_modules": ["lm_head"]}, r"target_modules='lm_head': no linear layer"),
+        ({"target_modules": r".*\.mlp.*"}, r"target_modules fits model\.layers\.0\.mlp, a Qwen2MLP"),
+        ({"target_modules": "*_proj"}, r"target_modules='\*_proj' is not a regular expression"),
+        ({"exclude_modules": ["head"]}, r"exclude_modules='head': no linear layer"),
+        ({"exclude_modules": r".*_proj"}, r"exclude_modules='\.\*_proj' leaves no layer"),
+    ],
+)
+def test_modules_that_are_not_there_are_named(changes: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=rf"trainer\.policy\.model\.lora\.{message}"):
+        adapted(**changes)
+
+
+def test_a_pattern_chooses_layers_by_their_whole_names():
+    model, adapters = adapted(target_modules=r"model\.layers\.1\..*[qv]_proj")
+    assert adapters.layers == [f"model.layers.1.self_attn.{name}_proj" for name in "qv"]
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+        f"{layer}.lora_{end}.default.weight" for layer in adapters.layers for end in "AB"
+    }
+
+
+def test_experts_stay_frozen_and_say_so(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        adapted("qwen3_moe")
+    assert "Experts are fused into parameters such as model.layers.0.mlp.experts.gate_up_proj" in caplog.text
+    with pytest.raises(ConfigError, match=r"target_modules='gate_proj': .* Experts are fused"):
+        adapted("qwen3_moe", target_modules=["q_proj", "gate_proj"])
+
+
+def test_a_frozen_model_without_adapters_saves_all_of_itself(tmp_path: Path):
+    strategy = SingleStrategy(optimizer=OptimizerConfig())
+    strategy.prepare(TokenScorer(tiny_model()), None)
+    strategy.save(tmp_path)
+    assert len(strategy._slices()) == len(list(tiny_model().parameters()))

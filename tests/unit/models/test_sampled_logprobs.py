@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.models.sampled_logprobs import LogitShape, sampled_logprobs
+
+ROWS, SIZE, VOCABULARY = 7, 5, 11
+SHAPES = [LogitShape(), LogitShape(factor=0.3), LogitShape(softcap=2.0), LogitShape(factor=1.5, softcap=1.0)]
+
+
+def inputs(bias: bool, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, offset = (
+        torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for size in ((ROWS, SIZE), (VOCABULARY, SIZE), (VOCABULARY,))
+    )
+    targets = torch.randint(0, VOCABULARY, (ROWS,), generator=generator)
+    divisor = (0.5 + torch.rand(ROWS, generator=generator, dtype=torch.float64)).to(dtype)
+    return hidden, weight, offset if bias else None, targets, divisor
+
+
+def written_out(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, divisor: Tensor, shape: LogitShape
+) -> tuple[Tensor, Tensor]:
+    logits = hidden @ weight.T * shape.factor if bias is None else (hidden @ weight.T + bias) * shape.factor
+    if shape.softcap is not None:
+        logits = shape.softcap * torch.tanh(logits / shape.softcap)
+    everything = (logits / divisor[:, None]).log_softmax(-1)
+    return everything[torch.arange(ROWS), targets], -(everything.exp() * everything).sum(-1)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 3, 100])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_and_gradients_are_those_of_the_definition(shape: LogitShape, bias: bool, chunk_rows: int) -> None:
+    given = inputs(bias)
+    expected = written_out(*given, shape)
+    got = sampled_logprobs(*given, shape, chunk_rows, wants_entropy=True)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    trained = [x for x in given[:3] if x is not None]
+    weights = torch.linspace(-1, 1, ROWS, dtype=torch.float64)
+    for entropy_coef in (0.0, 0.7):
+        losses = [
+            (values * weights + entropy_coef * entropies * weights**2).sum() for values, entropies in (expected, got)
+        ]
+        wanted, found = (torch.autograd.grad(loss, trained, retain_graph=True) for loss in losses)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_either_result_may_be_left_out_of_a_loss(used: int) -> None:
+    given = inputs(bias=False)
+    given = (*given[:4], torch.ones_like(given[4]))  # and temperature 1 is no pass of its own
+    wanted = torch.autograd.grad(written_out(*given, LogitShape())[used].sum(), given[:2])
+    found = torch.autograd.grad(sampled_logprobs(*given, LogitShape(), 3, True)[used].sum(), given[:2])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_gradients_are_numerically_right() -> None:
+    hidden, weight, bias, targets, divisor = inputs(bias=True)
+
+    def scored(*trained: Tensor) -> Any:
+        return sampled_logprobs(*trained, targets, divisor, LogitShape(0.5, 3.0), 2, True)
+
+    assert torch.autograd.gradcheck(scored, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_what_is_frozen_gets_no_gradient_and_the_others_get_theirs(frozen: int) -> None:
+    given = inputs(bias=True)
+    whole = torch.autograd.grad(sampled_logprobs(*given, LogitShape(), 3, True)[0].sum(), given[:3])
+    given[frozen].requires_grad_(False)  # type: ignore[union-attr]
+    sampled_logprobs(*given, LogitShape(), 3, True)[0].sum().backward()
+    for index, (tensor, gradient) in enumerate(zip(given[:3], whole, strict=True)):
+        assert tensor is not None
+        if index == frozen:
+            assert tensor.grad is None
+        else:
+            torch.testing.assert_close(tensor.grad, gradient)
+
+
+def test_half_precision_products_are_normalised_in_float32() -> None:
+    given = inputs(bias=False, dtype=torch.bfloat16)
+    logprobs, entropy = sampled_logprobs(*given, LogitShape(), 3, True)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    exact = written_out(*(x.double() if x is not None and x.is_floating_point() else x for x in given), LogitShape())  # type: ignore[arg-type]
+    torch.testing.assert_close(logprobs.double(), exact[0], rtol=0.03, atol=0.03)
+    logprobs.sum().backward()
+    assert given[0].grad is not None and given[0].grad.dtype == torch.bfloat16
+
+
+def test_logits_of_any_size_are_finite() -> None:
+    hidden, weight, _, targets, divisor = inputs(bias=False)
+    given = (hidden.detach() * 1e4).requires_grad_(), weight, None, targets, divisor
+    logprobs, entropy = sampled_logprobs(*given, LogitShape(), 3, True)
+    (logprobs + entropy).sum().backward()
+    assert torch.isfinite(logprobs).all() and torch.isfinite(entropy).all() and torch.isfinite(weight.grad).all()
+
+
+def test_no_tensor_of_rows_by_vocabulary_outlives_a_chunk() -> None:
+    sizes: list[int] = []
+
+    def count(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    given = inputs(bias=False)
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+        sampled_logprobs(*given, LogitShape(), 2, True)
+    assert max(sizes) < ROWS * VOCABULARY
