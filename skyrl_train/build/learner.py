@@ -10,6 +10,8 @@ from skyrl_train.cluster.actors import spawn
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.trainer.schedule import StepSchedule
 from skyrl_train.workers.learner import BatchSizes, Learner, WorkerGroup
 from skyrl_train.workers.learner_worker import LearnerSpec
@@ -63,9 +65,11 @@ def build_learner(
     )
     reference = critic = None
     if layout.reference is not None:
+        check_same_tokens(trainer.policy.model.path, trainer.ref.model.path, "trainer.ref.model.path")
         frozen = _reference(spec, trainer, threads_per_process(cluster, layout.reference.count, device))
         reference = _group(cluster, frozen, layout.reference, "reference", deadline_s)
     if layout.critic is not None:
+        check_same_tokens(trainer.policy.model.path, str(trainer.critic.model.path), "trainer.critic.model.path")
         valued = _critic(spec, trainer, threads_per_process(cluster, layout.critic.count, device), learning, schedule)
         critic = _group(cluster, valued, layout.critic, "critic", deadline_s)
     return Learner(
@@ -77,6 +81,22 @@ def build_learner(
         choose=learning.choose,
         needs_old_logprobs=learning.needs_old_logprobs,
     )
+
+
+def check_same_tokens(policy_path: str, path: str, key: str) -> None:
+    """ConfigError unless the tokenizer of `path` gives every token of the policy's the same id.
+
+    Models of one family differ in how far their vocabulary is padded, which is no matter.
+    """
+    if path == policy_path:
+        return
+    policy, other = load_tokenizer(policy_path).get_vocab(), load_tokenizer(path, key=key).get_vocab()
+    if differing := [token for token, index in policy.items() if other.get(token) != index]:
+        raise ConfigError(
+            f"{key}={path!r}: {len(differing)} tokens of the policy's ({policy_path!r}), such as {differing[0]!r}, "
+            "have another id or none in its tokenizer, so it would score other text than was sampled; use a model with "
+            "the policy's tokenizer."
+        )
 
 
 def _reference(policy: LearnerSpec, trainer: TrainerConfig, threads: int | None) -> LearnerSpec:
