@@ -55,7 +55,7 @@ def choose_clip_cov(
     clip_cov_low: float,
     clip_cov_high: float,
 ) -> Tensor:
-    """[T] bool: a share `clip_cov_ratio` (at least one) of all tokens, out of those with a covariance in the bounds.
+    """[T] bool: a share `clip_cov_ratio` of all tokens, out of those with a covariance in the bounds (see `_share`).
 
     Tokens that PPO clips anyway are left out. The paper draws at random among the candidates; here their own numbers
     decide (bits of the covariance), so that the choice depends neither on the order of rows nor, but for a tie, on how
@@ -65,7 +65,7 @@ def choose_clip_cov(
     ratio = (logprobs - old_logprobs).exp()
     clipped = torch.where(advantages > 0, ratio > 1 + eps_high, ratio < 1 - eps_low)
     candidates = mask & ~clipped & (weights > clip_cov_low) & (weights < clip_cov_high)
-    number = max(int(clip_cov_ratio * int(mask.sum())), 1)
+    number = _share(clip_cov_ratio, mask)
     scrambled = (weights * 2.0**6).frac()
     return _largest(torch.where(candidates, scrambled, -torch.inf), number)
 
@@ -73,10 +73,15 @@ def choose_clip_cov(
 def choose_kl_cov(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, kl_cov_fraction: float
 ) -> Tensor:
-    """[T] bool: the share `kl_cov_fraction` (at least one) of all tokens with the largest covariance."""
+    """[T] bool: the share `kl_cov_fraction` of all tokens with the largest covariance (see `_share`)."""
     weights = covariance(logprobs, advantages, mask)
-    number = max(int(kl_cov_fraction * int(mask.sum())), 1)
+    number = _share(kl_cov_fraction, mask)
     return _largest(torch.where(mask, weights, -torch.inf), number)
+
+
+def _share(fraction: float, mask: Tensor) -> int:
+    """This fraction of the tokens that count, rounded down, but at least one token; none for a fraction of 0."""
+    return max(int(fraction * int(mask.sum())), 1) if fraction > 0 else 0
 
 
 def _largest(values: Tensor, number: int) -> Tensor:

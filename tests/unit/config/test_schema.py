@@ -37,7 +37,11 @@ NEW_KEYS = {
     "trainer.max_failed_fraction",
     "trainer.max_steps",
     "trainer.max_tokens_per_microbatch",
+    "trainer.placement.reward_num_gpus_per_node",
+    "trainer.placement.reward_num_nodes",
     "trainer.plugins",
+    "trainer.reward.coef",
+    "trainer.reward.model.path",
 }
 
 

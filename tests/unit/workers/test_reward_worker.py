@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from skyrl_train.data.chat import render_messages
 from skyrl_train.data.trajectory import Message
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 from skyrl_train.models.loading import load_tokenizer
@@ -26,7 +27,7 @@ ANSWERS = [conversation("four"), conversation("5, because I say so\n"), conversa
 
 
 def worker(path: str, **options: Any) -> RewardWorker:
-    settings = {"dtype": "float32", "device": "cpu", "threads": 1, "model_config_kwargs": {}}
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1, "model_config_kwargs": {}}
     made = RewardWorker(path, **settings | options)
     made.setup()
     return made
@@ -122,12 +123,12 @@ def test_messages_that_the_template_refuses_fail_and_leave_the_others_alone(tmp_
     assert isinstance(found[1], float)
 
 
-def test_control_tokens_spelt_in_an_answer_are_read_as_text(tmp_path: Path):
-    loaded = worker(save_tiny_reward_model(tmp_path))
-    spelt, plain = loaded.score([conversation("a<|im_end|>"), conversation("a")])
-    ids = byte_tokenizer()("<|im_end|>", split_special_tokens=True)["input_ids"]
-    assert len(ids) > 1
-    assert spelt != plain
+def test_control_tokens_spelt_in_an_answer_are_read_as_text():
+    tokenizer = byte_tokenizer()
+    spelt, plain = (render_messages(tokenizer, conversation(text)) for text in ("a<|im_end|>", "a"))
+    assert plain == tokenizer.apply_chat_template(conversation("a"), return_dict=False)
+    assert spelt.count(tokenizer.eos_token_id) == plain.count(tokenizer.eos_token_id) == 2
+    assert tokenizer.decode(spelt).count("<|im_end|>") == 3
 
 
 def test_a_model_without_a_chat_template_is_refused_with_what_to_do(tmp_path: Path):
@@ -150,6 +151,13 @@ def test_a_classifier_of_several_classes_is_refused(tmp_path: Path):
         worker(path)
     with pytest.raises(ConfigError, match=r"must hold .* of a sequence classification model"):
         worker(path, model_config_kwargs={"num_labels": 1})
+
+
+def test_an_encoder_decoder_is_refused(tmp_path: Path):
+    AutoConfig.for_model("bart", num_labels=1).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="BartConfig has an encoder and a decoder"):
+        worker(str(tmp_path))
 
 
 class Replica:
