@@ -56,7 +56,7 @@ def place(
     """Reserve all slots of a run. Raises ConfigError when they cannot be had within `deadline_s`."""
     reference_beside = with_reference and (placement.colocate_policy_ref or placement.colocate_all)
     critic_beside = with_critic and placement.colocate_all
-    reward_beside = with_reward and with_policy and placement.colocate_all
+    reward_beside = with_reward and placement.colocate_all and (with_policy or with_engines)
     policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node if with_policy else 0
     reference = critic = reward = 0  # slots of their own
     if with_reference and not reference_beside:
@@ -90,12 +90,13 @@ def place(
     reference_slots = take(reference, 1, "trainer.placement.ref_num_gpus_per_node")
     critic_slots = take(critic, 1, "trainer.placement.critic_num_gpus_per_node")
     reward_slots = take(reward, 1, "trainer.placement.reward_num_gpus_per_node")
-    engine_slots = home if time_shared else take(engines, 1, "generator.num_inference_engines")
+    judged_at_engines = reward_beside and not with_policy
+    engine_slots = home if time_shared else take(engines, 1 + judged_at_engines, "generator.num_inference_engines")
     return Layout(
         policy=at_home,
         reference=at_home if reference_beside else seats(reference_slots, reference),
         critic=at_home if critic_beside else seats(critic_slots, critic),
-        reward=at_home if reward_beside else seats(reward_slots, reward),
+        reward=(at_home or seats(engine_slots, engines)) if reward_beside else seats(reward_slots, reward),
         engines=seats(engine_slots, generator.num_inference_engines, stride),
         time_shared=time_shared,
     )

@@ -11,7 +11,7 @@ from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import load_tokenizer
+from skyrl_train.models.loading import has_tokenizer, load_tokenizer
 from skyrl_train.trainer.schedule import StepSchedule
 from skyrl_train.workers.learner import BatchSizes, Learner, WorkerGroup
 from skyrl_train.workers.learner_worker import LearnerSpec
@@ -84,14 +84,19 @@ def build_learner(
 
 
 def check_same_tokens(policy_path: str, path: str, key: str) -> None:
-    """ConfigError unless the tokenizer of `path` gives every token of the policy's the same id.
+    """ConfigError unless the tokenizer of `path` gives every token of the policy's the same id, added ones apart.
 
-    Models of one family differ in how far their vocabulary is padded, which is no matter.
+    Models of one family differ in control tokens that were added later, and in how far their vocabulary is padded. A
+    folder without a tokenizer says nothing, and is taken at its word.
     """
-    if path == policy_path:
+    if path == policy_path or not has_tokenizer(path):
         return
-    policy, other = load_tokenizer(policy_path).get_vocab(), load_tokenizer(path, key=key).get_vocab()
-    if differing := [token for token, index in policy.items() if other.get(token) != index]:
+    policy, other = load_tokenizer(policy_path), load_tokenizer(path, key=key).get_vocab()
+    added = policy.added_tokens_decoder
+    differing = [
+        token for token, index in policy.get_vocab().items() if index not in added and other.get(token) != index
+    ]
+    if differing:
         raise ConfigError(
             f"{key}={path!r}: {len(differing)} tokens of the policy's ({policy_path!r}), such as {differing[0]!r}, "
             "have another id or none in its tokenizer, so it would score other text than was sampled; use a model with "

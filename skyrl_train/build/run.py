@@ -84,17 +84,15 @@ async def services(
         )
         environments = await stack.enter_async_context(build_environments(cfg))
         reward_model = build_reward_model(base)
-        reward_model_starts = start_reward_model(reward_model, trainer.timeouts.engine_start_s)
+        # An engine measures free memory when it starts: what stays on its accelerator is there before.
+        await start_reward_model(reward_model, trainer.timeouts.engine_start_s)
         if base.layout.time_shared and cfg.device == "cuda":
-            # On a shared accelerator an engine measures free memory when it starts: what stays there is loaded before,
-            # the learner after it sleeps.
-            await reward_model_starts
+            # For the same reason the learner loads after the engine sleeps.
             client = get_client(await start_engines(base))
             await client.sleep()
             await start_learner(base.learner, trainer)
         else:
-            learner_starts = start_learner(base.learner, trainer)
-            started, _, _ = await asyncio.gather(start_engines(base), learner_starts, reward_model_starts)
+            started, _ = await asyncio.gather(start_engines(base), start_learner(base.learner, trainer))
             client = get_client(started)
             if base.layout.time_shared:
                 await client.sleep()

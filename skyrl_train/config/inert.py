@@ -56,6 +56,10 @@ def _correction_is_off(config: Config) -> bool:
     return not algorithm.use_tis and all(value is None for value in chosen)
 
 
+def _correction_is_not(key: str, value: str) -> Callable[[Config], bool]:
+    return lambda config: getattr(config.trainer.algorithm.off_policy_correction, key) != value
+
+
 def _cap_is_not_read(config: Config) -> bool:
     algorithm = config.trainer.algorithm
     return not algorithm.use_tis or algorithm.off_policy_correction.tis_ratio_type is not None
@@ -63,7 +67,7 @@ def _cap_is_not_read(config: Config) -> bool:
 
 def _kl_is_not_adaptive(config: Config) -> bool:
     algorithm = config.trainer.algorithm
-    return algorithm.kl_ctrl.type != "adaptive" or not algorithm.use_kl_in_reward
+    return algorithm.kl_ctrl.type != "adaptive" or not reference.kl_in_reward(algorithm)
 
 
 def _nothing_reads_a_reference(config: Config) -> bool:
@@ -223,6 +227,27 @@ ROWS = (
         ("trainer.algorithm.off_policy_correction",),
         "It bounds what tis_ratio_type, sequence_mask_metric or a threshold of it turns on.",
         _correction_is_off,
+    ),
+    Inert(
+        ("trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",),
+        "It belongs to off_policy_correction.tis_ratio_type=token; use_tis alone has tis_imp_ratio_cap.",
+        _correction_is_not("tis_ratio_type", "token"),
+    ),
+    Inert(
+        ("trainer.algorithm.off_policy_correction.sequence_tis_ratio_clip_high",),
+        "It belongs to off_policy_correction.tis_ratio_type=sequence.",
+        _correction_is_not("tis_ratio_type", "sequence"),
+    ),
+    *(
+        Inert(
+            (
+                f"trainer.algorithm.off_policy_correction.{prefix}_mask_low",
+                f"trainer.algorithm.off_policy_correction.{prefix}_mask_high",
+            ),
+            f"It belongs to off_policy_correction.sequence_mask_metric={metric}.",
+            _correction_is_not("sequence_mask_metric", metric),
+        )
+        for prefix, metric in (("geo", "geometric"), ("product", "product"))
     ),
     Inert(
         ("trainer.algorithm.dynamic_sampling",),

@@ -73,7 +73,8 @@ def load_causal_lm(
     the checkpoint, and when the checkpoint does not fill every parameter (random weights would train silently).
     """
     config = load_config(path, key=key, overrides=model_config_kwargs, rope_scaling=rope_scaling, rope_theta=rope_theta)
-    return _load(AutoModelForCausalLM, path, config, key, dtype, attention).to(device)  # type: ignore[arg-type]
+    model, _ = _load(AutoModelForCausalLM, path, config, key, dtype, attention)
+    return model.to(device)  # type: ignore[arg-type]
 
 
 def load_reward_model(
@@ -83,10 +84,10 @@ def load_reward_model(
     device: torch.device | str = "cpu",
     model_config_kwargs: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """A sequence classifier with one output, in evaluation mode, that reads one unpadded sequence at a time.
+    """A sequence classifier with one output, in evaluation mode.
 
-    Raises ConfigError as `load_causal_lm` does, for another number of outputs, and for encoder-decoders. Decoders skip
-    padding at the end of a sequence; here they have no padding token, which often is what ends a conversation, too.
+    Raises ConfigError as `load_causal_lm` does, for another number of outputs, for a head with tensors that its class
+    does not know, and for encoder-decoders.
     """
     config = load_config(path, key=REWARD_PATH, overrides=model_config_kwargs)
     if config.num_labels != 1:
@@ -99,10 +100,15 @@ def load_reward_model(
             f"{REWARD_PATH}={path!r}: {type(config).__name__} has an encoder and a decoder, which read two texts; give "
             "a model that has one of them."
         )
-    model = _load(AutoModelForSequenceClassification, path, config, REWARD_PATH, dtype)
+    model, unexpected = _load(AutoModelForSequenceClassification, path, config, REWARD_PATH, dtype)
+    body = model.base_model_prefix
+    if head := [name for name in unexpected if not name.startswith((f"{body}.", "lm_head."))]:
+        raise ConfigError(
+            f"{REWARD_PATH}={path!r}: {type(model).__name__} has no place for {head[0]!r}, so its scores would be "
+            "others than those it was trained to give; use a model that transformers' own class describes."
+        )
     for part in (model.config, model.config.get_text_config()):
         part.use_cache = False
-        part.pad_token_id = None
     return model.to(device)  # type: ignore[arg-type]
 
 
@@ -120,8 +126,11 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 def _load(
     kind: Any, path: str, config: PreTrainedConfig, key: str, dtype: torch.dtype, attention: str | None = None
-) -> PreTrainedModel:
-    """`kind` is the Auto class; without `attention` the model has the best that its code knows."""
+) -> tuple[PreTrainedModel, list[str]]:
+    """The model, and the checkpoint's tensors that it has no place for.
+
+    `kind` is the Auto class; without `attention` the model has the best that its code knows.
+    """
     try:
         model, info = kind.from_pretrained(
             path,
@@ -138,7 +147,7 @@ def _load(
         raise ConfigError(
             f"{key}={path!r}: the checkpoint lacks {len(absent)} tensors, such as {absent[0]!r}; use a complete one."
         )
-    return model  # type: ignore[no-any-return]
+    return model, sorted(info["unexpected_keys"])
 
 
 def meta_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -172,6 +181,12 @@ def checkpoint_names(path: str) -> set[str]:
         with safe_open(file, framework="pt") as opened:
             return set(opened.keys())
     return set()
+
+
+def has_tokenizer(path: str) -> bool:
+    """Whether a folder or hub name has files of a tokenizer."""
+    absent: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    return any(cached_file(path, name, **absent) for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
 def load_tokenizer(path: str, *, use_fast: bool = True, key: str = POLICY_PATH) -> Any:

@@ -14,7 +14,14 @@ import torch
 
 from skyrl_train.data.chat import render_messages
 from skyrl_train.data.trajectory import Message
-from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
+from skyrl_train.errors import (
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    EnvironmentFailure,
+    RewardModelLost,
+    WorkerDied,
+)
 from skyrl_train.models.loading import REWARD_PATH, load_reward_model, load_tokenizer, max_positions
 
 Score = float | EnvironmentFailure
@@ -75,7 +82,10 @@ class RewardModel:
     """Replicas seen as one: a call goes to the first that is free, which has one call at a time.
 
     A replica is anything whose methods are coroutines, such as a `cluster.actors.Remote`. The wait for a free one is no
-    part of its call, so the call's deadline is for the scoring alone.
+    part of its call, so the call's deadline is for the scoring alone. Once a replica is lost nobody waits any longer.
+
+    consumes: conversations · produces: scores · waits for: a free replica, then its call · unblocked by: the deadline
+    of the calls before, and of its own
     """
 
     def __init__(self, replicas: Sequence[Any]):
@@ -89,14 +99,20 @@ class RewardModel:
         await asyncio.gather(*(replica.call_within(deadline_s, "setup") for replica in self.replicas))
 
     async def score(self, conversations: Sequence[Sequence[Message]]) -> list[Score]:
-        """See RewardWorker.score. Raises WorkerDied and DeadlineExceeded, which name the replica."""
+        """See RewardWorker.score. Raises RewardModelLost naming the replica that died or did not answer."""
         replica = await self._free.get()
+        if isinstance(replica, RewardModelLost):
+            self._free.put_nowait(replica)  # for who comes next
+            raise RewardModelLost(str(replica))
         call = asyncio.ensure_future(replica.score(conversations))
         # Who is cancelled does not wait; the replica computes on, and is free only after it.
         call.add_done_callback(lambda done: self._release(replica, done))
-        return await asyncio.shield(call)  # type: ignore[no-any-return]
+        try:
+            return await asyncio.shield(call)  # type: ignore[no-any-return]
+        except (WorkerDied, DeadlineExceeded) as error:
+            raise RewardModelLost(str(error)) from error
 
     def _release(self, replica: Any, call: asyncio.Future[Any]) -> None:
-        if not call.cancelled():
-            call.exception()  # seen here, where nobody waits for it any more
-        self._free.put_nowait(replica)
+        error = None if call.cancelled() else call.exception()
+        lost = isinstance(error, WorkerDied | DeadlineExceeded)
+        self._free.put_nowait(RewardModelLost(str(error)) if lost else replica)

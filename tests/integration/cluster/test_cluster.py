@@ -151,10 +151,13 @@ def test_a_reward_model_sits_beside_the_policy_or_has_slots_of_its_own(cluster: 
         layout = place(one_run, apart, generator, device="cpu", deadline_s=10, with_reward=True)
     assert layout.policy and layout.reward
     assert (layout.reward.count, layout.reward.slots.tenants, layout.policy.slots.tenants) == (2, 1, 1)
-    alone = place(cluster, together, generator, device="cpu", deadline_s=10, with_policy=False, with_reward=True)
+    with Cluster() as one_run:
+        alone = place(one_run, together, generator, device="cpu", deadline_s=10, with_policy=False, with_reward=True)
     assert alone.policy is None and alone.reward and alone.engines
-    assert alone.reward.count == 3
-    assert alone.reward.slots is not alone.engines.slots
+    assert alone.reward.slots is alone.engines.slots and alone.engines.slots.tenants == 2
+    elsewhere = {"with_policy": False, "with_engines": False, "with_reward": True}
+    layout = place(cluster, together, generator, device="cpu", deadline_s=10, **elsewhere)
+    assert layout.reward and layout.reward.count == 3
 
 
 def test_leaving_a_cluster_ends_its_processes_and_gives_its_slots_back():

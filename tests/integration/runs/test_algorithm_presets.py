@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from skyrl_train.algorithms.registry import advantage_estimators, policy_losses
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
+from skyrl_train.environments.registry import environments
 from skyrl_train.testing.tiny_models import save_tiny_model
 
 from .conftest import LOWER_CASE, metrics_of
@@ -25,12 +28,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("plugins")
     (folder / "lower_case_plugin.py").write_text(LOWER_CASE)
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        for registry in (policy_losses, advantage_estimators, environments):  # plugins are this module's alone
+            patch.setattr(registry, "_items", dict(registry._items))
+            patch.setattr(registry, "table", dict(registry.table))
+        for plugin in ("lower_case_plugin", "custom_loss", "custom_advantage"):
+            patch.delitem(sys.modules, plugin, raising=False)
         patch.setenv("PYTHONPATH", str(PRESETS), prepend=os.pathsep)
         patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
         patch.syspath_prepend(PRESETS)
         patch.syspath_prepend(folder)
         with Cluster():
             yield
+        for plugin in ("lower_case_plugin", "custom_loss", "custom_advantage"):
+            sys.modules.pop(plugin, None)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from skyrl_train.build.reward import build_reward_model
 from skyrl_train.build.services import Services
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.hydra import load
-from skyrl_train.errors import ConfigError, WorkerDied
+from skyrl_train.errors import ConfigError, RewardModelLost
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.testing.tiny_models import save_tiny_reward_model
 from skyrl_train.workers.reward_worker import RewardModel
@@ -44,7 +44,7 @@ def test_replicas_agree_and_one_that_dies_stops_the_run_by_name(tmp_path: Path):
         first, second = await asyncio.gather(*(model.score([CONVERSATION, CONVERSATION]) for _ in range(2)))
         assert first == second and isinstance(first[0], float) and first[0] == first[1]
         model.replicas[1].kill()
-        with pytest.raises(WorkerDied, match="reward model 1 died during score"):
+        with pytest.raises(RewardModelLost, match="reward model 1 died during score"):
             await asyncio.gather(*(model.score([CONVERSATION]) for _ in range(2)))
 
     path = save_tiny_reward_model(tmp_path / "model")

@@ -207,3 +207,24 @@ def test_experts_are_spread_over_all_ranks_of_an_engine_or_over_none():
     key = "generator.inference_engine_expert_parallel_size"
     with pytest.raises(ConfigError, match=rf"{key}.*1 or generator\.inference_engine_tensor_parallel_size"):
         warnings("generator.backend=vllm", f"{key}=3")
+
+
+@pytest.mark.parametrize(
+    ("on", "bound"),
+    [
+        ("tis_ratio_type=token", "sequence_tis_ratio_clip_high=3"),
+        ("tis_ratio_type=sequence", "token_tis_ratio_clip_high=3"),
+        ("sequence_mask_metric=product", "geo_mask_high=1.1"),
+        ("sequence_mask_metric=geometric", "product_mask_low=0.4"),
+    ],
+)
+def test_a_bound_of_another_correction_than_the_one_that_is_on_is_named(on: str, bound: str):
+    section = "trainer.algorithm.off_policy_correction."
+    (line,) = warnings(section + on, section + bound)
+    assert bound.partition("=")[0] in line
+
+
+def test_a_bound_beside_use_tis_alone_is_named():
+    beside = "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high=5"
+    (line,) = warnings("trainer.algorithm.use_tis=true", "trainer.algorithm.tis_imp_ratio_cap=3.0", beside)
+    assert "tis_imp_ratio_cap" in line

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from skyrl_train.data.chat import render_messages
 from skyrl_train.data.trajectory import Message
-from skyrl_train.errors import ConfigError, EnvironmentFailure
+from skyrl_train.errors import ConfigError, DeadlineExceeded, EnvironmentFailure, RewardModelLost
 from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.testing.tiny_models import CHATML, byte_tokenizer, save_tiny_model, save_tiny_reward_model
 from skyrl_train.workers.reward_worker import RewardModel, RewardWorker, Score
@@ -74,13 +75,16 @@ def test_a_score_does_not_depend_on_what_else_is_scored(tmp_path: Path):
     assert loaded.score([*ANSWERS, *ANSWERS]) == alone * 2
 
 
-def test_a_conversation_that_ends_in_the_padding_token_is_read_to_its_end(tmp_path: Path):
-    path = save_tiny_reward_model(tmp_path, pad_token_id=2)  # the end of a turn is 2 as well
+@pytest.mark.parametrize(("pad_token_id", "place"), [(0, -1), (2, -2), (None, -1)])
+def test_a_conversation_is_read_where_the_model_reads_it_since_its_head_was_trained_there(
+    tmp_path: Path, pad_token_id: int | None, place: int
+):
+    """Models whose padding token also ends a turn (2 here) were trained on the token before it."""
+    path = save_tiny_reward_model(tmp_path, pad_token_id=pad_token_id)
     use_template(tmp_path, ENDS_IN_EOS)
     (found,) = score(path, [conversation("four")])
-    positions = by_hand(path, conversation("four"))
-    assert found == pytest.approx(positions[-1], rel=1e-5)
-    assert found != pytest.approx(positions[-2], rel=0.01)
+    assert found == pytest.approx(by_hand(path, conversation("four"))[place], rel=1e-5)
+    assert found != pytest.approx(by_hand(path, conversation("four"))[-3 - place], rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
@@ -153,6 +157,14 @@ def test_a_classifier_of_several_classes_is_refused(tmp_path: Path):
         worker(path, model_config_kwargs={"num_labels": 1})
 
 
+def test_a_head_that_the_class_does_not_know_is_refused(tmp_path: Path):
+    path = save_tiny_reward_model(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "score.bias": torch.ones(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"^trainer\.reward\.model\.path=.*no place for 'score\.bias'"):
+        worker(path)
+
+
 def test_an_encoder_decoder_is_refused(tmp_path: Path):
     AutoConfig.for_model("bart", num_labels=1).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
@@ -208,5 +220,25 @@ def test_a_replica_whose_caller_was_cancelled_is_free_only_when_it_is_done():
         replica.gate.set()
         assert await second == [1.0]
         assert replica.most == 1
+
+    asyncio.run(run())
+
+
+def test_nobody_waits_for_a_replica_that_hangs():
+    class Hangs(Replica):
+        async def score(self, conversations: Any) -> list[float]:
+            await super().score(conversations)
+            raise DeadlineExceeded("reward model 0.score", 5)
+
+    async def run() -> None:
+        replica = Hangs(1.0)
+        model = RewardModel([replica])
+        waiting = [asyncio.ensure_future(model.score([ANSWERS[0]])) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        replica.gate.set()
+        found = await asyncio.gather(*waiting, model.score([ANSWERS[0]]), return_exceptions=True)
+        assert [type(one) for one in found] == [RewardModelLost] * 4
+        assert all("reward model 0.score did not finish within 5 s" in str(one) for one in found)
+        assert replica.calls == 1
 
     asyncio.run(run())
