@@ -65,6 +65,10 @@ class EnginesLost(EngineError):
     """No engine is left, and the restarts are spent; the message begins with the first cause."""
 
 
+class RewardModelLost(SkyRLError):
+    """A replica of the reward model died or hangs: rollouts cannot be judged any more; the message names it."""
+
+
 class WeightSyncError(SkyRLError):
     """Weights that did not arrive whole: the message names the tensor and what differed."""
 

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# A recipe of this folder: NUM_GPUS=4 LOGGER=wandb examples/algorithms/run.sh dapo [key=value ...]
+# A preset of this folder, from any folder: EXTRA=vllm NUM_GPUS=4 LOGGER=wandb examples/algorithms/run.sh dapo [key=value ...]
+# EXTRA installs an engine for GPUs, vllm or sglang; on a CPU leave it out.
 set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
-recipe="$1"
+preset="${1:?which preset? One of: $(cd "$here" && echo *.yaml | sed 's/\.yaml//g')}"
 shift
-export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"  # custom_loss.py and custom_advantage.py
+export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" # custom_loss.py and custom_advantage.py
 NUM_GPUS="${NUM_GPUS:-1}"
 
-uv run -m skyrl_train.entrypoints.main_base \
-  --config-dir "$here" --config-name "$recipe" \
+uv run --project "$here/../.." ${EXTRA:+--extra "$EXTRA"} -m skyrl_train.entrypoints.main_base \
+  --config-dir "$here" --config-name "$preset" \
   trainer.placement.policy_num_gpus_per_node="$NUM_GPUS" \
   trainer.placement.ref_num_gpus_per_node="$NUM_GPUS" \
   generator.num_inference_engines="$NUM_GPUS" \

@@ -23,6 +23,7 @@ from skyrl_train.algorithms.registry import (
 )
 from skyrl_train.algorithms.selections import selection_of
 from skyrl_train.algorithms.skyrl_style import SkyRLEstimator, SkyRLLoss, is_skyrl_style
+from skyrl_train.config.reference import kl_in_loss, kl_in_reward
 from skyrl_train.config.schema import AlgorithmConfig, Config, OffPolicyCorrectionConfig, TrainerConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.objectives import policy, sft
@@ -91,7 +92,7 @@ def build_objective(algorithm: AlgorithmConfig) -> PolicyObjective:
         loss = SkyRLLoss(loss, algorithm)
     return PolicyObjective(
         policy_loss=bind(loss, f"policy_loss_type={algorithm.policy_loss_type}", settings(algorithm), policy.TENSORS),
-        kl_estimator=_kl_estimator(algorithm) if _kl_in_loss(algorithm) else None,
+        kl_estimator=_kl_estimator(algorithm) if kl_in_loss(algorithm) else None,
         kl_coef=algorithm.kl_loss_coef,
         entropy_coef=algorithm.entropy_loss_coef if algorithm.use_entropy_loss else None,
     )
@@ -150,7 +151,7 @@ def build_choice(algorithm: AlgorithmConfig) -> Choose | None:
 def build_advantages(algorithm: AlgorithmConfig) -> AdvantageStep:
     """The advantage estimator, with the KL penalty on rewards where it is asked for."""
     kl = None
-    if _kl_in_reward(algorithm):
+    if kl_in_reward(algorithm):
         control = algorithm.kl_ctrl
         controller: FixedKLController | AdaptiveKLController = FixedKLController(algorithm.kl_loss_coef)
         if control.type == "adaptive":
@@ -207,12 +208,12 @@ def settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
     """Whether anything reads the reference model's log-probs: with a coefficient of 0 nothing does."""
-    return _kl_in_reward(algorithm) or _kl_in_loss(algorithm) or "ref_logprobs" in _estimator_reads(algorithm)
+    return kl_in_reward(algorithm) or kl_in_loss(algorithm) or "ref_logprobs" in _estimator_reads(algorithm)
 
 
 def read_before_loss(algorithm: AlgorithmConfig) -> bool:
     """Whether the trainer's log-probs before the update are read by anything but the loss."""
-    return _kl_in_reward(algorithm) or corrects(algorithm) or "old_logprobs" in _estimator_reads(algorithm)
+    return kl_in_reward(algorithm) or corrects(algorithm) or "old_logprobs" in _estimator_reads(algorithm)
 
 
 def corrects(algorithm: AlgorithmConfig) -> bool:
@@ -238,11 +239,3 @@ def _estimator_reads(algorithm: AlgorithmConfig) -> frozenset[str]:
 def _kl_estimator(algorithm: AlgorithmConfig) -> KLEstimator:
     name = algorithm.kl_estimator_type
     return bind(kl_estimators.get(name), f"kl_estimator_type={name}", settings(algorithm), policy.TENSORS)
-
-
-def _kl_in_reward(algorithm: AlgorithmConfig) -> bool:
-    return algorithm.use_kl_in_reward and algorithm.kl_loss_coef != 0
-
-
-def _kl_in_loss(algorithm: AlgorithmConfig) -> bool:
-    return algorithm.use_kl_loss and algorithm.kl_loss_coef != 0

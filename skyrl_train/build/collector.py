@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from skyrl_train.collectors.rollout_collector import RolloutCollector, Samplers
+from skyrl_train.collectors.rollout_collector import Rollout, RolloutCollector, Samplers
 from skyrl_train.collectors.sampling import Curriculum, DynamicSampling
 from skyrl_train.collectors.shaping import RewardShaping
 from skyrl_train.config.schema import Config
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.data.order import PromptOrder
-from skyrl_train.generators.conversation import ConversationGenerator
 from skyrl_train.trainer.schedule import StepSchedule
 
 
-def build_collector(
-    cfg: Config, generator: ConversationGenerator, dataset: PromptDataset, schedule: StepSchedule
-) -> RolloutCollector:
+def build_collector(cfg: Config, rollout: Rollout, dataset: PromptDataset, schedule: StepSchedule) -> RolloutCollector:
     """Rollouts of the training data in the order that the seed gives it."""
     trainer = cfg.trainer
     order = PromptOrder(len(dataset), trainer.seed)
     return RolloutCollector(
-        generator.rollout,
+        rollout,
         prompt_at=lambda position: dataset.prompts[order.row(position)],
         prompts_of_step=schedule.prompts_of_step,
         max_staleness=trainer.fully_async.max_staleness_steps if trainer.fully_async.enabled else 0,

@@ -10,6 +10,8 @@ from skyrl_train.cluster.actors import spawn
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.schema import LoraConfig, TrainerConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.loading import has_tokenizer, load_tokenizer
 from skyrl_train.trainer.schedule import StepSchedule
 from skyrl_train.workers.learner import BatchSizes, Learner, WorkerGroup
 from skyrl_train.workers.learner_worker import LearnerSpec
@@ -66,9 +68,11 @@ def build_learner(
     )
     reference = critic = None
     if layout.reference is not None:
+        check_same_tokens(trainer.policy.model.path, trainer.ref.model.path, "trainer.ref.model.path")
         frozen = _reference(spec, trainer, threads_per_process(cluster, layout.reference.count, device))
         reference = _group(cluster, frozen, layout.reference, "reference", deadline_s)
     if layout.critic is not None:
+        check_same_tokens(trainer.policy.model.path, str(trainer.critic.model.path), "trainer.critic.model.path")
         valued = _critic(spec, trainer, threads_per_process(cluster, layout.critic.count, device), learning, schedule)
         critic = _group(cluster, valued, layout.critic, "critic", deadline_s)
     return Learner(
@@ -80,6 +84,27 @@ def build_learner(
         choose=learning.choose,
         needs_old_logprobs=learning.needs_old_logprobs,
     )
+
+
+def check_same_tokens(policy_path: str, path: str, key: str) -> None:
+    """ConfigError unless the tokenizer of `path` gives every token of the policy's the same id, added ones apart.
+
+    Models of one family differ in control tokens that were added later, and in how far their vocabulary is padded. A
+    folder without a tokenizer says nothing, and is taken at its word.
+    """
+    if path == policy_path or not has_tokenizer(path):
+        return
+    policy, other = load_tokenizer(policy_path), load_tokenizer(path, key=key).get_vocab()
+    added = policy.added_tokens_decoder
+    differing = [
+        token for token, index in policy.get_vocab().items() if index not in added and other.get(token) != index
+    ]
+    if differing:
+        raise ConfigError(
+            f"{key}={path!r}: {len(differing)} tokens of the policy's ({policy_path!r}), such as {differing[0]!r}, "
+            "have another id or none in its tokenizer, so it would score other text than was sampled; use a model with "
+            "the policy's tokenizer."
+        )
 
 
 def _reference(policy: LearnerSpec, trainer: TrainerConfig, threads: int | None) -> LearnerSpec:

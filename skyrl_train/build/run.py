@@ -13,6 +13,7 @@ from skyrl_train.build import memory_plan
 from skyrl_train.build.algorithm import build_advantages, build_corrections, policy_learning
 from skyrl_train.build.collector import build_collector
 from skyrl_train.build.engines import build_engines, connect_engine, require_installed, server_urls
+from skyrl_train.build.reward import build_reward_model, judged, start_reward_model
 from skyrl_train.build.services import (
     Services,
     build_state,
@@ -37,6 +38,7 @@ from skyrl_train.report.trackers import Trackers
 from skyrl_train.trainer.evaluation import Evaluator
 from skyrl_train.trainer.residency import AlwaysResident, Residency, TimeShared
 from skyrl_train.trainer.trainer import Trainer
+from skyrl_train.workers.reward_worker import RewardModel
 
 PROBE_SEQUENCES = 4
 PROBE_TOKENS = 64
@@ -47,11 +49,12 @@ _CLOSE_S = 10.0
 
 @dataclass(frozen=True)
 class RunningServices:
-    """`Services` with engines and environments, all of them started."""
+    """`Services` with engines, environments and a reward model where one is configured, all of them started."""
 
     base: Services
     client: EngineClient
     environments: EnvironmentHost
+    reward_model: RewardModel | None = None
 
 
 @asynccontextmanager
@@ -78,23 +81,26 @@ async def services(
                 schedule=schedule_of(trainer, len(train_dataset)) if train_dataset else None,
                 learning=learning,
                 with_engines=local,
+                with_reward=trainer.reward.model.path is not None,
                 get_tracker=get_tracker,
             )
         )
         environments = await stack.enter_async_context(build_environments(cfg))
-        engines = start_engines(base)
+        reward_model = build_reward_model(base)
+        # An engine measures free memory when it starts: what stays on its accelerator is there before.
+        await start_reward_model(reward_model, trainer.timeouts.engine_start_s)
         if base.layout.time_shared and cfg.device == "cuda":
-            # On a shared accelerator an engine measures free memory when it starts: the learner loads after it sleeps.
-            client = get_client(await engines)
+            # For the same reason the learner loads after the engine sleeps.
+            client = get_client(await start_engines(base))
             await client.sleep()
             await start_learner(base.learner, trainer)
         else:
-            started, _ = await asyncio.gather(engines, start_learner(base.learner, trainer))
+            started, _ = await asyncio.gather(start_engines(base), start_learner(base.learner, trainer))
             client = get_client(started)
             if base.layout.time_shared:
                 await client.sleep()
         stack.push_async_callback(_close, client)
-        yield RunningServices(base, client, environments)
+        yield RunningServices(base, client, environments, reward_model)
 
 
 async def _close(client: EngineClient) -> None:
@@ -160,7 +166,7 @@ def build_trainer(
     assert base.learner is not None
     advantages = build_advantages(trainer.algorithm)
     schedule = schedule_of(trainer, len(train_dataset))
-    collector = build_collector(cfg, train_generator, train_dataset, schedule)
+    collector = build_collector(cfg, judged(cfg, train_generator, running.reward_model), train_dataset, schedule)
     residency: Residency = AlwaysResident()
     if base.layout.time_shared:
         residency = TimeShared(running.client, base.learner)
@@ -176,7 +182,7 @@ def build_trainer(
         batch_steps=[advantages, *build_corrections(trainer.algorithm)],
         publish=supervised_publish(base, running.client, build_publisher(cfg, base.learner, running.client, probe_ids)),
         residency=residency,
-        evaluator=build_evaluator(cfg, eval_generator, eval_dataset) if eval_dataset else None,
+        evaluator=build_evaluator(cfg, running, eval_generator, eval_dataset) if eval_dataset else None,
         state=build_state(
             base, fingerprints_of(trainer, train_dataset.fingerprint), {"kl": advantages, "collector": collector}
         ),
@@ -184,8 +190,9 @@ def build_trainer(
     )
 
 
-def build_evaluator(cfg: Config, generator: ConversationGenerator, dataset: PromptDataset) -> Evaluator:
+def build_evaluator(
+    cfg: Config, running: RunningServices, generator: ConversationGenerator, dataset: PromptDataset
+) -> Evaluator:
     dump_to = Path(cfg.trainer.export_path) / "dumped_evals" if cfg.trainer.dump_eval_results else None
-    return Evaluator(
-        generator.rollout, dataset.prompts, cfg.trainer.eval_batch_size, dump_to, cfg.trainer.max_failed_fraction
-    )
+    rollout = judged(cfg, generator, running.reward_model)
+    return Evaluator(rollout, dataset.prompts, cfg.trainer.eval_batch_size, dump_to, cfg.trainer.max_failed_fraction)

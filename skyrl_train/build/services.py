@@ -90,6 +90,7 @@ async def learner_services(
     schedule: StepSchedule | None,
     learning: Learning | None,
     with_engines: bool = False,
+    with_reward: bool = False,
     get_tracker: Callable[[Path], Trackers],
 ) -> AsyncIterator[Services]:
     """Folder, trackers, cluster, slots, and a learner that is not yet set up. On exit nothing is left running."""
@@ -108,6 +109,7 @@ async def learner_services(
             with_policy=schedule is not None,
             with_reference=learning is not None and learning.with_reference,
             with_critic=learning is not None and learning.critic is not None,
+            with_reward=with_reward,
             with_engines=with_engines,
         )
         learner = None

@@ -145,6 +145,6 @@ async def score_sequences(
     """The trainer's log-probs (nats) of every token after its sequence's first, at temperature 1."""
     rows = [Demonstration(list(ids), [False] + [True] * (len(ids) - 1)) for ids in token_ids]
     batch = demonstration_batch(rows)
-    values = (await learner.logprobs(group, batch)).tolist()
+    values = (await learner.token_scores(group, batch)).tolist()
     offsets = batch.offsets.tolist()
     return [values[start + 1 : stop] for start, stop in pairwise(offsets)]

@@ -70,6 +70,7 @@ ENGINES = {
 
 ENVIRONMENTS = {
     "arithmetic": "skyrl_train.environments.arithmetic:ArithmeticEnv",
+    "chat": "skyrl_train.environments.chat:ChatEnv",
     "gsm8k": "skyrl_train.environments.gsm8k:GSM8KEnv",
 }
 

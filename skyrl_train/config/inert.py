@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS
+from skyrl_train.config import reference
+from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from skyrl_train.config.keys import leaves, value_at
 from skyrl_train.config.problems import show
+from skyrl_train.config.reference import kl_in_loss, kl_in_reward
 from skyrl_train.config.schema import Config
 from skyrl_train.config.unavailable import VALUES
+
+CLIPPING_LOSSES = frozenset({"regular", "dual_clip", "gspo", "gmpo", "rollout_is", "clip_cov"})
+"""Those that ask for `eps_low` and `eps_high`, or whose choice of tokens does."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +27,14 @@ class Inert:
     when: Callable[[Config], bool] = lambda config: True
 
 
-def _loss_is_not(name: str) -> Callable[[Config], bool]:
-    return lambda config: config.trainer.algorithm.policy_loss_type != name
+def _loss_is_not(*names: str) -> Callable[[Config], bool]:
+    """Nor one of a plugin: what that asks for is not known here."""
+    others = POLICY_LOSSES.keys() - set(names)
+    return lambda config: config.trainer.algorithm.policy_loss_type in others
 
 
 def _estimator_is_not(*names: str) -> Callable[[Config], bool]:
-    """Also one of a plugin: what that asks for is not known here."""
+    """Nor one of a plugin: what that asks for is not known here."""
     others = ADVANTAGE_ESTIMATORS.keys() - set(names)
     return lambda config: config.trainer.algorithm.advantage_estimator in others
 
@@ -48,15 +56,28 @@ def _correction_is_off(config: Config) -> bool:
     return not algorithm.use_tis and all(value is None for value in chosen)
 
 
+def _correction_is_not(key: str, value: str) -> Callable[[Config], bool]:
+    return lambda config: getattr(config.trainer.algorithm.off_policy_correction, key) != value
+
+
+def _cap_is_not_read(config: Config) -> bool:
+    algorithm = config.trainer.algorithm
+    return not algorithm.use_tis or algorithm.off_policy_correction.tis_ratio_type is not None
+
+
 def _kl_is_not_adaptive(config: Config) -> bool:
     algorithm = config.trainer.algorithm
-    return algorithm.kl_ctrl.type != "adaptive" or not algorithm.use_kl_in_reward
+    return algorithm.kl_ctrl.type != "adaptive" or not reference.kl_in_reward(algorithm)
 
 
 def _nothing_reads_a_reference(config: Config) -> bool:
+    sft_reads_it = config.trainer.algorithm.sft.loss_type in reference.SFT_LOSSES
+    return _nothing_measures_kl(config) and _estimator_is_not(*reference.ESTIMATORS)(config) and not sft_reads_it
+
+
+def _nothing_measures_kl(config: Config) -> bool:
     algorithm = config.trainer.algorithm
-    kl_in_loss = algorithm.use_kl_loss and algorithm.kl_loss_coef != 0
-    return not kl_in_loss and not algorithm.use_kl_in_reward and _estimator_is_not("distillation")(config)
+    return not kl_in_loss(algorithm) and not kl_in_reward(algorithm)
 
 
 def _critic_sits_with_policy(config: Config) -> bool:
@@ -64,6 +85,13 @@ def _critic_sits_with_policy(config: Config) -> bool:
     critic, policy = placement.critic_num_nodes, placement.policy_num_nodes
     same = (critic, placement.critic_num_gpus_per_node) == (policy, placement.policy_num_gpus_per_node)
     return placement.colocate_all and not same and config.trainer.algorithm.advantage_estimator == "gae"
+
+
+def _reward_model_sits_with_policy(config: Config) -> bool:
+    placement = config.trainer.placement
+    reward, policy = placement.reward_num_nodes, placement.policy_num_nodes
+    same = (reward, placement.reward_num_gpus_per_node) == (policy, placement.policy_num_gpus_per_node)
+    return placement.colocate_all and not same
 
 
 def _reference_sits_with_policy(config: Config) -> bool:
@@ -208,14 +236,38 @@ ROWS = (
         _estimator_is_not("gae", "reinforce++"),
     ),
     Inert(
+        ("trainer.algorithm.grpo_norm_by_std",), "It belongs to advantage_estimator=grpo.", _estimator_is_not("grpo")
+    ),
+    Inert(
         ("trainer.algorithm.tis_imp_ratio_cap",),
-        "It belongs to use_tis=true; see off_policy_correction.token_tis_ratio_clip_high.",
-        lambda config: not config.trainer.algorithm.use_tis,
+        "It belongs to use_tis=true alone; off_policy_correction.tis_ratio_type has bounds beside it.",
+        _cap_is_not_read,
     ),
     Inert(
         ("trainer.algorithm.off_policy_correction",),
         "It bounds what tis_ratio_type, sequence_mask_metric or a threshold of it turns on.",
         _correction_is_off,
+    ),
+    Inert(
+        ("trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",),
+        "It belongs to off_policy_correction.tis_ratio_type=token; use_tis alone has tis_imp_ratio_cap.",
+        _correction_is_not("tis_ratio_type", "token"),
+    ),
+    Inert(
+        ("trainer.algorithm.off_policy_correction.sequence_tis_ratio_clip_high",),
+        "It belongs to off_policy_correction.tis_ratio_type=sequence.",
+        _correction_is_not("tis_ratio_type", "sequence"),
+    ),
+    *(
+        Inert(
+            (
+                f"trainer.algorithm.off_policy_correction.{prefix}_mask_low",
+                f"trainer.algorithm.off_policy_correction.{prefix}_mask_high",
+            ),
+            f"It belongs to off_policy_correction.sequence_mask_metric={metric}.",
+            _correction_is_not("sequence_mask_metric", metric),
+        )
+        for prefix, metric in (("geo", "geometric"), ("product", "product"))
     ),
     Inert(
         ("trainer.algorithm.dynamic_sampling",),
@@ -232,6 +284,11 @@ ROWS = (
         "It belongs to trainer.algorithm.overlong_buffer.len above 0.",
         lambda config: config.trainer.algorithm.overlong_buffer.len == 0,
     ),
+    Inert(
+        ("trainer.algorithm.eps_clip_low", "trainer.algorithm.eps_clip_high"),
+        f"It belongs to policy_loss_type={', '.join(sorted(CLIPPING_LOSSES))}.",
+        _loss_is_not(*CLIPPING_LOSSES),
+    ),
     Inert(("trainer.algorithm.clip_ratio_c",), "It belongs to policy_loss_type=dual_clip.", _loss_is_not("dual_clip")),
     Inert(("trainer.algorithm.sapo",), "It belongs to policy_loss_type=sapo.", _loss_is_not("sapo")),
     Inert(("trainer.algorithm.clip_cov",), "It belongs to policy_loss_type=clip_cov.", _loss_is_not("clip_cov")),
@@ -239,9 +296,19 @@ ROWS = (
     Inert(
         ("trainer.algorithm.dppo",),
         "It belongs to policy_loss_type=dppo_tv or dppo_kl.",
-        lambda config: not config.trainer.algorithm.policy_loss_type.startswith("dppo"),
+        _loss_is_not("dppo_tv", "dppo_kl"),
     ),
     Inert(("trainer.algorithm.cispo",), "It belongs to policy_loss_type=cispo.", _loss_is_not("cispo")),
+    Inert(
+        ("trainer.algorithm.kl_loss_coef",),
+        "It belongs to trainer.algorithm.use_kl_loss=true or use_kl_in_reward=true.",
+        lambda config: not config.trainer.algorithm.use_kl_loss and not config.trainer.algorithm.use_kl_in_reward,
+    ),
+    Inert(
+        ("trainer.algorithm.kl_estimator_type",),
+        "It belongs to trainer.algorithm.use_kl_loss=true or use_kl_in_reward=true, with kl_loss_coef above 0.",
+        _nothing_measures_kl,
+    ),
     Inert(
         ("trainer.algorithm.kl_ctrl",),
         "It belongs to kl_ctrl.type=adaptive with use_kl_in_reward=true.",
@@ -278,7 +345,22 @@ ROWS = (
         _critic_sits_with_policy,
     ),
     Inert(
-        ("trainer.update_ref_every_epoch",),
+        (
+            "trainer.reward.coef",
+            "trainer.reward.model_config_kwargs",
+            "trainer.placement.reward_num_nodes",
+            "trainer.placement.reward_num_gpus_per_node",
+        ),
+        "It belongs to trainer.reward.model.path.",
+        lambda config: config.trainer.reward.model.path is None,
+    ),
+    Inert(
+        ("trainer.placement.reward_num_nodes", "trainer.placement.reward_num_gpus_per_node"),
+        "In training the reward model has the policy's slots: set trainer.placement.colocate_all to false.",
+        _reward_model_sits_with_policy,
+    ),
+    Inert(
+        ("trainer.update_ref_every_epoch", "trainer.ref"),
         "There is no reference: set trainer.algorithm.use_kl_loss or use_kl_in_reward, and kl_loss_coef above 0.",
         _nothing_reads_a_reference,
     ),
@@ -304,6 +386,12 @@ def without_effect(config: Config, defaults: Config) -> Iterator[str]:
         for name in leaves():
             below = any(name == key or name.startswith(f"{key}.") for key in row.keys)
             value = value_at(config, name)
-            if below and name not in VALUES and name not in named and value != value_at(defaults, name):
+            if below and name not in VALUES and name not in named and value != _default(config, defaults, name):
                 named.add(name)
                 yield f"{name}={show(value)} has no effect here. {row.advice}"
+
+
+def _default(config: Config, defaults: Config, name: str) -> Any:
+    """What the key is when nobody sets it: of one that follows another key, what that one is."""
+    followed = str(leaves()[name].default).removeprefix("${").removesuffix("}")
+    return value_at(config, followed) if followed in leaves() else value_at(defaults, name)

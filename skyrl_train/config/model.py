@@ -1,4 +1,4 @@
-"""trainer.policy, trainer.ref, trainer.critic: which models, how they are optimised and sharded."""
+"""trainer.policy, trainer.ref, trainer.critic, trainer.reward: which models, how they are optimised and sharded."""
 
 from __future__ import annotations
 
@@ -232,5 +232,24 @@ class CriticConfig(Section):
     deepspeed_config: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     sequence_parallel_size: int = 1
     """Neighbouring ranks that split every sequence: a divisor of the model's ranks and of its attention heads."""
+    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Changes to the Hugging Face model configuration."""
+
+
+@dataclass
+class RewardModelConfig(Section):
+    """The frozen classifier that scores conversations."""
+
+    path: str | None = None
+    """A folder or a hub name of a sequence classification model with one output and a chat template; null is none."""
+
+
+@dataclass
+class RewardConfig(Section):
+    """The reward model: scores every rollout that has an answer, in training and in evaluation."""
+
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    coef: float = 1.0
+    """A rollout's reward is the environment's plus this many times the model's score."""
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     """Changes to the Hugging Face model configuration."""

@@ -118,8 +118,8 @@ _TRAINER = {
     "rope_theta": POSITIVE,
 } | dict.fromkeys(
     (
-        *(f"placement.{role}_num_nodes" for role in ROLES),
-        *(f"placement.{role}_num_gpus_per_node" for role in ROLES),
+        *(f"placement.{role}_num_nodes" for role in (*ROLES, "reward")),
+        *(f"placement.{role}_num_gpus_per_node" for role in (*ROLES, "reward")),
         "epochs",
         "update_epochs_per_batch",
         "train_batch_size",

@@ -41,6 +41,8 @@ from skyrl_train.config.model import (
     PolicyMegatronConfig,
     RefConfig,
     RefModelConfig,
+    RewardConfig,
+    RewardModelConfig,
 )
 from skyrl_train.config.section import Section
 from skyrl_train.config.trainer import FullyAsyncConfig, PlacementConfig, TimeoutsConfig, TrainerConfig
@@ -80,6 +82,8 @@ __all__ = [
     "PolicyMegatronConfig",
     "RefConfig",
     "RefModelConfig",
+    "RewardConfig",
+    "RewardModelConfig",
     "SAPOConfig",
     "SFTConfig",
     "SamplingConfig",

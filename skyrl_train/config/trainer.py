@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.model import CriticConfig, PolicyConfig, RefConfig
+from skyrl_train.config.model import CriticConfig, PolicyConfig, RefConfig, RewardConfig
 from skyrl_train.config.section import Section
 
 
@@ -30,6 +30,10 @@ class PlacementConfig(Section):
     """Nodes of the reference."""
     ref_num_gpus_per_node: int = 1
     """Ranks of the reference on each node."""
+    reward_num_nodes: int = 1
+    """Nodes of the reward model."""
+    reward_num_gpus_per_node: int = 1
+    """Replicas of the reward model on each node."""
 
 
 @dataclass
@@ -82,6 +86,7 @@ class TrainerConfig(Section):
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     ref: RefConfig = field(default_factory=RefConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)

@@ -213,6 +213,10 @@ def _algorithm(config: Config) -> Iterator[Problem]:
     if algorithm.use_tis and algorithm.tis_imp_ratio_cap <= 0:
         key, value = "trainer.algorithm.tis_imp_ratio_cap", algorithm.tis_imp_ratio_cap
         yield Problem(key, value, "more than 0 with use_tis=true", "2.0 is usual.")
+    if algorithm.use_tis and algorithm.off_policy_correction.tis_ratio_type == "sequence":
+        advice = "It is the older name of tis_ratio_type=token, and its bound is not a sequence's: set it to false."
+        allowed = "false with off_policy_correction.tis_ratio_type=sequence"
+        yield Problem("trainer.algorithm.use_tis", True, allowed, advice)
     if estimator == "gae" and not config.trainer.critic.model.path:
         advice = "advantage_estimator=gae needs a critic; the policy's path is a usual choice."
         yield Problem("trainer.critic.model.path", config.trainer.critic.model.path, "the path of a model", advice)

@@ -32,6 +32,15 @@ def render_prompt(
     return chat.encode(chat.text(len(messages), open_answer=True))
 
 
+def render_messages(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """Ids of `messages` as they are, for a model that reads and does not answer.
+
+    Raises DataError when the template refuses them.
+    """
+    chat = _Chat.of(tokenizer, messages, None)
+    return chat.encode(chat.text(len(messages)))
+
+
 def render_conversation(
     tokenizer: Any, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> tuple[list[int], list[bool]]:

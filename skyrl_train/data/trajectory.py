@@ -75,8 +75,16 @@ class Trajectory:
     """The name a failure is counted under: an environment's exception class, "timeout", "bad_reward", "engine"..."""
     text: str = ""
     """Decoded response, for people; nothing is ever parsed back from it."""
+    messages: list[Message] = field(default_factory=list)
+    """The whole conversation: what the environment opened with, then the answer; what a reward model reads."""
     raw_reward: float | None = None
     """`reward` before penalties for length, where there are any."""
+
+    def fail(self, kind: str, detail: str) -> None:
+        """The episode counts as failed of `kind`; what it was worth so far is forgotten."""
+        self.status, self.error, self.reward = FAILED, kind, 0.0
+        self.env_metrics = {}
+        self.text = self.text or detail
 
     @property
     def outcome(self) -> float:

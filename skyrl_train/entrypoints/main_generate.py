@@ -29,7 +29,7 @@ class EvaluationExp(BasePPOExp):
             self.cfg, train_dataset=None, get_tracker=self.get_tracker, get_client=self.get_inference_client
         ) as running:
             generator = self.get_generator(running.client, running.environments, evaluation=True)
-            scores = await build_evaluator(self.cfg, generator, self.eval_dataset).run(step=0)
+            scores = await build_evaluator(self.cfg, running, generator, self.eval_dataset).run(step=0)
             running.base.trackers.begin(0, 0)
             running.base.trackers.log(scores, 0)
         print(json.dumps(scores, indent=1))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from skyrl_train.data.chat import render_prompt
-from skyrl_train.data.trajectory import FAILED, Message, Prompt, Trajectory, TrajectoryGroup, Turn
+from skyrl_train.data.trajectory import Message, Prompt, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.sampling import request_seed
 from skyrl_train.environments.base import StepOutput
@@ -127,6 +127,7 @@ class ConversationGenerator:
         item.logprobs = list(completion.full_logprobs)
         item.stop_reason = completion.stop_reason
         item.text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)  # type: ignore[attr-defined]
+        item.messages = [*row.episode.messages, {"role": "assistant", "content": item.text}]
         versions = [span.version for span in completion.versions] or [0]
         reward = 0.0
         try:
@@ -162,10 +163,7 @@ class _Row:
             await episode.close()
 
     def fail(self, kind: str, detail: str) -> None:
-        item = self.trajectory
-        item.status, item.error, item.reward = FAILED, kind, 0.0
-        item.env_metrics = {}
-        item.text = item.text or detail
+        self.trajectory.fail(kind, detail)
 
 
 def _numbers(metadata: dict[str, object]) -> dict[str, float]:

@@ -12,15 +12,23 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL_LMS
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
 from skyrl_train.errors import ConfigError
 
 POLICY_PATH = "trainer.policy.model.path"
+REWARD_PATH = "trainer.reward.model.path"
 
 
 def load_config(
@@ -65,9 +73,66 @@ def load_causal_lm(
     the checkpoint, and when the checkpoint does not fill every parameter (random weights would train silently).
     """
     config = load_config(path, key=key, overrides=model_config_kwargs, rope_scaling=rope_scaling, rope_theta=rope_theta)
-    load: Any = AutoModelForCausalLM.from_pretrained
+    model, _ = _load(AutoModelForCausalLM, path, config, key, dtype, attention)
+    return model.to(device)  # type: ignore[arg-type]
+
+
+def load_reward_model(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    model_config_kwargs: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
+    """A sequence classifier with one output, in evaluation mode.
+
+    Raises ConfigError as `load_causal_lm` does, for another number of outputs, for a head with tensors that its class
+    does not know, and for encoder-decoders.
+    """
+    config = load_config(path, key=REWARD_PATH, overrides=model_config_kwargs)
+    if config.num_labels != 1:
+        raise ConfigError(
+            f"{REWARD_PATH}={path!r}: its configuration has num_labels={config.num_labels}; a reward model has one "
+            "output: give a sequence classification model that was trained with num_labels=1."
+        )
+    if config.is_encoder_decoder:
+        raise ConfigError(
+            f"{REWARD_PATH}={path!r}: {type(config).__name__} has an encoder and a decoder, which read two texts; give "
+            "a model that has one of them."
+        )
+    model, unexpected = _load(AutoModelForSequenceClassification, path, config, REWARD_PATH, dtype)
+    body = model.base_model_prefix
+    if head := [name for name in unexpected if not name.startswith((f"{body}.", "lm_head."))]:
+        raise ConfigError(
+            f"{REWARD_PATH}={path!r}: {type(model).__name__} has no place for {head[0]!r}, so its scores would be "
+            "others than those it was trained to give; use a model that transformers' own class describes."
+        )
+    for part in (model.config, model.config.get_text_config()):
+        part.use_cache = False
+    return model.to(device)  # type: ignore[arg-type]
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Tokens that a model can read at once; None where nothing bounds them.
+
+    RoBERTa and its family count positions from the one after the padding token's.
+    """
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            return module.num_embeddings - module.padding_idx - 1
+    longest: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return longest if longest and longest > 0 else None
+
+
+def _load(
+    kind: Any, path: str, config: PreTrainedConfig, key: str, dtype: torch.dtype, attention: str | None = None
+) -> tuple[PreTrainedModel, list[str]]:
+    """The model, and the checkpoint's tensors that it has no place for.
+
+    `kind` is the Auto class; without `attention` the model has the best that its code knows.
+    """
     try:
-        model, info = load(
+        model, info = kind.from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -82,7 +147,7 @@ def load_causal_lm(
         raise ConfigError(
             f"{key}={path!r}: the checkpoint lacks {len(absent)} tensors, such as {absent[0]!r}; use a complete one."
         )
-    return model.to(device)  # type: ignore[no-any-return]
+    return model, sorted(info["unexpected_keys"])
 
 
 def meta_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -118,6 +183,12 @@ def checkpoint_names(path: str) -> set[str]:
     return set()
 
 
+def has_tokenizer(path: str) -> bool:
+    """Whether a folder or hub name has files of a tokenizer."""
+    absent: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    return any(cached_file(path, name, **absent) for name in ("tokenizer.json", "tokenizer_config.json"))
+
+
 def load_tokenizer(path: str, *, use_fast: bool = True, key: str = POLICY_PATH) -> Any:
     """The tokenizer of a folder or hub name. Raises ConfigError naming `key`."""
     try:
@@ -129,7 +200,8 @@ def load_tokenizer(path: str, *, use_fast: bool = True, key: str = POLICY_PATH) 
 def _cannot_load(key: str, path: str, error: Exception) -> ConfigError:
     reason = str(error).strip().split("\n")[0]
     if Path(path).is_dir():
-        todo = "The folder must hold config.json, a tokenizer and *.safetensors of a causal language model."
+        kind = "sequence classification model" if key == REWARD_PATH else "causal language model"
+        todo = f"The folder must hold config.json, a tokenizer and *.safetensors of a {kind}."
     elif Path(path).is_absolute() or path.startswith("."):
         todo = "There is no such folder: give one that exists, or a hub name like 'Qwen/Qwen2.5-0.5B-Instruct'."
     else:

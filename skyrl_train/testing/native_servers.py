@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -58,7 +57,7 @@ class NativeServerProcess:
         self.log = log
         common = {"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
         with log.open("w") as output:
-            self._process: Any = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, *arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -67,12 +66,26 @@ class NativeServerProcess:
 
     def stop(self) -> None:
         """At once. Stopping twice is harmless."""
-        family = []
-        if self._process.poll() is None:
-            family = psutil.Process(self._process.pid).children(recursive=True)
-            self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-        for member in family:
-            if member.is_running():
-                member.kill()
-        psutil.wait_procs(family, timeout=10)
+        end(self._process)
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Kill a process with everything that it started, and leave nothing of theirs in /dev/shm."""
+    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    trackers = [member for member in family if _is_resource_tracker(member)]
+    process.kill()
+    process.wait()
+    for member in family:
+        if member not in trackers and member.is_running():
+            member.kill()
+    # A tracker removes what those it served left in shared memory once they are gone, and then ends by itself.
+    _, alive = psutil.wait_procs(family, timeout=10)
+    for member in alive:
+        member.kill()
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -51,8 +58,15 @@ def tiny_model(
     Weights are drawn wider than usual, so that different tokens get visibly different probabilities.
     """
     torch.manual_seed(seed)
+    config = _tiny_config(kind, vocab_size, hidden_size, layers, tied)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _tiny_config(
+    kind: str, vocab_size: int = 320, hidden_size: int = 64, layers: int = 2, tied: bool = True
+) -> PreTrainedConfig:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
-    config = AutoConfig.for_model(
+    return AutoConfig.for_model(
         kind,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -69,11 +83,21 @@ def tiny_model(
         pad_token_id=0,
         **(experts if kind.endswith("moe") else {}),
     )
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def save_tiny_model(directory: Path, kind: str = "qwen2", **options: object) -> str:
     """Model and byte tokenizer as a Hugging Face folder; returns its path."""
     tiny_model(kind, **options).save_pretrained(directory)  # type: ignore[arg-type]
+    byte_tokenizer().save_pretrained(directory)
+    return str(directory)
+
+
+def save_tiny_reward_model(directory: Path, kind: str = "qwen2", seed: int = 0, **config: object) -> str:
+    """A sequence classifier with one output and the byte tokenizer as a folder; `config` changes its configuration."""
+    torch.manual_seed(seed)
+    settings = _tiny_config(kind)
+    settings.num_labels = 1
+    settings.update(config)
+    AutoModelForSequenceClassification.from_config(settings).save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
     return str(directory)

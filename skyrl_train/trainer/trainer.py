@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from skyrl_train.collectors.rollout_collector import RolloutCollector
 from skyrl_train.data.batch import TrainBatch, collate
 from skyrl_train.data.trajectory import TrajectoryGroup
-from skyrl_train.errors import EnginesLost, RolloutsFailed
+from skyrl_train.errors import EnginesLost, RewardModelLost, RolloutsFailed
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.trainer.evaluation import Evaluator
@@ -78,8 +78,8 @@ class Trainer:
         try:
             while self.step < self.schedule.total_steps:
                 await self._step()
-        except (EnginesLost, RolloutsFailed):
-            # No engine is left, or nothing to learn from; the learner is whole, and what it learnt is kept.
+        except (EnginesLost, RewardModelLost, RolloutsFailed):
+            # No engine, no judge, or nothing to learn from is left; the learner is whole, and what it learnt is kept.
             if self.step > started_at:
                 await self.state.save(self.step)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,8 @@ from skyrl_train.metrics import Metrics
 from skyrl_train.objectives.value import explained_variance
 from skyrl_train.workers.learner_worker import LearnerWorker, MiniBatch
 from skyrl_train.workers.micro_batches import PassLimits, micro_batches, shares_prompts
+
+_log = logging.getLogger(__name__)
 
 Choose = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logprobs, old_logprobs, advantages, mask), all [T] -> [T] bool; see algorithms/selections.py."""
@@ -146,22 +149,19 @@ class Learner:
         scored = batch
         needs_old = self.needs_old_logprobs
         if len(self._mini_batch_rows(batch)) > 1 if needs_old is None else needs_old:
-            scored = scored.with_tokens(old_logprobs=await self.logprobs(self.policy, batch))
+            scored = scored.with_tokens(old_logprobs=await self.token_scores(self.policy, batch))
         if self.critic is not None:
-            scored = scored.with_tokens(values=await self._scores(self.critic, batch))
+            scored = scored.with_tokens(values=await self.token_scores(self.critic, batch))
         return await self.with_reference(scored)
 
     async def with_reference(self, batch: TrainBatch) -> TrainBatch:
         """Adds the reference's log-probs where there is a reference."""
         if self.reference is None:
             return batch
-        return batch.with_tokens(ref_logprobs=await self.logprobs(self.reference, batch))
+        return batch.with_tokens(ref_logprobs=await self.token_scores(self.reference, batch))
 
-    async def logprobs(self, group: WorkerGroup, batch: TrainBatch) -> Tensor:
-        """[T] log-probs (nats) of masked tokens under `group`'s model; 0 elsewhere."""
-        return await self._scores(group, batch)
-
-    async def _scores(self, group: WorkerGroup, batch: TrainBatch) -> Tensor:
+    async def token_scores(self, group: WorkerGroup, batch: TrainBatch) -> Tensor:
+        """[T] what `group`'s model says of masked tokens, log-probs (nats) or a critic's values; 0 elsewhere."""
         limits = self._limits(self.sizes.micro_forward_sequences)
         share = shares_prompts(batch, limits)
         shards = micro_batches(batch, group.num_parts, limits, share)
@@ -179,7 +179,11 @@ class Learner:
         metrics = Metrics()
         if self.critic is not None:
             await self._update_critic(self.critic, batch, metrics)
-        for index, rows in enumerate(self._mini_batch_rows(batch)):
+        mini_batches = self._mini_batch_rows(batch)
+        metrics.count("policy/optimizer_steps", len(mini_batches))
+        if not mini_batches:
+            _log.warning("No token of this step's batch counts: nothing was learnt from it.")
+        for index, rows in enumerate(mini_batches):
             mini_batch = weigh(batch.select(rows), self.reduction)
             if self.choose is not None:
                 mini_batch = await self._selected(mini_batch, self.choose, first=index == 0)
@@ -216,7 +220,7 @@ class Learner:
         """With the tokens that the loss treats apart, chosen under the policy as it is before this optimizer step."""
         old = mini_batch.old_logprobs
         assert old is not None and mini_batch.advantages is not None, "a choice of tokens needs old log-probs"
-        current = old if first else await self.logprobs(self.policy, mini_batch)
+        current = old if first else await self.token_scores(self.policy, mini_batch)
         return mini_batch.with_tokens(selected=choose(current, old, mini_batch.advantages, mini_batch.loss_mask))
 
     async def offload(self) -> None:

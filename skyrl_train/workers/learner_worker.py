@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import socket
@@ -136,6 +137,7 @@ class LearnerWorker:
     def reload(self, path: str) -> None:
         """Be the model in another Hugging Face folder: how a frozen reference follows the policy."""
         del self.scorer, self.strategy, self.sender
+        gc.collect()  # a module is a cycle: without this both models are held at once
         self._build(path)
 
     def _build(self, path: str) -> int:

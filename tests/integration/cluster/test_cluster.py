@@ -139,6 +139,27 @@ def test_layouts_share_slots_when_colocated_and_do_not_when_apart(cluster: Clust
     assert layout.policy.slots is layout.reference.slots
 
 
+def test_a_reward_model_sits_beside_the_policy_or_has_slots_of_its_own(cluster: Cluster):
+    generator = GeneratorConfig(num_inference_engines=1)
+    together = PlacementConfig(policy_num_gpus_per_node=2, reward_num_gpus_per_node=3)
+    with Cluster() as one_run:
+        layout = place(one_run, together, generator, device="cpu", deadline_s=10, with_reward=True)
+    assert layout.reward is layout.policy and layout.policy is not None
+    assert layout.policy.slots.tenants == 3
+    apart = PlacementConfig(colocate_all=False, reward_num_gpus_per_node=2)
+    with Cluster() as one_run:
+        layout = place(one_run, apart, generator, device="cpu", deadline_s=10, with_reward=True)
+    assert layout.policy and layout.reward
+    assert (layout.reward.count, layout.reward.slots.tenants, layout.policy.slots.tenants) == (2, 1, 1)
+    with Cluster() as one_run:
+        alone = place(one_run, together, generator, device="cpu", deadline_s=10, with_policy=False, with_reward=True)
+    assert alone.policy is None and alone.reward and alone.engines
+    assert alone.reward.slots is alone.engines.slots and alone.engines.slots.tenants == 2
+    elsewhere = {"with_policy": False, "with_engines": False, "with_reward": True}
+    layout = place(cluster, together, generator, device="cpu", deadline_s=10, **elsewhere)
+    assert layout.reward and layout.reward.count == 3
+
+
 def test_leaving_a_cluster_ends_its_processes_and_gives_its_slots_back():
     # In a process of its own, because a driver has one cluster: the check for left-overs is the conftest's.
     import subprocess

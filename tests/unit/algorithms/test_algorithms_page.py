@@ -4,6 +4,7 @@ import re
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
 from skyrl_train.algorithms import registry
@@ -51,7 +52,9 @@ def small_batch() -> TrainBatch:
     )
 
 
-def test_the_pages_example_trains():
+def test_the_pages_example_trains(monkeypatch: pytest.MonkeyPatch):
+    for names in (registry.policy_losses, registry.advantage_estimators):
+        monkeypatch.setattr(names, "_items", dict(names._items))
     batch = small_batch()
     (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
     exec(compile(example, str(PAGE), "exec"), {"__name__": "my_losses"})

@@ -58,6 +58,12 @@ def test_at_least_one_token_is_chosen_and_none_where_nothing_counts_or_nothing_i
     assert not CLIP_COV(logprobs, old, torch.ones(20), everything).any()  # equal advantages: covariance 0
 
 
+def test_a_share_of_0_chooses_nothing():
+    logprobs, old, advantages, mask = tokens()
+    assert not CLIP_COV(logprobs, old, advantages, mask, clip_cov_ratio=0.0).any()
+    assert not KL_COV(logprobs, old, advantages, mask, kl_cov_fraction=0.0).any()
+
+
 def test_a_choice_depends_neither_on_order_nor_on_masked_tokens_nor_on_rounding():
     logprobs, old, advantages, mask = tokens()
     generator = torch.Generator().manual_seed(1)

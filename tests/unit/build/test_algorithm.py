@@ -82,8 +82,8 @@ def test_what_corrects_for_the_engine_itself_is_not_corrected_again(name: str, k
 def test_older_keys_of_truncated_importance_sampling_mean_the_same():
     found = correction_of(algorithm("use_tis=true", "tis_imp_ratio_cap=3.0"))
     assert (found.tis_ratio_type, found.token_tis_ratio_clip_high) == ("token", 3.0)
-    chosen = algorithm("use_tis=true", "tis_imp_ratio_cap=3.0", "off_policy_correction.tis_ratio_type=sequence")
-    assert correction_of(chosen).tis_ratio_type == "sequence"
+    chosen = algorithm("use_tis=true", "tis_imp_ratio_cap=3.0", "off_policy_correction.tis_ratio_type=token")
+    assert correction_of(chosen).token_tis_ratio_clip_high == 2.0
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,21 @@
-"""Every preset of examples/ is a good configuration that says nothing without effect."""
+"""Every preset of examples/ is a good configuration that says nothing without effect, also through its script."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from skyrl_train.config.prepare import prepare
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+REPOSITORY = Path(__file__).parents[3]
+EXAMPLES = REPOSITORY / "examples"
+PATH = os.pathsep.join([os.environ["PATH"], str(REPOSITORY / ".uv" / "bin")])
+"""With the uv that scripts/bootstrap gets where there is none."""
 PRESETS = sorted(EXAMPLES.rglob("*.yaml"))
 
 
@@ -20,3 +27,27 @@ def test_preset_is_good_and_every_key_of_it_has_an_effect(path: Path):
     )
     assert prepared.warnings == []
     assert len(path.read_text().splitlines()) <= 30
+
+
+def run_script(*arguments: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """examples/algorithms/run.sh, started in `folder`, in the environment of the tests."""
+    here = {"PATH": PATH, "UV_PROJECT_ENVIRONMENT": sys.prefix, "UV_NO_SYNC": "1", "UV_OFFLINE": "1"}
+    said = {name: value for name, value in os.environ.items() if name not in ("EXTRA", "LOGGER", "NUM_GPUS")}
+    command = [str(EXAMPLES / "algorithms" / "run.sh"), *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=said | here | env, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.skipif(shutil.which("uv", path=PATH) is None, reason="needs uv")
+def test_the_script_of_the_presets_composes_what_it_is_asked_for_from_any_folder(tmp_path: Path):
+    done = run_script("custom_loss", "trainer.max_steps=2", "--cfg", "job", folder=tmp_path, NUM_GPUS="3")
+    assert done.returncode == 0, done.stderr
+    for line in ("policy_loss_type: reinforce", "max_steps: 2", "num_inference_engines: 3", "logger: console"):
+        assert line in done.stdout
+
+
+def test_the_script_of_the_presets_names_them_when_none_is_given(tmp_path: Path):
+    done = run_script(folder=tmp_path)
+    assert done.returncode != 0
+    assert "which preset? One of: cispo clip_cov " in done.stderr

@@ -2,11 +2,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import skyrl_train
-from skyrl_train.config.inert import ROWS
+from skyrl_train.algorithms.registry import advantage_estimators, keywords_of, policy_losses, sft_losses
+from skyrl_train.algorithms.selections import selection_of
+from skyrl_train.config import reference
+from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, SFT_LOSSES
+from skyrl_train.config.inert import CLIPPING_LOSSES, ROWS
 from skyrl_train.config.keys import all_keys, leaves
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.unavailable import VALUES
@@ -14,6 +19,10 @@ from skyrl_train.config.validate import CHOICES
 from skyrl_train.errors import ConfigError
 
 PACKAGE = Path(skyrl_train.__file__).parent
+
+
+CLIPPED = sorted(CLIPPING_LOSSES)
+UNCLIPPED = sorted(POLICY_LOSSES.keys() - CLIPPING_LOSSES)
 
 
 def warnings(*overrides: str) -> list[str]:
@@ -50,6 +59,9 @@ def test_defaults_warn_about_nothing_also_when_spelt_out():
         "trainer.policy.model.lora.lora_sync_path=/x",
         "trainer.fully_async.max_staleness_steps=1",
         "trainer.placement.ref_num_gpus_per_node=2",
+        "trainer.placement.reward_num_nodes=2",
+        "trainer.reward.coef=0.5",
+        "trainer.reward.model_config_kwargs.max_position_embeddings=8192",
         "environment.skyrl_gym.search.topk=5",
         "generator.sampling_params.logprobs=null",
         "generator.fully_sharded_loras=true",
@@ -74,6 +86,15 @@ def test_key_without_effect_is_named_once_with_what_to_use(override: str):
         ("trainer.strategy=fsdp2", "trainer.policy.deepspeed_config.zero_stage=2"),
         ("trainer.strategy=deepspeed", "trainer.ref.deepspeed_config.offload_optimizer=true"),
         ("trainer.policy.model.lora.rank=8", "trainer.policy.model.lora.lora_sync_path=/x"),
+        ("trainer.reward.model.path=/r", "trainer.placement.reward_num_gpus_per_node=2"),
+        ("trainer.algorithm.advantage_estimator=rloo", "trainer.algorithm.grpo_norm_by_std=false"),
+        *((f"trainer.algorithm.policy_loss_type={loss}", "trainer.algorithm.eps_clip_low=0.1") for loss in UNCLIPPED),
+        ("trainer.algorithm.policy_loss_type=cispo", "trainer.algorithm.eps_clip_high=0.28"),
+        ("trainer.algorithm.use_kl_loss=false", "trainer.algorithm.kl_loss_coef=0.1"),
+        ("trainer.algorithm.use_kl_loss=false", "trainer.algorithm.kl_estimator_type=k1"),
+        ("trainer.algorithm.kl_loss_coef=0.0", "trainer.algorithm.kl_estimator_type=k1"),
+        ("trainer.algorithm.use_kl_loss=false", "trainer.ref.model.path=x"),
+        ("trainer.algorithm.kl_loss_coef=0.0", "trainer.ref.fsdp_config.cpu_offload=true"),
     ],
 )
 def test_key_without_effect_beside_another_setting_is_named(setting: str, override: str):
@@ -110,6 +131,33 @@ def test_key_without_effect_beside_another_setting_is_named(setting: str, overri
         ["trainer.update_ref_every_epoch=true"],
         ["trainer.policy.model.lora.rank=8", "trainer.policy.model.lora.alpha=32"],
         ["trainer.strategy=deepspeed", "trainer.policy.deepspeed_config.zero_stage=2"],
+        [
+            "trainer.reward.model.path=/r",
+            "trainer.reward.coef=0.5",
+            "trainer.reward.model_config_kwargs.max_position_embeddings=8192",
+            "trainer.placement.reward_num_gpus_per_node=2",
+            "trainer.placement.colocate_all=false",
+        ],
+        ["trainer.ref.model.path=x", "trainer.algorithm.kl_loss_coef=0.1", "trainer.algorithm.kl_estimator_type=k1"],
+        ["trainer.algorithm.use_kl_loss=false", "trainer.policy.model.path=x"],  # the reference's path follows it
+        [
+            "trainer.algorithm.use_kl_loss=false",
+            "trainer.ref.model.path=x",
+            "trainer.algorithm.sft.loss_type=minor_sft",
+            "trainer.algorithm.loss_reduction=sequence_mean",
+        ],
+        [
+            "trainer.algorithm.use_kl_loss=false",
+            "trainer.ref.model.path=x",
+            "trainer.algorithm.advantage_estimator=distillation",
+        ],
+        *([f"trainer.algorithm.policy_loss_type={loss}", "trainer.algorithm.eps_clip_low=0.1"] for loss in CLIPPED),
+        [
+            "trainer.plugins=[mine]",
+            "trainer.algorithm.policy_loss_type=mine",
+            "trainer.algorithm.eps_clip_low=0.1",
+            "trainer.algorithm.sapo.tau_pos=2.0",
+        ],
         ["generator.weight_sync_check=probe"],
         ["trainer.algorithm.dynamic_sampling.type=replace", "trainer.algorithm.dynamic_sampling.min_replace_ratio=0.5"],
         ["trainer.algorithm.overlong_buffer.len=8", "trainer.algorithm.overlong_buffer.penalty_factor=0.5"],
@@ -120,10 +168,32 @@ def test_key_with_effect_is_not_named(overrides: list[str]):
     assert warnings(*overrides) == []
 
 
+def test_the_older_bound_is_named_where_the_key_that_replaced_it_rules():
+    overrides = ["trainer.algorithm.use_tis=true", "trainer.algorithm.tis_imp_ratio_cap=3.0"]
+    assert warnings(*overrides) == []
+    (line,) = warnings(*overrides, "trainer.algorithm.off_policy_correction.tis_ratio_type=token")
+    assert line.startswith("trainer.algorithm.tis_imp_ratio_cap=3.0 has no effect here. ")
+
+
+def test_tables_of_who_reads_what_are_those_of_the_signatures():
+    def asks(function: Any, name: str) -> bool:
+        return function is not None and name in keywords_of(function)
+
+    losses = {name: policy_losses.get(name) for name in POLICY_LOSSES}
+    for bound in ("eps_low", "eps_high"):
+        clipping = {name for name, f in losses.items() if asks(f, bound) or asks(selection_of(f), bound)}
+        assert clipping == CLIPPING_LOSSES
+    estimators = {name: advantage_estimators.get(name) for name in ADVANTAGE_ESTIMATORS}
+    assert {name for name, f in estimators.items() if asks(f, "ref_logprobs")} == reference.ESTIMATORS
+    assert {name for name, f in estimators.items() if asks(f, "norm_by_std")} == {"grpo"}
+    assert {name for name in SFT_LOSSES if asks(sft_losses.get(name), "ref_logprobs")} == reference.SFT_LOSSES
+
+
 def test_every_key_is_read_refused_or_named_as_having_no_effect():
     modules = [
         path for path in PACKAGE.rglob("*.py") if not {"config", "testing"} & set(path.relative_to(PACKAGE).parts)
     ]
+    modules.append(PACKAGE / "config" / "reference.py")  # read on behalf of `build`
     read = set(re.findall(r"\.([A-Za-z_]\w*)", "\n".join(path.read_text() for path in modules)))
     explained = (
         {key for row in ROWS for key in row.keys} | set(VALUES) | {key for key in CHOICES if len(CHOICES[key]) == 1}
@@ -145,3 +215,24 @@ def test_experts_are_spread_over_all_ranks_of_an_engine_or_over_none():
     key = "generator.inference_engine_expert_parallel_size"
     with pytest.raises(ConfigError, match=rf"{key}.*1 or generator\.inference_engine_tensor_parallel_size"):
         warnings("generator.backend=vllm", f"{key}=3")
+
+
+@pytest.mark.parametrize(
+    ("on", "bound"),
+    [
+        ("tis_ratio_type=token", "sequence_tis_ratio_clip_high=3"),
+        ("tis_ratio_type=sequence", "token_tis_ratio_clip_high=3"),
+        ("sequence_mask_metric=product", "geo_mask_high=1.1"),
+        ("sequence_mask_metric=geometric", "product_mask_low=0.4"),
+    ],
+)
+def test_a_bound_of_another_correction_than_the_one_that_is_on_is_named(on: str, bound: str):
+    section = "trainer.algorithm.off_policy_correction."
+    (line,) = warnings(section + on, section + bound)
+    assert bound.partition("=")[0] in line
+
+
+def test_a_bound_beside_use_tis_alone_is_named():
+    beside = "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high=5"
+    (line,) = warnings("trainer.algorithm.use_tis=true", "trainer.algorithm.tis_imp_ratio_cap=3.0", beside)
+    assert "tis_imp_ratio_cap" in line

@@ -40,6 +40,8 @@ NEW_KEYS = {
     "trainer.max_failed_fraction",
     "trainer.max_steps",
     "trainer.max_tokens_per_microbatch",
+    "trainer.placement.reward_num_gpus_per_node",
+    "trainer.placement.reward_num_nodes",
     "trainer.plugins",
     "trainer.share_prompt",
     "trainer.policy.deepspeed_config.offload_optimizer",
@@ -48,6 +50,8 @@ NEW_KEYS = {
     "trainer.ref.deepspeed_config.offload_optimizer",
     "trainer.ref.deepspeed_config.offload_parameters",
     "trainer.ref.deepspeed_config.zero_stage",
+    "trainer.reward.coef",
+    "trainer.reward.model.path",
 }
 
 

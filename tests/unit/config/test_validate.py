@@ -138,6 +138,15 @@ def test_defaults_are_valid():
         (["trainer.algorithm.use_tis=true"], "trainer.algorithm.tis_imp_ratio_cap", "more than 0 with use_tis=true"),
         (
             [
+                "trainer.algorithm.use_tis=true",
+                "trainer.algorithm.tis_imp_ratio_cap=2",
+                "trainer.algorithm.off_policy_correction.tis_ratio_type=sequence",
+            ],
+            "trainer.algorithm.use_tis",
+            "false with off_policy_correction.tis_ratio_type=sequence",
+        ),
+        (
+            [
                 "trainer.algorithm.use_kl_in_reward=true",
                 "trainer.algorithm.use_kl_loss=false",
                 "trainer.algorithm.kl_ctrl.type=adaptive",

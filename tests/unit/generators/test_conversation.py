@@ -82,6 +82,18 @@ def test_ids_trained_on_are_the_ids_sampled_with_the_engine_s_log_probs():
     assert all(episode.closed for episode in environments.episodes)
 
 
+def test_messages_are_what_the_environment_opened_with_and_the_answer():
+    class Rewriting(ToyEnvironments):
+        async def start(self, env_class: str, prompt: Prompt) -> ToyEpisode:
+            episode = await super().start(env_class, prompt)
+            episode.messages = [{"role": "system", "content": "be brief"}, *prompt.messages]
+            return episode
+
+    (row,) = generate(ScriptedEngine(answer), Rewriting([]), samples=1).trajectories
+    assert [message["content"] for message in row.messages] == ["be brief", "2 + 2?", "ab"]
+    assert row.messages[-1]["role"] == "assistant"
+
+
 def test_a_group_goes_out_in_one_call_with_seeds_of_its_own():
     engine = ScriptedEngine(answer)
     generate(engine, ToyEnvironments([]))

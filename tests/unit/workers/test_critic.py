@@ -148,11 +148,11 @@ def test_a_reference_that_reloads_another_folder_scores_as_that_model(tiny_model
         learner = Learner(WorkerGroup([LocalWorker(policy)]), WorkerGroup([LocalWorker(worker)]), BatchSizes(100))
         await setup(learner)
         assert learner.reference is not None
-        before = await learner.logprobs(learner.reference, batch)
+        before = await learner.token_scores(learner.reference, batch)
         await learner.update(batch)
         await learner.policy.all("export", str(tmp_path))
         await learner.reference.all("reload", str(tmp_path))
-        found = [await learner.logprobs(group, batch) for group in (learner.reference, learner.policy)]
+        found = [await learner.token_scores(group, batch) for group in (learner.reference, learner.policy)]
         await learner.close()
         return [before, *found]
 

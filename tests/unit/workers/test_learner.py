@@ -208,7 +208,9 @@ def test_mini_batches_are_whole_prompts_and_the_last_one_is_smaller():
 
 
 @pytest.mark.fault("F12")
-def test_a_batch_with_nothing_to_learn_changes_no_weight(tiny_model_path: str):
+def test_a_batch_with_nothing_to_learn_changes_no_weight_and_says_so(
+    tiny_model_path: str, caplog: pytest.LogCaptureFixture
+):
     batch = policy_batch()
     masked = batch.with_tokens(loss_mask=torch.zeros_like(batch.loss_mask))
     learner = local_learner(tiny_model_path, BatchSizes(mini_batch_groups=2), optimizer=OptimizerConfig(lr=1.0))
@@ -223,7 +225,8 @@ def test_a_batch_with_nothing_to_learn_changes_no_weight(tiny_model_path: str):
         return metrics, before, after
 
     metrics, before, after = asyncio.run(run())
-    assert metrics == {}
+    assert metrics == {"policy/optimizer_steps": 0}
+    assert "nothing was learnt" in caplog.text
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 

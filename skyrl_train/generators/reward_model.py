@@ -1,0 +1,54 @@
+"""Rollouts whose reward is the environment's and, on top, what a reward model says about them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+from skyrl_train.data.trajectory import OK, Message, Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.errors import ConfigError, EnvironmentFailure
+
+log = logging.getLogger(__name__)
+
+Rollout = Callable[[Prompt, int], Awaitable[TrajectoryGroup]]
+Judge = Callable[[Sequence[Sequence[Message]]], Awaitable[Sequence[float | EnvironmentFailure]]]
+"""Conversations -> the score of each, or why it has none."""
+METRIC = "reward_model_score"
+
+
+class JudgedRollout:
+    """A rollout like the one it wraps, with `coef` times the judge's score in every reward.
+
+    A group is judged in one call, after its engines and environments are done with it. Failed episodes are left as they
+    are; an answer that the judge has no score for becomes one.
+    """
+
+    def __init__(self, rollout: Rollout, judge: Judge, coef: float):
+        self._rollout = rollout
+        self._judge = judge
+        self._coef = coef
+
+    async def __call__(self, prompt: Prompt, position: int) -> TrajectoryGroup:
+        group = await self._rollout(prompt, position)
+        answered = [item for item in group.trajectories if item.status == OK]
+        if any(not item.messages for item in answered):
+            raise ConfigError(
+                f"trainer.reward.model.path: a trajectory of prompt {prompt.uid} has no messages to score; a generator "
+                "of your own must fill Trajectory.messages with the whole conversation."
+            )
+        if answered:
+            scores = await self._judge([item.messages for item in answered])
+            for item, score in zip(answered, scores, strict=True):
+                self._apply(item, score)
+        return group
+
+    def _apply(self, item: Trajectory, score: float | EnvironmentFailure) -> None:
+        if isinstance(score, EnvironmentFailure):
+            log.warning("A rollout of prompt %s cannot be scored: %s", item.prompt.uid, score)
+            item.fail(score.kind, score.detail)
+            return
+        item.reward += self._coef * score
+        if item.turns:  # what is said about the whole conversation is known at its end
+            item.turns[-1] = replace(item.turns[-1], reward=item.turns[-1].reward + self._coef * score)
+        item.env_metrics[METRIC] = score

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from skyrl_train.testing.native_servers import end
+
+SERVER = """
+import multiprocessing, time
+from multiprocessing.shared_memory import SharedMemory
+
+def work(name):
+    print(name, SharedMemory(create=True, size=64).name, flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    held = SharedMemory(create=True, size=64)
+    multiprocessing.get_context("spawn").Process(target=work, args=(held.name,)).start()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory has no names here")
+def test_a_server_that_is_stopped_leaves_neither_processes_nor_shared_memory(tmp_path: Path):
+    script = tmp_path / "server.py"
+    script.write_text(SERVER)
+    server = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    with server.stdout:
+        segments = [Path("/dev/shm") / name for name in server.stdout.readline().split()]
+    assert all(segment.exists() for segment in segments)
+    family = psutil.Process(server.pid).children(recursive=True)
+    end(server)
+    end(server)
+    assert not any(member.is_running() for member in family)
+    assert not any(segment.exists() for segment in segments)

@@ -1,0 +1,69 @@
+"""A reward model as the only judge of a run: beside the policy, in slots of its own, and in evaluation alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.testing.tiny_models import save_tiny_reward_model
+
+from .conftest import Run, metrics_of
+
+Overrides = Callable[[Path], list[str]]
+
+
+@pytest.fixture
+def chat(easy: Overrides, tmp_path: Path) -> Overrides:
+    """Overrides of two steps whose rewards are 10 times a tiny classifier's scores and nothing else."""
+    reward_model = save_tiny_reward_model(tmp_path / "reward_model", seed=1)
+
+    def overrides(folder: Path) -> list[str]:
+        folder.mkdir()
+        return [
+            *(one for one in easy(folder) if not one.startswith(("environment.", "trainer.plugins"))),
+            "environment.env_class=chat",
+            f"trainer.reward.model.path={reward_model}",
+            "trainer.reward.coef=10",
+            "trainer.algorithm.use_kl_loss=false",
+            "trainer.max_steps=2",
+            "trainer.ckpt_interval=0",
+        ]
+
+    return overrides
+
+
+@pytest.mark.slow
+def test_a_run_learns_from_a_reward_model_alone_wherever_that_sits(run: Run, chat: Overrides, tmp_path: Path):
+    together, apart = tmp_path / "together", tmp_path / "apart"
+    run("main_base", *chat(together))
+    two_replicas = ["trainer.placement.colocate_all=false", "trainer.placement.reward_num_gpus_per_node=2"]
+    run("main_base", *chat(apart), *two_replicas)
+    rows = metrics_of(together)
+    for step in (1, 2):
+        assert rows[step]["rollouts/failed"] == 0
+        assert rows[step]["reward/mean"] == pytest.approx(10 * rows[step]["environment/reward_model_score"])
+        assert rows[step]["reward/std"] > 0 and rows[step]["policy/grad_norm"] > 0
+    judged = ("reward/", "environment/", "policy/", "response/")
+    rewards = [
+        {step: {key: value for key, value in row.items() if key.startswith(judged)} for step, row in found.items()}
+        for found in (rows, metrics_of(apart))
+    ]
+    assert rewards[0] == rewards[1], "no score depends on the replica or on timing"
+
+
+@pytest.mark.slow
+def test_evaluation_alone_is_scored_and_conversations_that_are_too_long_are_failures(
+    run: Run, chat: Overrides, tmp_path: Path
+):
+    overrides = [one for one in chat(tmp_path / "run") if not one.startswith(("data.val", "trainer.eval_interval"))]
+    evaluation = [f"data.val_data=['{tmp_path / 'run' / 'rows.jsonl'}']", "trainer.eval_interval=1"]
+    done = run("main_generate", *overrides, *evaluation)
+    scores = json.loads(done.stdout[done.stdout.index("{") :])
+    assert scores["eval/unknown/avg_score"] != 0
+    assert scores["eval/unknown/num_failed"] == 0
+    short = ["trainer.reward.model_config_kwargs.max_position_embeddings=8"]
+    failed = run("main_generate", *overrides, *evaluation, *short, expect=1)
+    assert "reward_model_too_long" in failed.stderr
