@@ -41,7 +41,8 @@ class BetweenSteps(TrainerCallback):
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.gate.wait()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logs: dict[str, float] = kwargs["logs"]
         if COUNTS[0] not in logs:  # the summary at the end
             return
         assert self.trainer is not None
@@ -49,7 +50,7 @@ class BetweenSteps(TrainerCallback):
         self.gate.wait({name: logs[name] for name in COUNTS} | times)
 
 
-def reward(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
+def reward(completions: list[list[dict[str, str]]], **_: Any) -> Any:
     return [even_share(messages[0]["content"]) for messages in completions]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
@@ -55,7 +55,7 @@ class TokenScorer(RaggedModel):
         """A parameter's name in the Hugging Face checkpoint, from its name in this module."""
         return name.removeprefix("model.")
 
-    def head_parameters(self) -> list[nn.Parameter]:
+    def head_parameters(self) -> list[Tensor]:
         """What forward reads of a module without running that."""
         head = linear_head(self.model)
         return [head.weight, *([] if head.bias is None else [head.bias])]

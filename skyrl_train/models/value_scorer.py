@@ -35,7 +35,7 @@ class ValueScorer(RaggedModel):
         module, _, rest = name.partition(".")
         return f"{self._head_name if module == 'value_head' else self._prefix}.{rest}"
 
-    def head_parameters(self) -> list[nn.Parameter]:
+    def head_parameters(self) -> list[Tensor]:
         """What forward reads of a module without running that."""
         return [self.value_head.weight]
 

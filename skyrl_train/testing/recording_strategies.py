@@ -50,7 +50,7 @@ class RecordingWorker(LearnerWorker):
             fill_adapters(model)
         scorer = super()._scorer(model)
         if self._chunk_bytes is not None:
-            scorer.chunk_bytes = self._chunk_bytes
+            scorer.chunk_bytes = self._chunk_bytes  # type: ignore[assignment]
         return scorer
 
     def gradients(self) -> dict[str, Tensor]:

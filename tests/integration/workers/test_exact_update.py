@@ -99,7 +99,7 @@ def padded_gradients(path: str, adapts: bool) -> dict[str, Tensor]:
             name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
         }
         peft.get_peft_model(
-            model, peft.LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=names - {"lm_head"})
+            model, peft.LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=sorted(names - {"lm_head"}))
         )
         fill_adapters(model)
     logprobs, entropy = padded_scores(model, batch())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_attention_over_shared_prompts_is_that_over_whole_sequences(
     table = torch.randn(300, 3, 4, 8, generator=generator, dtype=torch.float64)
     # Equal tokens at equal places have equal queries, keys and values, as in a model.
     whole = (table[batch.input_ids] + batch.position_ids[:, None, None, None]).requires_grad_()
-    options = {"scaling": 0.3, "sliding_window": window, "softcap": cap}
+    options: dict[str, Any] = {"scaling": 0.3, "sliding_window": window, "softcap": cap}
     expected = ragged_attention(whole[:, 0], whole[:, 1, :2], whole[:, 2, :2], batch.offsets, **options)
     some = whole[packing.tokens]
     got = ragged_attention(some[:, 0], some[:, 1, :2], some[:, 2, :2], packing.segments, **options)[packing.places]

@@ -12,7 +12,8 @@ ROWS, SIZE, VOCABULARY = 7, 5, 11
 SHAPES = [LogitShape(), LogitShape(factor=0.3), LogitShape(softcap=2.0), LogitShape(factor=1.5, softcap=1.0)]
 
 
-def inputs(bias: bool, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+def inputs(bias: bool, dtype: torch.dtype = torch.float64) -> Any:
+    """hidden, weight, bias, targets, divisor."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight, offset = (
         torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
@@ -73,7 +74,7 @@ def test_gradients_are_numerically_right() -> None:
 def test_what_is_frozen_gets_no_gradient_and_the_others_get_theirs(frozen: int) -> None:
     given = inputs(bias=True)
     whole = torch.autograd.grad(sampled_logprobs(*given, LogitShape(), 3, True)[0].sum(), given[:3])
-    given[frozen].requires_grad_(False)  # type: ignore[union-attr]
+    given[frozen].requires_grad_(False)
     sampled_logprobs(*given, LogitShape(), 3, True)[0].sum().backward()
     for index, (tensor, gradient) in enumerate(zip(given[:3], whole, strict=True)):
         assert tensor is not None
@@ -87,7 +88,7 @@ def test_half_precision_products_are_normalised_in_float32() -> None:
     given = inputs(bias=False, dtype=torch.bfloat16)
     logprobs, entropy = sampled_logprobs(*given, LogitShape(), 3, True)
     assert logprobs.dtype == entropy.dtype == torch.float32
-    exact = written_out(*(x.double() if x is not None and x.is_floating_point() else x for x in given), LogitShape())  # type: ignore[arg-type]
+    exact = written_out(*(x.double() if x is not None and x.is_floating_point() else x for x in given), LogitShape())
     torch.testing.assert_close(logprobs.double(), exact[0], rtol=0.03, atol=0.03)
     logprobs.sum().backward()
     assert given[0].grad is not None and given[0].grad.dtype == torch.bfloat16

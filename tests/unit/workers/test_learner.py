@@ -261,7 +261,7 @@ def test_neighbours_that_run_sequences_together_are_given_the_same_part_and_scor
     group = WorkerGroup(ranks, sequence_parallel_size=2)
     batch = policy_batch()
     batch = replace(batch, rewards=torch.arange(len(batch)).float())
-    scores = asyncio.run(Learner(group, None, BatchSizes(4)).logprobs(group, batch))
+    scores = asyncio.run(Learner(group, None, BatchSizes(4)).token_scores(group, batch))
     assert ranks[0].given == ranks[1].given
     assert ranks[2].given == ranks[3].given
     assert sorted(ranks[0].given + ranks[2].given) == list(range(8))
