@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.models.sampled_logprobs import LogitShape, sampled_logprobs
+from skyrl_train.models import sampled_logprobs as module
+from skyrl_train.models.sampled_logprobs import LogitShape
 
 ROWS, SIZE, VOCABULARY = 7, 5, 11
+sampled_logprobs: Any = module.sampled_logprobs
 SHAPES = [LogitShape(), LogitShape(factor=0.3), LogitShape(softcap=2.0), LogitShape(factor=1.5, softcap=1.0)]
 
 
@@ -24,9 +26,8 @@ def inputs(bias: bool, dtype: torch.dtype = torch.float64) -> Any:
     return hidden, weight, offset if bias else None, targets, divisor
 
 
-def written_out(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, divisor: Tensor, shape: LogitShape
-) -> tuple[Tensor, Tensor]:
+def written_out(*given: Any) -> tuple[Tensor, Tensor]:
+    hidden, weight, bias, targets, divisor, shape = given
     logits = hidden @ weight.T * shape.factor if bias is None else (hidden @ weight.T + bias) * shape.factor
     if shape.softcap is not None:
         logits = shape.softcap * torch.tanh(logits / shape.softcap)
