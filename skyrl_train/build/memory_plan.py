@@ -208,16 +208,20 @@ class _Model:
         again = layer_backward_bytes(shape, update.tokens, self.run)
         what = "a layer, computed again" if self.run.checkpointing else "a layer's gradients"
         yield Row(self.role, "backward of a layer", what, {_LAYERS: again}, updating)
-        logits = head_bytes(shape, update.scored, a, CHUNK_BYTES, gradient=True)
-        yield Row(self.role, *_of_head(shape, update.scored), {_HEAD: logits}, updating)
+        logits = head_bytes(shape, update.scored, a, self._chunk_bytes)
+        yield Row(self.role, *_of_head(shape, update.scored, self._chunk_bytes), {_HEAD: logits}, updating)
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return CHUNK_BYTES["cuda" if self.run.on_gpu else "cpu"]
 
     def _score_rows(self) -> Iterator[Row]:
         scoring, tokens, scored = ("scoring",), self.score.tokens, self.score.scored
         yield from self._gathered(scoring)
         layer = layer_forward_bytes(self.shape, tokens, self.run)
         yield Row(self.role, "activations", f"{tokens:,} tokens, one layer", {_LAYERS: layer}, scoring)
-        logits = head_bytes(self.shape, scored, self.run.a, CHUNK_BYTES, gradient=False)
-        yield Row(self.role, *_of_head(self.shape, scored), {_HEAD: logits}, scoring)
+        logits = head_bytes(self.shape, scored, self.run.a, self._chunk_bytes)
+        yield Row(self.role, *_of_head(self.shape, scored, self._chunk_bytes), {_HEAD: logits}, scoring)
 
     def _gathered(self, phases: tuple[str, ...]) -> Iterator[Row]:
         """Weights as they are computed with, where they are not the parameters themselves.
@@ -244,7 +248,7 @@ class _Model:
         a whole layer, and reduces them in float32; DeepSpeed collects them in buckets of a fixed size.
         """
         shape, a = self.shape, FP32 if self.run.autocast else self.run.a
-        head = a * shape.head if shape.head_trained else 0
+        head = FP32 * shape.head if shape.head_trained else 0
         waiting = head if shape.tied else 0
         by_layer = [[weight.numel for weight in layer if weight.trained] for layer in shape.layers]
         if self.zero is not None:
@@ -260,10 +264,10 @@ class _Model:
         return {_HEAD: head, _LAYERS: waiting + layer, _EMBEDDINGS: waiting + root}
 
 
-def _of_head(shape: ModelShape, scored: int) -> tuple[str, str]:
+def _of_head(shape: ModelShape, scored: int, chunk_bytes: int) -> tuple[str, str]:
     if not shape.vocab:
         return "values", "float32 hidden states"
-    return "logits", f"chunks of {min(scored, chunk_rows(shape, CHUNK_BYTES)):,} x {shape.vocab:,}"
+    return "logits", f"chunks of {min(scored, chunk_rows(shape, chunk_bytes)):,} x {shape.vocab:,}"
 
 
 def capacity_of(device: str) -> int | None:

@@ -233,7 +233,7 @@ def chunk_rows(shape: ModelShape, chunk_bytes: int) -> int:
     return max(1, chunk_bytes // (FP32 * max(1, shape.vocab)))
 
 
-def head_bytes(shape: ModelShape, scored: int, a: int, chunk_bytes: int, *, gradient: bool) -> int:
+def head_bytes(shape: ModelShape, scored: int, a: int, chunk_bytes: int) -> int:
     """What the head adds to a pass (estimate): copies of one chunk of float32 logits, and gradients of hidden rows.
 
     A critic's head has a float32 copy of the hidden states instead, and its product with the weight.

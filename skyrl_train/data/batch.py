@@ -166,6 +166,10 @@ class TrainBatch:
         return rectangle
 
 
+MAX_REACH = 4
+"""Attention keeps keys and values for all that a row sees, also for tokens that are computed once: this bounds them."""
+
+
 def pack(
     lengths: Sequence[int],
     max_sequences: int | None,
@@ -174,18 +178,21 @@ def pack(
 ) -> list[list[int]]:
     """Consecutive rows into bins bounded by a number of sequences and of tokens, whichever is reached first.
 
-    repeated: tokens that a row costs less where the row before it is in the same bin.
+    repeated: tokens that a row costs less where the row before it is in the same bin. With them, whole rows may come to
+    MAX_REACH times the budget.
     """
     bins: list[list[int]] = []
-    used = 0
+    used = whole = 0
     for row, length in enumerate(lengths):
         more = length - repeated[row] if repeated else length
         full = not bins or (max_sequences is not None and len(bins[-1]) >= max_sequences)
-        if full or (token_budget is not None and used + more > token_budget):
+        if token_budget is not None:
+            full = full or used + more > token_budget or whole + length > MAX_REACH * token_budget
+        if full:
             bins.append([])
-            used, more = 0, length
+            used, whole, more = 0, 0, length
         bins[-1].append(row)
-        used += more
+        used, whole = used + more, whole + length
     return bins
 
 

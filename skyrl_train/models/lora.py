@@ -152,6 +152,10 @@ def _chosen(model: PreTrainedModel, linears: dict[str, nn.Linear], config: Any, 
         )
     chosen = targeted(config, linears)
     if not chosen:
+        if not linears:
+            raise ConfigError(
+                f"{key}: {type(model).__name__} has no linear layer but its head, so there is none to adapt."
+            )
         raise ConfigError(f"{key}.exclude_modules={config.exclude_modules!r} leaves no layer to train.")
     return chosen
 

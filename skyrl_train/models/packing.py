@@ -65,7 +65,8 @@ def _shared(offsets: Tensor, repeated: Tensor, device: torch.device) -> Packing:
     begin = torch.cat([starts[sharing], starts + prefix])
     size = torch.cat([prefix[sharing], lengths - prefix])
     before = torch.cat([torch.zeros_like(sharing), prefix]) * (size > 0)  # tokens seen before the first one
-    order = torch.tensor(sorted(range(len(size)), key=lambda s: (int(size[s]), int(before[s]))))
+    sizes = list(zip(size.tolist(), before.tolist(), strict=True))
+    order = torch.tensor(sorted(range(len(sizes)), key=sizes.__getitem__))
     begin, size, before = begin[order], size[order], before[order]
     stretch_offsets = torch.cat([size.new_zeros(1), size.cumsum(0)])
     tokens = ranges(begin, size)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -93,7 +94,7 @@ def ragged_attention(
     assert sum(segments.lengths) == len(query), f"offsets cover {sum(segments.lengths)} of {len(query)} tokens"
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if segments.keys is not None:
-        key, value = key[segments.keys], value[segments.keys]
+        key, value = gathered(key, segments.keys), gathered(value, segments.keys)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256 and softcap is None:
         return _flash(query, key, value, segments, scaling, sliding_window)
     if segments.keys is None and len(segments.runs()) > len(set(segments.lengths) - {0}):
@@ -101,6 +102,29 @@ def ragged_attention(
         ordered = _by_runs(query[tokens], key[tokens], value[tokens], segments, scaling, sliding_window, softcap)
         return torch.empty_like(ordered).index_copy(0, tokens, ordered)
     return _by_runs(query, key, value, segments, scaling, sliding_window, softcap)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(index)
+        ctx.count = len(rows)
+        return rows[index]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (index,) = ctx.saved_tensors
+        sums = gradient.new_zeros(ctx.count, *gradient.shape[1:], dtype=torch.float32)
+        return sums.index_add_(0, index, gradient.float()).to(gradient.dtype), None
+
+
+def gathered(rows: Tensor, index: Tensor) -> Tensor:
+    """rows[index]; in half precision gradients of a row that is taken often are summed in float32, and rounded once."""
+    if rows.dtype not in (torch.bfloat16, torch.float16):
+        return rows[index]
+    result: Tensor = _Gathered.apply(rows, index)
+    return result
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float, window: int | None) -> Tensor:
@@ -212,7 +236,8 @@ def _attention_forward(
     ):
         if present:
             raise ConfigError(f"{name} uses {what}, which attention over unpadded sequences does not support.")
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    # Under autocast rotary embeddings leave queries and keys wider than values, and no fused kernel takes that.
+    q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
     if sequence_parallel is not None:
         q, k, v = sequence_parallel.by_heads(q, k, v, sum(ragged_segments.lengths))
     output = ragged_attention(q, k, v, ragged_segments, scaling=scaling, sliding_window=sliding_window, softcap=softcap)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.packing import Packing
-from skyrl_train.models.ragged_attention import RAGGED
+from skyrl_train.models.ragged_attention import RAGGED, gathered
 from skyrl_train.models.sequence_parallel import SequenceParallel
 
 
@@ -64,7 +64,7 @@ class RaggedModel(nn.Module):
             positions, places = positions[here], places[here] - mine.start
         if positions.numel() == 0:
             positions, places = positions.new_zeros(1), places.new_zeros(1)
-        return positions, self._hidden(input_ids, position_ids, packing, self.parallel)[places]
+        return positions, gathered(self._hidden(input_ids, position_ids, packing, self.parallel), places)
 
     def spread(self, values: Tensor, positions: Tensor, score_mask: Tensor) -> Tensor:
         """[N] at its positions in [T], and there what other ranks have; 0, with a gradient of 0, outside score_mask."""

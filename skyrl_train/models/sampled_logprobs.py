@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 
@@ -90,6 +91,7 @@ class _SampledLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
+    @once_differentiable
     def backward(  # type: ignore[override]
         ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
@@ -100,8 +102,10 @@ class _SampledLogprobs(torch.autograd.Function):
         states, rows_of_weight = hidden.to(dtype), weight.to(dtype)
         d_hidden = torch.empty_like(states)
         trains_hidden, trains_weight, trains_bias = ctx.needs_input_grad[:3]
-        d_weight = torch.zeros_like(rows_of_weight) if trains_weight else None
-        d_bias = torch.zeros_like(bias, dtype=dtype) if trains_bias else None
+        # Summed over chunks in at least float32: in half precision the error would grow with their number.
+        wide = torch.promote_types(dtype, torch.float32)
+        d_weight = torch.zeros_like(rows_of_weight, dtype=wide) if trains_weight else None
+        d_bias = torch.zeros_like(bias, dtype=wide) if trains_bias else None
         for rows in range(0, len(hidden), ctx.chunk_rows):
             chunk = slice(rows, rows + ctx.chunk_rows)
             raw = linear(states[chunk], rows_of_weight, None if bias is None else bias.to(dtype))
@@ -123,10 +127,12 @@ class _SampledLogprobs(torch.autograd.Function):
             narrow = ctx.shape.backward_(gradient, kept).to(dtype)
             if trains_hidden:
                 torch.mm(narrow, rows_of_weight, out=d_hidden[chunk])
-            if d_weight is not None:
+            if d_weight is not None and wide == dtype:
                 d_weight.addmm_(narrow.t(), states[chunk])
+            elif d_weight is not None:
+                d_weight += narrow.t() @ states[chunk]
             if d_bias is not None:
-                d_bias += narrow.sum(0)
+                d_bias += gradient.sum(0)
         return (
             d_hidden.to(hidden.dtype) if trains_hidden else None,
             None if d_weight is None else d_weight.to(weight.dtype),

@@ -17,8 +17,10 @@ from skyrl_train.models.ragged_model import RaggedModel, check_packing, close, l
 from skyrl_train.models.sampled_logprobs import LogitShape, sampled_logprobs
 from skyrl_train.models.sequence_parallel import SequenceParallel
 
-CHUNK_BYTES = 1 << 26
-"""Size of one chunk's logits: thousands of rows for a small vocabulary, a hundred for one of 150,000."""
+CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
+"""Size of one chunk's float32 logits: a hundred rows of a vocabulary of 150,000 on a CPU, and enough of them on a GPU
+that reading the weight is not what takes the time.
+"""
 
 
 class Scores(NamedTuple):
@@ -39,8 +41,9 @@ class TokenScorer(RaggedModel):
     """
 
     def __init__(
-        self, model: PreTrainedModel, chunk_bytes: int = CHUNK_BYTES, parallel: SequenceParallel | None = None
+        self, model: PreTrainedModel, chunk_bytes: int | None = None, parallel: SequenceParallel | None = None
     ):
+        """chunk_bytes: CHUNK_BYTES of the device, if None."""
         super().__init__(model, parallel)
         self.chunk_bytes = chunk_bytes
         config = model.config
@@ -82,13 +85,21 @@ class TokenScorer(RaggedModel):
         divisor = torch.where(temperature > 0, temperature, 1.0)[sequence]
         head: Any = self.model.get_output_embeddings()
         logprobs, entropy = sampled_logprobs(
-            hidden, head.weight, head.bias, input_ids[positions], divisor, self._shape, self._rows(), wants_entropy
+            hidden,
+            head.weight,
+            head.bias,
+            input_ids[positions],
+            divisor,
+            self._shape,
+            self._rows(hidden),
+            wants_entropy,
         )
         logprobs, entropy = (self.spread(values, positions, score_mask) for values in (logprobs, entropy))
         return Scores(logprobs, entropy if wants_entropy else None)
 
-    def _rows(self) -> int:
-        return max(1, self.chunk_bytes // (4 * self.model.config.vocab_size))
+    def _rows(self, hidden: Tensor) -> int:
+        size = self.chunk_bytes or CHUNK_BYTES[hidden.device.type]
+        return max(1, size // (4 * self.model.config.vocab_size))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden size] -> [..., V] at least float32, with the architecture's own scaling and capping."""

@@ -102,10 +102,10 @@ def _record(
     rollout/*: the engine's log-probs against the trainer's for the same tokens, which importance ratios absorb.
     """
     mask = batch.loss_mask
-    ratio = importance_ratios(logprobs, old_logprobs, mask)
     sums = {name: values.sum() for name, values in token_sums.items()}
-    sums["policy/ratio"] = torch.where(mask, ratio, 0.0).sum()
-    maxima = {"policy/ratio_max": torch.where(mask, ratio, 0.0)}
+    ratio = torch.where(mask, importance_ratios(logprobs, old_logprobs, mask), 0.0)
+    sums["policy/ratio"] = ratio.sum()
+    maxima = {"policy/ratio_max": ratio}
     if batch.rollout_logprobs is not None:
         mismatch = torch.where(mask, batch.rollout_logprobs - old_logprobs, 0.0)
         sums["rollout/logprob_diff"] = mismatch.abs().sum()

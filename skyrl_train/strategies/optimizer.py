@@ -25,7 +25,7 @@ MAX_SKIPPED = 5
 
 
 def widest_dtype(module: nn.Module) -> torch.dtype:
-    """That of the parameters that are trained: frozen ones may be kept in the compute dtype."""
+    """Of all parameters: that of those that are trained, where frozen ones are kept in the compute dtype."""
     return max((parameter.dtype for parameter in module.parameters()), key=lambda dtype: dtype.itemsize)
 
 

@@ -29,6 +29,8 @@ class PassLimits:
 
 def shares_prompts(batch: TrainBatch, limits: PassLimits) -> bool:
     """Whether equal prompts of neighbours in a pass are to be run once."""
+    if limits.tokens is None and limits.sequences == 1:
+        return False  # whatever was asked for: a pass of one sequence has none beside it
     if limits.share_prompt is not None:
         return limits.share_prompt
     repeated = int(batch.repeated_prompts().sum())
@@ -41,7 +43,8 @@ def micro_batches(batch: TrainBatch, ranks: int, limits: PassLimits, share: bool
     With `share` sequences of one prompt stay together where they can: a prompt is run once for each pass it is in.
     """
     wanted = (batch.per_sequence_sum(batch.loss_mask.long()) > 0).nonzero().flatten().tolist()
-    costs = _Costs(batch, limits.attention_tokens, share)
+    sequences = None if limits.tokens else limits.sequences
+    costs = _Costs(batch, limits.attention_tokens, share, sequences)
     result = []
     for rows in _balanced(wanted, ranks, costs):
         ordered = [row for unit in costs.units(rows) for row in unit]
@@ -50,7 +53,6 @@ def micro_batches(batch: TrainBatch, ranks: int, limits: PassLimits, share: bool
             costs.prompts[row] if at and share and costs.groups[row] == costs.groups[ordered[at - 1]] else 0
             for at, row in enumerate(ordered)
         ]
-        sequences = None if limits.tokens else limits.sequences
         result.append([[ordered[at] for at in one] for one in pack(lengths, sequences, limits.tokens, repeated)])
     return result
 
@@ -58,9 +60,9 @@ def micro_batches(batch: TrainBatch, ranks: int, limits: PassLimits, share: bool
 class _Costs:
     """What sequences cost, in the time of a token in the linear layers."""
 
-    def __init__(self, batch: TrainBatch, attention_tokens: int, share: bool):
+    def __init__(self, batch: TrainBatch, attention_tokens: int, share: bool, sequences: int | None):
         self.lengths: list[int] = batch.lengths.tolist()
-        self.share = share
+        self._sequences = sequences
         self._attention_tokens = attention_tokens
         rows = range(len(batch))
         self.prompts: list[int] = batch.prompt_lengths.tolist()
@@ -76,10 +78,11 @@ class _Costs:
         return sorted(found.values(), key=lambda unit: (-self.of(unit), unit[0]))
 
     def of(self, unit: Sequence[int]) -> float:
-        """Of rows that share a prompt."""
+        """Of rows that share a prompt, which every pass runs once."""
         prompt = self.prompts[unit[0]] if len(unit) > 1 else 0
         own = (self._of_tokens(prompt, self.lengths[row]) for row in unit)
-        return sum(own) + self._of_tokens(0, prompt)
+        passes = 1 if self._sequences is None else -(-len(unit) // self._sequences)
+        return sum(own) + passes * self._of_tokens(0, prompt)
 
     def _of_tokens(self, start: int, stop: int) -> float:
         """Tokens start to stop of one sequence."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from skyrl_train.models.packing import Packing
-from skyrl_train.models.ragged_attention import ragged_attention
+from skyrl_train.models.ragged_attention import gathered, ragged_attention
 from skyrl_train.testing.padded_reference import grouped_batch
 
 GROUPS = {
@@ -105,3 +105,15 @@ def test_a_batch_of_few_tokens_is_filled_up_with_tokens_that_nobody_sees(share: 
         qkv = table[:, None, None].expand(-1, 1, 4).sin()
         states.append(ragged_attention(qkv, qkv, qkv, one.segments)[one.places])
     torch.testing.assert_close(*states)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradients_of_a_row_that_is_taken_often_are_summed_before_they_are_rounded(dtype: torch.dtype) -> None:
+    rows = torch.zeros(3, 2, dtype=dtype, requires_grad=True)
+    index = torch.tensor([1] * 400 + [2])
+    weights = torch.full((401, 2), 1.0078125, dtype=dtype)  # the step after 1 in bfloat16
+    taken = gathered(rows, index)
+    assert torch.equal(taken, rows[index])
+    (gradient,) = torch.autograd.grad((taken * weights).sum(), rows)
+    assert gradient.dtype == dtype
+    assert gradient.tolist() == [[0, 0], [torch.tensor(403.125).to(dtype).item()] * 2, [1.0078125] * 2]

@@ -114,3 +114,18 @@ def test_no_tensor_of_rows_by_vocabulary_outlives_a_chunk() -> None:
     with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
         sampled_logprobs(*given, LogitShape(), 2, True)
     assert max(sizes) < ROWS * VOCABULARY
+
+
+def test_in_half_precision_the_weight_s_gradient_does_not_get_worse_with_the_number_of_chunks() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, 32, generator=generator) for rows in (512, 64))
+    targets, divisor = torch.randint(0, 64, (512,), generator=generator), torch.ones(512)
+    errors = []
+    for rows in (512, 2):
+        exact, half = (weight.to(dtype).requires_grad_() for dtype in (torch.float64, torch.bfloat16))
+        for one in (exact, half):
+            given = hidden.to(one.dtype), one, None, targets, divisor.to(one.dtype)
+            sampled_logprobs(*given, LogitShape(), rows, False)[0].sum().backward()
+        assert exact.grad is not None and half.grad is not None
+        errors.append(float((half.grad - exact.grad).norm() / exact.grad.norm()))
+    assert errors[1] < 1.5 * errors[0] < 0.02

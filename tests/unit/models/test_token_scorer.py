@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
+from skyrl_train.models import ragged_attention
 from skyrl_train.models.token_scorer import Scores, TokenScorer
 from skyrl_train.testing.double_precision import double_precision
 from skyrl_train.testing.padded_reference import grouped_batch, padded_scores, ragged_batch
@@ -154,6 +155,21 @@ def test_repeated_prompts_do_not_go_through_the_model() -> None:
     score(scorer, batch)
     score(scorer, batch, share=True)
     assert lengths == [40, 40 - 2 * 6]
+
+
+def test_under_autocast_queries_keys_and_values_are_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused kernels take nothing else; rotary embeddings would leave queries and keys in float32."""
+    scorer, seen = TokenScorer(tiny_model("qwen3")), []
+
+    def notice(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+        seen.append({query.dtype, key.dtype, value.dtype})
+        return attend(query, key, value, *args, **options)
+
+    attend = ragged_attention.ragged_attention
+    monkeypatch.setattr(ragged_attention, "ragged_attention", notice)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        score(scorer, make_batch())
+    assert seen == [{torch.bfloat16}] * 2
 
 
 def test_mixture_of_experts_models_are_scored_as_they_are() -> None:

@@ -66,3 +66,26 @@ def test_prompts_are_shared_by_themselves_where_that_is_worth_it(prompt: int, ex
     batch = grouped_batch([(prompt, [60, 60])])
     assert shares_prompts(batch, limits(share=None)) is expected
     assert shares_prompts(batch, limits(share=True)) and not shares_prompts(batch, limits(share=False))
+
+
+def test_passes_of_one_sequence_share_nothing_and_are_balanced_as_such():
+    batch = grouped_batch([(500, [100] * 8)] * 3)
+    for share in (None, True):
+        one_each = limits(sequences=1, share=share)
+        assert not shares_prompts(batch, one_each)
+        plan = micro_batches(batch, 2, one_each, shares_prompts(batch, one_each))
+        assert [sum(computed(batch, one) for one in rank) for rank in plan] == [7200, 7200]
+
+
+def test_a_prompt_costs_once_for_every_pass_that_it_is_in():
+    batch = grouped_batch([(1000, [10] * 8), (10, [1000] * 4)])
+    plan = micro_batches(batch, 2, limits(sequences=2), share=True)
+    loads = [sum(computed(batch, one) for one in rank) for rank in plan]
+    assert max(loads) <= 1.1 * sum(loads) / 2
+
+
+def test_keys_of_shared_prompts_are_bounded_by_the_budget_too():
+    """One pass would compute 3,640 tokens, and keep keys and values for 195,640."""
+    batch = grouped_batch([(3000, [10] * 64)])
+    (plan,) = micro_batches(batch, 1, limits(tokens=4096), share=True)
+    assert all(int(batch.lengths[one].sum()) <= 4 * 4096 for one in plan)
