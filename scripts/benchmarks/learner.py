@@ -9,7 +9,7 @@
 
 Each side is a process of its own; they take turns, the first step does not count, medians. Tokens are logical: prompt
 and response of every sequence, counted once for each sequence, whatever a side computes. Peak memory is what the
-process had at most (ru_maxrss) beyond what it had once its model was loaded: gradients and optimizer state included.
+process had at most beyond what it had once its model was loaded: gradients and optimizer state included.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import asyncio
 import json
 import os
 import random
-import resource
 import statistics
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from transformers import AutoModelForCausalLM
 from workload import LEARNING_RATE, MEDIUM, SMALL, Shape, local_learner, save_model, training_batch
 
 from skyrl_train.data.batch import TrainBatch
+from skyrl_train.report.memory import peak_memory
 
 SIDES = ("learner", "padded")
 SHARE = {"auto": None, "yes": True, "no": False}
@@ -139,7 +139,7 @@ def run_side(name: str, folder: str, options: dict[str, Any]) -> None:
         start = time.perf_counter()
         step()
         seconds = time.perf_counter() - start
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = peak_memory("cpu")["peak_rss_gib"] * 2**30
         gate.wait({"seconds": seconds, "peak_mib": (peak - loaded) / 2**20})
     os._exit(0)  # nothing to close down that the benchmark would wait for
 

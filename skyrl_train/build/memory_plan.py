@@ -39,6 +39,7 @@ from skyrl_train.config.schema import (
     PolicyConfig,
     RefConfig,
 )
+from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import POLICY_PATH
 from skyrl_train.models.token_scorer import CHUNK_BYTES
 from skyrl_train.weight_sync.sender import CPU_BUCKET
@@ -294,8 +295,17 @@ def _accelerators() -> list[int]:
 
 
 def announce(cfg: Config, learning: Learning) -> None:
-    """The plan of a run that begins, a line a role, where the other notes of its start are."""
-    for line in summary(memory_plan(cfg, capacity_of(cfg.device), learning)):
+    """The plan of a run that begins, a line a role, where the other notes of its start are.
+
+    A plan that cannot be made stops no run: engines and strategies read free-form settings better than it does.
+    """
+    try:
+        lines = summary(memory_plan(cfg, capacity_of(cfg.device), learning))
+    except ConfigError:
+        raise
+    except Exception as error:
+        lines = [f"no memory plan: {type(error).__name__}: {error}"]
+    for line in lines:
         print(f"note: {line}", file=sys.stderr)
 
 

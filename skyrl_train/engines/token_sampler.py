@@ -215,7 +215,8 @@ def inverse_cdf(probabilities: Tensor, random: Tensor) -> Tensor:
     share = ((wanted - start) / mass).clamp_(0.0, 1.0 - 2.0**-52)
     places = block * _BLOCK + torch.arange(_BLOCK, device=block.device)
     inside = probabilities.gather(1, places.clamp(max=count - 1)) * (places < count)
-    return block * _BLOCK + _search(inside, share)
+    # Of numbers that are not finite any token is as good as another, but it must be one: its log-prob tells.
+    return (block * _BLOCK + _search(inside, share)).clamp_(max=count - 1)
 
 
 def _search(probabilities: Tensor, random: Tensor) -> Tensor:

@@ -78,6 +78,7 @@ class DeepSpeedStrategy(OptimizedModel):
 
     def _initialize(self, scorer: nn.Module, total_steps: int | None) -> Any:
         config = self._config()
+        self.library.utils.groups._WORLD_GROUP = dist.group.WORLD  # or it makes one without our deadline
         if self.zero.zero_stage == 3:  # parameter by parameter: the device never holds the whole model
             self.library.zero.Init(module=scorer, config_dict_or_path=config)
             head_parameters: Any = scorer.head_parameters
@@ -142,7 +143,12 @@ class DeepSpeedStrategy(OptimizedModel):
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self.scorer.step()
-        return self._counted(self.scorer.get_global_grad_norm(), lr, self.scorer.was_step_applied())
+        stepped = self.scorer.was_step_applied()
+        if self.zero.zero_stage < 3 and not stepped:
+            # With the optimizer in host memory DeepSpeed would add the next gradients to those that were not finite.
+            averaged = self.scorer.optimizer.averaged_gradients
+            averaged.update(dict.fromkeys(averaged))
+        return self._counted(self.scorer.get_global_grad_norm(), lr, stepped)
 
     def _move(self, device: torch.device | str) -> None:
         """What of the model does not lie in host memory already, there or back."""
@@ -275,6 +281,7 @@ def _import_deepspeed(device: str) -> Any:
             "trainer.strategy='deepspeed' needs DeepSpeed, which is not installed: "
             "`pip install 'skyrl-train[deepspeed]'`, or set trainer.strategy=fsdp2."
         ) from error
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, for inference only
+    if device == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, for inference only
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*torch.distributed.*deprecated")
     return deepspeed

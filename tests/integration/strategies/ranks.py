@@ -335,7 +335,9 @@ def check_moves(ranks: Ranks) -> dict[str, Any]:
         one._return_to_device()
     same = update(strategy, 1) == update(twin, 1)
     found = {"away": away, "back": equal(held(strategy), held(twin)) and same, "frozen": equal(still, held(frozen))}
-    return found | {"skips": check_skips(ranks, zero=OWN_CASES[ranks.name]["offloaded"]["zero"])}
+    zero = OWN_CASES[ranks.name]["offloaded"]["zero"]
+    half = check_skips(ranks, zero=zero, dtype=torch.float32, compute_dtype=torch.bfloat16)
+    return found | {"skips": check_skips(ranks, zero=zero), "half_skips": half}
 
 
 def check_mixed_precision(ranks: Ranks) -> dict[str, Any]:

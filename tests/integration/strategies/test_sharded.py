@@ -280,7 +280,9 @@ def test_replicas_of_fsdp2_step_skip_and_continue_as_shards_do(found: Found) -> 
 def test_deepspeed_leaves_the_device_comes_back_and_trains_from_host_memory(found: Found) -> None:
     if found.strategy == "fsdp2":
         pytest.skip("FSDP2 moves as a module does")
-    assert found.values["moves"] == {"away": True, "back": True, "frozen": True, "skips": SKIPPED}
+    moves = found.values["moves"]
+    assert {name for name, holds in moves.items() if holds is True} == {"away", "back", "frozen"}
+    assert moves["skips"] == moves["half_skips"] == SKIPPED
 
 
 def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:

@@ -148,7 +148,6 @@ def test_what_a_sharded_model_holds_and_allocates_was_planned(
         measured, parameters, optimizer = found[0].result(timeout=200)
     assert row(plan, "policy", "parameters").size == parameters
     assert row(plan, "policy", "optimizer").size == optimizer
-    print("RATIO", planned(plan) / measured)
     assert planned(plan) == pytest.approx(measured, rel=TOLERANCE)
 
 

@@ -244,3 +244,12 @@ def test_random_numbers_are_uniform_pinned_and_a_function_of_seed_and_position()
     shuffled = np.random.default_rng(0).permutation(len(seeds))
     assert np.array_equal(uniforms(seeds[shuffled], positions[shuffled]), values[shuffled])
     assert uniforms(np.array([2**64 - 1], dtype=np.uint64), np.array([5]))[0] == 0.15403342580516743
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
+@pytest.mark.parametrize("count", [320, 1000])  # one block, and several of which the last is not full
+def test_logits_that_are_not_finite_give_a_token_whose_log_prob_tells(value: float, count: int):
+    sampler = RowSampler([SamplingParams(max_tokens=1)], torch.device("cpu"))
+    found = sampler(torch.full((1, count), value), np.array([0.9]))
+    assert 0 <= int(found.ids) < count
+    assert not torch.isfinite(found.logprobs).any()
