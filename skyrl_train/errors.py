@@ -9,6 +9,7 @@
     ├── EngineError            an inference engine refused or died; names the engine
     │   ├── UnsupportedParameter  a sampling parameter or call this engine cannot honour
     │   └── EnginesLost        no engine is left and none comes back; the run saves what it learnt and stops
+    ├── RewardModelLost        a replica of the reward model died or hangs; the run saves what it learnt and stops
     ├── WeightSyncError        a transfer that is stale, partial or corrupt; names the tensor
     ├── EnvironmentFailure     an episode's environment raised, lied or hung; the trajectory is masked, the run goes on
     ├── RolloutsFailed         too many episodes of a step failed; the run stops instead of training on zeros
