@@ -243,6 +243,9 @@ def check_checkpoints(ranks: Ranks) -> dict[str, Any]:
     for seed in range(3):
         update(straight, seed)
     straight.save(ranks.folder / "sharded")
+    whole = {name: tensor.clone() for name, tensor in straight.full_parameters()}
+    if ranks.rank == 0:
+        save_file(whole, ranks.folder / "whole.safetensors")
     dist.barrier()
     resumed = ranks.policy(seed=1)
     update(resumed, 0)  # its moments must be replaced too
