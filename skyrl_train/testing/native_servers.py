@@ -70,7 +70,10 @@ class NativeServerProcess:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Kill a process with everything that it started, and leave nothing of theirs in /dev/shm."""
+    """Kill a process with everything that it started; what their resource trackers know of is gone from /dev/shm.
+
+    SGLang's slot files (sglang_loads_*.shm, 16 KiB each) are in no tracker: a killed server leaves its own.
+    """
     family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     trackers = [member for member in family if _is_resource_tracker(member)]
     process.kill()
