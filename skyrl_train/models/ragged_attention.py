@@ -99,7 +99,8 @@ def ragged_attention(
         return _flash(query, key, value, segments, scaling, sliding_window)
     if segments.keys is None and len(segments.runs()) > len(set(segments.lengths) - {0}):
         segments, tokens = segments.by_length()
-        ordered = _by_runs(query[tokens], key[tokens], value[tokens], segments, scaling, sliding_window, softcap)
+        query, key, value = (gathered(rows, tokens) for rows in (query, key, value))
+        ordered = _by_runs(query, key, value, segments, scaling, sliding_window, softcap)
         return torch.empty_like(ordered).index_copy(0, tokens, ordered)
     return _by_runs(query, key, value, segments, scaling, sliding_window, softcap)
 
@@ -109,20 +110,23 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(index)
         ctx.count = len(rows)
-        return rows[index]
+        return rows.index_select(0, index)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (index,) = ctx.saved_tensors
-        sums = gradient.new_zeros(ctx.count, *gradient.shape[1:], dtype=torch.float32)
-        return sums.index_add_(0, index, gradient.float()).to(gradient.dtype), None
+        exact = torch.promote_types(gradient.dtype, torch.float32)
+        sums, terms = gradient.new_zeros(ctx.count, *gradient.shape[1:], dtype=exact), gradient.to(exact)
+        if gradient.is_cuda:  # sorts, where index_add_ adds in any order
+            sums.index_put_((index,), terms, accumulate=True)
+        else:  # one row after the other, where index_put_ adds in any order
+            sums.index_add_(0, index, terms)
+        return sums.to(gradient.dtype), None
 
 
 def gathered(rows: Tensor, index: Tensor) -> Tensor:
-    """rows[index]; in half precision gradients of a row that is taken often are summed in float32, and rounded once."""
-    if rows.dtype not in (torch.bfloat16, torch.float16):
-        return rows[index]
+    """rows[index]; gradients of a row that is taken often are summed in a fixed order, in float32 or better."""
     result: Tensor = _Gathered.apply(rows, index)
     return result
 

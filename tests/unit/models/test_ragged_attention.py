@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.models.ragged_attention import Segments, ragged_attention
+from skyrl_train.models.ragged_attention import Segments, gathered, ragged_attention
 
 
 def qkv(tokens: int, heads: int, kv_heads: int, size: int = 8) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,3 +85,22 @@ def test_half_precision_on_the_cpu_stays_close_to_double() -> None:
     low = ragged_attention(query.bfloat16(), key.bfloat16(), value.bfloat16(), offsets_of([12, 8]))
     assert low.dtype == torch.bfloat16
     torch.testing.assert_close(low.double(), ragged_attention(*inputs, offsets_of([12, 8])), rtol=0.05, atol=0.05)
+
+
+def test_gradients_of_a_row_taken_often_are_the_same_bits_every_time():
+    """Threads that add into one row as they come round differently each time: a run could not go on bit for bit."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2048, 2, 64, generator=generator)
+    index = torch.cat([torch.arange(64).repeat(400), torch.arange(64, 2048)])
+    weights = torch.randn(len(index), 2, 64, generator=generator)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        gradients = []
+        for _ in range(8):
+            leaf = rows.clone().requires_grad_()
+            (gathered(leaf, index) * weights).sum().backward()
+            gradients.append(leaf.grad)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(gradients[0], other) for other in gradients[1:])
