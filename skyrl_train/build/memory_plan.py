@@ -41,7 +41,7 @@ from skyrl_train.config.schema import (
 )
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import POLICY_PATH
-from skyrl_train.models.token_scorer import CHUNK_BYTES
+from skyrl_train.models.token_scorer import CHUNK_BYTES, KEPT_CHUNKS
 from skyrl_train.weight_sync.sender import CPU_BUCKET
 
 PHASES = ("generating", "scoring", "updating", "syncing")
@@ -209,12 +209,16 @@ class _Model:
         again = layer_backward_bytes(shape, update.tokens, self.run)
         what = "a layer, computed again" if self.run.checkpointing else "a layer's gradients"
         yield Row(self.role, "backward of a layer", what, {_LAYERS: again}, updating)
-        logits = head_bytes(shape, update.scored, a, self._chunk_bytes)
+        logits = head_bytes(shape, update.scored, a, self._chunk_bytes, KEPT_CHUNKS[self._device])
         yield Row(self.role, *_of_head(shape, update.scored, self._chunk_bytes), {_HEAD: logits}, updating)
 
     @property
+    def _device(self) -> str:
+        return "cuda" if self.run.on_gpu else "cpu"
+
+    @property
     def _chunk_bytes(self) -> int:
-        return CHUNK_BYTES["cuda" if self.run.on_gpu else "cpu"]
+        return CHUNK_BYTES[self._device]
 
     def _score_rows(self) -> Iterator[Row]:
         scoring, tokens, scored = ("scoring",), self.score.tokens, self.score.scored

@@ -233,12 +233,14 @@ def chunk_rows(shape: ModelShape, chunk_bytes: int) -> int:
     return max(1, chunk_bytes // (FP32 * max(1, shape.vocab)))
 
 
-def head_bytes(shape: ModelShape, scored: int, a: int, chunk_bytes: int) -> int:
-    """What the head adds to a pass (estimate): copies of one chunk of float32 logits, and gradients of hidden rows.
+def head_bytes(shape: ModelShape, scored: int, a: int, chunk_bytes: int, kept_chunks: int = 0) -> int:
+    """What the head adds to a pass (estimate): copies of one chunk of float32 logits, those chunks that are kept, and
+    gradients of hidden rows.
 
     A critic's head has a float32 copy of the hidden states instead, and its product with the weight.
     """
     if not shape.vocab:
         return 2 * scored * shape.hidden * FP32
-    chunk = min(scored, chunk_rows(shape, chunk_bytes)) * shape.vocab * FP32
-    return _LOGIT_COPIES * chunk + scored * shape.hidden * a
+    rows = chunk_rows(shape, chunk_bytes)
+    logits = _LOGIT_COPIES * min(scored, rows) + min(scored, kept_chunks * rows)
+    return logits * shape.vocab * FP32 + scored * shape.hidden * a

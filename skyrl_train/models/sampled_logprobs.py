@@ -1,7 +1,8 @@
 """Log-probs and entropies of chosen tokens from hidden states, without keeping logits: rows at a time, twice.
 
-Legend: N rows, D hidden size, V vocabulary. The logits of a chunk are made again in backward, so no tensor of N x V
-outlives a chunk. Matrix products: one forward, three backward (logits, states, weight).
+Legend: N rows, D hidden size, V vocabulary. Probabilities of a few chunks are kept for backward; the logits of all
+others are made again there, so memory does not grow with N x V. Matrix products: one forward, three backward (logits,
+unless kept, states and weight).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
+
+_TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,12 @@ class LogitShape:
             logits = logits.mul_(self.factor)
         return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
 
-    def backward_(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """d loss / d raw from d loss / d logits, in place; `logits` are what the call returned, and are spoilt."""
+    def backward_(self, gradient: Tensor, logits: Tensor | None) -> Tensor:
+        """d loss / d raw from d loss / d logits, in place; `logits`, which only a softcap reads, are what the call
+        returned, and are spoilt.
+        """
         if self.softcap is not None:
+            assert logits is not None
             gradient.mul_(logits.div_(self.softcap).square_().neg_().add_(1.0))
         return gradient if self.factor == 1.0 else gradient.mul_(self.factor)
 
@@ -45,15 +51,19 @@ def sampled_logprobs(
     shape: LogitShape,
     chunk_rows: int,
     wants_entropy: bool,
+    kept_chunks: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """[N] log softmax(logits / divisor) of each row's target and [N] entropy (zeros unless wanted), nats.
 
     hidden [N, D], weight [V, D], bias [V] or None, targets [N] int64, divisor [N] (the temperature). At least float32,
-    whatever the matrix products are computed in. Differentiable once, in hidden, weight and bias.
+    whatever the matrix products are computed in. Differentiable once, in hidden, weight and bias. kept_chunks: of how
+    many chunks backward finds the probabilities, of chunk_rows x V each, instead of making them again.
     """
+    if not torch.is_grad_enabled() or shape.softcap is not None:  # whose gradient reads the logits themselves
+        kept_chunks = 0
     scaled = None if bool((divisor == 1).all()) else divisor.unsqueeze(1)
     found: tuple[Tensor, Tensor] = _SampledLogprobs.apply(
-        hidden, weight, bias, targets, scaled, shape, chunk_rows, wants_entropy
+        hidden, weight, bias, targets, scaled, shape, chunk_rows, wants_entropy, kept_chunks
     )
     return found
 
@@ -74,20 +84,24 @@ class _SampledLogprobs(torch.autograd.Function):
         shape: LogitShape,
         chunk_rows: int,
         wants_entropy: bool,
+        kept_chunks: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.chunk_rows = shape, chunk_rows
-        parts = []
+        parts, kept = [], []
         for rows in range(0, len(hidden), chunk_rows):
             chunk = slice(rows, rows + chunk_rows)
             raw = linear(hidden[chunk], weight, bias)
             logits = shape(raw)
             if divisor is not None:
                 logits.div_(divisor[chunk])
-            parts.append(_scores(logits, targets[chunk], wants_entropy))
+            scores, exponentials, total = _scores(logits, targets[chunk], wants_entropy)
+            parts.append(scores)
+            if len(kept) < kept_chunks:
+                kept.append(exponentials.div_(total.unsqueeze(1)))
             ctx.product_dtype = raw.dtype
         logprobs, entropy, normaliser = (torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, targets, divisor, entropy, normaliser)
+        ctx.save_for_backward(hidden, weight, bias, targets, divisor, entropy, normaliser, *kept)
         return logprobs, entropy
 
     @staticmethod
@@ -95,7 +109,7 @@ class _SampledLogprobs(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, divisor, entropy, normaliser = ctx.saved_tensors
+        hidden, weight, bias, targets, divisor, entropy, normaliser, *kept = ctx.saved_tensors
         if d_logprobs is None:
             d_logprobs = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         dtype = ctx.product_dtype  # as in forward, where autocast may have narrowed it
@@ -106,25 +120,32 @@ class _SampledLogprobs(torch.autograd.Function):
         wide = torch.promote_types(dtype, torch.float32)
         d_weight = torch.zeros_like(rows_of_weight, dtype=wide) if trains_weight else None
         d_bias = torch.zeros_like(bias, dtype=wide) if trains_bias else None
-        for rows in range(0, len(hidden), ctx.chunk_rows):
+        memory = torch.empty_like(kept[0]) if kept else None  # of one gradient after the other
+        for number, rows in enumerate(range(0, len(hidden), ctx.chunk_rows)):
             chunk = slice(rows, rows + ctx.chunk_rows)
-            raw = linear(states[chunk], rows_of_weight, None if bias is None else bias.to(dtype))
-            logits = ctx.shape(raw)
-            kept = logits if ctx.shape.softcap is None else logits.clone()
-            if divisor is not None:
-                logits.div_(divisor[chunk])
-            logs = logits.sub_(normaliser[chunk].unsqueeze(1))
-            gradient = logs.exp()
+            capped = None
+            if memory is not None and number < len(kept):
+                probabilities = kept[number]
+                gradient = memory[: len(probabilities)]
+                # A probability too small for its logarithm has a gradient of 0 either way.
+                logs = None if d_entropy is None else probabilities.clamp(min=_TINY).log_()
+            else:
+                logits = ctx.shape(linear(states[chunk], rows_of_weight, None if bias is None else bias.to(dtype)))
+                capped = None if ctx.shape.softcap is None else logits.clone()
+                if divisor is not None:
+                    logits.div_(divisor[chunk])
+                logs = logits.sub_(normaliser[chunk].unsqueeze(1))
+                probabilities = gradient = logs.exp_() if d_entropy is None else logs.exp()
             if d_entropy is None:
-                gradient.mul_(-d_logprobs[chunk].unsqueeze(1))
+                torch.mul(probabilities, -d_logprobs[chunk].unsqueeze(1), out=gradient)
             else:
                 logs.add_(entropy[chunk].unsqueeze(1)).mul_(d_entropy[chunk].unsqueeze(1))
-                gradient.mul_(logs.add_(d_logprobs[chunk].unsqueeze(1)).neg_())
+                torch.mul(probabilities, logs.add_(d_logprobs[chunk].unsqueeze(1)).neg_(), out=gradient)
             chosen = targets[chunk].unsqueeze(1)
             gradient.scatter_add_(1, chosen, d_logprobs[chunk].unsqueeze(1).to(gradient.dtype))
             if divisor is not None:
                 gradient.div_(divisor[chunk])
-            narrow = ctx.shape.backward_(gradient, kept).to(dtype)
+            narrow = ctx.shape.backward_(gradient, capped).to(dtype)
             if trains_hidden:
                 torch.mm(narrow, rows_of_weight, out=d_hidden[chunk])
             if d_weight is not None and wide == dtype:
@@ -137,12 +158,14 @@ class _SampledLogprobs(torch.autograd.Function):
             d_hidden.to(hidden.dtype) if trains_hidden else None,
             None if d_weight is None else d_weight.to(weight.dtype),
             None if d_bias is None else d_bias.to(bias.dtype),
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 
-def _scores(logits: Tensor, targets: Tensor, wants_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs [n], entropies [n] and log-sum-exp [n] of logits [n, V], which are spoilt."""
+def _scores(
+    logits: Tensor, targets: Tensor, wants_entropy: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
+    """Log-probs, entropies and log-sum-exp, all [n], of logits [n, V], which are spoilt; p [n, V] times total [n]."""
     largest = logits.amax(-1, keepdim=True)
     logits.sub_(largest)
     chosen = logits.gather(1, targets.unsqueeze(1)).squeeze(1)
@@ -152,4 +175,4 @@ def _scores(logits: Tensor, targets: Tensor, wants_entropy: bool) -> tuple[Tenso
     entropy = torch.zeros_like(chosen)
     if wants_entropy:
         entropy = normaliser - logits.mul_(exponentials).sum(-1) / total
-    return chosen - normaliser, entropy, normaliser + largest.squeeze(1)
+    return (chosen - normaliser, entropy, normaliser + largest.squeeze(1)), exponentials, total

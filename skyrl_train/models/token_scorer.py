@@ -22,6 +22,9 @@ CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
 that reading the weight is not what takes the time.
 """
 
+KEPT_CHUNKS = {"cpu": 8, "cuda": 1}
+"""How many chunks' probabilities backward finds instead of making them again: a CPU has more memory than arithmetic."""
+
 
 class Scores(NamedTuple):
     """Both [T], 0 where a token was not scored."""
@@ -35,9 +38,9 @@ class Scores(NamedTuple):
 class TokenScorer(RaggedModel):
     """The root that strategies shard: hidden states of all tokens, then the LM head on the rows that are needed.
 
-    The head runs inside this module's forward, where sharded weights are gathered, in chunks whose logits are computed
-    again in backward: no tensor of shape (tokens, vocabulary) outlives a chunk. Softmax is at least float32. Raises
-    ConfigError for a model whose logits it cannot reproduce.
+    The head runs inside this module's forward, where sharded weights are gathered, in chunks, of which backward finds
+    KEPT_CHUNKS and makes the others again: no tensor of shape (tokens, vocabulary) ever exists. Softmax is at least
+    float32. Raises ConfigError for a model whose logits it cannot reproduce.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class TokenScorer(RaggedModel):
             self._shape,
             self._rows(hidden),
             wants_entropy,
+            KEPT_CHUNKS[hidden.device.type],
         )
         logprobs, entropy = (self.spread(values, positions, score_mask) for values in (logprobs, entropy))
         return Scores(logprobs, entropy if wants_entropy else None)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.models import ragged_attention
-from skyrl_train.models.token_scorer import Scores, TokenScorer
+from skyrl_train.models.token_scorer import KEPT_CHUNKS, Scores, TokenScorer
 from skyrl_train.testing.double_precision import double_precision
 from skyrl_train.testing.padded_reference import grouped_batch, padded_scores, ragged_batch
 from skyrl_train.testing.tiny_models import tiny_model
@@ -187,7 +187,11 @@ def test_chunks_of_the_head_do_not_change_values_or_gradients() -> None:
     assert_same(ragged_gradients(three_rows, [batch]), whole)
 
 
-def test_no_tensor_of_tokens_times_vocabulary_outlives_a_chunk() -> None:
+@pytest.mark.parametrize("kept_chunks", [0, 2])
+def test_backward_finds_as_many_chunks_as_are_kept_and_makes_the_others_again(
+    kept_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KEPT_CHUNKS, "cpu", kept_chunks)
     batch, model = make_batch(), double()
     vocabulary = model.config.vocab_size
     scorer = TokenScorer(model, chunk_bytes=3 * 4 * vocabulary)
@@ -201,12 +205,13 @@ def test_no_tensor_of_tokens_times_vocabulary_outlives_a_chunk() -> None:
         logprobs, entropy = score(scorer, batch, wants_entropy=True)
     assert entropy is not None
     assert kept
-    assert not [shape for shape in kept if len(shape) > 1 and shape[-1] == vocabulary]
+    found = [shape for shape in kept if len(shape) > 1 and shape[-1] == vocabulary and shape[0] != vocabulary]
+    assert found == [(3, vocabulary)] * kept_chunks
     rows = int(batch.loss_mask.sum())
     assert sum(made.rows) == rows  # the head runs on the tokens that are scored, and on no others
     with LogitsMade(vocabulary) as again:
         (logprobs + entropy).sum().backward()
-    assert sum(again.rows) == rows
+    assert sum(again.rows) == rows - 3 * kept_chunks
     assert max(made.rows + again.rows) == 3
 
 
