@@ -8,6 +8,7 @@ unless kept, states and weight).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -88,7 +89,8 @@ class _SampledLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.chunk_rows = shape, chunk_rows
-        parts, kept = [], []
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        kept: list[Tensor] = []
         for rows in range(0, len(hidden), chunk_rows):
             chunk = slice(rows, rows + chunk_rows)
             raw = linear(hidden[chunk], weight, bias)
@@ -120,27 +122,24 @@ class _SampledLogprobs(torch.autograd.Function):
         wide = torch.promote_types(dtype, torch.float32)
         d_weight = torch.zeros_like(rows_of_weight, dtype=wide) if trains_weight else None
         d_bias = torch.zeros_like(bias, dtype=wide) if trains_bias else None
-        memory = torch.empty_like(kept[0]) if kept else None  # of one gradient after the other
-        for number, rows in enumerate(range(0, len(hidden), ctx.chunk_rows)):
-            chunk = slice(rows, rows + ctx.chunk_rows)
-            capped = None
-            if memory is not None and number < len(kept):
-                probabilities = kept[number]
-                gradient = memory[: len(probabilities)]
-                # A probability too small for its logarithm has a gradient of 0 either way.
-                logs = None if d_entropy is None else probabilities.clamp(min=_TINY).log_()
-            else:
+        chunks = [slice(rows, rows + ctx.chunk_rows) for rows in range(0, len(hidden), ctx.chunk_rows)]
+        memory = [torch.empty_like(found) for found in kept[:1]] * len(kept)  # the same for one after the other
+        for chunk, found, gradient in zip_longest(chunks, kept, memory):
+            if found is None:
                 logits = ctx.shape(linear(states[chunk], rows_of_weight, None if bias is None else bias.to(dtype)))
                 capped = None if ctx.shape.softcap is None else logits.clone()
                 if divisor is not None:
                     logits.div_(divisor[chunk])
                 logs = logits.sub_(normaliser[chunk].unsqueeze(1))
-                probabilities = gradient = logs.exp_() if d_entropy is None else logs.exp()
-            if d_entropy is None:
-                torch.mul(probabilities, -d_logprobs[chunk].unsqueeze(1), out=gradient)
+                found = gradient = logs.exp_() if d_entropy is None else logs.exp()
             else:
-                logs.add_(entropy[chunk].unsqueeze(1)).mul_(d_entropy[chunk].unsqueeze(1))
-                torch.mul(probabilities, logs.add_(d_logprobs[chunk].unsqueeze(1)).neg_(), out=gradient)
+                capped, gradient = None, gradient[: len(found)]
+                # What is too small for a logarithm has a gradient of 0 either way.
+                logs = found if d_entropy is None else found.clamp(min=_TINY).log_()
+            factor = -d_logprobs[chunk].unsqueeze(1)
+            if d_entropy is not None:
+                factor = logs.add_(entropy[chunk].unsqueeze(1)).mul_(-d_entropy[chunk].unsqueeze(1)).add_(factor)
+            torch.mul(found, factor, out=gradient)
             chosen = targets[chunk].unsqueeze(1)
             gradient.scatter_add_(1, chosen, d_logprobs[chunk].unsqueeze(1).to(gradient.dtype))
             if divisor is not None:
