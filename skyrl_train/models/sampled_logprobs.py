@@ -89,19 +89,20 @@ class _SampledLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.chunk_rows = shape, chunk_rows
+        ctx.product_dtype = linear(hidden[:0], weight, bias).dtype  # autocast may narrow it
+        states, rows_of_weight = hidden.to(ctx.product_dtype), weight.to(ctx.product_dtype)
+        scratch = _scratch(ctx, hidden, weight)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         kept: list[Tensor] = []
         for rows in range(0, len(hidden), chunk_rows):
             chunk = slice(rows, rows + chunk_rows)
-            raw = linear(hidden[chunk], weight, bias)
-            logits = shape(raw)
+            logits = shape(_product(states[chunk], rows_of_weight, bias, scratch))
             if divisor is not None:
                 logits.div_(divisor[chunk])
-            scores, exponentials, total = _scores(logits, targets[chunk], wants_entropy)
-            parts.append(scores)
+            probabilities = torch.softmax(logits, -1)
             if len(kept) < kept_chunks:
-                kept.append(exponentials.div_(total.unsqueeze(1)))
-            ctx.product_dtype = raw.dtype
+                kept.append(probabilities)
+            parts.append(_scores(logits, probabilities, targets[chunk], wants_entropy))
         logprobs, entropy, normaliser = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, bias, targets, divisor, entropy, normaliser, *kept)
         return logprobs, entropy
@@ -114,7 +115,7 @@ class _SampledLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, divisor, entropy, normaliser, *kept = ctx.saved_tensors
         if d_logprobs is None:
             d_logprobs = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
-        dtype = ctx.product_dtype  # as in forward, where autocast may have narrowed it
+        dtype = ctx.product_dtype
         states, rows_of_weight = hidden.to(dtype), weight.to(dtype)
         d_hidden = torch.empty_like(states)
         trains_hidden, trains_weight, trains_bias = ctx.needs_input_grad[:3]
@@ -123,17 +124,17 @@ class _SampledLogprobs(torch.autograd.Function):
         d_weight = torch.zeros_like(rows_of_weight, dtype=wide) if trains_weight else None
         d_bias = torch.zeros_like(bias, dtype=wide) if trains_bias else None
         chunks = [slice(rows, rows + ctx.chunk_rows) for rows in range(0, len(hidden), ctx.chunk_rows)]
-        memory = [torch.empty_like(found) for found in kept[:1]] * len(kept)  # the same for one after the other
-        for chunk, found, gradient in zip_longest(chunks, kept, memory):
+        scratch = _scratch(ctx, hidden, weight)
+        for chunk, found in zip_longest(chunks, kept):
             if found is None:
-                logits = ctx.shape(linear(states[chunk], rows_of_weight, None if bias is None else bias.to(dtype)))
+                logits = ctx.shape(_product(states[chunk], rows_of_weight, bias, scratch))
                 capped = None if ctx.shape.softcap is None else logits.clone()
                 if divisor is not None:
                     logits.div_(divisor[chunk])
                 logs = logits.sub_(normaliser[chunk].unsqueeze(1))
                 found = gradient = logs.exp_() if d_entropy is None else logs.exp()
             else:
-                capped, gradient = None, gradient[: len(found)]
+                capped, gradient = None, scratch[: len(found)]
                 # What is too small for a logarithm has a gradient of 0 either way.
                 logs = found if d_entropy is None else found.clamp(min=_TINY).log_()
             factor = -d_logprobs[chunk].unsqueeze(1)
@@ -161,17 +162,34 @@ class _SampledLogprobs(torch.autograd.Function):
         )
 
 
+def _scratch(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Memory of one chunk, for one after the other: the operating system's fresh pages take longer than a pass."""
+    wide = torch.promote_types(ctx.product_dtype, torch.float32)
+    return torch.empty(min(ctx.chunk_rows, len(hidden)), len(weight), dtype=wide, device=hidden.device)
+
+
+def _product(states: Tensor, weight: Tensor, bias: Tensor | None, scratch: Tensor) -> Tensor:
+    """states [n, D] times weight, plus bias, in the first n rows of scratch [>= n, V]."""
+    out = scratch[: len(states)]
+    if states.dtype == out.dtype:
+        torch.mm(states, weight.t(), out=out)
+    else:
+        out.copy_(states @ weight.t())
+    return out if bias is None else out.add_(bias)
+
+
 def _scores(
-    logits: Tensor, targets: Tensor, wants_entropy: bool
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
-    """Log-probs, entropies and log-sum-exp, all [n], of logits [n, V], which are spoilt; p [n, V] times total [n]."""
+    logits: Tensor, probabilities: Tensor, targets: Tensor, wants_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropies and log-sum-exp, all [n], of logits [n, V], which are spoilt, and their softmax.
+
+    The likeliest token's probability is at least 1 / V, so its logarithm is good to rounding; a target's may be 0.
+    """
     largest = logits.amax(-1, keepdim=True)
+    total = -probabilities.amax(-1).log()  # log of the sum of exp(logits - largest)
     logits.sub_(largest)
-    chosen = logits.gather(1, targets.unsqueeze(1)).squeeze(1)
-    exponentials = logits.exp() if wants_entropy else logits.exp_()
-    total = exponentials.sum(-1)
-    normaliser = total.log()
-    entropy = torch.zeros_like(chosen)
+    logprobs = logits.gather(1, targets.unsqueeze(1)).squeeze(1) - total
+    entropy = torch.zeros_like(logprobs)
     if wants_entropy:
-        entropy = normaliser - logits.mul_(exponentials).sum(-1) / total
-    return (chosen - normaliser, entropy, normaliser + largest.squeeze(1)), exponentials, total
+        entropy = total - logits.mul_(probabilities).sum(-1)
+    return logprobs, entropy, total + largest.squeeze(1)
