@@ -210,7 +210,8 @@ class _Model:
         what = "a layer, computed again" if self.run.checkpointing else "a layer's gradients"
         yield Row(self.role, "backward of a layer", what, {_LAYERS: again}, updating)
         logits = head_bytes(shape, update.scored, a, self._chunk_bytes, KEPT_CHUNKS[self._device])
-        yield Row(self.role, *_of_head(shape, update.scored, self._chunk_bytes), {_HEAD: logits}, updating)
+        what, note = _of_head(shape, update.scored, self._chunk_bytes, KEPT_CHUNKS[self._device])
+        yield Row(self.role, what, note, {_HEAD: logits}, updating)
 
     @property
     def _device(self) -> str:
@@ -269,10 +270,12 @@ class _Model:
         return {_HEAD: head, _LAYERS: waiting + layer, _EMBEDDINGS: waiting + root}
 
 
-def _of_head(shape: ModelShape, scored: int, chunk_bytes: int) -> tuple[str, str]:
+def _of_head(shape: ModelShape, scored: int, chunk_bytes: int, kept_chunks: int = 0) -> tuple[str, str]:
     if not shape.vocab:
         return "values", "float32 hidden states"
-    return "logits", f"chunks of {min(scored, chunk_rows(shape, chunk_bytes)):,} x {shape.vocab:,}"
+    rows = chunk_rows(shape, chunk_bytes)
+    kept = f", {min(kept_chunks, -(-scored // rows))} kept" if kept_chunks else ""
+    return "logits", f"chunks of {min(scored, rows):,} x {shape.vocab:,}{kept}"
 
 
 def capacity_of(device: str) -> int | None:

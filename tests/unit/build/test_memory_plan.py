@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -72,6 +73,7 @@ def mini_batch() -> MiniBatch:
 
 def allocated_at_most(call: Callable[[], Any]) -> int:
     """Bytes that torch holds at the peak of a call, beyond what it held before."""
+    gc.collect()  # what other tests left must not be freed meanwhile
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call()
     results: Any = recorded.profiler
