@@ -1,9 +1,11 @@
-"""The quickstart's task learnt with each engine, beside the trainer and apart: accuracy on 1,000 held-out problems.
+"""The quickstart's task learnt with each engine, beside the trainer and apart, and with other learners: accuracy on
+1,000 held-out problems.
 
-    python scripts/benchmarks/quickstart.py [--backends vllm sglang] [--layouts colocated apart] [--seed N] [--json F]
+    python scripts/benchmarks/quickstart.py [--backends vllm sglang] [--layouts colocated apart]
+        [--learners fsdp2 deepspeed lora] [--seed N] [--json F]
 
-One warm-up, then one GRPO run of examples/quickstart for each backend and layout through the real entrypoint, with a
-log-prob probe at every sync. Greedy accuracy before and after, and the seconds of the GRPO run.
+One warm-up, then one GRPO run of examples/quickstart for each backend, layout and learner through the real entrypoint,
+with a log-prob probe at every sync. Greedy accuracy before and after, and the seconds of the GRPO run.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import json
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +23,22 @@ from task import prepare, quickstart, scores_of
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 
 LAYOUTS = {"colocated": "true", "apart": "false"}
+LEARNERS = {
+    "fsdp2": ["trainer.strategy=fsdp2"],
+    "deepspeed": ["trainer.strategy=deepspeed"],
+    "lora": [
+        "trainer.policy.model.lora.rank=32",
+        "trainer.policy.model.lora.alpha=64",
+        "trainer.policy.optimizer_config.lr=1.0e-3",
+    ],
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", nargs="+", default=["vllm", "sglang"])
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
+    parser.add_argument("--learners", nargs="+", default=["fsdp2"], choices=LEARNERS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -34,19 +47,21 @@ def main() -> None:
         folder = Path(name)
         warm = prepare(folder, arguments.seed)
         for backend in arguments.backends:
-            for layout in arguments.layouts:
-                results.append(learn(folder, warm, arguments.seed, backend, layout))
+            for layout, learner in product(arguments.layouts, arguments.learners):
+                results.append(learn(folder, warm, arguments.seed, backend, layout, learner))
                 print(json.dumps(results[-1]), flush=True)
-    print("| engine | layout | before | after | largest probe gap | seconds |\n| --- | --- | --- | --- | --- | --- |")
+    print("| engine | layout | learner | before | after | largest probe gap | seconds |\n|" + " --- |" * 7)
+    line = "| {backend} | {layout} | {learner} | {before:.3f} | {after:.3f} | {probe_gap:.1e} | {seconds:.0f} |"
     for row in results:
-        print("| {backend} | {layout} | {before:.3f} | {after:.3f} | {probe_gap:.1e} | {seconds:.0f} |".format(**row))
+        print(line.format(**row))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
-def learn(folder: Path, warm: Path, seed: int, backend: str, layout: str) -> dict[str, Any]:
-    run = folder / f"{backend}-{layout}"
+def learn(folder: Path, warm: Path, seed: int, backend: str, layout: str, learner: str) -> dict[str, Any]:
+    run = folder / f"{backend}-{layout}-{learner}"
     overrides = [
+        *LEARNERS[learner],
         f"generator.backend={backend}",
         f"trainer.placement.colocate_all={LAYOUTS[layout]}",
         f"trainer.ckpt_path={run}",
@@ -63,6 +78,7 @@ def learn(folder: Path, warm: Path, seed: int, backend: str, layout: str) -> dic
     return {
         "backend": backend,
         "layout": layout,
+        "learner": learner,
         "before": scores[0],
         "after": scores[-1],
         "probe_gap": max(gaps),
