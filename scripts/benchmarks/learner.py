@@ -76,8 +76,8 @@ CASES = {
     "equal-50m": Case(MEDIUM, 1, 64, 64, wanted=1.6),
     "long-prompt-50m": Case(MEDIUM, 1, 192, 64, wanted=2.8),
     "ragged-50m": Case(MEDIUM, 1, 64, 120, shortest=8),
-    "vocabulary-150k": Case(HUGE, 1, 64, 64),
-    "vocabulary-150k-twice": Case(HUGE, 1, 128, 128),
+    "vocabulary-150k": Case(HUGE, 1, 64, 64, wanted=1.6),
+    "vocabulary-150k-twice": Case(HUGE, 1, 128, 128, wanted=1.6),
 }
 """Names -> sizes; the last two differ in tokens alone, both of more than the head keeps chunks for (KEPT_CHUNKS)."""
 

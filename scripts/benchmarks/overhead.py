@@ -71,7 +71,9 @@ def bare_engine(model: str, work: Work, vocabulary: int, steps: int) -> Callable
             assert len(ids) == work.prompt_tokens
             for sample in range(work.samples):
                 name = f"{number}.{index}.{sample}"
-                requests.append(SampleRequest(name, ids, sampling, seed=hash(name), group=f"{number}.{index}"))
+                requests.append(
+                    SampleRequest(name, ids, sampling, seed=1000 * index + sample, group=f"{number}.{index}")
+                )
         start, used = time.perf_counter(), time.process_time()
         found = runner.run(engine.generate(requests))
         spent = {"seconds": time.perf_counter() - start, "cpu_s": time.process_time() - used}

@@ -23,6 +23,7 @@ from skyrl_train.build.memory_shapes import (
     Settings,
     Weight,
     chunk_rows,
+    head_backward_bytes,
     head_bytes,
     layer_backward_bytes,
     layer_forward_bytes,
@@ -209,8 +210,9 @@ class _Model:
         again = layer_backward_bytes(shape, update.tokens, self.run)
         what = "a layer, computed again" if self.run.checkpointing else "a layer's gradients"
         yield Row(self.role, "backward of a layer", what, {_LAYERS: again}, updating)
-        logits = head_bytes(shape, update.scored, a, self._chunk_bytes, KEPT_CHUNKS[self._device])
-        what, note = _of_head(shape, update.scored, self._chunk_bytes, KEPT_CHUNKS[self._device])
+        kept = KEPT_CHUNKS[self._device]
+        logits = head_backward_bytes(shape, update.scored, a, self._chunk_bytes, kept)
+        what, note = _of_head(shape, update.scored, self._chunk_bytes, kept)
         yield Row(self.role, what, note, {_HEAD: logits}, updating)
 
     @property

@@ -24,7 +24,7 @@ from skyrl_train.models.ragged_model import RaggedModel, linear_head
 FP32 = 4
 """Bytes; also of log-softmax, of norms inside, and of whatever is trained."""
 _LOGIT_COPIES = 2
-"""Of a chunk: its logits and their exponentials, where the gradient is made. See models/sampled_logprobs.py."""
+"""Of a chunk: its logits and their softmax. See models/sampled_logprobs.py."""
 
 
 @dataclass(frozen=True)
@@ -233,14 +233,27 @@ def chunk_rows(shape: ModelShape, chunk_bytes: int) -> int:
     return max(1, chunk_bytes // (FP32 * max(1, shape.vocab)))
 
 
-def head_bytes(shape: ModelShape, scored: int, a: int, chunk_bytes: int, kept_chunks: int = 0) -> int:
-    """What the head adds to a pass (estimate): copies of one chunk of float32 logits, those chunks that are kept, and
-    gradients of hidden rows.
+def head_bytes(shape: ModelShape, scored: int, a: int, chunk_bytes: int) -> int:
+    """What the head adds to a pass (estimate): copies of one chunk of float32 logits, and gradients of hidden rows.
 
     A critic's head has a float32 copy of the hidden states instead, and its product with the weight.
     """
     if not shape.vocab:
         return 2 * scored * shape.hidden * FP32
+    chunk = min(scored, chunk_rows(shape, chunk_bytes)) * shape.vocab * FP32
+    return _LOGIT_COPIES * chunk + scored * shape.hidden * a
+
+
+def head_backward_bytes(shape: ModelShape, scored: int, a: int, chunk_bytes: int, kept_chunks: int) -> int:
+    """What the head adds to an update (estimate): also the chunks that are kept, a copy where logits are capped, and in
+    half precision a chunk's gradient and its product with the states, before that is added in float32.
+    """
+    size = head_bytes(shape, scored, a, chunk_bytes)
+    if not shape.vocab:
+        return size
     rows = chunk_rows(shape, chunk_bytes)
-    logits = _LOGIT_COPIES * min(scored, rows) + min(scored, kept_chunks * rows)
-    return logits * shape.vocab * FP32 + scored * shape.hidden * a
+    chunk = min(scored, rows) * shape.vocab
+    size += min(scored, kept_chunks * rows) * shape.vocab * FP32 + (FP32 * chunk if shape.softcapped else 0)
+    if a < FP32:
+        size += a * (chunk + (shape.head if shape.head_trained else 0))
+    return size

@@ -56,9 +56,10 @@ def sampled_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """[N] log softmax(logits / divisor) of each row's target and [N] entropy (zeros unless wanted), nats.
 
-    hidden [N, D], weight [V, D], bias [V] or None, targets [N] int64, divisor [N] (the temperature). At least float32,
-    whatever the matrix products are computed in. Differentiable once, in hidden, weight and bias. kept_chunks: of how
-    many chunks backward finds the probabilities, of chunk_rows x V each, instead of making them again.
+    hidden [N, D] with N at least 1, weight [V, D], bias [V] or None, targets [N] int64, divisor [N] (the temperature).
+    At least float32, whatever the matrix products are computed in. Differentiable once, in hidden, weight and bias.
+    kept_chunks: of how many chunks backward finds the probabilities, of chunk_rows x V each, instead of making them
+    again.
     """
     if not torch.is_grad_enabled() or shape.softcap is not None:  # whose gradient reads the logits themselves
         kept_chunks = 0
@@ -89,7 +90,7 @@ class _SampledLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.chunk_rows = shape, chunk_rows
-        ctx.product_dtype = linear(hidden[:0], weight, bias).dtype  # autocast may narrow it
+        ctx.product_dtype = linear(hidden[:0], weight[:0]).dtype  # autocast may narrow it
         states, rows_of_weight = hidden.to(ctx.product_dtype), weight.to(ctx.product_dtype)
         scratch = _scratch(ctx, hidden, weight)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -117,8 +118,8 @@ class _SampledLogprobs(torch.autograd.Function):
             d_logprobs = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         dtype = ctx.product_dtype
         states, rows_of_weight = hidden.to(dtype), weight.to(dtype)
-        d_hidden = torch.empty_like(states)
         trains_hidden, trains_weight, trains_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.empty_like(states) if trains_hidden else None
         # Summed over chunks in at least float32: in half precision the error would grow with their number.
         wide = torch.promote_types(dtype, torch.float32)
         d_weight = torch.zeros_like(rows_of_weight, dtype=wide) if trains_weight else None
@@ -146,7 +147,7 @@ class _SampledLogprobs(torch.autograd.Function):
             if divisor is not None:
                 gradient.div_(divisor[chunk])
             narrow = ctx.shape.backward_(gradient, capped).to(dtype)
-            if trains_hidden:
+            if d_hidden is not None:
                 torch.mm(narrow, rows_of_weight, out=d_hidden[chunk])
             if d_weight is not None and wide == dtype:
                 d_weight.addmm_(narrow.t(), states[chunk])
@@ -155,7 +156,7 @@ class _SampledLogprobs(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += gradient.sum(0)
         return (
-            d_hidden.to(hidden.dtype) if trains_hidden else None,
+            None if d_hidden is None else d_hidden.to(hidden.dtype),
             None if d_weight is None else d_weight.to(weight.dtype),
             None if d_bias is None else d_bias.to(bias.dtype),
             *(None,) * 6,

@@ -98,8 +98,8 @@ class TokenScorer(RaggedModel):
             wants_entropy,
             KEPT_CHUNKS[hidden.device.type],
         )
-        logprobs, entropy = (self.spread(values, positions, score_mask) for values in (logprobs, entropy))
-        return Scores(logprobs, entropy if wants_entropy else None)
+        logprobs = self.spread(logprobs, positions, score_mask)
+        return Scores(logprobs, self.spread(entropy, positions, score_mask) if wants_entropy else None)
 
     def _rows(self, hidden: Tensor) -> int:
         size = self.chunk_bytes or CHUNK_BYTES[hidden.device.type]

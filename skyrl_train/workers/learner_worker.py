@@ -113,6 +113,8 @@ class LearnerWorker:
         self.parallel: SequenceParallel | None = None
         if spec.threads:
             torch.set_num_threads(spec.threads)
+        if spec.device == "cpu":
+            _add_in_one_order()
 
     def address(self) -> tuple[str, int]:
         """(host, free port) where the ranks meet."""
@@ -304,6 +306,15 @@ class LearnerWorker:
             wants_entropy=wants_entropy,
             repeated=repeated,
         )
+
+
+def _add_in_one_order() -> None:
+    """In this process. The gradient of x[index] is otherwise added up by whichever thread comes first, for a router's
+    choice of experts among others, and a run could not go on bit for bit.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False  # that would cost a pass over every new tensor
 
 
 def filler() -> TrainBatch:

@@ -114,6 +114,7 @@ def planned(plan: SlotPlan) -> int:
         ("qwen3", 320, False),
         ("qwen2", 8192, False),
         ("llama", 320, True),
+        ("qwen2", 8192, True),
     ],
 )
 def test_an_update_allocates_what_was_planned(

@@ -274,3 +274,17 @@ def test_what_an_objective_reads_is_on_the_rank_s_device():
     assert len(given) == 2
     for batch in given:
         assert {value.device.type for value in vars(batch).values() if isinstance(value, torch.Tensor)} == {"meta"}
+
+
+def test_a_rank_on_a_cpu_adds_gradients_of_one_row_in_one_order(tiny_model_path: str) -> None:
+    LearnerWorker(tiny_spec(tiny_model_path, threads=2), 0, 1)
+    try:
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(512, 64, generator=generator, requires_grad=True)
+        taken = torch.randint(0, 512, (8192,), generator=generator)  # as tokens are by their experts
+        weights = torch.randn(8192, 64, generator=generator)
+        gradients = [torch.autograd.grad((rows[taken] * weights).sum(), rows)[0] for _ in range(20)]
+    finally:
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(gradients[0], other) for other in gradients[1:])
