@@ -53,7 +53,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Values by dotted key."""
-    values = {}
+    values: dict[str, Any] = {}
     for name, value in tree.items():
         values |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return values

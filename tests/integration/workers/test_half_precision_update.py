@@ -38,7 +38,8 @@ def loss(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
 
 def rounded_model(kind: str, dtype: torch.dtype) -> Any:
     """Of weights that are bfloat16 numbers. Untied, so that the head has a gradient of its own."""
-    return tiny_model(kind, dtype=torch.bfloat16, tied=False).to(dtype)
+    model: Any = tiny_model(kind, dtype=torch.bfloat16, tied=False)
+    return model.to(dtype)
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
