@@ -29,6 +29,7 @@ from skyrl_train.build.memory_shapes import (
     layer_forward_bytes,
     model_shape,
     numel,
+    reward_model_shape,
     saved_bytes,
 )
 from skyrl_train.config.schema import (
@@ -52,6 +53,8 @@ _HEAD, _LAYERS, _EMBEDDINGS = "head", "layers", "embeddings"
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _DEEPSPEED_BUCKET = 500_000_000
 """Elements of DeepSpeed's `reduce_bucket_size` where it is not given."""
+_DEEPSPEED_PREFETCH, _DEEPSPEED_REUSE = 50_000_000, 1_000_000_000
+"""The same of `stage3_prefetch_bucket_size` and `stage3_max_reuse_distance`."""
 _CPU_CACHE_BYTES = 4 << 30
 """What vLLM and SGLang take for keys and values on a CPU at most: see their arguments.py."""
 
@@ -238,9 +241,12 @@ class _Model:
         way; all of them where they are not given up after forward. Autocast keeps a copy of all.
         """
         root, layers, layer = numel(self.shape.root), len(self.shape.layers), self.shape.largest_layer
-        if self.fsdp is not None or (self.zero is not None and self.zero.zero_stage == 3):
+        if self.zero is not None and self.zero.zero_stage == 3:
+            yield self._gathered_by_zero(self.zero.zero_optimization, phases)
+            return
+        if self.fsdp is not None:
             few = 1 if self.shard == 1 else min(3, layers)
-            count = few if self.fsdp is None or self.fsdp.reshard_after_forward else layers
+            count = few if self.fsdp.reshard_after_forward else layers
             note = f"root and {count} of {layers} layers"
         elif self.run.autocast and self.trained:
             count, note = layers, "autocast's copy"
@@ -248,6 +254,18 @@ class _Model:
             return
         size = self.run.a * (root + count * layer)
         yield Row(self.role, "gathered weights", note, dict.fromkeys((_HEAD, _LAYERS, _EMBEDDINGS), size), phases)
+
+    def _gathered_by_zero(self, options: Mapping[str, Any], phases: tuple[str, ...]) -> Row:
+        """ZeRO 3 fetches a bucket ahead, and after forward keeps the last layers: those that backward comes back to
+        before `stage3_max_reuse_distance` elements were passed, which it counts on the way there and back.
+        """
+        layers = sum(numel(layer) for layer in self.shape.layers)
+        ahead = int(options.get("stage3_prefetch_bucket_size", _DEEPSPEED_PREFETCH))
+        kept = int(options.get("stage3_max_reuse_distance", _DEEPSPEED_REUSE)) // 2 if "updating" in phases else 0
+        elements = min(layers, max(kept, self.shape.largest_layer) + ahead)
+        note = f"root and {elements / 1e6:,.1f} M of {layers / 1e6:,.1f} M in layers"
+        size = self.run.a * (numel(self.shape.root) + elements)
+        return Row(self.role, "gathered weights", note, dict.fromkeys((_HEAD, _LAYERS, _EMBEDDINGS), size), phases)
 
     def _fresh_gradients(self, update: _Pass) -> dict[str, int]:
         """Of weights, before they are added to the ones above.
@@ -327,7 +345,7 @@ def summary(plans: Sequence[SlotPlan]) -> list[str]:
             rows = [row for row in plan.rows if row.role == role and phase in row.phases and not row.on_host]
             parts = ", ".join(f"{row.what} {row.size / 2**30:.3f}" for row in rows)
             lines.append(f"memory plan: {role}: {size / 2**30:.3f} GiB a slot at most, while {phase} ({parts})")
-    return lines
+    return list(dict.fromkeys(lines))  # a role may lie in slots of two kinds
 
 
 def memory_plan(cfg: Config, capacity: int | None = None, learning: Learning | None = None) -> list[SlotPlan]:
@@ -348,19 +366,28 @@ def memory_plan(cfg: Config, capacity: int | None = None, learning: Learning | N
     if learning.critic is not None:
         ranks = policy if placement.colocate_all else placement.critic_num_nodes * placement.critic_num_gpus_per_node
         (beside if placement.colocate_all else apart).append(_critic(cfg, ranks, beside[0]))
+    reward = tuple(_reward_rows(cfg))
     local = generator.run_engines_locally
     shared = placement.colocate_all and local
     slots = generator.num_inference_engines * slots_per_engine(generator)
     engine = tuple(_engine_rows(cfg, capacity, shared)) if local else ()
     home = [row for model in beside for row in model.rows()]
     home += _bucket_rows(cfg, beside[0].shape, "policy")
-    plans = [SlotPlan(" + ".join([model.role for model in beside]), policy, tuple(home))]
-    if shared:
-        plans = [SlotPlan(f"{plans[0].name} + engine", max(policy, slots), (*home, *engine))]
+    names = [model.role for model in beside]
+    if reward and placement.colocate_all:
+        home += reward
+        names.append("reward model")
+    both = min(policy, slots) if shared else 0
+    plans = [
+        SlotPlan(" + ".join([*names, "engine"]), both, (*home, *engine)),
+        SlotPlan(" + ".join(names), policy - both, tuple(home)),
+    ]
     plans += [SlotPlan(model.role, model.ranks, tuple(model.rows())) for model in apart]
-    if local and not shared:
-        plans.append(SlotPlan("engine", slots, engine))
-    return plans
+    if reward and not placement.colocate_all:
+        plans.append(SlotPlan("reward model", placement.reward_num_nodes * placement.reward_num_gpus_per_node, reward))
+    if local:
+        plans.append(SlotPlan("engine", slots - both, engine))
+    return [plan for plan in plans if plan.count]
 
 
 def _policy(cfg: Config, ranks: int) -> _Model:
@@ -391,6 +418,20 @@ def _critic(cfg: Config, ranks: int, policy: _Model) -> _Model:
     shape = _shape(cfg, critic.model.path, key, overrides, critic.model.lora, critic=True)
     mini_batch = cfg.trainer.critic_mini_batch_size
     return _model(cfg, "critic", critic, shape, ranks, policy.run, policy.leaves, mini_batch)
+
+
+def _reward_rows(cfg: Config) -> Iterator[Row]:
+    """Of a replica, which scores a conversation at a time and stays where it is; none without a reward model."""
+    reward = cfg.trainer.reward
+    if reward.model.path is None:
+        return
+    shape = reward_model_shape(reward.model.path, reward.model_config_kwargs)
+    size, tokens = 2 if cfg.trainer.bf16 else FP32, _longest(cfg)
+    run = Settings(a=size, autocast=False, on_gpu=cfg.device == "cuda", checkpointing=False, longest=tokens)
+    weights = numel(shape.weights)
+    yield Row("reward model", "parameters", f"{weights / 1e6:,.1f} M frozen", {"": size * weights}, exact=True)
+    layer = {_LAYERS: layer_forward_bytes(shape, tokens, run)}
+    yield Row("reward model", "activations", f"{tokens:,} tokens, one layer", layer, ("generating",))
 
 
 def _model(

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import load_config
+from skyrl_train.models.loading import REWARD_PATH, load_config
 from skyrl_train.models.lora import Adapters
 from skyrl_train.models.ragged_model import RaggedModel, linear_head
 
@@ -142,6 +142,34 @@ def model_shape(
         max_positions=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
         experts_per_token=experts,
         softcapped=getattr(text, "attn_logit_softcapping", None) is not None,
+    )
+
+
+def reward_model_shape(path: str, overrides: Mapping[str, Any]) -> ModelShape:
+    """The shapes of what RewardWorker loads, all of them in `root`. Raises ConfigError as `model_shape` does."""
+    config = load_config(path, key=REWARD_PATH, overrides=overrides)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    except ValueError as error:
+        raise ConfigError(f"{REWARD_PATH}={path!r} is no classifier. ({str(error).splitlines()[0]})") from error
+    text = config.get_text_config()
+    experts, hidden, heads = (
+        int(getattr(text, name, None) or 0) for name in ("num_experts_per_tok", "hidden_size", "num_attention_heads")
+    )
+    return ModelShape(
+        layers=(),
+        root=tuple(_weight(parameter) for parameter in model.parameters()),
+        norms=(),
+        hidden=hidden,
+        intermediate=_intermediate(text, experts, hidden),
+        heads=heads,
+        key_value_heads=heads,
+        head_dim=hidden // max(1, heads),
+        vocab=0,
+        tied=False,
+        max_positions=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
+        experts_per_token=experts,
     )
 
 

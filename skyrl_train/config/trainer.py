@@ -159,7 +159,7 @@ class TrainerConfig(Section):
     logger: str | list[str] = "wandb"
     """Trackers besides the JSONL file that is always written: `console`, `wandb`, `tensorboard`, one or a list."""
     plugins: list[str] = field(default_factory=list)
-    """Modules imported in the driver and in every worker; they register losses, advantages and environments by name."""
+    """Modules imported in the driver and in every worker; they register losses, advantages, environments, trackers."""
     dump_data_batch: bool = False
     """Write every batch next to the exports."""
     dump_eval_results: bool = True

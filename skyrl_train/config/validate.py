@@ -58,6 +58,7 @@ OPEN_TO_PLUGINS = frozenset(
         "trainer.algorithm.advantage_estimator",
         "trainer.algorithm.policy_loss_type",
         "environment.env_class",
+        "trainer.logger",
     }
 )
 """Names that modules of `trainer.plugins` may register: checked when those are imported."""

@@ -77,9 +77,15 @@ def _verdicts(
     if device == "cpu":
         yield verdict("all slots together, on this machine", sum(p.count * p.peak()[0] for p in plans), host)
         return
+    moved = sum(plan.count * plan.peak(on_host=True)[0] for plan in plans)
+    if capacity is None:  # nor is this the machine whose memory counts
+        for plan in plans:
+            yield verdict(f"{plan.name}, on each accelerator", plan.peak()[0], None)
+        yield verdict("host memory of all slots together", moved, None)
+        yield "nvidia-smi shows no accelerator here: nothing is compared, and caches are for the sequences of a step."
+        return
     for plan in plans:
         yield verdict(f"{plan.name}, on an accelerator like this machine's", plan.peak()[0], capacity)
-    moved = sum(plan.count * plan.peak(on_host=True)[0] for plan in plans)
     yield verdict("host memory of all slots together, on this machine", moved, host)
 
 

@@ -49,8 +49,9 @@ class PolicyObjective:
     ) -> Tensor:
         """A scalar to be backpropagated, added over micro-batches and ranks. logprobs and entropy are [T], in nats.
 
-        Values outside loss_mask are not read. Without old_logprobs the batch is on-policy: ratio 1. `mini_batch_tokens`
-        are those that count in the whole mini-batch: how much this part of it weighs in metrics.
+        Values outside loss_mask are not read. Without old_logprobs a loss that reads them is on-policy: ratio 1. One
+        that does not has no ratio to report. `mini_batch_tokens` are those that count in the whole mini-batch: how much
+        this part of it weighs in metrics.
         """
         mask, weights = batch.loss_mask, batch.loss_weights
         assert batch.advantages is not None and weights is not None, "advantages and weights come before the update"
@@ -84,16 +85,20 @@ class PolicyObjective:
         loss = torch.stack(terms).sum()
         with torch.no_grad():
             losses = {"policy/policy_loss": policy_loss, "policy/loss": loss}
-            _record(batch, logprobs, old_logprobs, losses, token_sums, mini_batch_tokens, metrics)
+            maxima = {}
+            if batch.old_logprobs is not None or self.reads_old_logprobs:
+                ratio = torch.where(mask, importance_ratios(logprobs, old_logprobs, mask), 0.0)
+                token_sums["policy/ratio"] = maxima["policy/ratio_max"] = ratio
+            _record(batch, old_logprobs, losses, token_sums, maxima, mini_batch_tokens, metrics)
         return loss
 
 
 def _record(
     batch: TrainBatch,
-    logprobs: Tensor,
     old_logprobs: Tensor,
     losses: dict[str, Tensor],
     token_sums: dict[str, Tensor],
+    maxima: dict[str, Tensor],
     mini_batch_tokens: int,
     metrics: Metrics,
 ) -> None:
@@ -103,9 +108,6 @@ def _record(
     """
     mask = batch.loss_mask
     sums = {name: values.sum() for name, values in token_sums.items()}
-    ratio = torch.where(mask, importance_ratios(logprobs, old_logprobs, mask), 0.0)
-    sums["policy/ratio"] = ratio.sum()
-    maxima = {"policy/ratio_max": ratio}
     if batch.rollout_logprobs is not None:
         mismatch = torch.where(mask, batch.rollout_logprobs - old_logprobs, 0.0)
         sums["rollout/logprob_diff"] = mismatch.abs().sum()

@@ -167,37 +167,54 @@ class DeepSpeedStrategy(OptimizedModel):
             return
         if self.zero.zero_stage < 3:
             self.scorer.offload_states(pin_memory=False)
-            return
-        if self._optimizer is None or self.zero.offload_parameters:
+        elif self._optimizer is None or self.zero.offload_parameters:
             self.scorer.optimizer.empty_partition_cache()
         else:
             states = self.library.zero.offload_config.OffloadStateTypeEnum
-            kinds = [states.lp_params, states.lp_grads, states.contiguous_grad_buffer]
-            self.scorer.offload_states(include=kinds, pin_memory=False)
-        self._move_partitions("cpu")
+            self.scorer.offload_states(include=[states.lp_grads, states.contiguous_grad_buffer], pin_memory=False)
+        self._move_rest("cpu")
 
     def _return_to_device(self) -> None:
         if self.zero.zero_stage < 3 and self._optimizer is None:
             self._place_whole(self.device)
             return
-        if self._optimizer is not None and not self.zero.offload_parameters:
+        if self._optimizer is not None and (self.zero.zero_stage < 3 or not self.zero.offload_parameters):
             self.scorer.reload_states()
+        self._move_rest(self.device)
         if self.zero.zero_stage < 3:
             return
         zero = self.scorer.optimizer
-        self._move_partitions(self.device)
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
-    def _move_partitions(self, device: torch.device | str) -> None:
-        """What DeepSpeed does not move in stage 3: frozen parameters, and the state of an optimizer not its own."""
+    def _move_rest(self, device: torch.device | str) -> None:
+        """What DeepSpeed does not move: frozen parameters, and in stage 3 the state of an optimizer not its own."""
+        sharded = self.zero.zero_stage == 3
+        if not (sharded and self.zero.offload_parameters):
+            for parameter in self._parameters.values():
+                if not parameter.requires_grad:
+                    held: Any = parameter.ds_tensor if sharded else parameter  # type: ignore[attr-defined]
+                    held.data = held.data.to(device)
+            if sharded and self._optimizer is not None:
+                self._move_partitions(device)
+        if not sharded or self._optimizer is None or self.zero.offload_optimizer:
+            return
         for piece in self._pieces.values():
-            resident = self.zero.offload_parameters if self._optimizer is None else self.zero.offload_optimizer
-            if not resident:
-                piece.flat.data = piece.flat.data.to(device)
-        if self._optimizer is not None and not self.zero.offload_optimizer:
-            for state in self._optimizer.state.values():
-                state |= {key: value.to(device) for key, value in state.items()}
+            piece.flat.data = piece.flat.data.to(device)
+        for state in self._optimizer.state.values():
+            state |= {key: value.to(device) for key, value in state.items()}
+
+    def _move_partitions(self, device: torch.device | str) -> None:
+        """What stage 3 computes with of trained parameters: DeepSpeed's own move takes frozen ones to be among them."""
+        zero = self.scorer.optimizer
+        buffer = zero.lp_param_buffer
+        buffer.data = buffer.data.to(device)
+        start = 0
+        for flat, partitions in zip(zero.fp16_partitioned_groups_flat, zero.fp16_partitioned_groups, strict=True):
+            flat.data = buffer.narrow(0, start, flat.numel())  # the optimizer's own weights too, where all is float32
+            for partition in partitions:
+                partition.data = buffer.narrow(0, start, partition.numel())
+                start += partition.numel()
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor on the device), trained ones in float32; all ranks iterate together."""
@@ -233,6 +250,8 @@ class DeepSpeedStrategy(OptimizedModel):
         return {key: piece.of(value) if key in _MOMENTS else value.clone() for key, value in state.items()}
 
     def load(self, directory: Path) -> None:
+        for state in self._optimizer.state.values() if self._optimizer is not None else ():
+            state["step"].zero_()  # parameters share one: see _load_state
         super().load(directory)
         self._publish()
 
@@ -243,7 +262,8 @@ class DeepSpeedStrategy(OptimizedModel):
         state = self._optimizer.state[flat]
         if not state:
             state |= {"step": torch.zeros((), device=flat.device), **{key: torch.zeros_like(flat) for key in _MOMENTS}}
-        state["step"].copy_(reader.whole(f"step/{name}") if saved else torch.zeros(()))
+        if saved:  # one without a state, which had no gradient, does not set back those it lies beside
+            state["step"].copy_(reader.whole(f"step/{name}").clamp(min=float(state["step"])))
         for key, value in self._state(name).items():
             if key in _MOMENTS:
                 value.copy_(reader.elements(f"{key}/{name}", piece) if saved else torch.zeros_like(value))

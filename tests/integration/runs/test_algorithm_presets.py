@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from skyrl_train.algorithms.registry import advantage_estimators, policy_losses
 from skyrl_train.cluster.runtime import Cluster
@@ -49,6 +51,14 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("teacher"), seed=1)
 
 
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        values |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return values
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_preset_trains(name: str, cluster: None, teacher: str, easy: Callable[[Path], list[str]], tmp_path: Path):
@@ -58,24 +68,24 @@ def test_preset_trains(name: str, cluster: None, teacher: str, easy: Callable[[P
         "custom_loss": ["trainer.plugins=[lower_case_plugin,custom_loss]"],
         "custom_advantage": ["trainer.plugins=[lower_case_plugin,custom_advantage]"],
     }
-    run_experiment(
-        BasePPOExp,
-        [
-            "--config-dir",
-            str(PRESETS),
-            "--config-name",
-            name,
-            *easy(tmp_path),
-            "device=cpu",
-            "trainer.max_steps=2",
-            "trainer.policy_mini_batch_size=2",
-            "trainer.critic_mini_batch_size=2",
-            "trainer.gradient_checkpointing=false",
-            "trainer.ckpt_interval=0",
-            "environment.skyrl_gym.max_env_workers=1",  # each imports the plugins, and with some of them torch
-            *own.get(name, []),
-        ],
-    )
+    overrides = [
+        *easy(tmp_path),
+        "device=cpu",
+        "trainer.max_steps=2",
+        "trainer.policy_mini_batch_size=2",
+        "trainer.critic_mini_batch_size=2",
+        "trainer.gradient_checkpointing=false",
+        "trainer.ckpt_interval=0",
+        "environment.skyrl_gym.max_env_workers=1",  # each imports the plugins, and with some of them torch
+        *own.get(name, []),
+    ]
+    run_experiment(BasePPOExp, ["--config-dir", str(PRESETS), "--config-name", name, *overrides])
+    asked = flat(yaml.safe_load((PRESETS / f"{name}.yaml").read_text()))
+    for key in ("defaults", *(override.partition("=")[0] for override in overrides)):
+        asked.pop(key, None)
+    saved = flat(yaml.safe_load((tmp_path / "ckpts" / "config.yaml").read_text()))
+    for key, value in asked.items():
+        assert saved[key] == value or "${" in str(value), key
     found = metrics_of(tmp_path)
     assert max(found) == 2
     for step in (1, 2):

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, LoraConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
@@ -266,6 +267,29 @@ def check_checkpoints(ranks: Ranks) -> dict[str, Any]:
     }
 
 
+def check_incomplete(ranks: Ranks) -> dict[str, Any]:
+    """A checkpoint without the state of the last parameter, which had no gradient: the others keep theirs."""
+    folder = ranks.folder / "incomplete"
+    source = ranks.folder / "single"
+    tensors = load_file(source / "shard_0.safetensors")
+    table = json.loads((source / "shard_0.json").read_text())
+    *others, last = table["slices"]
+    if ranks.rank == 0:
+        folder.mkdir()
+        kept = {key: value for key, value in tensors.items() if key == f"param/{last}" or not key.endswith(f"/{last}")}
+        save_file(kept, folder / "shard_0.safetensors")
+        (folder / "shard_0.json").write_text(json.dumps(table))
+    dist.barrier()
+    strategy = ranks.policy()
+    update(strategy, 0)
+    strategy.load(folder)
+    moments = (value for key, value in strategy._state(last).items() if key != "step")
+    return {
+        "steps": sorted({float(strategy._state(name)["step"]) for name in others if strategy._held(name).numel()}),
+        "moments": not any(bool(value.any()) for value in moments),
+    }
+
+
 def check_adapters(ranks: Ranks) -> dict[str, Any]:
     """They step and resume as the whole model does, in bfloat16 too, and frozen weights stay out of checkpoints."""
     straight, resumed = (ranks.policy("qwen2", lora=True) for _ in range(2))
@@ -323,24 +347,69 @@ def check_replicas(ranks: Ranks) -> dict[str, Any]:
     }
 
 
+class Asked(TorchFunctionMode):
+    """Notes the memory of every tensor that is asked to go to some device: a CPU has no other to see it arrive on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.to:
+            self.memory.add(memory_of(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def on_device(strategy: DeepSpeedStrategy) -> set[int]:
+    """The memory of all parameters and of what the optimizer keeps."""
+    tensors = [getattr(parameter, "ds_tensor", parameter) for parameter in strategy._parameters.values()]
+    tensors += [piece.flat for piece in strategy._pieces.values()]
+    if strategy._optimizer is not None:
+        tensors += [value for state in strategy._optimizer.state.values() for value in state.values()]
+    return {memory_of(tensor) for tensor in tensors if tensor.numel()}
+
+
+def move(strategy: DeepSpeedStrategy, go: Callable[[], None]) -> bool:
+    """Whether all that lies on the device, or does not any more, was asked to move."""
+    memory = on_device(strategy)
+    with Asked() as asked:
+        go()
+    return memory <= asked.memory
+
+
 def check_moves(ranks: Ranks) -> dict[str, Any]:
     """The way to host memory and back, as far as a CPU has one; and training from host memory."""
-    strategy, twin = ranks.policy(), ranks.policy()
     frozen = ranks.strategy(TokenScorer(tiny_model()), None)
-    assert isinstance(strategy, DeepSpeedStrategy) and isinstance(frozen, DeepSpeedStrategy)
+    assert isinstance(frozen, DeepSpeedStrategy)
+    still = held(frozen)
+    moved = move(frozen, frozen._leave_device) and move(frozen, frozen._return_to_device)
+    zero = OWN_CASES[ranks.name]["offloaded"]["zero"]
+    return {
+        "whole": check_move(ranks),
+        "adapters": check_move(ranks, lora=True),
+        "bfloat16": check_move(ranks, lora=True, dtype=torch.bfloat16),
+        "frozen": {"moved": moved, "back": equal(still, held(frozen))},
+        "skips": check_skips(ranks, zero=zero),
+        "half_skips": check_skips(ranks, zero=zero, dtype=torch.float32, compute_dtype=torch.bfloat16),
+    }
+
+
+def check_move(ranks: Ranks, **options: Any) -> dict[str, bool]:
+    """Of a model that is trained: it goes on as its twin does, which stayed."""
+    strategy, twin = (ranks.policy(**options) for _ in range(2))
+    assert isinstance(strategy, DeepSpeedStrategy)
     update(strategy, 0)
     update(twin, 0)
-    before, still = held(strategy), held(frozen)
-    for one in (strategy, frozen):
-        one._leave_device()
+    before = held(strategy)
+    left = move(strategy, strategy._leave_device)
     away = equal(before, held(strategy))
-    for one in (strategy, frozen):
-        one._return_to_device()
+    returned = move(strategy, strategy._return_to_device)
     same = update(strategy, 1) == update(twin, 1)
-    found = {"away": away, "back": equal(held(strategy), held(twin)) and same, "frozen": equal(still, held(frozen))}
-    zero = OWN_CASES[ranks.name]["offloaded"]["zero"]
-    half = check_skips(ranks, zero=zero, dtype=torch.float32, compute_dtype=torch.bfloat16)
-    return found | {"skips": check_skips(ranks, zero=zero), "half_skips": half}
+    return {"moved": left and returned, "away": away, "back": equal(held(strategy), held(twin)) and same}
 
 
 def check_mixed_precision(ranks: Ranks) -> dict[str, Any]:
@@ -398,6 +467,7 @@ def main(ranks: Ranks, port: int) -> None:
     with double_precision() if ranks.dtype == torch.float64 else nullcontext():
         check_gradients(ranks)
         found = {"checkpoints": check_checkpoints(ranks), "skips": check_skips(ranks)}
+        found["incomplete"] = check_incomplete(ranks)
         found |= {"critic": check_critic(ranks), "adapters": check_adapters(ranks)}
         if ranks.name == "fsdp2":
             found["replicas"] = check_replicas(ranks)

@@ -5,12 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +24,7 @@ from skyrl_train.testing.recording_strategies import RecordingWorker
 from skyrl_train.testing.tiny_models import save_tiny_model
 from skyrl_train.workers.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
 
+from .rank_scripts import free_port, run_ranks
 from .sequence_parallel_ranks import CASES, SPEC, loss_of, make_batch, make_model
 
 RANKS_SCRIPT = Path(__file__).with_name("sequence_parallel_ranks.py")
@@ -67,31 +63,9 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     save_tiny_model(folder / "model")
     (folder / "kinds.json").write_text(json.dumps(kinds))
     port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANKS_SCRIPT), *(str(word) for word in (rank, world, size, port, folder))],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    deadline = time.monotonic() + DEADLINE_S
-    try:
-        said = [rank.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(said)[-4000:]
+    run_ranks(RANKS_SCRIPT, [(rank, world, size, port, folder) for rank in range(world)], folder, DEADLINE_S)
     values = json.loads((folder / "found.json").read_text())
     return Found(world, size, folder, kinds, values, load_file(folder / "gradients.safetensors"))
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def padded_gradients(kind: str, case: str) -> dict[str, Tensor]:

@@ -6,12 +6,9 @@ import importlib.util
 import json
 import math
 import os
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, OptimizerConfig
+from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import CheckpointError, ConfigError, DeadlineExceeded
 from skyrl_train.models.token_scorer import TokenScorer
@@ -35,13 +32,10 @@ from skyrl_train.testing.padded_reference import padded_scores, padded_values, r
 from skyrl_train.testing.tiny_adapters import fill_adapters
 from skyrl_train.testing.tiny_models import tiny_model
 
+from .rank_scripts import free_port, run_ranks
+from .ranks import DTYPES, KINDS, LINEAR, make_batch
+
 RANKS_SCRIPT = Path(__file__).with_name("ranks.py")
-DTYPES = {"fsdp2": torch.float64, "zero2": torch.float32, "zero3": torch.float32}
-KINDS = {
-    "fsdp2": ("qwen2", "qwen3", "llama", "gemma", "mistral"),
-    "zero2": ("qwen2",),
-    "zero3": ("qwen2", "qwen3_moe"),
-}
 DEADLINE_S = 240.0
 SKIPPED = {"skipped": 1.0, "unchanged": True, "next": 0.0}
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
@@ -91,35 +85,10 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with double_precision():
         run_single(3, DTYPES[strategy]).save(folder / "single")
     port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANKS_SCRIPT), strategy, str(rank), str(world), str(port), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    deadline = time.monotonic() + DEADLINE_S
-    try:
-        said = [rank.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(said)[-4000:]
+    arguments = [(strategy, rank, world, port, folder) for rank in range(world)]
+    run_ranks(RANKS_SCRIPT, arguments, folder, DEADLINE_S)
     values = json.loads((folder / "found.json").read_text())
     return Found(strategy, world, folder, values, load_file(folder / "gradients.safetensors"))
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def make_batch() -> TrainBatch:
-    return ragged_batch((9, 4, 12, 9, 2, 7, 9), temperatures=(1.0, 0.7, 1.0, 1.3, 1.0, 0.5, 2.0))
 
 
 def loss_of(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> Tensor:
@@ -128,8 +97,7 @@ def loss_of(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> Tensor:
 
 def run_single(updates: int, dtype: torch.dtype, start: int = 0, load: Path | None = None) -> SingleStrategy:
     """The same updates as ranks.py makes, in one process and in one micro-batch."""
-    settings = OptimizerConfig(lr=1e-2, scheduler="linear", num_warmup_steps=2)
-    strategy = SingleStrategy(optimizer=settings, compute_dtype=dtype)
+    strategy = SingleStrategy(optimizer=LINEAR, compute_dtype=dtype)
     scorer = strategy.prepare(TokenScorer(tiny_model("llama", dtype=dtype, seed=1 if load else 0)), 20)
     if load:
         strategy.load(load)
@@ -220,6 +188,10 @@ def test_weights_move_between_numbers_of_ranks_bit_for_bit(found: Found) -> None
             assert torch.equal(tensor, held[name]), name
 
 
+def test_a_parameter_without_state_in_a_checkpoint_leaves_the_others_theirs(found: Found) -> None:
+    assert found.values["incomplete"] == {"steps": [3.0], "moments": True}
+
+
 def test_a_torn_checkpoint_of_the_ranks_is_refused(found: Found) -> None:
     torn = found.folder / f"torn_{found.world}"
     torn.mkdir()
@@ -282,7 +254,9 @@ def test_deepspeed_leaves_the_device_comes_back_and_trains_from_host_memory(foun
     if found.strategy == "fsdp2":
         pytest.skip("FSDP2 moves as a module does")
     moves = found.values["moves"]
-    assert {name for name, holds in moves.items() if holds is True} == {"away", "back", "frozen"}
+    for case in ("whole", "adapters", "bfloat16"):
+        assert moves[case] == {"moved": True, "away": True, "back": True}, case
+    assert moves["frozen"] == {"moved": True, "back": True}
     assert moves["skips"] == moves["half_skips"] == SKIPPED
 
 

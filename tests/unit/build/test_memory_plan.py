@@ -20,10 +20,11 @@ from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.schema import Config, LoraConfig
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.loading import load_reward_model
 from skyrl_train.strategies.shards import local
 from skyrl_train.testing.learner_specs import policy_batch, tiny_spec
 from skyrl_train.testing.recording_strategies import RecordingWorker
-from skyrl_train.testing.tiny_models import save_tiny_model
+from skyrl_train.testing.tiny_models import save_tiny_model, save_tiny_reward_model
 from skyrl_train.workers.learner_worker import LearnerSpec, LearnerWorker, MiniBatch
 
 SEQUENCES, PROMPT, RESPONSE = 8, 42, 86
@@ -34,12 +35,13 @@ GIB = 1 << 30
 
 
 def config(path: str, *overrides: str, ranks: int = 1, half: bool = False) -> Config:
-    """A run with MICRO_BATCHES a rank in an update, on a CPU, everything in the same slots."""
+    """A run with MICRO_BATCHES a rank in an update, on a CPU, everything in the same slots, an engine in each."""
     prompts = ranks * MICRO_BATCHES * SEQUENCES // SAMPLES
     keys = {
         "trainer.policy.model.path": path,
         "trainer.strategy": "single",
         "trainer.placement.policy_num_gpus_per_node": ranks,
+        "generator.num_inference_engines": ranks,
         "trainer.train_batch_size": prompts,
         "trainer.policy_mini_batch_size": prompts,
         "trainer.critic_mini_batch_size": prompts,
@@ -203,6 +205,55 @@ def test_what_has_slots_of_its_own_has_a_plan_of_its_own(tmp_path: Path):
     plans = memory_plan(config(path, *apart, *reference, "generator.num_inference_engines=2"))
     assert [(plan.name, plan.count) for plan in plans] == [("policy", 1), ("reference", 3), ("engine", 2)]
     assert [plan.name for plan in memory_plan(config(path, "generator.run_engines_locally=false"))] == ["policy"]
+
+
+@pytest.mark.parametrize(
+    ("engines", "expected"),
+    [
+        (1, [("policy + engine", 1), ("policy", 2)]),
+        (3, [("policy + engine", 3)]),
+        (5, [("policy + engine", 3), ("engine", 2)]),
+    ],
+)
+def test_shared_slots_hold_both_only_as_far_as_there_are_both(
+    engines: int, expected: list[tuple[str, int]], tmp_path: Path
+):
+    path = save_tiny_model(tmp_path)
+    cfg = config(path, "trainer.strategy=fsdp2", f"generator.num_inference_engines={engines}", ranks=3)
+    plans = memory_plan(cfg)
+    assert [(plan.name, plan.count) for plan in plans] == expected
+    assert [line.split(":")[1].strip() for line in summary(plans)] == ["policy", "engine"]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_reward_model_lies_whole_in_the_policy_s_slots_or_in_its_own(together: bool, tmp_path: Path):
+    path, judge = save_tiny_model(tmp_path / "policy"), save_tiny_reward_model(tmp_path / "judge")
+    keys = [f"trainer.placement.colocate_all={together}", f"trainer.reward.model.path={judge}"]
+    own = [] if together else ["trainer.placement.reward_num_gpus_per_node=3"]
+    plans = memory_plan(config(path, *keys, *own, half=True))
+    names = ["policy + reward model + engine"] if together else ["policy", "reward model", "engine"]
+    assert [plan.name for plan in plans] == names
+    plan = next(plan for plan in plans if "reward model" in plan.name)
+    assert plan.count == (1 if together else 3)
+    loaded = load_reward_model(judge, dtype=torch.bfloat16)
+    assert row(plan, "reward model", "parameters").size == sum(weight.nbytes for weight in loaded.parameters())
+    assert plan.total("generating", role="reward model") > plan.total("updating", role="reward model")
+
+
+def test_zero_3_gathers_what_backward_comes_back_to_soon(tmp_path: Path):
+    path = save_tiny_model(tmp_path, layers=6)
+    shape = model_shape(path, key="k")
+    keys = ["trainer.strategy=deepspeed", "trainer.policy.deepspeed_config.zero_stage=3"]
+    options = "+trainer.policy.deepspeed_config.zero_optimization.stage3_"
+    bounded = [f"{options}prefetch_bucket_size=0", f"{options}max_reuse_distance={4 * shape.largest_layer}"]
+
+    def gathered(phase: str, *overrides: str) -> int:
+        (plan,) = memory_plan(config(path, *keys, *overrides, ranks=4))
+        return row(plan, "policy", "gathered weights", phase).size
+
+    assert gathered("updating") == gathered("scoring") == 4 * numel(shape.weights)
+    assert gathered("updating", *bounded) == 4 * (numel(shape.root) + 2 * shape.largest_layer)
+    assert gathered("scoring", *bounded) == 4 * (numel(shape.root) + shape.largest_layer)
 
 
 def test_on_shared_accelerators_the_trainer_leaves_while_engines_generate(tmp_path: Path):

@@ -156,3 +156,14 @@ def test_what_does_not_fit_is_said():
     assert "all slots together, on this machine: 6.00 of 4.00 GiB: DOES NOT FIT" in on_cpu
     on_gpu = "\n".join(check_config.plan_lines([plan], "cuda", 4 << 30, 1 << 30))
     assert "3.00 of 4.00 GiB: fits" in on_gpu
+
+
+def test_a_plan_for_accelerators_compares_nothing_with_a_machine_that_has_none():
+    from skyrl_train.build.memory_plan import Row, SlotPlan
+
+    rows = [Row("policy", "parameters", "", {"": 3 << 30}, on_host=on_host) for on_host in (False, True)]
+    text = "\n".join(check_config.plan_lines([SlotPlan("policy", 2, tuple(rows))], "cuda", None, 1 << 30))
+    assert "policy, on each accelerator: 3.00 GiB\n" in text
+    assert "host memory of all slots together: 6.00 GiB\n" in text
+    assert "this machine" not in text
+    assert "fit" not in text.lower()

@@ -129,7 +129,10 @@ def test_on_policy_every_loss_is_the_policy_gradient(name: str):
     assert batch.loss_weights is not None
     torch.testing.assert_close(gradient, -advantages * batch.loss_weights)
     report = metrics.flush()
-    assert (report["policy/ratio"], report["policy/ratio_max"], report["policy/clip_ratio"]) == (1, 1, 0)
+    ratios = {key: value for key, value in report.items() if key.startswith("policy/ratio")}
+    reads = "old_logprobs" in registry.keywords_of(loss)
+    assert ratios == ({"policy/ratio": 1, "policy/ratio_max": 1} if reads else {})
+    assert report["policy/clip_ratio"] == 0
 
 
 def test_metrics_say_how_far_engine_and_trainer_are_apart():
