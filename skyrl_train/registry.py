@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from skyrl_train.errors import ConfigError
@@ -60,3 +60,14 @@ def unknown(kind: str, name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(str(name), known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"Unknown {kind} {name!r}; known: {', '.join(known)}.{hint}"
+
+
+def import_plugins(names: Sequence[str]) -> None:
+    """Import users' modules, which register what they bring. Raises ConfigError for one that cannot be imported."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(
+                f"trainer.plugins: {name!r} cannot be imported ({error}); put its folder on PYTHONPATH or install it."
+            ) from error

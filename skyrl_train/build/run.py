@@ -24,6 +24,7 @@ from skyrl_train.build.services import (
     start_learner,
 )
 from skyrl_train.build.weights import build_publisher, supervised_publish
+from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.hydra import plain
 from skyrl_train.config.schema import Config
 from skyrl_train.data.chat import render_prompt
@@ -60,6 +61,7 @@ class RunningServices:
 @asynccontextmanager
 async def services(
     cfg: Config,
+    cluster: Cluster,
     *,
     train_dataset: PromptDataset | None,
     get_tracker: Callable[[Path], Trackers],
@@ -77,6 +79,7 @@ async def services(
         base = await stack.enter_async_context(
             learner_services(
                 cfg,
+                cluster,
                 fingerprints=fingerprints_of(trainer, train_dataset.fingerprint) if train_dataset else {},
                 schedule=schedule_of(trainer, len(train_dataset)) if train_dataset else None,
                 learning=learning,

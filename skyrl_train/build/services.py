@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.hydra import plain, save_resolved
 from skyrl_train.config.safety import redact
 from skyrl_train.config.schema import Config, TrainerConfig
-from skyrl_train.errors import ConfigError, DeadlineExceeded
+from skyrl_train.errors import DeadlineExceeded
 from skyrl_train.report.trackers import Trackers, make_trackers
 from skyrl_train.trainer.checkpoints import Checkpoints
 from skyrl_train.trainer.run_directory import RunDirectory
@@ -37,17 +36,6 @@ class Services:
     layout: Layout
     learner: Learner | None
     trackers: Trackers
-
-
-def import_plugins(names: Sequence[str]) -> None:
-    """Import users' modules, which register what they bring. Raises ConfigError for one that cannot be imported."""
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise ConfigError(
-                f"trainer.plugins: {name!r} cannot be imported ({error}); put its folder on PYTHONPATH or install it."
-            ) from error
 
 
 def schedule_of(trainer: TrainerConfig, num_prompts: int) -> StepSchedule:
@@ -85,6 +73,7 @@ def run_directory(cfg: Config, fingerprints: Mapping[str, str]) -> RunDirectory:
 @asynccontextmanager
 async def learner_services(
     cfg: Config,
+    cluster: Cluster,
     *,
     fingerprints: Mapping[str, str],
     schedule: StepSchedule | None,
@@ -99,7 +88,7 @@ async def learner_services(
         directory = stack.enter_context(run_directory(cfg, fingerprints))
         save_resolved(cfg, directory.path / "config.yaml")
         trackers = stack.enter_context(get_tracker(directory.path))
-        cluster = stack.enter_context(Cluster(trainer.plugins))
+        stack.enter_context(cluster)
         layout = place(
             cluster,
             trainer.placement,

@@ -71,7 +71,7 @@ async def endpoint_of_run(cfg: Config, client: EngineClient, tokenizer: Any) -> 
 
 @asynccontextmanager
 async def serving(
-    cfg: Config, tokenizer: Any, get_client: Callable[[Sequence[Any]], EngineClient]
+    cfg: Config, cluster: Cluster, tokenizer: Any, get_client: Callable[[Sequence[Any]], EngineClient]
 ) -> AsyncIterator[EngineClient]:
     """Cluster, engines and the endpoint over them, without a trainer; yields the client of the engines.
 
@@ -81,7 +81,7 @@ async def serving(
     trainer, generator = cfg.trainer, cfg.generator
     check_endpoint(cfg)
     require_installed(generator.backend)
-    with Cluster(trainer.plugins) as cluster:
+    with cluster:
         layout = place(
             cluster,
             trainer.placement,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,6 +35,15 @@ OBJECT_STORE_BYTES = 2 << 30
 """Batches pass through it one by one; Ray's own default is 30 % of memory."""
 
 
+@contextmanager
+def importing(module: str) -> Iterator[None]:
+    """Import it in another thread meanwhile."""
+    with ThreadPoolExecutor(1, "importing") as thread:
+        imported = thread.submit(importlib.import_module, module)
+        yield
+        imported.result()
+
+
 class Cluster:
     """Connects on enter; on exit kills what this run started, gives its slots back and disconnects.
 
@@ -46,8 +58,13 @@ class Cluster:
         self._guard: Guard | None = None
 
     def __enter__(self) -> Cluster:
+        self.connect()
+        return self
+
+    def connect(self) -> None:
+        """Nothing when that is done. In the main thread: Ray's processes end with the thread that started them."""
         if ray.is_initialized():
-            return self
+            return
         self._connected_here = True
         address = os.environ.get("RAY_ADDRESS")
         if address:
@@ -61,7 +78,6 @@ class Cluster:
                 logging_level=logging.WARNING,
             )
             self._guard = Guard()
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -30,7 +30,7 @@ def report(prepared: PreparedConfig) -> None:
 def report_with_plan(prepared: PreparedConfig) -> None:
     """torch is only imported here: a check without a plan is done before it would be loaded."""
     from skyrl_train.build.memory_plan import capacity_of, memory_plan
-    from skyrl_train.build.services import import_plugins
+    from skyrl_train.registry import import_plugins
 
     config = prepared.config
     import_plugins(config.trainer.plugins)

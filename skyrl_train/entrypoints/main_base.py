@@ -28,10 +28,14 @@ class BasePPOExp:
     """
 
     def __init__(self, cfg: Config):
-        from skyrl_train.build.services import import_plugins
+        from skyrl_train.cluster.runtime import Cluster, importing
+        from skyrl_train.registry import import_plugins
 
         import_plugins(cfg.trainer.plugins)
         self.cfg = cfg
+        self.cluster = Cluster(cfg.trainer.plugins)
+        with importing("skyrl_train.build.run"):  # seconds of work, while Ray has seconds of waiting
+            self.cluster.connect()
         self.tokenizer = self.get_tokenizer()
         self.train_dataset = self.get_train_dataset()
         self.eval_dataset = self.get_eval_dataset()
@@ -101,6 +105,7 @@ class BasePPOExp:
         async with (
             services(
                 self.cfg,
+                self.cluster,
                 train_dataset=self.train_dataset,
                 get_tracker=self.get_tracker,
                 get_client=self.get_inference_client,

@@ -26,7 +26,11 @@ class EvaluationExp(BasePPOExp):
                 "and leave trainer.eval_before_train or trainer.eval_interval on."
             )
         async with services(
-            self.cfg, train_dataset=None, get_tracker=self.get_tracker, get_client=self.get_inference_client
+            self.cfg,
+            self.cluster,
+            train_dataset=None,
+            get_tracker=self.get_tracker,
+            get_client=self.get_inference_client,
         ) as running:
             generator = self.get_generator(running.client, running.environments, evaluation=True)
             scores = await build_evaluator(self.cfg, running, generator, self.eval_dataset).run(step=0)

@@ -44,6 +44,7 @@ class SFTExp(BasePPOExp):
         fingerprints = fingerprints_of(trainer, fingerprint)
         async with learner_services(
             self.cfg,
+            self.cluster,
             fingerprints=fingerprints,
             schedule=schedule,
             learning=sft_learning(self.cfg),

@@ -26,7 +26,7 @@ class ServingExp(BasePPOExp):
     async def _run(self) -> None:
         from skyrl_train.build.serving import serving, until_none_lives
 
-        async with serving(self.cfg, self.tokenizer, self.get_inference_client) as client:
+        async with serving(self.cfg, self.cluster, self.tokenizer, self.get_inference_client) as client:
             watch = asyncio.ensure_future(until_none_lives(client))
             for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which has a handler of its own
                 asyncio.get_running_loop().add_signal_handler(number, watch.cancel)

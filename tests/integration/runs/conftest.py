@@ -51,7 +51,10 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small(arithmetic: Path, tiny_model_path: str) -> Callable[[Path], list[str]]:
-    """Overrides of a run of seconds: 4 prompts x 4 samples, 16 tokens, one evaluation before and one after."""
+    """Overrides of a run of seconds: 4 prompts x 4 samples, 16 tokens, one evaluation before and one after.
+
+    No reference model, which is a process more to start; tests of it say `trainer.algorithm.use_kl_loss=true`.
+    """
 
     def overrides(folder: Path) -> list[str]:
         return [
@@ -65,6 +68,7 @@ def small(arithmetic: Path, tiny_model_path: str) -> Callable[[Path], list[str]]
             "trainer.policy_mini_batch_size=4",
             "trainer.max_tokens_per_microbatch=2048",
             "trainer.policy.optimizer_config.lr=1e-3",
+            "trainer.algorithm.use_kl_loss=false",
             "trainer.ckpt_interval=2",
             "trainer.eval_interval=100",
             "generator.n_samples_per_prompt=4",

@@ -26,6 +26,7 @@ def test_a_run_learns_and_goes_on_bit_for_bit(
         run(
             "main_base",
             *easy(folder),
+            "trainer.algorithm.use_kl_loss=true",
             "trainer.strategy=deepspeed",
             f"trainer.policy.deepspeed_config.zero_stage={stage}",
             f"trainer.ref.deepspeed_config.zero_stage={stage}",

@@ -19,6 +19,7 @@ ADAPTERS = [
     "trainer.policy.model.lora.rank=8",
     "trainer.policy.model.lora.alpha=16",
     "generator.weight_sync_check=probe",
+    "trainer.algorithm.use_kl_loss=true",
     "trainer.epochs=4",
     "trainer.policy.optimizer_config.lr=1e-2",
 ]

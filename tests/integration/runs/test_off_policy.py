@@ -47,7 +47,6 @@ def test_truncated_importance_sampling_learns_from_engines_that_are_one_version_
         "trainer.max_steps=16",
         "trainer.ckpt_interval=0",
         "trainer.policy.optimizer_config.lr=3e-3",
-        "trainer.algorithm.use_kl_loss=false",
         "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
         "generator.n_samples_per_prompt=8",
     ]

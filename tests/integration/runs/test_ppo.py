@@ -101,6 +101,7 @@ def test_the_reference_becomes_the_policy_after_every_epoch_and_comes_back_from_
     start: Start, tmp_path: Path
 ):
     follows = [
+        "trainer.algorithm.use_kl_loss=true",
         "trainer.update_ref_every_epoch=true",
         "trainer.policy.optimizer_config.lr=3e-3",
         "trainer.placement.colocate_all=false",

@@ -27,7 +27,6 @@ def chat(easy: Overrides, tmp_path: Path) -> Overrides:
             "environment.env_class=chat",
             f"trainer.reward.model.path={reward_model}",
             "trainer.reward.coef=10",
-            "trainer.algorithm.use_kl_loss=false",
             "trainer.max_steps=2",
             "trainer.ckpt_interval=0",
         ]

@@ -44,7 +44,6 @@ def parity(small: Callable[[Path], list[str]], tmp_path: Path, monkeypatch: pyte
             "trainer.plugins=[parity_plugin]",
             "environment.env_class=parity",
             "generator.n_samples_per_prompt=2",
-            "trainer.algorithm.use_kl_loss=false",
         ]
 
     return overrides

@@ -23,6 +23,7 @@ def test_policy_reference_and_critic_train_on_two_ranks_that_share_every_sequenc
         "trainer.critic.optimizer_config.lr=1e-3",
         "trainer.critic_mini_batch_size=2",
         "trainer.policy_mini_batch_size=2",
+        "trainer.algorithm.use_kl_loss=true",
         "trainer.max_steps=2",
         "trainer.placement.policy_num_gpus_per_node=2",
         *(f"trainer.{role}.sequence_parallel_size=2" for role in ("policy", "ref", "critic")),

@@ -37,6 +37,11 @@ def replicas(cluster: Cluster, folder: Path, path: str, count: int) -> RewardMod
     return model
 
 
+async def score_on(model: RewardModel) -> None:
+    while True:
+        await asyncio.gather(*(model.score([CONVERSATION]) for _ in range(2)))
+
+
 @pytest.mark.slow
 def test_replicas_agree_and_one_that_dies_stops_the_run_by_name(tmp_path: Path):
     async def run(model: RewardModel) -> None:
@@ -44,10 +49,8 @@ def test_replicas_agree_and_one_that_dies_stops_the_run_by_name(tmp_path: Path):
         first, second = await asyncio.gather(*(model.score([CONVERSATION, CONVERSATION]) for _ in range(2)))
         assert first == second and isinstance(first[0], float) and first[0] == first[1]
         model.replicas[1].kill()
-        async with asyncio.timeout(60):
-            with pytest.raises(RewardModelLost, match="reward model 1 died during score"):
-                while True:  # a process that is being killed may still answer
-                    await asyncio.gather(*(model.score([CONVERSATION]) for _ in range(2)))
+        with pytest.raises(RewardModelLost, match="reward model 1 died during score"):
+            await asyncio.wait_for(score_on(model), 60)  # one that is being killed may still answer
 
     path = save_tiny_reward_model(tmp_path / "model")
     with Cluster():

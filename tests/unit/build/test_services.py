@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 
 from skyrl_train.build.learner import optimizer_steps
-from skyrl_train.build.services import fingerprints_of, import_plugins, schedule_of
+from skyrl_train.build.services import fingerprints_of, schedule_of
 from skyrl_train.config.hydra import load
 from skyrl_train.errors import ConfigError
+from skyrl_train.registry import import_plugins
 
 
 def test_the_learning_rate_schedule_is_as_long_as_the_run():
