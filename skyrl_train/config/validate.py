@@ -114,7 +114,7 @@ def _combinations(config: Config) -> Iterator[Problem]:
             yield Problem("trainer.strategy", "single", "fsdp2 with more than one rank", advice)
     yield from _sequence_parallel(config)
     yield from _zero(config)
-    yield from _collectives(config)
+    yield from _accelerator(config)
     yield from _engine_shape(config)
     yield from _servers(config)
     if trainer.export_path.rstrip("/") == trainer.ckpt_path.rstrip("/"):
@@ -153,7 +153,12 @@ def _sequence_parallel(config: Config) -> Iterator[Problem]:
             yield Problem(f"trainer.{role}.sequence_parallel_size", size, allowed, advice)
 
 
-def _collectives(config: Config) -> Iterator[Problem]:
+def _accelerator(config: Config) -> Iterator[Problem]:
+    if config.trainer.policy.record_memory and config.device == "cpu":
+        advice = (
+            "It is what an accelerator's allocator did; memory/learner_peak_rss_gib says what a rank needed on a CPU."
+        )
+        yield Problem("trainer.policy.record_memory", True, "false with device=cpu", advice)
     backend = config.generator.weight_sync_backend
     served = {"cpu": "gloo", "cuda": "nccl"}.get(config.device, backend)
     if backend in CHOICES["generator.weight_sync_backend"] and backend != served:

@@ -67,6 +67,14 @@ WAYS = {
     "adapters, sequences over two ranks": Way(2, SHARED, {"lora": LORA, "sequence_parallel_size": 2}),
 }
 
+COMPILED = {"compile_layers": True}
+COMPILED_WAYS = {
+    "a budget of tokens": Way(sizes={"max_tokens": 30}, spec=COMPILED),
+    "two ranks, activations computed again": Way(2, SHARED, COMPILED | {"gradient_checkpointing": True}),
+    "adapters, sequences over two ranks": Way(2, SHARED, COMPILED | {"lora": LORA, "sequence_parallel_size": 2}),
+}
+"""Apart, because compiling takes most of a minute: one kind of model."""
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -134,9 +142,21 @@ def gradients(way: Way, path: str, processes: list[RankProcess]) -> dict[str, Te
 def test_an_update_s_gradient_is_the_padded_one_however_it_is_run(
     name: str, kind: str, models: dict[str, str], processes: list[RankProcess]
 ) -> None:
-    way = WAYS[name]
-    expected = padded_gradients(models[kind], way.adapts)
-    found = gradients(way, models[kind], processes)
+    assert_exact(WAYS[name], models[kind], processes)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch hides its compiler's warnings, but only after they were raised
+@pytest.mark.parametrize("name", COMPILED_WAYS)
+def test_an_update_s_gradient_is_the_padded_one_when_layers_are_compiled(
+    name: str, models: dict[str, str], processes: list[RankProcess]
+) -> None:
+    assert_exact(COMPILED_WAYS[name], models["qwen2"], processes)
+
+
+def assert_exact(way: Way, path: str, processes: list[RankProcess]) -> None:
+    expected = padded_gradients(path, way.adapts)
+    found = gradients(way, path, processes)
     whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     assert found.keys() == expected.keys()
     for parameter, gradient in expected.items():

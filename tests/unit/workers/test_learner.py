@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +18,12 @@ from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.loading import load_causal_lm
 from skyrl_train.objectives.policy import PolicyObjective
+from skyrl_train.report.memory import AllocationRecord
 from skyrl_train.testing.learner_specs import FULL_OBJECTIVE, policy_batch, tiny_spec
 from skyrl_train.testing.padded_reference import padded_scores
 from skyrl_train.testing.recording_strategies import RecordingWorker
 from skyrl_train.workers.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
-from skyrl_train.workers.learner_worker import LearnerWorker
+from skyrl_train.workers.learner_worker import LearnerWorker, MiniBatch
 
 RECORDING = "skyrl_train.testing.recording_strategies:RecordingSingle"
 
@@ -274,3 +276,18 @@ def test_what_an_objective_reads_is_on_the_rank_s_device():
     assert len(given) == 2
     for batch in given:
         assert {value.device.type for value in vars(batch).values() if isinstance(value, torch.Tensor)} == {"meta"}
+
+
+def test_an_update_that_fails_leaves_its_record_of_allocations(tmp_path: Path):
+    class Allocator:
+        def _record_memory_history(self, **options: Any) -> None:
+            """Nothing is allocated."""
+
+        def _dump_snapshot(self, file: str) -> None:
+            Path(file).write_text("snapshot")
+
+    worker = LearnerWorker(tiny_spec("no model is loaded"), rank=0, world_size=1)
+    worker.record = AllocationRecord(tmp_path / "policy_rank_0.pickle", Allocator())
+    with pytest.raises(AttributeError, match="scorer"):
+        worker.update(MiniBatch([], 0, 0))
+    assert (tmp_path / "policy_rank_0.pickle").exists()
