@@ -135,6 +135,9 @@ def _zero(config: Config) -> Iterator[Problem]:
         for name in own.keys() & zero.zero_optimization.keys():
             key, value = f"{section}.zero_optimization.{name}", zero.zero_optimization[name]
             yield Problem(key, value, "not set", f"It has a key of its own: {section}.{own[name]}.")
+        if config.trainer.strategy == "deepspeed" and zero.zero_stage == 3 and config.trainer.policy.use_torch_compile:
+            advice = "It gathers weights in the middle of a layer, which then cannot be compiled."
+            yield Problem(f"{section}.zero_stage", 3, "2 with trainer.policy.use_torch_compile=true", advice)
 
 
 def _sequence_parallel(config: Config) -> Iterator[Problem]:

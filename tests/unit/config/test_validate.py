@@ -248,6 +248,14 @@ def test_defaults_are_valid():
             "generator.n_samples_per_prompt",
             "at least 2 with trainer.algorithm.zero_variance_filter",
         ),
+        *(
+            (
+                ["trainer.policy.use_torch_compile=true", "trainer.strategy=deepspeed"],
+                f"trainer.{role}.deepspeed_config.zero_stage",
+                "2 with trainer.policy.use_torch_compile=true",
+            )
+            for role in ("policy", "ref", "critic")
+        ),
         (["trainer.policy.record_memory=true"], "trainer.policy.record_memory", "memory/learner_peak_rss_gib"),
         (["environment.env_class=gsm8"], "environment.env_class", "Did you mean 'gsm8k'?"),
     ],
