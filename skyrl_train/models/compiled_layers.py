@@ -22,13 +22,14 @@ def compile_layers(scorer: RaggedModel, device: str) -> None:
     where torch.compile does not work on the device.
     """
     _try_compiler(device)
+    compiler: Any = torch.compile  # its annotations leave recompile_limit out
     for layer in scorer.decoder_layers():
         compiled: Any = layer
         for module in compiled.modules():
             if any(parameter.ndim > 2 for parameter in module.parameters(recurse=False)):
                 # Experts: how many tokens each gets is only known when it runs.
                 module.forward = torch.compiler.disable(module.forward)
-        compiled.forward = torch.compile(compiled.forward, dynamic=True, recompile_limit=VARIANTS)
+        compiled.forward = compiler(compiled.forward, dynamic=True, recompile_limit=VARIANTS)
 
 
 def _try_compiler(device: str) -> None:
