@@ -1,7 +1,7 @@
 """The update alone, beside plain padded training of the same model on the same sequences.
 
     python scripts/benchmarks/learner.py [--cases equal long-prompt ...] [--strategy single] [--steps 5] [--threads N]
-        [--share-prompt auto|yes|no] [--json FILE]
+        [--share-prompt auto|yes|no] [--compile] [--json FILE]
 
 - learner: `Learner.update` over a worker in this process, without Ray: what a run does with a batch.
 - padded: `model(input_ids, attention_mask).logits`, log_softmax, gather; the same clipped surrogate, the same token
@@ -86,7 +86,8 @@ CASES = {
 
 
 def learner_step(case: Case, model: str, options: dict[str, Any]) -> Callable[[], None]:
-    learner, _ = local_learner(model, options["strategy"], case.prompts, options["max_tokens"], options["share_prompt"])
+    sizes = case.prompts, options["max_tokens"], options["share_prompt"]
+    learner, _ = local_learner(model, options["strategy"], *sizes, options["compile"])
     runner = asyncio.Runner()
     runner.run(learner.setup())
     batch = case.batch()
@@ -157,6 +158,7 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "strategy": options.strategy,
         "max_tokens": options.max_tokens,
         "share_prompt": SHARE[options.share_prompt],
+        "compile": options.compile,
     }
     with tempfile.TemporaryDirectory(prefix="learner-") as place, ExitStack() as stack:
         model = Path(place) / "model"
@@ -210,13 +212,14 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--strategy", default="single", help="trainer.strategy of the learner")
     parser.add_argument("--share-prompt", choices=SHARE, default="auto", help="trainer.share_prompt of the learner")
+    parser.add_argument("--compile", action="store_true", help="trainer.policy.use_torch_compile of the learner")
     parser.add_argument("--max-tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
-    given = {name: getattr(options, name) for name in ("threads", "strategy", "share_prompt", "max_tokens")}
+    given = {name: getattr(options, name) for name in ("threads", "strategy", "share_prompt", "max_tokens", "compile")}
     report = about() | given
     print(f"{line(report)}; {', '.join(f'{name} {value}' for name, value in given.items())}\n{HEADER}", flush=True)
     report["results"] = []

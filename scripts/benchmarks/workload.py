@@ -201,7 +201,12 @@ def training_batch(
 
 
 def local_learner(
-    model: str, strategy: str, prompts: int, max_tokens: int, share_prompt: bool | None = None
+    model: str,
+    strategy: str,
+    prompts: int,
+    max_tokens: int,
+    share_prompt: bool | None = None,
+    compile_layers: bool = False,
 ) -> tuple[Learner, LearnerWorker]:
     """The learner in this process, not set up yet: clipped surrogate, no KL, one optimizer step a batch."""
     spec = tiny_spec(
@@ -210,6 +215,7 @@ def local_learner(
         threads=torch.get_num_threads(),
         objective=PolicyObjective(partial(clipped_surrogate, eps_low=0.2, eps_high=0.2)),
         total_steps=1000,
+        compile_layers=compile_layers,
     )
     worker = LearnerWorker(spec, 0, 1)
     sizes = BatchSizes(mini_batch_groups=prompts, max_tokens=max_tokens, share_prompt=share_prompt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from skyrl_train.build.algorithm import Learning
 from skyrl_train.build.layout import Layout, Seats
@@ -65,6 +66,8 @@ def build_learner(
         only_changed=only_changed,
         lora=_lora(trainer.policy.model.lora),
         sequence_parallel_size=trainer.policy.sequence_parallel_size,
+        compile_layers=trainer.policy.use_torch_compile,
+        memory_folder=_memory_folder(trainer),
     )
     reference = critic = None
     if layout.reference is not None:
@@ -122,6 +125,7 @@ def _reference(policy: LearnerSpec, trainer: TrainerConfig, threads: int | None)
         model_config_kwargs=trainer.ref.model_config_kwargs,
         lora=None,
         sequence_parallel_size=trainer.ref.sequence_parallel_size,
+        memory_folder=None,
     )
 
 
@@ -145,7 +149,12 @@ def _critic(
         value_head=trainer.algorithm.value_head_prefix,
         lora=_lora(critic.model.lora),
         sequence_parallel_size=critic.sequence_parallel_size,
+        memory_folder=None,
     )
+
+
+def _memory_folder(trainer: TrainerConfig) -> str | None:
+    return str(Path(trainer.export_path) / "memory_snapshots") if trainer.policy.record_memory else None
 
 
 def _lora(settings: LoraConfig) -> LoraConfig | None:

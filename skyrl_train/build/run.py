@@ -16,6 +16,7 @@ from skyrl_train.build.engines import build_engines, connect_engine, require_ins
 from skyrl_train.build.reward import build_reward_model, judged, start_reward_model
 from skyrl_train.build.services import (
     Services,
+    build_batch_dump,
     build_state,
     fingerprints_of,
     intervals,
@@ -190,6 +191,7 @@ def build_trainer(
             base, fingerprints_of(trainer, train_dataset.fingerprint), {"kl": advantages, "collector": collector}
         ),
         trackers=base.trackers,
+        batch_dump=build_batch_dump(trainer),
     )
 
 

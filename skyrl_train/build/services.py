@@ -18,6 +18,7 @@ from skyrl_train.config.safety import redact
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.errors import DeadlineExceeded
 from skyrl_train.report.trackers import Trackers, make_trackers
+from skyrl_train.trainer.batch_dump import BatchDump
 from skyrl_train.trainer.checkpoints import Checkpoints
 from skyrl_train.trainer.run_directory import RunDirectory
 from skyrl_train.trainer.run_state import RunState
@@ -143,6 +144,10 @@ def build_state(base: Services, fingerprints: Mapping[str, str], controllers: Ma
         controllers=controllers,
         reference_folder=base.directory / "reference.partial" if trainer.update_ref_every_epoch else None,
     )
+
+
+def build_batch_dump(trainer: TrainerConfig) -> BatchDump | None:
+    return BatchDump(Path(trainer.export_path) / "dumped_data") if trainer.dump_data_batch else None
 
 
 def intervals(trainer: TrainerConfig, schedule: StepSchedule) -> Intervals:

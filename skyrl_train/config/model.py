@@ -200,9 +200,9 @@ class PolicyConfig(Section):
     sequence_parallel_size: int = 1
     """Neighbouring ranks that split every sequence: a divisor of the model's ranks and of its attention heads."""
     use_torch_compile: bool = False
-    """Compile the log-prob and entropy computation."""
+    """Run the layers of policy, reference and critic through torch.compile, which takes a minute in the first step."""
     record_memory: bool = False
-    """Write a snapshot of accelerator memory."""
+    """Record what each rank allocates on its accelerator, for pytorch.org/memory_viz, next to the exports."""
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     """Changes to the Hugging Face model configuration: `+trainer.policy.model_config_kwargs.num_hidden_layers=2`."""
     megatron_config: PolicyMegatronConfig = field(default_factory=PolicyMegatronConfig)

@@ -161,7 +161,7 @@ class TrainerConfig(Section):
     plugins: list[str] = field(default_factory=list)
     """Modules imported in the driver and in every worker; they register losses, advantages, environments, trackers."""
     dump_data_batch: bool = False
-    """Write every batch next to the exports."""
+    """Write the batch of every step next to the exports; `skyrl_train.trainer.batch_dump.read_batch` reads it."""
     dump_eval_results: bool = True
     """Write every evaluation's rollouts next to the exports."""
     rope_scaling: dict[str, Any] | None = None

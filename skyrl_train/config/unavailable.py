@@ -35,12 +35,6 @@ _PROXY = "A router of another project cannot take weights: name the servers behi
 
 VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "trainer.fully_async.enabled": ((False,), "Only synchronous training is available in this version."),
-    "trainer.dump_data_batch": (
-        (False,),
-        "Batches are not written in this version; dump_eval_results writes evaluations.",
-    ),
-    "trainer.policy.use_torch_compile": ((False,), "Compilation is not available in this version."),
-    "trainer.policy.record_memory": ((False,), "Memory snapshots are not available in this version."),
     "trainer.policy.model.lora.dropout": ((0.0,), _DROPOUT),
     "trainer.critic.model.lora.dropout": ((0.0,), _DROPOUT),
     **{

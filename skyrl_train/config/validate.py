@@ -115,7 +115,7 @@ def _combinations(config: Config) -> Iterator[Problem]:
             yield Problem("trainer.strategy", "single", "fsdp2 with more than one rank", advice)
     yield from _sequence_parallel(config)
     yield from _zero(config)
-    yield from _collectives(config)
+    yield from _accelerator(config)
     yield from _engine_shape(config)
     yield from _servers(config)
     if trainer.export_path.rstrip("/") == trainer.ckpt_path.rstrip("/"):
@@ -136,6 +136,9 @@ def _zero(config: Config) -> Iterator[Problem]:
         for name in own.keys() & zero.zero_optimization.keys():
             key, value = f"{section}.zero_optimization.{name}", zero.zero_optimization[name]
             yield Problem(key, value, "not set", f"It has a key of its own: {section}.{own[name]}.")
+        if config.trainer.strategy == "deepspeed" and zero.zero_stage == 3 and config.trainer.policy.use_torch_compile:
+            advice = "It gathers weights in the middle of a layer, which then cannot be compiled."
+            yield Problem(f"{section}.zero_stage", 3, "2 with trainer.policy.use_torch_compile=true", advice)
 
 
 def _sequence_parallel(config: Config) -> Iterator[Problem]:
@@ -154,7 +157,12 @@ def _sequence_parallel(config: Config) -> Iterator[Problem]:
             yield Problem(f"trainer.{role}.sequence_parallel_size", size, allowed, advice)
 
 
-def _collectives(config: Config) -> Iterator[Problem]:
+def _accelerator(config: Config) -> Iterator[Problem]:
+    if config.trainer.policy.record_memory and config.device == "cpu":
+        advice = (
+            "It is what an accelerator's allocator did; memory/learner_peak_rss_gib says what a rank needed on a CPU."
+        )
+        yield Problem("trainer.policy.record_memory", True, "false with device=cpu", advice)
     backend = config.generator.weight_sync_backend
     served = {"cpu": "gloo", "cuda": "nccl"}.get(config.device, backend)
     if backend in CHOICES["generator.weight_sync_backend"] and backend != served:

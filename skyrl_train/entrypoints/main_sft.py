@@ -28,6 +28,7 @@ class SFTExp(BasePPOExp):
         from skyrl_train.build.algorithm import sft_learning
         from skyrl_train.build.data import build_demonstrations
         from skyrl_train.build.services import (
+            build_batch_dump,
             build_state,
             fingerprints_of,
             intervals,
@@ -60,6 +61,7 @@ class SFTExp(BasePPOExp):
                 learner=base.learner,
                 state=build_state(base, fingerprints, {}),
                 trackers=base.trackers,
+                batch_dump=build_batch_dump(trainer),
             )
             return await sft.fit()
 

@@ -204,6 +204,7 @@ def _visible(length: int, seen: int, window: int | None, device: torch.device) -
     return visible if window is None else visible.triu(level + 1 - window)
 
 
+@torch.compiler.disable  # lists of lengths: a graph would be compiled again for every micro-batch
 def _attention_forward(
     module: nn.Module,
     query: Tensor,

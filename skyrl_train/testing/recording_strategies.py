@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -40,10 +41,18 @@ def _full(gradient: Tensor) -> Tensor:
 class RecordingWorker(LearnerWorker):
     """A LearnerWorker that can be asked for those gradients; adapters start at random, so that all of them have one."""
 
-    def __init__(self, spec: LearnerSpec, rank: int, world_size: int, chunk_bytes: int | None = None):
-        """chunk_bytes: size of the head's chunks, the model's own choice if None."""
+    def __init__(
+        self,
+        spec: LearnerSpec,
+        rank: int,
+        world_size: int,
+        chunk_bytes: int | None = None,
+        backend: str | None = None,
+    ):
+        """chunk_bytes: size of the head's chunks; backend: of torch.compile; their own choice if None."""
         super().__init__(spec, rank, world_size)
         self._chunk_bytes = chunk_bytes
+        torch.compiler.set_default_backend(backend)
 
     def _scorer(self, model: PreTrainedModel) -> RaggedModel:
         if self.adapters is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from skyrl_train.data.sft import Demonstration, demonstration_batch
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.trackers import Trackers
+from skyrl_train.trainer.batch_dump import BatchDump
 from skyrl_train.trainer.run_state import RunState
 from skyrl_train.trainer.schedule import StepSchedule
 from skyrl_train.trainer.trainer import Intervals
@@ -27,6 +29,7 @@ class SFTTrainer:
         learner: Learner,
         state: RunState,
         trackers: Trackers,
+        batch_dump: BatchDump | None = None,
     ):
         self.demonstrations = demonstrations
         self.index_at = index_at
@@ -35,6 +38,7 @@ class SFTTrainer:
         self.learner = learner
         self.state = state
         self.trackers = trackers
+        self.batch_dump = batch_dump
 
     async def fit(self) -> Path:
         """Train to the last step, from a checkpoint where there is one; returns the exported Hugging Face folder."""
@@ -46,8 +50,11 @@ class SFTTrainer:
             with metrics.timed("step"):
                 start = self.schedule.prompts_before(step)
                 positions = range(start, start + self.schedule.prompts_of_step(step))
-                batch = demonstration_batch([self.demonstrations[self.index_at(position)] for position in positions])
+                rows = [self.index_at(position) for position in positions]
+                batch = demonstration_batch([self.demonstrations[row] for row in rows])
                 batch = await self.learner.with_reference(batch)
+                if self.batch_dump is not None:
+                    await asyncio.to_thread(self.batch_dump.write, step + 1, batch, [str(row) for row in rows])
                 for name, value in (await self.learner.update(batch)).items():
                     metrics.add(name, value)
             step += 1

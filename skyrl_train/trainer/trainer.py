@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from skyrl_train.data.trajectory import TrajectoryGroup
 from skyrl_train.errors import EnginesLost, RewardModelLost, RolloutsFailed
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.trackers import Trackers
+from skyrl_train.trainer.batch_dump import BatchDump
 from skyrl_train.trainer.evaluation import Evaluator
 from skyrl_train.trainer.residency import Residency
 from skyrl_train.trainer.rollout_metrics import add_rollout_metrics, sample_rows
@@ -57,6 +59,7 @@ class Trainer:
         evaluator: Evaluator | None,
         state: RunState,
         trackers: Trackers,
+        batch_dump: BatchDump | None = None,
     ):
         self.schedule = schedule
         self.intervals = intervals
@@ -68,6 +71,7 @@ class Trainer:
         self.evaluator = evaluator
         self.state = state
         self.trackers = trackers
+        self.batch_dump = batch_dump
         self.metrics = Metrics()
         self.step = 0
 
@@ -122,6 +126,9 @@ class Trainer:
             batch = await self.learner.score(batch)
         for add in self.batch_steps:
             batch = add(batch, self.metrics)
+        if self.batch_dump is not None:
+            uids = [group.prompt.uid for group in groups for _ in group.trajectories]
+            await asyncio.to_thread(self.batch_dump.write, self.step + 1, batch, uids)
         with self.metrics.timed("update"):
             self._add(await self.learner.update(batch))
 

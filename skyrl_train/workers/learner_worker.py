@@ -20,6 +20,7 @@ from skyrl_train.cluster.actors import NODE_ADDRESS
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, LoraConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
+from skyrl_train.models.compiled_layers import compile_layers
 from skyrl_train.models.loading import POLICY_PATH, export_hf, load_causal_lm, load_tokenizer
 from skyrl_train.models.lora import Adapters
 from skyrl_train.models.ragged_model import RaggedModel
@@ -27,7 +28,7 @@ from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.models.value_scorer import ValueScorer
 from skyrl_train.registry import load_object
-from skyrl_train.report.memory import peak_memory
+from skyrl_train.report.memory import AllocationRecord, peak_memory
 from skyrl_train.strategies.process_group import close_process_group, init_process_group, neighbours
 from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train.weight_sync.wire import Bucket, Manifest
@@ -88,6 +89,10 @@ class LearnerSpec:
     """Only adapters (and a critic's output layer) are trained; None for the whole model."""
     sequence_parallel_size: int = 1
     """Neighbouring ranks that run every micro-batch together."""
+    compile_layers: bool = False
+    """Run the decoder layers through torch.compile."""
+    memory_folder: str | None = None
+    """Where a record of the accelerator's allocations is kept; None keeps none."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ class LearnerWorker:
         self.rank = rank
         self.world_size = world_size
         self.parallel: SequenceParallel | None = None
+        self.record: AllocationRecord | None = None
         if spec.threads:
             torch.set_num_threads(spec.threads)
         if spec.device == "cpu":
@@ -129,6 +135,9 @@ class LearnerWorker:
         torch.manual_seed(spec.seed)
         if spec.device == "cuda":
             torch.cuda.set_device(0)
+        if spec.memory_folder is not None:
+            file = Path(spec.memory_folder) / f"policy_rank_{self.rank}.pickle"
+            self.record = AllocationRecord(file, torch.cuda.memory)
         backend = "nccl" if spec.device == "cuda" else "gloo"
         init_process_group(self.rank, self.world_size, address, port, backend, spec.rendezvous_s, spec.collective_s)
         if spec.sequence_parallel_size > 1:
@@ -168,6 +177,8 @@ class LearnerWorker:
             if spec.lora and parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
         count = sum(parameter.numel() for parameter in scorer.parameters())
+        if spec.compile_layers:
+            compile_layers(scorer, spec.device)
         self.strategy = load_object(spec.strategy)(
             optimizer=spec.optimizer,
             fsdp=spec.fsdp,
@@ -216,6 +227,13 @@ class LearnerWorker:
 
         Of ranks that run micro-batches together, the first one counts what all of them see.
         """
+        try:
+            return self._update(mini_batch)
+        finally:  # an update that ran out of memory is the one to look at
+            if self.record is not None:
+                self.record.write()
+
+    def _update(self, mini_batch: MiniBatch) -> dict[str, Any]:
         assert self.spec.objective is not None
         metrics = Metrics()
         self.scorer.train()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.trainer.batch_dump import read_batch
+
 from .conftest import Run, metrics_of
 
 PLUGIN = """
@@ -104,8 +106,12 @@ def test_plugins_work_in_the_driver_in_ranks_and_in_environment_processes(
 def test_a_subclass_of_the_experiment_replaces_one_part(small: Callable, tmp_path: Path):  # type: ignore[type-arg]
     (tmp_path / "main_halved.py").write_text(SUBCLASS)
     command = [sys.executable, str(tmp_path / "main_halved.py"), *small(tmp_path), *ONE_STEP]
+    command += ["trainer.dump_data_batch=true"]
     subprocess.run(command, check=True, timeout=250, env=os.environ, capture_output=True)
     assert metrics_of(tmp_path)[1]["reward/mean"] == 0.25
+    batch, uids = read_batch(tmp_path / "exports" / "dumped_data" / "global_step_1_training_input.safetensors")
+    assert batch.rewards.unique().tolist() == [0.25]
+    assert len(batch) == len(uids) == 4 * len(set(uids)) == 16
 
 
 @pytest.mark.slow

@@ -67,6 +67,16 @@ WAYS = {
     "adapters, sequences over two ranks": Way(2, SHARED, {"lora": LORA, "sequence_parallel_size": 2}),
 }
 
+COMPILED = {"compile_layers": True}
+COMPILED_WAYS = {
+    "a budget of tokens": Way(sizes={"max_tokens": 30}, spec=COMPILED),
+    "two ranks, activations computed again": Way(2, SHARED, COMPILED | {"gradient_checkpointing": True}),
+    "adapters, sequences over two ranks": Way(2, SHARED, COMPILED | {"lora": LORA, "sequence_parallel_size": 2}),
+}
+"""For one kind of model: others are compiled alike, see tests/unit/models/test_compiled_layers.py."""
+GRAPHS_ONLY = "aot_eager"
+"""Graphs are captured, differentiated and run, and no kernels made of them, which takes most of a minute."""
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -107,15 +117,15 @@ def padded_gradients(path: str, adapts: bool) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def gradients(way: Way, path: str, processes: list[RankProcess]) -> dict[str, Tensor]:
+def gradients(way: Way, path: str, processes: list[RankProcess], backend: str | None = None) -> dict[str, Tensor]:
     strategy = STRATEGY + ("Single" if way.ranks == 1 else "FSDP2")
     spec = tiny_spec(path, strategy=strategy, **way.spec)
     chunk_bytes = None if way.chunk_rows is None else way.chunk_rows * 4 * 320
-    workers: list[Any] = [LocalWorker(RecordingWorker(spec, 0, 1, chunk_bytes))]
+    workers: list[Any] = [LocalWorker(RecordingWorker(spec, 0, 1, chunk_bytes, backend))]
     if way.ranks > 1:
         workers = processes[: way.ranks]
         for rank, process in enumerate(processes):
-            process.hold(RecordingWorker, spec, rank, way.ranks, chunk_bytes)
+            process.hold(RecordingWorker, spec, rank, way.ranks, chunk_bytes, backend)
     group = WorkerGroup(workers, spec.sequence_parallel_size)
     learner = Learner(group, None, BatchSizes(mini_batch_groups=100, **way.sizes))
 
@@ -134,9 +144,29 @@ def gradients(way: Way, path: str, processes: list[RankProcess]) -> dict[str, Te
 def test_an_update_s_gradient_is_the_padded_one_however_it_is_run(
     name: str, kind: str, models: dict[str, str], processes: list[RankProcess]
 ) -> None:
-    way = WAYS[name]
-    expected = padded_gradients(models[kind], way.adapts)
-    found = gradients(way, models[kind], processes)
+    assert_exact(WAYS[name], models[kind], processes)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch hides its compiler's warnings, but only after they were raised
+@pytest.mark.parametrize("name", COMPILED_WAYS)
+def test_an_update_s_gradient_is_the_padded_one_when_layers_are_compiled(
+    name: str, models: dict[str, str], processes: list[RankProcess]
+) -> None:
+    assert_exact(COMPILED_WAYS[name], models["qwen2"], processes, GRAPHS_ONLY)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_an_update_s_gradient_is_the_padded_one_with_kernels_made_of_layers(
+    models: dict[str, str], processes: list[RankProcess]
+) -> None:
+    torch.compiler.reset()  # or graphs of the tests above would be used again
+    assert_exact(COMPILED_WAYS["a budget of tokens"], models["qwen2"], processes)
+
+
+def assert_exact(way: Way, path: str, processes: list[RankProcess], backend: str | None = None) -> None:
+    expected = padded_gradients(path, way.adapts)
+    found = gradients(way, path, processes, backend)
     whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     assert found.keys() == expected.keys()
     for parameter, gradient in expected.items():

@@ -248,6 +248,15 @@ def test_defaults_are_valid():
             "generator.n_samples_per_prompt",
             "at least 2 with trainer.algorithm.zero_variance_filter",
         ),
+        *(
+            (
+                ["trainer.policy.use_torch_compile=true", "trainer.strategy=deepspeed"],
+                f"trainer.{role}.deepspeed_config.zero_stage",
+                "2 with trainer.policy.use_torch_compile=true",
+            )
+            for role in ("policy", "ref", "critic")
+        ),
+        (["trainer.policy.record_memory=true"], "trainer.policy.record_memory", "memory/learner_peak_rss_gib"),
         (["environment.env_class=gsm8"], "environment.env_class", "Did you mean 'gsm8k'?"),
     ],
 )
@@ -270,6 +279,7 @@ def test_every_problem_is_reported_at_once():
         ["trainer.train_batch_size=300"],
         ["trainer.strategy=fsdp", "trainer.placement.policy_num_gpus_per_node=2", "generator.num_inference_engines=2"],
         ["trainer.strategy=single", "trainer.max_steps=2", "data.val_data=[]"],
+        ["trainer.policy.use_torch_compile=true", "trainer.dump_data_batch=true"],
         [
             "trainer.placement.policy_num_gpus_per_node=4",
             "generator.num_inference_engines=4",

@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
-from skyrl_train.report.memory import peak_memory
+import pytest
+
+from skyrl_train.report.memory import AllocationRecord, peak_memory
 
 SCRIPT = """
 from skyrl_train.report.memory import peak_memory
@@ -21,3 +25,38 @@ def test_a_peak_is_counted_in_gib_and_stays_when_the_memory_is_given_back():
 
 def test_without_an_accelerator_only_the_machines_memory_is_counted():
     assert peak_memory("cpu").keys() == {"peak_rss_gib"}
+
+
+class Allocator:
+    """What torch.cuda.memory is asked for."""
+
+    def __init__(self) -> None:
+        self.enabled: list[Any] = []
+        self.writes = 0
+
+    def _record_memory_history(self, enabled: str | None = "all", **options: Any) -> None:
+        self.enabled.append(enabled)
+
+    def _dump_snapshot(self, file: str) -> None:
+        self.writes += 1
+        Path(file).write_text(f"snapshot {self.writes}")
+
+
+def test_allocations_are_recorded_from_the_start_into_one_file_that_is_replaced(tmp_path: Path):
+    allocator = Allocator()
+    record = AllocationRecord(tmp_path / "snapshots" / "policy_rank_0.pickle", allocator)
+    assert allocator.enabled == ["all"]
+    record.write()
+    record.write()
+    (file,) = (tmp_path / "snapshots").iterdir()
+    assert (file.name, file.read_text()) == ("policy_rank_0.pickle", "snapshot 2")
+
+
+def test_a_record_that_cannot_be_written_ends_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "file").touch()
+    allocator = Allocator()
+    record = AllocationRecord(tmp_path / "file" / "policy_rank_0.pickle", allocator)
+    record.write()
+    record.write()
+    assert caplog.text.count("trainer.policy.record_memory") == 1
+    assert allocator.enabled == ["all", None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup, Tur
 from skyrl_train.errors import RolloutsFailed, WeightSyncError
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.trackers import Trackers
+from skyrl_train.trainer.batch_dump import BatchDump, read_batch
 from skyrl_train.trainer.residency import AlwaysResident, TimeShared
 from skyrl_train.trainer.schedule import StepSchedule
 from skyrl_train.trainer.trainer import Intervals, Trainer
@@ -88,7 +90,9 @@ class Fakes:
         """Nothing to close."""
 
 
-def trainer_of(fakes: Any, max_staleness: int = 0, residency: Any = None, evaluator: Any = "fakes") -> Trainer:
+def trainer_of(
+    fakes: Any, max_staleness: int = 0, residency: Any = None, evaluator: Any = "fakes", batch_dump: Any = None
+) -> Trainer:
     schedule = StepSchedule(num_prompts=5, batch_size=2, epochs=1)
     return Trainer(
         schedule=schedule,
@@ -97,12 +101,13 @@ def trainer_of(fakes: Any, max_staleness: int = 0, residency: Any = None, evalua
             fakes.rollout, lambda i: Prompt(str(i), [], "x"), schedule.prompts_of_step, max_staleness, 0.5
         ),
         learner=fakes,
-        batch_steps=[lambda batch, metrics: batch],
+        batch_steps=[lambda batch, metrics: batch.with_tokens(advantages=batch.token_rewards)],
         publish=fakes.publish,
         residency=residency or AlwaysResident(),
         evaluator=fakes if evaluator == "fakes" else evaluator,
         state=fakes,
         trackers=Trackers({"fake": fakes}),
+        batch_dump=batch_dump,
     )
 
 
@@ -141,6 +146,20 @@ def test_without_evaluation_data_a_run_trains_all_the_same():
     fakes = Fakes()
     asyncio.run(trainer_of(fakes, evaluator=None).fit())
     assert not any(event.startswith("evaluate") for event in fakes.events)
+
+
+def test_the_batch_of_every_step_is_written_with_its_advantages_under_the_step_that_metrics_have(tmp_path: Path):
+    fakes = Fakes()
+    asyncio.run(trainer_of(fakes, batch_dump=BatchDump(tmp_path)).fit())
+    files = [tmp_path / f"global_step_{step}_training_input.safetensors" for step in (1, 2, 3)]
+    assert sorted(tmp_path.iterdir()) == files
+    for file, uids in zip(files, (("0", "0", "1", "1"), ("2", "2", "3", "3"), ("4", "4")), strict=True):
+        batch, found = read_batch(file)
+        assert len(found) == len(batch) == len(uids)
+        assert batch.advantages is not None
+        assert batch.rewards.mean() == 0.5
+    first = {uid for file in files for uid in read_batch(file)[1]}
+    assert first == {"0", "1", "2", "3", "4"}
 
 
 def test_engines_sleep_while_the_learner_works_and_take_weights_awake():

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +18,12 @@ from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.loading import load_causal_lm
 from skyrl_train.objectives.policy import PolicyObjective
+from skyrl_train.report.memory import AllocationRecord
 from skyrl_train.testing.learner_specs import FULL_OBJECTIVE, policy_batch, tiny_spec
 from skyrl_train.testing.padded_reference import padded_scores
 from skyrl_train.testing.recording_strategies import RecordingWorker
 from skyrl_train.workers.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
-from skyrl_train.workers.learner_worker import LearnerWorker
+from skyrl_train.workers.learner_worker import LearnerWorker, MiniBatch
 
 RECORDING = "skyrl_train.testing.recording_strategies:RecordingSingle"
 
@@ -288,3 +290,18 @@ def test_a_rank_on_a_cpu_adds_gradients_of_one_row_in_one_order(tiny_model_path:
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(gradients[0], other) for other in gradients[1:])
+
+
+def test_an_update_that_fails_leaves_its_record_of_allocations(tmp_path: Path):
+    class Allocator:
+        def _record_memory_history(self, **options: Any) -> None:
+            """Nothing is allocated."""
+
+        def _dump_snapshot(self, file: str) -> None:
+            Path(file).write_text("snapshot")
+
+    worker = LearnerWorker(tiny_spec("no model is loaded"), rank=0, world_size=1)
+    worker.record = AllocationRecord(tmp_path / "policy_rank_0.pickle", Allocator())
+    with pytest.raises(AttributeError, match="scorer"):
+        worker.update(MiniBatch([], 0, 0))
+    assert (tmp_path / "policy_rank_0.pickle").exists()

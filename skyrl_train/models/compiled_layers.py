@@ -1,0 +1,50 @@
+"""torch.compile for a model's layers, one region after the other: layers of a kind share what was compiled once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.ragged_model import RaggedModel
+
+KEY = "trainer.policy.use_torch_compile"
+VARIANTS = 32
+"""Of a region, until it runs as it is: with and without gradient, of one token or many, for each kind of attention."""
+
+
+def compile_layers(scorer: RaggedModel, device: str) -> None:
+    """Let the decoder layers run compiled, for any number of tokens; modules and names of parameters stay as they are.
+
+    Only `forward` is compiled: gathering of sharded weights, gradient checkpointing and whatever else hangs on the call
+    of a layer run round it. Attention (see ragged_attention) and fused experts are left out of it. Raises ConfigError
+    where torch.compile does not work on the device.
+    """
+    _try_compiler(device)
+    compiler: Any = torch.compile  # its annotations leave recompile_limit out
+    for layer in scorer.decoder_layers():
+        compiled: Any = layer
+        for module in compiled.modules():
+            if any(parameter.ndim > 2 for parameter in module.parameters(recurse=False)):
+                # Experts: how many tokens each gets is only known when it runs.
+                module.forward = torch.compiler.disable(module.forward)
+        compiled.forward = compiler(compiled.forward, dynamic=True, recompile_limit=VARIANTS)
+
+
+def _try_compiler(device: str) -> None:
+    """Compile an addition, so that what is missing is known before a rank waits for another one."""
+    numbers = torch.zeros(2, device=device)
+    try:
+        torch.compile(_next, dynamic=True)(numbers)
+    except RuntimeError as error:
+        needed = "a C++ compiler (g++)" if device == "cpu" else "Triton and a C compiler"
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"{KEY}=true: torch.compile does not work here ({type(error).__name__}: {reason}). It needs {needed}; "
+            "install that, or set it to false."
+        ) from error
+
+
+def _next(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers + 1

@@ -1,0 +1,71 @@
+"""Compiled layers without a compiler's kernels: what is compiled, how often, and that nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
+
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.errors import ConfigError
+from skyrl_train.metrics import Metrics
+from skyrl_train.models.compiled_layers import compile_layers
+from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.testing.learner_specs import FULL_OBJECTIVE, policy_batch
+from skyrl_train.testing.tiny_models import tiny_model
+
+# torch hides its compiler's warnings, but only after they were raised
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def graphs_as_they_are() -> Iterator[None]:
+    """Graphs are captured, differentiated and run, and no kernels are made of them: that takes a minute."""
+    torch.compiler.reset()
+    torch.compiler.set_default_backend("aot_eager")
+    counters.clear()
+    yield
+    torch.compiler.set_default_backend(None)
+    torch.compiler.reset()
+
+
+def scorer_of(kind: str, compiled: bool, layers: int = 2) -> TokenScorer:
+    scorer = TokenScorer(tiny_model(kind, layers=layers))
+    if compiled:
+        compile_layers(scorer, "cpu")
+    return scorer
+
+
+def gradients(scorer: TokenScorer, batch: TrainBatch) -> dict[str, Tensor]:
+    scorer.zero_grad()
+    logprobs, entropy = scorer(
+        batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask, True
+    )
+    FULL_OBJECTIVE(batch, logprobs, entropy, int(batch.loss_mask.sum()), Metrics()).backward()
+    return {name: parameter.grad for name, parameter in scorer.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
+def test_layers_share_graphs_whatever_the_lengths_and_give_the_same_gradients(kind: str):
+    plain, compiled = scorer_of(kind, compiled=False), scorer_of(kind, compiled=True)
+    seen = []
+    for lengths in ((9, 4, 12, 9, 2, 7, 9, 5), (19, 4, 12, 2), (3, 4), (70, 17)):
+        batch = policy_batch(lengths)
+        expected, found = gradients(plain, batch), gradients(compiled, batch)
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm().clamp_min(1e-3), name
+        seen.append(counters["stats"]["unique_graphs"])
+    assert seen[0] > 1
+    assert set(seen) == {seen[0]}
+
+
+def test_without_a_compiler_it_is_refused_by_its_key():
+    torch.compiler.set_default_backend(None)
+    with inductor.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        with pytest.raises(ConfigError, match=r"use_torch_compile=true: .*no-such-compiler.* needs a C\+\+ compiler"):
+            scorer_of("qwen2", compiled=True)

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.testing.learner_specs import policy_batch
+from skyrl_train.trainer.batch_dump import BatchDump, read_batch
+
+
+def test_what_was_written_is_read_back_to_the_bit(tmp_path: Path):
+    batch = policy_batch()
+    batch = batch.with_tokens(old_logprobs=batch.rollout_logprobs)  # the same memory twice
+    uids = [f"row {i}\n\ud83d" for i in range(len(batch))]
+    BatchDump(tmp_path / "dumped").write(3, batch, uids)
+    (file,) = (tmp_path / "dumped").iterdir()
+    assert file.name == "global_step_3_training_input.safetensors"
+    found, found_uids = read_batch(file)
+    assert found_uids == uids
+    for name in (field.name for field in fields(TrainBatch)):
+        one, other = getattr(found, name), getattr(batch, name)
+        assert (one is None) == (other is None), name
+        assert one is None or (one.dtype == other.dtype and torch.equal(one, other)), name
+
+
+def test_a_step_that_is_done_again_replaces_its_file(tmp_path: Path):
+    dump, batch = BatchDump(tmp_path), policy_batch()
+    for reward in (0.0, 1.0):
+        dump.write(1, replace(batch, rewards=torch.full_like(batch.rewards, reward)), ["x"] * len(batch))
+    (file,) = tmp_path.iterdir()
+    assert read_batch(file)[0].rewards.unique().tolist() == [1.0]
+
+
+def test_a_folder_that_cannot_be_written_costs_one_warning_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "file").touch()
+    dump = BatchDump(tmp_path / "file" / "dumped")
+    for step in (1, 2):
+        dump.write(step, policy_batch(), ["x"] * 8)
+    assert caplog.text.count("trainer.dump_data_batch") == 1
