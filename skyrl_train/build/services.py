@@ -39,6 +39,10 @@ class Services:
     trackers: Trackers
 
 
+_HOW_SYNCED = frozenset({"lora_sync_path", "sync"})
+"""Of adapters: how engines get them, which may differ from one start of a run to the next."""
+
+
 def import_plugins(names: Sequence[str]) -> None:
     """Import users' modules, which register what they bring. Raises ConfigError for one that cannot be imported."""
     for name in names:
@@ -76,7 +80,7 @@ def run_directory(cfg: Config, fingerprints: Mapping[str, str]) -> RunDirectory:
         **fingerprints,
     }
     if (lora := trainer.policy.model.lora).rank:
-        identity["adapters"] = {key: value for key, value in asdict(lora).items() if key != "lora_sync_path"}
+        identity["adapters"] = {key: value for key, value in asdict(lora).items() if key not in _HOW_SYNCED}
     # Evaluation alone keeps its records beside those of a run that trains in the same folder.
     path = Path(trainer.ckpt_path) / ("" if fingerprints else "evaluation")
     return RunDirectory(path, identity, resuming=trainer.resume_mode != "none")

@@ -199,10 +199,12 @@ class DeepSpeedStrategy(OptimizedModel):
             for state in self._optimizer.state.values():
                 state |= {key: value.to(device) for key, value in state.items()}
 
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor on the device), trained ones in float32; all ranks iterate together."""
         for name, parameter in self._parameters.items():
             trained = parameter.requires_grad
+            if trained_only and not trained:
+                continue
             if self.zero.zero_stage == 3 and trained:
                 yield name, self.library.utils.safe_get_full_fp32_param(parameter)
             elif self.zero.zero_stage == 3:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.engines.base import Capabilities, EngineHealth
 from skyrl_train.weight_sync.receiver import WeightReceiver
-from skyrl_train.weight_sync.sender import WeightSender
+from skyrl_train.weight_sync.sender import AdaptedModel, WeightSender
 from skyrl_train.weight_sync.store import InPlace
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
@@ -22,9 +22,18 @@ from skyrl_train.weight_sync.wire import Bucket, Manifest
 class LocalTrainer:
     """One trainer rank with a model: what `WeightPublisher` calls `TrainerRanks`."""
 
-    def __init__(self, model: PreTrainedModel, *, wire_dtype: str = "float32", bucket_bytes: int = 1 << 16):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        wire_dtype: str = "float32",
+        bucket_bytes: int = 1 << 16,
+        adapted: AdaptedModel | None = None,
+    ):
         self.model = model
-        self.sender = WeightSender(self.parameters, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, rank=0)
+        self.sender = WeightSender(
+            self.parameters, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, rank=0, adapted=adapted
+        )
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.named_parameters()
@@ -37,8 +46,8 @@ class LocalTrainer:
             probe.bind(("127.0.0.1", 0))
             return "127.0.0.1", probe.getsockname()[1]
 
-    def connect_weights(self, route: str, address: str, world_size: int, timeout_s: float) -> None:
-        self.sender.connect(route, address, world_size, timeout_s)
+    def connect_weights(self, route: str, address: str, world_size: int, timeout_s: float, apart: bool = False) -> None:
+        self.sender.connect(route, address, world_size, timeout_s, apart)
 
     def manifest(self, version: int, rehearsal: bool = False) -> Manifest:
         return self.sender.manifest(version, rehearsal)

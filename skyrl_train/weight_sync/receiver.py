@@ -74,7 +74,7 @@ class WeightReceiver:
         if manifest.non_finite:
             raise self._error(f"{_some(manifest.non_finite)} holds NaN or infinity; nothing was sent.")
         self._check_base(manifest)
-        held = self._store.layout()
+        held = self._store.layout(manifest.adapter)
         specs = {spec.name: spec for spec in manifest.tensors}
         if len(specs) != len(manifest.tensors):
             raise self._error("a tensor is announced twice.")
