@@ -58,7 +58,7 @@ def test_vllm_is_started_with_room_for_the_adapter_only_where_it_comes():
     assert engine_settings(config(*vllm, "generator.model_dtype=bfloat16")).engine_init_kwargs == {"max_lora_rank": 32}
     for merged in (
         [*vllm, "generator.model_dtype=float32"],
-        [RANK, "trainer.policy.model.lora.sync=adapter"],
+        ["generator.backend=transformers", RANK, "trainer.policy.model.lora.sync=adapter"],
         ["generator.backend=vllm", "trainer.policy.model.lora.sync=adapter"],
         ["generator.backend=vllm", "trainer.policy.model.lora.sync=adapter", "trainer.policy.model.lora.rank=513"],
     ):
