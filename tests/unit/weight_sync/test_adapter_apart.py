@@ -162,7 +162,10 @@ def without(tensor: str) -> Any:
             lambda m: replace(m, adapter=replace(m.adapter, rank=5)),
             r"lora_A\.weight is announced as \[4, 32\].* \[5, 32\]",
         ),
-        (lambda m: replace(m, adapter=replace(m.adapter, layers=("lm_head",))), "lm_head, which is no linear layer"),
+        (
+            lambda m: replace(m, adapter=replace(m.adapter, layers=("lm_head",))),
+            "engine one: the adapter changes lm_head, which is no linear layer",
+        ),
         (lambda m: replace(m, adapter=None), r"lora_A\.weight.* was announced, but the engine holds no such tensor"),
     ],
 )
@@ -182,7 +185,7 @@ def test_an_adapter_that_does_not_fit_is_refused_before_a_byte(spoil: Any, messa
 
 def test_an_engine_without_a_place_for_it_refuses_it():
     target = ModelTarget(tiny_model(seed=2, **SMALL), "plain")
-    with pytest.raises(WeightSyncError, match=r"no adapter apart.*lora\.sync=merged"):
+    with pytest.raises(WeightSyncError, match=r"engine plain: .* no adapter apart.*lora\.sync=merged"):
         asyncio.run(publisher_of(trainer_of(), [target], probed=False).publish(1))
 
 
