@@ -43,6 +43,7 @@ class VLLMAdapters:
         self.loaded: dict[str, LoRARequest] = {}
         self.synced: LoRARequest | None = None
         """The adapter that the last weight sync brought: of requests that name none."""
+        self._synced_name = f"weight sync {uuid4()}"  # to vLLM two adapters of one name are one: it is nobody's
         self.coming = False
         """The sync under way brings one."""
 
@@ -58,9 +59,8 @@ class VLLMAdapters:
         self.synced = None
         if not self.coming:
             return
-        name = f"weight sync {uuid4()}"  # requests of one name count as one adapter: it must be nobody's
-        self._load(LoRARequest(name, _SYNCED, self.synced_folder, load_inplace=True))
-        self.synced = LoRARequest(name, _SYNCED, self.synced_folder)
+        self._load(LoRARequest(self._synced_name, _SYNCED, self.synced_folder, load_inplace=True))
+        self.synced = LoRARequest(self._synced_name, _SYNCED, self.synced_folder)
 
     def copy(self, name: str, path: str) -> str:
         """A folder with what vLLM reads, checked: vLLM itself loads tensors that are missing, or of another rank than

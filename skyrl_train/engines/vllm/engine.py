@@ -223,6 +223,8 @@ class VLLMEngine:
         def begin() -> None:
             if "weights" in self._asleep:
                 raise EngineError(f'Engine {self.name!r} sleeps without its weights; wake_up(["weights"]) first.')
+            if self._weights_are_gone and manifest.base_version is not None:
+                raise WeightSyncError(f"engine {self.name} has no weights to change: a complete sync is needed.")
             self._weights("begin", manifest)
             self._adapters.coming = manifest.adapter is not None
 
