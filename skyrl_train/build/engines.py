@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ _INSTALL = {
 """Engines that are packages of their own -> how to get them."""
 _NATIVE_SERVERS = {"vllm": VLLMServer, "sglang": SGLangServer}
 """Engines that bring a server."""
+
+
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM may be told as max_lora_rank."""
 
 
 def require_installed(backend: str) -> None:
@@ -105,6 +110,26 @@ async def connect_engine(url: str, cfg: Config) -> RemoteEngine | NativeEngine:
         folder=str(Path(weight_folder(cfg)) / "served"),
     )
     return await engine.connect(timeouts.engine_start_s)
+
+
+def wants_adapter(cfg: Config) -> bool:
+    """Whether engines that can do it are to get the policy's adapter apart from its model.
+
+    `auto`: where merging into what they compute with would round most of the adapter away. In float32 it does not, and
+    merged weights are served faster.
+    """
+    lora = cfg.trainer.policy.model.lora
+    wanted = {"adapter": True, "merged": False, "auto": cfg.generator.model_dtype != "float32"}
+    return lora.rank > 0 and wanted[lora.sync]
+
+
+def engine_settings(cfg: Config) -> GeneratorConfig:
+    """`generator`, with what the run's own engines need to take the policy's adapter."""
+    generator, rank = cfg.generator, cfg.trainer.policy.model.lora.rank
+    room = next((most for most in _VLLM_RANKS if most >= rank), None)
+    if generator.backend != "vllm" or room is None or not wants_adapter(cfg):
+        return generator
+    return replace(generator, engine_init_kwargs={"max_lora_rank": room} | generator.engine_init_kwargs)
 
 
 def weight_folder(cfg: Config) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from skyrl_train.build import memory_plan
 from skyrl_train.build.algorithm import build_advantages, build_corrections, policy_learning
 from skyrl_train.build.collector import build_collector
-from skyrl_train.build.engines import build_engines, connect_engine, require_installed, server_urls
+from skyrl_train.build.engines import build_engines, connect_engine, engine_settings, require_installed, server_urls
 from skyrl_train.build.reward import build_reward_model, judged, start_reward_model
 from skyrl_train.build.services import (
     Services,
@@ -116,7 +116,7 @@ async def _close(client: EngineClient) -> None:
 
 async def start_engines(base: Services) -> Sequence[Any]:
     """The run's own engines in their slots, or connections to those that run elsewhere."""
-    generator, timeouts, seats = base.cfg.generator, base.cfg.trainer.timeouts, base.layout.engines
+    generator, timeouts, seats = engine_settings(base.cfg), base.cfg.trainer.timeouts, base.layout.engines
     if seats is not None:
         return await build_engines(base.cluster, generator, timeouts, seats, base.cfg.device)
     return await asyncio.gather(*(connect_engine(url, base.cfg) for url in server_urls(generator)))

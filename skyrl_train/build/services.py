@@ -39,6 +39,10 @@ class Services:
     trackers: Trackers
 
 
+_HOW_SYNCED = frozenset({"lora_sync_path", "sync"})
+"""Of adapters: how engines get them, which may differ from one start of a run to the next."""
+
+
 def schedule_of(trainer: TrainerConfig, num_prompts: int) -> StepSchedule:
     return StepSchedule(num_prompts, trainer.train_batch_size, trainer.epochs, trainer.max_steps)
 
@@ -65,7 +69,7 @@ def run_directory(cfg: Config, fingerprints: Mapping[str, str]) -> RunDirectory:
         **fingerprints,
     }
     if (lora := trainer.policy.model.lora).rank:
-        identity["adapters"] = {key: value for key, value in asdict(lora).items() if key != "lora_sync_path"}
+        identity["adapters"] = {key: value for key, value in asdict(lora).items() if key not in _HOW_SYNCED}
     # Evaluation alone keeps its records beside those of a run that trains in the same folder.
     path = Path(trainer.ckpt_path) / ("" if fingerprints else "evaluation")
     return RunDirectory(path, identity, resuming=trainer.resume_mode != "none")

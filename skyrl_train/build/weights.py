@@ -9,14 +9,21 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from skyrl_train.build.engines import build_engine, connect_engine, engine_name, weight_folder
+from skyrl_train.build.engines import (
+    build_engine,
+    connect_engine,
+    engine_name,
+    engine_settings,
+    wants_adapter,
+    weight_folder,
+)
 from skyrl_train.build.layout import slots_per_engine
 from skyrl_train.build.services import Services
 from skyrl_train.config.schema import Config
 from skyrl_train.data.sft import Demonstration, demonstration_batch
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.supervisor import EngineSupervisor
-from skyrl_train.errors import SkyRLError
+from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.weight_sync.publish import Probe, WeightPublisher
 from skyrl_train.workers.learner import Learner, WorkerGroup
 
@@ -27,7 +34,10 @@ HALF_PRECISION_PROBE_TOLERANCE = 0.25
 def build_publisher(
     cfg: Config, learner: Learner, client: EngineClient, probe_ids: Sequence[Sequence[int]]
 ) -> WeightPublisher:
-    """Weights to the engines, by the route and with the checks that generator.weight_sync_* name."""
+    """Weights to the engines, by the route and with the checks that generator.weight_sync_* name.
+
+    Raises ConfigError for an adapter that an engine cannot take apart from its model.
+    """
     half = cfg.trainer.bf16 or cfg.generator.model_dtype != "float32"
     probe = Probe(
         token_ids=probe_ids,
@@ -42,7 +52,24 @@ def build_publisher(
         deadline_s=cfg.trainer.timeouts.weight_sync_s,
         probe=probe if cfg.generator.weight_sync_check == "probe" else None,
         rehearse_first=True,
+        apart=sends_adapter(cfg, client.engines),
     )
+
+
+def sends_adapter(cfg: Config, engines: Sequence[Any]) -> bool:
+    """Whether adapters go to the engines as such. Raises ConfigError where one must and cannot."""
+    lora = cfg.trainer.policy.model.lora
+    if not wants_adapter(cfg):
+        return False
+    unable = [one.capabilities for one in engines if one.capabilities.synced_adapter_rank < lora.rank]
+    if unable and lora.sync == "adapter":
+        most = unable[0].synced_adapter_rank
+        can = f"takes ranks up to {most}" if most else unable[0].refusals.get("adapter", "takes none").rstrip(".")
+        raise ConfigError(
+            f"trainer.policy.model.lora.sync=adapter: engine {unable[0].name!r} cannot take an adapter of rank "
+            f"{lora.rank} apart from its model: {can}. Set trainer.policy.model.lora.sync=merged."
+        )
+    return not unable
 
 
 def weight_route(cfg: Config, engines: Sequence[Any]) -> str:
@@ -124,7 +151,7 @@ def _supervisor(base: Services, client: EngineClient, publisher: WeightPublisher
         if shares_memory:
             await learner.offload()
         index = next(i for i in range(seats.count) if engine_name(cfg.generator, i) == name)
-        return await build_engine(index, base.cluster, cfg.generator, cfg.trainer.timeouts, seats, cfg.device)
+        return await build_engine(index, base.cluster, engine_settings(cfg), cfg.trainer.timeouts, seats, cfg.device)
 
     async def sync(engine: Any) -> None:
         if shares_memory:

@@ -210,8 +210,9 @@ ROWS = (
     ),
     Inert(
         ("trainer.policy.model.lora.lora_sync_path", "trainer.critic.model.lora.lora_sync_path"),
-        "Engines get merged weights, by generator.weight_sync_route.",
+        "Engines get them, merged or not, by generator.weight_sync_route.",
     ),
+    Inert(("trainer.critic.model.lora.sync",), "Engines get nothing of a critic."),
     Inert(
         ("trainer.critic.model.lora",),
         "It belongs to trainer.critic.model.lora.rank above 0.",

@@ -19,7 +19,9 @@ class LoraConfig(Section):
     dropout: float = 0.0
     """Dropout on the adapters' input."""
     lora_sync_path: str = "/tmp/skyrl_lora_sync"
-    """Folder of adapters on their way to engines; read for compatibility: engines get merged weights."""
+    """Folder of adapters on their way to engines; read for compatibility: they go where weights go."""
+    sync: str = "auto"
+    """What engines get: `merged` weights, or the model once and then the `adapter` alone; `auto`: see docs/lora.md."""
     target_modules: str | list[str] = "all-linear"
     """Layers that get an adapter: `all-linear` (all but the head), a list of names, or a regular expression."""
     exclude_modules: str | list[str] | None = None

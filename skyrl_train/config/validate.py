@@ -34,6 +34,8 @@ CHOICES: Mapping[str, Collection[str | None]] = {
     "trainer.critic.optimizer_config.scheduler": SCHEDULES,
     "trainer.policy.model.lora.init_method": ("kaiming", "gaussian"),
     "trainer.critic.model.lora.init_method": ("kaiming", "gaussian"),
+    "trainer.policy.model.lora.sync": ("auto", "merged", "adapter"),
+    "trainer.critic.model.lora.sync": ("auto", "merged", "adapter"),
     "trainer.algorithm.advantage_estimator": ADVANTAGE_ESTIMATORS,
     "trainer.algorithm.policy_loss_type": POLICY_LOSSES,
     "trainer.algorithm.loss_reduction": REDUCTIONS,

@@ -54,6 +54,7 @@ class SampleRequest:
     """Requests of one group have a prompt in common and go to one engine, which prefills it once."""
     deadline_s: float | None = None
     adapter: str | None = None
+    """One of `load_adapter`. None: what the last weight sync brought, the model and the adapter that came with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,8 @@ class Capabilities:
     weight_ranks: int = 1
     """Members that it has in the `broadcast` group."""
     lora: bool = False
+    synced_adapter_rank: int = 0
+    """Largest rank of an adapter that a weight sync may bring apart from the model; 0: adapters must be merged."""
     pause_modes: frozenset[str] = frozenset()
     partial_weights: bool = True
     """Whether a sync may leave out tensors that did not change."""
@@ -183,6 +186,8 @@ class InferenceEngine(Protocol):
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Serve requests with `adapter=name` through the LoRA adapter in a peft folder, in place of an earlier `name`.
+
+        It acts on the model itself: an adapter that weight syncs bring does not act on these requests.
 
         Raises UnsupportedParameter where capabilities.lora is False, EngineError for a folder that does not fit.
         """

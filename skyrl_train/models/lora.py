@@ -116,6 +116,14 @@ class Adapters:
                 yield name.replace(_BASE, "."), tensor
         assert not held, f"parameters ended before the adapter of {next(iter(held))} came"
 
+    def apart(self, parameters: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of `parameters` as they are: the model's by their checkpoint names, A and B beside them.
+
+        These are called after their layer: `{layer}.lora_A.weight`, `{layer}.lora_B.weight`.
+        """
+        for name, tensor in parameters:
+            yield name.replace(_BASE, ".").replace(_DOWN, ".lora_A.weight").replace(_UP, ".lora_B.weight"), tensor
+
     def save(self, tensors: dict[str, Tensor], directory: Path) -> None:
         """A folder for peft's `PeftModel.from_pretrained`, from what `merged` put into `adapters`."""
         self.config.save_pretrained(directory)

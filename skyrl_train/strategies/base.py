@@ -79,8 +79,11 @@ class Strategy(Protocol):
 
     def onload(self) -> None: ...
 
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every parameter, in a fixed order; a collective: all ranks iterate."""
+    def full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every parameter, in a fixed order; a collective: all ranks iterate.
+
+        With `trained_only` frozen ones are left out, and not gathered.
+        """
 
     def save(self, directory: Path) -> None:
         """This rank's part of parameters, optimizer and schedule, as safetensors and JSON; all ranks call it."""

@@ -216,10 +216,12 @@ class DeepSpeedStrategy(OptimizedModel):
                 partition.data = buffer.narrow(0, start, partition.numel())
                 start += partition.numel()
 
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor on the device), trained ones in float32; all ranks iterate together."""
         for name, parameter in self._parameters.items():
             trained = parameter.requires_grad
+            if trained_only and not trained:
+                continue
             if self.zero.zero_stage == 3 and trained:
                 yield name, self.library.utils.safe_get_full_fp32_param(parameter)
             elif self.zero.zero_stage == 3:

@@ -147,9 +147,11 @@ class OptimizedModel:
             for key, value in state.items():
                 state[key] = value.to(device)
 
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor on the device), tied weights once; all ranks iterate together."""
         for name, parameter in self._parameters.items():
+            if trained_only and not parameter.requires_grad:
+                continue
             tensor = parameter.detach()
             if isinstance(tensor, DTensor):
                 placed = tensor.to_local().to(self.device)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from skyrl_train.engines.base import Completion, InferenceEngine, SampleRequest, SamplingParams, VersionSpan
 from skyrl_train.testing.reference_sampler import Reference
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
-from skyrl_train.testing.weight_targets import LocalTrainer
+from skyrl_train.testing.weight_targets import AdaptedTrainer, LocalTrainer
 from skyrl_train.weight_sync.publish import Probe, WeightPublisher
 
 T = TypeVar("T")
@@ -174,10 +174,9 @@ class Bench:
     ) -> AsyncIterator[WeightPublisher]:
         """A publisher of `self.model`; `trainer` and `engine` may stand in between. Leaves no connection behind."""
         trainer = trainer or LocalTrainer(self.model, bucket_bytes=1 << 14)
-        model = trainer.model
 
         async def trainer_score(token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-            return Reference(model).score(token_ids)
+            return Reference(trainer.whole()).score(token_ids)
 
         publisher = WeightPublisher(
             trainer,
@@ -186,6 +185,7 @@ class Bench:
             deadline_s=deadline_s,
             probe=Probe(PROBE_IDS, trainer_score, TOLERANCE) if probed else None,
             folder=str(self.folder),
+            apart=isinstance(trainer, AdaptedTrainer),
         )
         try:
             yield publisher

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -13,21 +14,36 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skyrl_train.engines.base import Capabilities, EngineHealth
+from skyrl_train.models.lora import adapted_linears
+from skyrl_train.testing.tiny_adapters import TARGETS
 from skyrl_train.weight_sync.receiver import WeightReceiver
-from skyrl_train.weight_sync.sender import WeightSender
+from skyrl_train.weight_sync.sender import AdaptedModel, WeightSender
 from skyrl_train.weight_sync.store import InPlace
-from skyrl_train.weight_sync.wire import Bucket, Manifest
+from skyrl_train.weight_sync.wire import AdapterSpec, Bucket, Manifest, adapter_names
 
 
 class LocalTrainer:
     """One trainer rank with a model: what `WeightPublisher` calls `TrainerRanks`."""
 
-    def __init__(self, model: PreTrainedModel, *, wire_dtype: str = "float32", bucket_bytes: int = 1 << 16):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        wire_dtype: str = "float32",
+        bucket_bytes: int = 1 << 16,
+        adapted: AdaptedModel | None = None,
+    ):
         self.model = model
-        self.sender = WeightSender(self.parameters, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, rank=0)
+        self.sender = WeightSender(
+            self.parameters, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, rank=0, adapted=adapted
+        )
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.named_parameters()
+
+    def whole(self) -> PreTrainedModel:
+        """What engines must serve after a sync."""
+        return self.model
 
     async def all(self, method: str, *args: Any) -> list[Any]:
         return [await asyncio.to_thread(getattr(self, method), *args)]
@@ -37,8 +53,8 @@ class LocalTrainer:
             probe.bind(("127.0.0.1", 0))
             return "127.0.0.1", probe.getsockname()[1]
 
-    def connect_weights(self, route: str, address: str, world_size: int, timeout_s: float) -> None:
-        self.sender.connect(route, address, world_size, timeout_s)
+    def connect_weights(self, route: str, address: str, world_size: int, timeout_s: float, apart: bool = False) -> None:
+        self.sender.connect(route, address, world_size, timeout_s, apart)
 
     def manifest(self, version: int, rehearsal: bool = False) -> Manifest:
         return self.sender.manifest(version, rehearsal)
@@ -51,6 +67,42 @@ class LocalTrainer:
 
     def disconnect_weights(self) -> None:
         self.sender.disconnect()
+
+
+class AdaptedTrainer(LocalTrainer):
+    """One trainer rank with a model and an adapter on it, which engines may get apart: publish with `apart`."""
+
+    def __init__(self, model: PreTrainedModel, *, rank: int = 4, scaling: float = 2.0, wire_dtype: str = "float32"):
+        self.linears = {
+            name: linear for name, linear in adapted_linears(model).items() if name.rpartition(".")[2] in TARGETS
+        }
+        self.spec = AdapterSpec(rank, scaling, tuple(self.linears))
+        self.tensors: dict[str, Tensor] = {}
+        adapted = AdaptedModel(self.spec, self.apart)
+        super().__init__(model, wire_dtype=wire_dtype, bucket_bytes=1 << 14, adapted=adapted)
+        self.draw(0)
+
+    def draw(self, seed: int) -> None:
+        """Another A and B, large enough to change what is sampled."""
+        generator = torch.Generator().manual_seed(seed)
+        for layer, linear in self.linears.items():
+            shapes = ((self.spec.rank, linear.in_features), (linear.out_features, self.spec.rank))
+            for name, shape in zip(adapter_names(layer), shapes, strict=True):
+                self.tensors[name] = 0.2 * torch.randn(shape, generator=generator)
+
+    def apart(self, adapter_only: bool) -> Iterator[tuple[str, Tensor]]:
+        if not adapter_only:
+            yield from self.parameters()
+        yield from self.tensors.items()
+
+    @torch.no_grad()
+    def whole(self) -> PreTrainedModel:
+        """A copy with W + scaling · B A."""
+        merged = copy.deepcopy(self.model)
+        for layer in self.linears:
+            down, up = (self.tensors[name] for name in adapter_names(layer))
+            merged.get_submodule(layer).weight += self.spec.scaling * (up @ down)
+        return merged
 
 
 class ModelTarget:

@@ -23,7 +23,7 @@ _ANSWER_S = 5.0
 class TrainerRanks(Protocol):
     """The trainer's ranks seen as one.
 
-    Each rank answers address() -> (host, free port), connect_weights(route, address, world_size, timeout_s),
+    Each rank answers address() -> (host, free port), connect_weights(route, address, world_size, timeout_s, apart),
     manifest(version, rehearsal), send_weights(index), weights_delivered(version) and disconnect_weights(), all of them
     a WeightSender's.
     """
@@ -86,11 +86,13 @@ class WeightPublisher:
         probe: Probe | None = None,
         folder: str = "",
         rehearse_first: bool = False,
+        apart: bool = False,
     ):
         """`engines` is asked at every sync: an engine that was replaced makes the group connect anew.
 
         `folder`: where the `checkpoint` route writes; every engine must see it under the same path. `rehearse_first`:
-        the first publish is a `rehearse`.
+        the first publish is a `rehearse`. `apart`: engines get the model once and then, sync by sync, the adapter that
+        is trained on it; else what is sent is merged.
         """
         self._trainer = trainer
         self._engines = engines
@@ -99,6 +101,7 @@ class WeightPublisher:
         self._probe = probe
         self._folder = folder
         self._rehearses = rehearse_first
+        self._apart = apart
         self._connected: list[WeightTarget] = []
         self._doing = ""
         self.version = 0
@@ -253,7 +256,7 @@ class WeightPublisher:
         timeout = self._deadline_s
         await _together(
             [
-                self._trainer.all("connect_weights", self._route, address, world_size, timeout),
+                self._trainer.all("connect_weights", self._route, address, world_size, timeout, self._apart),
                 *(
                     e.connect_weights(self._route, address, rank, world_size, timeout)
                     for rank, e in zip(accumulate([1, *sizes]), engines, strict=False)

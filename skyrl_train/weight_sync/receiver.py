@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from skyrl_train.weight_sync.files import read_bucket
 from skyrl_train.weight_sync.ipc import open_handle
 from skyrl_train.weight_sync.store import WeightStore
 from skyrl_train.weight_sync.transport import BroadcastGroup
-from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, TensorSpec, dtype_name, fingerprint
+from skyrl_train.weight_sync.wire import ROUTES, AdapterSpec, Bucket, Manifest, TensorSpec, dtype_name, fingerprint
 
 
 class WeightReceiver:
@@ -74,7 +74,7 @@ class WeightReceiver:
         if manifest.non_finite:
             raise self._error(f"{_some(manifest.non_finite)} holds NaN or infinity; nothing was sent.")
         self._check_base(manifest)
-        held = self._store.layout()
+        held = self._layout(manifest.adapter)
         specs = {spec.name: spec for spec in manifest.tensors}
         if len(specs) != len(manifest.tensors):
             raise self._error("a tensor is announced twice.")
@@ -145,6 +145,12 @@ class WeightReceiver:
         self._pending = None
         if group is not None:
             group.close()
+
+    def _layout(self, adapter: AdapterSpec | None) -> Mapping[str, Tensor]:
+        try:
+            return self._store.layout(adapter)
+        except WeightSyncError as error:
+            raise self._error(str(error)) from error
 
     def _check_base(self, manifest: Manifest) -> None:
         if manifest.base_version is None:

@@ -21,10 +21,22 @@ from skyrl_train.weight_sync.buckets import (
 from skyrl_train.weight_sync.files import BucketFolder
 from skyrl_train.weight_sync.ipc import SharedPages
 from skyrl_train.weight_sync.transport import ROOT, BroadcastGroup
-from skyrl_train.weight_sync.wire import Bucket, Manifest, TensorSpec, all_finite, dtype_name, dtype_of, fingerprint
+from skyrl_train.weight_sync.wire import (
+    AdapterSpec,
+    Bucket,
+    Manifest,
+    TensorSpec,
+    adapter_names,
+    all_finite,
+    dtype_name,
+    dtype_of,
+    fingerprint,
+)
 
 REHEARSAL = 1.5
 """Far enough from 1 for a probe of any model to notice."""
+ADAPTER_REHEARSAL = 0.1
+"""Added to A and B of an adapter: B may be 0, which no factor changes."""
 CPU_BUCKET = 1 << 25
 """Bytes: on CPUs a bucket is packed, sent and loaded fastest while it is in the cache, and the stages overlap."""
 
@@ -43,6 +55,15 @@ class _Sync:
     """The next bucket, already packed (broadcast)."""
 
 
+@dataclass(frozen=True)
+class AdaptedModel:
+    """A frozen model and the adapter that is trained on it, to be synced apart."""
+
+    adapter: AdapterSpec
+    parameters: Callable[[bool], Iterator[tuple[str, Tensor]]]
+    """Like a WeightSender's, not merged, A and B by `adapter_names`; given True, only those."""
+
+
 class WeightSender:
     """Lives on every trainer rank, because full tensors come out of collectives; only rank 0 reads and sends them.
 
@@ -59,11 +80,13 @@ class WeightSender:
         bucket_bytes: int,
         rank: int,
         only_changed: bool = False,
+        adapted: AdaptedModel | None = None,
     ):
         """`parameters` yields (Hugging Face name, full tensor) in a fixed order, on all ranks together.
 
         Floating-point tensors travel as `wire_dtype` ("bfloat16", "float32"), others as they are. With `only_changed`
-        a sync that follows a complete one leaves out the tensors whose bits are the same.
+        a sync that follows a complete one leaves out the tensors whose bits are the same. `adapted` is what a sync
+        reads instead, once `connect` asked for the adapter apart: the model once, then the adapter alone.
         """
         self._parameters = parameters
         self._wire_dtype = dtype_of(wire_dtype)
@@ -77,17 +100,26 @@ class WeightSender:
         self._folder: BucketFolder | None = None
         self._sync: _Sync | None = None
         self._buffers = TurningBuffers()
-        self._scale = 1.0
+        self._rehearsal = False
+        self._adapted = adapted
+        self._apart: AdaptedModel | None = None
+        """`adapted`, where engines take its adapter apart."""
         self._delivered: tuple[int, dict[str, int]] | None = None
         """Version and fingerprints of what the engines confirmed to hold."""
 
-    def connect(self, route: str, address: str, world_size: int, timeout_s: float, device: str = "cpu") -> None:
+    def connect(
+        self, route: str, address: str, world_size: int, timeout_s: float, apart: bool = False, device: str = "cpu"
+    ) -> None:
         """`broadcast`: rank 0 becomes root of the group, with engines as ranks 1 to world_size - 1.
 
         `address` is "host:port" (broadcast: a free port of rank 0's machine) or a shared folder (checkpoint). `device`
-        ("cpu", "cuda") is where buffers live. Raises WeightSyncError when not all came within `timeout_s`.
+        ("cpu", "cuda") is where buffers live. With `apart` engines get the adapter beside the model instead of merged
+        into it. Raises WeightSyncError when not all came within `timeout_s`.
         """
         self.disconnect()
+        if apart and self._adapted is None:
+            raise WeightSyncError("there is no adapter to send apart: trainer.policy.model.lora.rank is 0.")
+        self._apart = self._adapted if apart else None
         self._route = route
         self._device = device
         if route == "ipc" and (self._rank == ROOT or device != "cpu"):
@@ -102,13 +134,15 @@ class WeightSender:
     def manifest(self, version: int, rehearsal: bool = False) -> Manifest:
         """Names, shapes, wire dtypes, fingerprints and non-finite tensors of a sync; an earlier one is forgotten.
 
-        In a rehearsal every weight is sent as REHEARSAL times what it is.
+        In a rehearsal every weight is sent as REHEARSAL times what it is; with an adapter apart, only its tensors are
+        altered: what is trained must be what is noticed.
         """
-        self._scale = REHEARSAL if rehearsal else 1.0
+        self._rehearsal = rehearsal
+        follows = self._delivered if (self._only_changed or self._apart) and not rehearsal else None
         specs, non_finite = [], []
         looks = self._rank == ROOT or self._only_changed
-        for name, tensor in self._parameters():
-            on_wire = self._to_wire(tensor) if looks else tensor
+        for name, tensor in self._stream(follows is not None):
+            on_wire = self._to_wire(name, tensor) if looks else tensor
             dtype = self._wire_dtype if tensor.is_floating_point() else tensor.dtype
             bits = 0
             if looks:
@@ -117,14 +151,17 @@ class WeightSender:
                     non_finite.append(name)
             specs.append(TensorSpec(name, tuple(tensor.shape), dtype_name(dtype), bits))
         base = None
-        if self._only_changed and self._delivered is not None and not rehearsal:
-            base, known = self._delivered
-            specs = [spec for spec in specs if known.get(spec.name) != spec.fingerprint]
+        if follows is not None:
+            base, known = follows
+            if self._only_changed:
+                specs = [spec for spec in specs if known.get(spec.name) != spec.fingerprint]
         on_cpu = self._device == "cpu" and self._route in ("broadcast", "ipc")
         bucket_bytes = min(self._bucket_bytes, CPU_BUCKET) if on_cpu else self._bucket_bytes
-        manifest = Manifest(version, tuple(specs), tuple(non_finite), bucket_bytes, base, rehearsal)
+        adapter = self._apart.adapter if self._apart is not None else None
+        manifest = Manifest(version, tuple(specs), tuple(non_finite), bucket_bytes, base, rehearsal, adapter)
         by_name = {spec.name: spec for spec in specs}
-        self._sync = _Sync(manifest, buckets(manifest), by_name, self._parameters(), self._buffers)
+        stream = self._stream(follows is not None)
+        self._sync = _Sync(manifest, buckets(manifest), by_name, stream, self._buffers)
         return manifest
 
     def delivered(self, version: int) -> None:
@@ -184,7 +221,7 @@ class WeightSender:
                 raise WeightSyncError(f"{spec.name} was announced, {name} came: the parameters changed during a sync.")
             if place is None:
                 continue
-            on_wire = self._to_wire(tensor)
+            on_wire = self._to_wire(name, tensor)
             if self._route == "broadcast" and len(specs) == 1 and _same_bytes(on_wire, place):
                 return on_wire.view(-1).view(torch.uint8)
             place.copy_(on_wire)
@@ -227,11 +264,20 @@ class WeightSender:
             return replace(bucket, file=self._folder.write(sync.manifest.version, bucket.index, list(named)))
         return replace(bucket, payload=buffer)
 
-    def _to_wire(self, tensor: Tensor) -> Tensor:
+    def _stream(self, follows: bool) -> Iterator[tuple[str, Tensor]]:
+        """What a sync reads, one that `follows` a complete one or another."""
+        return self._parameters() if self._apart is None else self._apart.parameters(follows)
+
+    def _to_wire(self, name: str, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
         if not tensor.is_floating_point():
             return tensor
-        return (tensor if self._scale == 1.0 else tensor * self._scale).to(self._wire_dtype)
+        return (self._altered(name, tensor) if self._rehearsal else tensor).to(self._wire_dtype)
+
+    def _altered(self, name: str, tensor: Tensor) -> Tensor:
+        if self._apart is None:
+            return tensor * REHEARSAL
+        return tensor + ADAPTER_REHEARSAL if name.endswith(adapter_names("")) else tensor
 
 
 def _same_bytes(on_wire: Tensor, place: Tensor) -> bool:

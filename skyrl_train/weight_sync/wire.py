@@ -32,6 +32,21 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """A LoRA adapter that is synced apart from the model under it: W x becomes W x + scaling · B (A x)."""
+
+    rank: int
+    scaling: float
+    layers: tuple[str, ...]
+    """Names of the linear layers that it changes; what A and B are called: `adapter_names`."""
+
+
+def adapter_names(layer: str) -> tuple[str, str]:
+    """Of a layer's A [rank, in] and B [out, rank] among the tensors of a sync."""
+    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """Everything a sync will send, announced before the first byte; how it is cut into buckets follows from it."""
 
@@ -44,6 +59,8 @@ class Manifest:
     """Only what changed since this version is sent; None: everything."""
     rehearsal: bool = False
     """The weights are altered on purpose, to see that the probe notices; the same version follows."""
+    adapter: AdapterSpec | None = None
+    """Its tensors are among those sent; the others are the model's under it. None: what is served has no adapter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ from skyrl_train.models.value_scorer import ValueScorer
 from skyrl_train.registry import load_object
 from skyrl_train.report.memory import AllocationRecord, peak_memory
 from skyrl_train.strategies.process_group import close_process_group, init_process_group, neighbours
-from skyrl_train.weight_sync.sender import WeightSender
-from skyrl_train.weight_sync.wire import Bucket, Manifest
+from skyrl_train.weight_sync.sender import AdaptedModel, WeightSender
+from skyrl_train.weight_sync.wire import AdapterSpec, Bucket, Manifest
 
 
 class Objective(Protocol):
@@ -195,8 +195,17 @@ class LearnerWorker:
             bucket_bytes=spec.bucket_bytes,
             rank=self.rank,
             only_changed=spec.only_changed,
+            adapted=self._adapted_model(),
         )
         return count
+
+    def _adapted_model(self) -> AdaptedModel | None:
+        """For engines that serve model and adapter apart."""
+        adapters, spec = self.adapters, self.spec.lora
+        if adapters is None or spec is None:
+            return None
+        adapter = AdapterSpec(spec.rank, adapters.scaling, tuple(adapters.layers))
+        return AdaptedModel(adapter, lambda trained: adapters.apart(self.strategy.full_parameters(trained)))
 
     def _scorer(self, model: PreTrainedModel) -> RaggedModel:
         if self.spec.value_head is None:
@@ -252,9 +261,9 @@ class LearnerWorker:
             metrics.maximum(f"memory/learner_{name}", gib)
         return metrics.state()
 
-    def connect_weights(self, route: str, address: str, world_size: int, timeout_s: float) -> None:
+    def connect_weights(self, route: str, address: str, world_size: int, timeout_s: float, apart: bool = False) -> None:
         """Join the engines' transfer group; see weight_sync.publish for the order of these calls."""
-        self.sender.connect(route, address, world_size, timeout_s, self.spec.device)
+        self.sender.connect(route, address, world_size, timeout_s, apart, self.spec.device)
 
     def manifest(self, version: int, rehearsal: bool = False) -> Manifest:
         """What a sync of `version` will send."""

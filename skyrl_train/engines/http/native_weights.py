@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.models.loading import name_files, save_checkpoint_tensors
+from skyrl_train.weight_sync.store import refuse_adapter
+from skyrl_train.weight_sync.wire import AdapterSpec
 
 
 class CheckpointFolder:
@@ -39,7 +41,8 @@ class CheckpointFolder:
         """Names of the tensors in each file written."""
         self._bytes = 0
 
-    def layout(self) -> Mapping[str, Tensor]:
+    def layout(self, adapter: AdapterSpec | None = None) -> Mapping[str, Tensor]:
+        refuse_adapter(adapter)
         return self._layout
 
     def held(self, name: str) -> None:

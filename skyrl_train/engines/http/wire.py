@@ -191,6 +191,8 @@ class BeginWeights(Arguments):
         within(manifest.bucket_bytes, 1 << 40, "manifest.bucket_bytes", "bytes in a bucket")
         for index, spec in enumerate(manifest.tensors):
             _check_spec(spec, f"manifest.tensors[{index}]")
+        if manifest.adapter is not None:
+            within(manifest.adapter.rank, 1 << 16, "manifest.adapter.rank", "as a rank")
         return self
 
 

@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from skyrl_train.errors import ConfigError, WeightSyncError
 from skyrl_train.models.loading import checkpoint_names, checkpoint_tensors
 from skyrl_train.weight_sync.buckets import ALIGNMENT
+from skyrl_train.weight_sync.store import refuse_adapter
+from skyrl_train.weight_sync.wire import AdapterSpec
 
 
 class SGLangWeights:
@@ -43,7 +45,8 @@ class SGLangWeights:
         self._memory: Tensor | None = None
         """uint8, shared between processes (CPU): SGLang has read a bucket when the next one is written over it."""
 
-    def layout(self) -> Mapping[str, Tensor]:
+    def layout(self, adapter: AdapterSpec | None = None) -> Mapping[str, Tensor]:
+        refuse_adapter(adapter)
         return self._layout
 
     def held(self, name: str) -> None:

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from skyrl_train.engines.adapter_folder import read_adapter
 from skyrl_train.errors import UnsupportedParameter
 from skyrl_train.models.lora import adapted_linears
+from skyrl_train.weight_sync.store import adapter_layout
+from skyrl_train.weight_sync.wire import AdapterSpec, adapter_names
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -53,6 +55,7 @@ class Adapters:
         self._loaded: dict[str, Adapter] = {}
         self._hooked: set[str] = set()
         self._acting: AdaptedRows = ()
+        self._synced: Adapter | None = None
 
     @property
     def names(self) -> Collection[str]:
@@ -84,6 +87,30 @@ class Adapters:
     def add(self, adapter: Adapter) -> None:
         """An earlier one of that name is no longer found."""
         self._loaded[adapter.name] = adapter
+        self._hook(adapter)
+
+    def empty(self, spec: AdapterSpec) -> Adapter:
+        """Room for one that a weight sync brings. Raises WeightSyncError for layers that are not the model's."""
+        layout = adapter_layout(spec, self._linears)
+        layers = {}
+        for layer in spec.layers:
+            device = self._linears[layer].weight.device
+            down, up = (torch.zeros_like(layout[name], device=device) for name in adapter_names(layer))
+            layers[layer] = (down, up)
+        return Adapter("", spec.scaling, layers)
+
+    @property
+    def synced(self) -> Adapter | None:
+        """What acts on every token for which no other one does."""
+        return self._synced
+
+    @synced.setter
+    def synced(self, adapter: Adapter | None) -> None:
+        self._synced = adapter
+        if adapter is not None:
+            self._hook(adapter)
+
+    def _hook(self, adapter: Adapter) -> None:
         for layer in adapter.layers.keys() - self._hooked:
             self._linears[layer].register_forward_hook(partial(self._adapt, layer))
             self._hooked.add(layer)
@@ -102,9 +129,15 @@ class Adapters:
             self._acting = ()
 
     def _adapt(self, layer: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        every, adapted = inputs[0].flatten(0, -2), output.view(-1, output.shape[-1])
+        if self._synced is not None and layer in self._synced.layers:
+            down, up = self._synced.layers[layer]
+            low = every @ down.T
+            for _, places in self._acting:
+                low.index_fill_(0, places, 0.0)
+            adapted.addmm_(low, up.T, alpha=self._synced.scaling)
         for adapter, places in self._acting:
             if layer in adapter.layers:
                 down, up = adapter.layers[layer]
-                tokens = inputs[0].flatten(0, -2).index_select(0, places)
-                term = (tokens @ down.T) @ up.T
-                output.view(-1, output.shape[-1]).index_add_(0, places, term, alpha=adapter.scaling)
+                term = (every.index_select(0, places) @ down.T) @ up.T
+                adapted.index_add_(0, places, term, alpha=adapter.scaling)

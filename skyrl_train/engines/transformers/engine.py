@@ -6,6 +6,7 @@
 - model.py             forwards; refuses models that it cannot run exactly
 - cache.py             keys and values, the prompt's shared by its samples
 - adapters.py          LoRA: some rows of a batch go through adapters
+- weights.py           where the tensors of a weight sync go
 - ../token_sampler.py  tokens and log-probs from logits
 """
 
@@ -34,11 +35,11 @@ from skyrl_train.engines.step_thread import StepThread
 from skyrl_train.engines.transformers.model import ServedModel
 from skyrl_train.engines.transformers.rows import Call
 from skyrl_train.engines.transformers.scheduler import Scheduler
+from skyrl_train.engines.transformers.weights import ServedWeights
 from skyrl_train.errors import EngineError
 from skyrl_train.models.loading import load_causal_lm, load_tokenizer
 from skyrl_train.report.memory import peak_memory
 from skyrl_train.weight_sync.receiver import WeightReceiver
-from skyrl_train.weight_sync.store import InPlace
 from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, dtype_of
 
 
@@ -92,7 +93,7 @@ class TransformersEngine:
             max_model_len=max_model_len,
             name=name,
         )
-        self._receiver = WeightReceiver(InPlace(lambda: self._served.parameters), name, device, slot)
+        self._receiver = WeightReceiver(ServedWeights(self._served), name, device, slot)
         self.capabilities = _capabilities(name, strings=tokenizer is not None)
         self._checks = Checks(self.capabilities, self._served.vocab_size, max_model_len, max_score_len=longest)
         self._paused = False
@@ -328,6 +329,7 @@ def _capabilities(name: str, *, strings: bool) -> Capabilities:
         sampling=SAMPLING if strings else SAMPLING - {"stop"},
         weight_routes=ROUTES,
         lora=True,
+        synced_adapter_rank=1 << 16,
         pause_modes=PAUSE_MODES,
         keeps_fingerprints=True,
         refusals={} if strings else {"stop": f"engine {name!r} was given no tokenizer to read what it samples."},

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -18,6 +19,8 @@ from skyrl_train.errors import EngineError
 from skyrl_train.models.loading import meta_model
 from skyrl_train.models.lora import adapted_linears
 
+_SYNCED = 1
+"""vLLM's number for what weight syncs bring: requests under way go on with what is loaded under it."""
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -34,10 +37,30 @@ class VLLMAdapters:
         self._folder: TemporaryDirectory[str] | None = None
         self._linears: dict[str, nn.Linear] | None = None
         """What adapters may change."""
-        self._added = 0
+        self._added = _SYNCED
         self._retired: list[LoRARequest] = []
         """Replaced or dropped, but of use to a request under way."""
         self.loaded: dict[str, LoRARequest] = {}
+        self.synced: LoRARequest | None = None
+        """The adapter that the last weight sync brought: of requests that name none."""
+        self._synced_name = f"weight sync {uuid4()}"  # to vLLM two adapters of one name are one: it is nobody's
+        self.coming = False
+        """The sync under way brings one."""
+
+    @property
+    def synced_folder(self) -> str:
+        """Where weight syncs leave it; empty without room for adapters."""
+        if self._engine.vllm_config.lora_config is None:
+            return ""
+        return str(Path(self._own_folder()) / "synced")
+
+    def serve_synced(self) -> None:
+        """What the sync that just ended left in `synced_folder`, if it brought one. Raises EngineError."""
+        self.synced = None
+        if not self.coming:
+            return
+        self._load(LoRARequest(self._synced_name, _SYNCED, self.synced_folder, load_inplace=True))
+        self.synced = LoRARequest(self._synced_name, _SYNCED, self.synced_folder)
 
     def copy(self, name: str, path: str) -> str:
         """A folder with what vLLM reads, checked: vLLM itself loads tensors that are missing, or of another rank than
@@ -45,9 +68,7 @@ class VLLMAdapters:
         if self._linears is None:
             self._linears = adapted_linears(meta_model(self._engine.model_config.model, torch.float32))
         read_adapter(path, self._linears, adapter=name, engine=self._name)
-        if self._folder is None:
-            self._folder = TemporaryDirectory(prefix="adapters-")
-        copied = mkdtemp(dir=self._folder.name)
+        copied = mkdtemp(dir=self._own_folder())
         for file in _FILES:
             shutil.copyfile(Path(path) / file, Path(copied) / file)
         return copied
@@ -57,10 +78,10 @@ class VLLMAdapters:
         self._added += 1
         request = LoRARequest(name, self._added, copied)
         try:
-            self._engine.add_lora(request)
-        except (ValueError, RuntimeError, OSError, KeyError, LoRAAdapterNotFoundError) as error:
+            self._load(request)
+        except EngineError:
             shutil.rmtree(copied)
-            raise EngineError(f"Engine {self._name!r}: vLLM does not take adapter {name!r}: {error}") from error
+            raise
         self.drop(name)
         self.loaded[name] = request
 
@@ -80,6 +101,18 @@ class VLLMAdapters:
         for one in unused:
             self._engine.remove_lora(one.lora_int_id)
             shutil.rmtree(one.lora_path)
+
+    def _load(self, request: LoRARequest) -> None:
+        try:
+            self._engine.add_lora(request)
+        except (ValueError, RuntimeError, OSError, KeyError, LoRAAdapterNotFoundError) as error:
+            name = request.lora_name
+            raise EngineError(f"Engine {self._name!r}: vLLM does not take adapter {name!r}: {error}") from error
+
+    def _own_folder(self) -> str:
+        if self._folder is None:
+            self._folder = TemporaryDirectory(prefix="adapters-")
+        return self._folder.name
 
     def close(self) -> None:
         if self._folder is not None:

@@ -79,7 +79,8 @@ def _cpu_arguments(config: Any, given: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"max_lora_rank={given.get('max_lora_rank')}: vLLM {vllm.__version__} cannot serve LoRA for a mixture of "
             f"experts without a Triton for this CPU (triton-cpu); {given['model']} has {experts} experts. Leave "
-            "max_lora_rank out of generator.engine_init_kwargs, or set generator.backend=transformers."
+            "max_lora_rank out of generator.engine_init_kwargs and set trainer.policy.model.lora.sync=merged, or set "
+            "generator.backend=transformers."
         )
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     bytes_per_token = 2 * text.num_hidden_layers * heads * head_dim * 4

@@ -88,7 +88,7 @@ class VLLMEngine:
         given = {"dtype": dtype, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len, **engine_args}
         arguments = engine_arguments(model, self._on_cpu, max_lora_rank, given)
         ranks = arguments["tensor_parallel_size"]
-        self.capabilities = _capabilities(name, ranks, max_lora_rank > 0, self._on_cpu)
+        self.capabilities = _capabilities(name, ranks, max_lora_rank, self._on_cpu)
         if (stages := arguments.pop("pipeline_parallel_size", 1)) > 1:
             refusal = self.capabilities.refusals["pipeline_parallel_size"]
             raise ConfigError(f"generator.inference_engine_pipeline_parallel_size={stages}: {refusal}")
@@ -99,7 +99,8 @@ class VLLMEngine:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"Engine {name!r}: vLLM {vllm.__version__} refuses to start: {error}") from error
         self._core = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
-        self._engine.collective_rpc("prepare", args=(name, slot))
+        self._adapters = VLLMAdapters(self._engine, name)
+        self._engine.collective_rpc("prepare", args=(name, slot, self._adapters.synced_folder))
         self._core.set_weight_version("0")
         served = self._engine.model_config
         # vLLM samples a token after the text that it scores.
@@ -109,13 +110,12 @@ class VLLMEngine:
         self._rows: dict[str, Row] = {}
         self._waiting: list[Row] = []
         """Came while new requests had to wait."""
-        self._adapters = VLLMAdapters(self._engine, name)
         self._version = 0
         self._generation = 0
         """Grows with every reset of the prompt cache."""
         self._torn = False
         self._weights_are_gone = False
-        """A sleep gave them up; a complete sync brings others."""
+        """A sleep gave them up, or an adapter that came with them did not load; a complete sync brings others."""
         self._paused = self._draining = False
         self._paused_before_sleep = False
         self._asleep: set[str] = set()
@@ -223,7 +223,10 @@ class VLLMEngine:
         def begin() -> None:
             if "weights" in self._asleep:
                 raise EngineError(f'Engine {self.name!r} sleeps without its weights; wake_up(["weights"]) first.')
+            if self._weights_are_gone and manifest.base_version is not None:
+                raise WeightSyncError(f"engine {self.name} has no weights to change: a complete sync is needed.")
             self._weights("begin", manifest)
+            self._adapters.coming = manifest.adapter is not None
 
         await self._ask(begin)
 
@@ -233,6 +236,7 @@ class VLLMEngine:
     async def commit_weights(self, version: int) -> None:
         def commit() -> None:
             self._weights("commit", version)
+            self._serve_synced_adapter()
             self._torn = self._weights_are_gone = False
             self._version = version
             self._core.set_weight_version(str(version))
@@ -359,7 +363,7 @@ class VLLMEngine:
     def _lora(self, request: SampleRequest) -> LoRARequest | None:
         """UnsupportedParameter where its adapter was unloaded while it waited."""
         if request.adapter is None:
-            return None
+            return self._adapters.synced
         self._checks.request(request, self._adapters.loaded)
         return self._adapters.loaded[request.adapter]
 
@@ -432,7 +436,7 @@ class VLLMEngine:
                     max_tokens=1, temperature=0, prompt_logprobs=0, flat_logprobs=True, detokenize=False,
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 )  # fmt: skip
-                self._add(self._core_request(name, ids, params), ScoreSink(answers))
+                self._add(self._core_request(name, ids, params, self._adapters.synced), ScoreSink(answers))
             while len(answers) < len(token_ids):
                 before = len(answers)
                 self._engine.step()
@@ -482,6 +486,16 @@ class VLLMEngine:
         for problem, _ in answers:
             if problem is not None:
                 raise WeightSyncError(problem)
+
+    def _serve_synced_adapter(self) -> None:
+        """Requests under way go on with the adapter that replaces theirs, but cannot take to one, or leave it."""
+        if (self._adapters.synced is not None) != self._adapters.coming:
+            self._abort([row.id for row in self._rows.values() if row.request.adapter is None])
+        try:
+            self._adapters.serve_synced()
+        except EngineError as error:
+            self._torn = self._weights_are_gone = True
+            raise WeightSyncError(str(error)) from error
 
     def _forget_prompts(self) -> None:
         self._generation += 1
@@ -537,14 +551,14 @@ class VLLMEngine:
 _NO_LORA = "adapters are off; start it with max_lora_rank above 0 (generator.engine_init_kwargs)."
 
 
-def _capabilities(name: str, ranks: int, lora: bool, on_cpu: bool) -> Capabilities:
+def _capabilities(name: str, ranks: int, max_lora_rank: int, on_cpu: bool) -> Capabilities:
     engine = f"vLLM {vllm.__version__}"
     refusals = {
         "score.temperature": f"{engine} gives log-probs of prompts at temperature 1 only.",
         "partial_weights": f"{engine} takes a layer's weights only together.",
         "pipeline_parallel_size": f"{engine} has a batch under way between two steps then; use tensor parallelism.",
     }
-    if not lora:
+    if not max_lora_rank:
         refusals["adapter"] = _NO_LORA
     if on_cpu:
         refusals["enable_chunked_prefill"] = f"{engine} on CPU cannot combine it with seeds of requests: it is off."
@@ -553,7 +567,8 @@ def _capabilities(name: str, ranks: int, lora: bool, on_cpu: bool) -> Capabiliti
         sampling=SAMPLING,
         weight_routes=ROUTES,
         weight_ranks=ranks,
-        lora=lora,
+        lora=max_lora_rank > 0,
+        synced_adapter_rank=max_lora_rank,
         pause_modes=PAUSE_MODES,
         partial_weights=False,
         keeps_fingerprints=False,

@@ -17,9 +17,11 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
+from skyrl_train.engines.vllm.synced_adapter import SyncedAdapter
 from skyrl_train.errors import ConfigError, WeightSyncError
 from skyrl_train.models.loading import meta_parameters
 from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.wire import AdapterSpec
 
 _GREEDY = 1e-5
 """Temperatures below count as greedy, as in vLLM."""
@@ -28,8 +30,11 @@ _GREEDY = 1e-5
 class WorkerExtension:
     """Methods that vLLM adds to each of its workers, called through collective_rpc."""
 
-    def prepare(self: Any, name: str, slot: int) -> None:
-        """Once, before the first request. Raises ConfigError for a model runner whose sampler is another one."""
+    def prepare(self: Any, name: str, slot: int, adapter_folder: str = "") -> None:
+        """Once, before the first request. Raises ConfigError for a model runner whose sampler is another one.
+
+        `adapter_folder`: of this engine's own, where adapters wait that weight syncs bring.
+        """
         sampler = type(self.model_runner.sampler)
         if sampler is not Sampler:
             raise ConfigError(
@@ -42,7 +47,9 @@ class WorkerExtension:
             _score_without_adapters(head)
             if self.device.type == "cpu":
                 _spare_the_base_model()
-        store = ReloadedModel(self.model_runner.model, self.model_config)
+        config, max_rank = self.model_config, self.lora_config.max_lora_rank if self.lora_config else 0
+        adapter = SyncedAdapter(adapter_folder, config.model, config.dtype, max_rank, writes=self.rank == 0)
+        store = ReloadedModel(self.model_runner.model, config, adapter)
         self.engine_name = name
         self.weight_receiver = WeightReceiver(store, name, self.device, slot + self.rank)
 
@@ -78,7 +85,7 @@ class WorkerExtension:
 def _score_without_adapters(head: Any) -> None:
     """vLLM's adapters expect the rows that are sampled from; all rows of a prompt, whose log-probs are wanted, fail.
 
-    Scores are the base model's, so that these rows pass the adapters by.
+    No adapter changes the head, so that these rows pass its adapters by.
     """
     adapted = head._get_logits
 
@@ -156,16 +163,18 @@ class BehaviourSampler(Sampler):
 class ReloadedModel:
     """A WeightStore: vLLM fuses, shards and repacks what it is given, layer by layer."""
 
-    def __init__(self, model: Any, config: Any):
+    def __init__(self, model: Any, config: Any, adapter: SyncedAdapter | None = None):
         self._model = model
         self._config = config
         self._layout = meta_parameters(config.model, config.dtype)
+        self._adapter = adapter
         self._experts = list(_packed_experts(model))
         self._open = False
         """Layers take weights: from start to finish, or since a sync that died."""
 
-    def layout(self) -> Mapping[str, Tensor]:
+    def layout(self, adapter: AdapterSpec | None = None) -> Mapping[str, Tensor]:
         """Raises WeightSyncError for experts that vLLM cannot load a second time."""
+        beside = self._adapter.layout(adapter) if self._adapter is not None else {}
         for experts in self._experts:
             size, held = experts.moe_config.intermediate_size_per_partition, experts.w2_weight.shape[-1]
             if held != size:
@@ -173,19 +182,29 @@ class ReloadedModel:
                     f"vLLM on CPUs pads the experts of this model from {size} to {held} columns a rank and cannot load "
                     "weights into them again. Serve it on GPUs or by another engine (generator.backend)."
                 )
-        return self._layout
+        return {**self._layout, **beside}
 
     def start(self) -> None:
         if self._open:  # half of a sync: opened again, its layers would count it as part of this one
             finalize_layerwise_reload(self._model, self._config)
-        initialize_layerwise_reload(self._model)
-        self._open = True
+            self._open = False
 
     def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        if self._adapter is not None:
+            tensors = self._adapter.take(tensors)
+        if not tensors:
+            return
+        if not self._open:
+            initialize_layerwise_reload(self._model)
+            self._open = True
         # A layer is loaded when it is complete, which may be in a later bucket: until then vLLM keeps what it got.
         self._model.load_weights((name, tensor.clone()) for name, tensor in tensors)
 
     def finish(self) -> None:
+        if self._adapter is not None:
+            self._adapter.finish()
+        if not self._open:
+            return
         finalize_layerwise_reload(self._model, self._config)
         self._open = False
         # A tied head on a CPU multiplies by a packed copy of the embedding, which a reload leaves as it was.

@@ -16,6 +16,8 @@ import pytest
 
 from .conftest import command, metrics_of
 
+APART = ["trainer.policy.model.lora.rank=8", "trainer.policy.model.lora.sync=adapter"]
+
 
 def engines_of(driver: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """Ray's worker processes that hold an engine: the async actors."""
@@ -72,12 +74,13 @@ def assert_whole(folder: Path, *, steps: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault("F29")
-@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize(("engines", "adapters"), [(1, []), (2, []), (2, APART)], ids=["1", "2", "2-adapters"])
 def test_a_killed_engine_comes_back_with_current_weights(
-    small: Callable[[Path], list[str]], tmp_path: Path, engines: int
+    small: Callable[[Path], list[str]], tmp_path: Path, engines: int, adapters: list[str]
 ):
     overrides = [
         *small(tmp_path),
+        *adapters,
         "trainer.max_steps=6",
         f"generator.num_inference_engines={engines}",
         "generator.weight_sync_check=probe",

@@ -1,4 +1,4 @@
-"""Adapters through the entrypoint: they learn, engines hold the merged weights, and a run goes on bit for bit."""
+"""Adapters through the entrypoint: they learn, engines serve what was learnt, and a run goes on bit for bit."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def start(run: Run, easy: Callable[[Path], list[str]], tmp_path: Path) -> Callab
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "sync"), [(1, "merged"), (2, "merged"), (2, "adapter")])
 def test_adapters_learn_are_synced_and_go_on_bit_for_bit(
-    start: Callable[..., Any], tiny_model_path: str, tmp_path: Path, ranks: int
+    start: Callable[..., Any], tiny_model_path: str, tmp_path: Path, ranks: int, sync: str
 ):
-    layout = [f"trainer.placement.policy_num_gpus_per_node={ranks}"]
+    layout = [f"trainer.placement.policy_num_gpus_per_node={ranks}", f"trainer.policy.model.lora.sync={sync}"]
     rows = start("straight", *layout, "trainer.max_steps=6", "trainer.hf_save_interval=6")
     for step in range(1, 7):
         assert rows[step]["weights/probe_gap"] <= 1e-4
@@ -60,12 +60,16 @@ def test_adapters_learn_are_synced_and_go_on_bit_for_bit(
     )
     for step in (5, 6):
         assert resumed[step] == rows[step]
-    assert load_file(tmp_path / "straight/exports/global_step_6/policy/adapter/adapter_model.safetensors")
+    adapter = load_file(tmp_path / "straight/exports/global_step_6/policy/adapter/adapter_model.safetensors")
+    size = sum(tensor.nbytes for tensor in adapter.values())
+    assert (rows[6]["weights/bytes"] == size) == (sync == "adapter")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["vllm", "sglang"])
-def test_engines_of_other_projects_get_merged_weights(start: Callable[..., Any], tmp_path: Path, backend: str):
+@pytest.mark.parametrize(("backend", "sync"), [("vllm", "merged"), ("vllm", "adapter"), ("sglang", "merged")])
+def test_engines_of_other_projects_serve_what_was_learnt(
+    start: Callable[..., Any], tmp_path: Path, backend: str, sync: str
+):
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed: scripts/cpu_engines does")
     model = save_tiny_model(tmp_path / "qwen3", "qwen3")
@@ -73,6 +77,7 @@ def test_engines_of_other_projects_get_merged_weights(start: Callable[..., Any],
         "run",
         f"trainer.policy.model.path={model}",
         f"generator.backend={backend}",
+        f"trainer.policy.model.lora.sync={sync}",
         "generator.max_num_seqs=16",
         "+generator.engine_init_kwargs.max_model_len=512",
         "trainer.max_steps=3",

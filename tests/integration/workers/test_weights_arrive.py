@@ -27,14 +27,16 @@ PROBE_IDS = [[5, 9, 77, 30, 12, 44], [8, 8, 8, 250]]
 
 @asynccontextmanager
 async def pair(
-    model_path: str, route: str, **changes: Any
+    model_path: str, route: str, apart: bool = False, **changes: Any
 ) -> AsyncIterator[tuple[Learner, TransformersEngine, WeightPublisher]]:
     """A learner that moves its weights visibly in one step, an engine, and what connects them."""
     spec = tiny_spec(model_path, **{"optimizer": OptimizerConfig(lr=1e-2), "total_steps": 10, **changes})
     learner = Learner(WorkerGroup([LocalWorker(LearnerWorker(spec, 0, 1))]), None, BatchSizes(100, max_tokens=1000))
     engine = TransformersEngine(model_path, threads=1, name="one")
     probe = Probe(PROBE_IDS, partial(score_sequences, learner, learner.policy))
-    publisher = WeightPublisher(learner.policy, lambda: [engine], route=route, deadline_s=60.0, probe=probe)
+    publisher = WeightPublisher(
+        learner.policy, lambda: [engine], route=route, deadline_s=60.0, probe=probe, apart=apart
+    )
     try:
         await learner.setup()
         yield learner, engine, publisher
@@ -93,6 +95,26 @@ def test_adapters_arrive_merged_and_what_they_do_not_change_travels_once(tmp_pat
                 assert (await engine.health()).version == version
             adapted = sum(4 * p.numel() for name, p in tiny_model(kind).named_parameters() if "_proj.weight" in name)
             assert later["weights/bytes"] == adapted < first["weights/bytes"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("route", ["in_process", "broadcast"])
+def test_adapters_apart_arrive_after_the_model_alone(tmp_path, route: str):  # type: ignore[no-untyped-def]
+    model_path = save_tiny_model(tmp_path / "model")
+    options = {"lora": LoraConfig(rank=4, exclude_modules=["down_proj"]), "optimizer": OptimizerConfig(lr=1e-1)}
+
+    async def run() -> None:
+        async with pair(model_path, route, apart=True, **options) as (learner, engine, publisher):
+            first = await publisher.publish(0)
+            for version in (1, 2):
+                await learner.update(batch())
+                assert await gap(learner, engine) > 1e-2, "the update did not move the weights: nothing is tested"
+                later = await publisher.publish(version)
+                assert await gap(learner, engine) <= 1e-4
+                assert (await engine.health()).version == version
+            model = sum(4 * p.numel() for p in tiny_model().parameters())
+            assert first["weights/bytes"] == model + later["weights/bytes"] < 2 * model
 
     asyncio.run(run())
 

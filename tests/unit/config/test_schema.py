@@ -28,6 +28,8 @@ NEW_KEYS = {
     "trainer.critic.deepspeed_config.offload_parameters",
     "trainer.critic.deepspeed_config.zero_stage",
     "trainer.critic.model.lora.lora_sync_path",
+    "trainer.critic.model.lora.sync",
+    "trainer.policy.model.lora.sync",
     "trainer.fully_async.enabled",
     "trainer.algorithm.dppo.kl_threshold",
     "trainer.algorithm.dppo.tv_threshold",

@@ -1,0 +1,74 @@
+"""An adapter that weight syncs bring, on its way into vLLM, which reads adapters from folders only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.models.loading import meta_model
+from skyrl_train.models.lora import adapted_linears
+from skyrl_train.weight_sync.store import adapter_layout, refuse_adapter
+from skyrl_train.weight_sync.wire import AdapterSpec
+
+
+class SyncedAdapter:
+    """One rank's copy of the tensors; the first rank writes the folder, and all of them read it when told to."""
+
+    def __init__(self, folder: str, model: str, dtype: torch.dtype, max_rank: int, writes: bool):
+        self._folder = Path(folder)
+        self._model = model
+        self._dtype = dtype
+        self._max_rank = max_rank
+        self._writes = writes
+        self._spec: AdapterSpec | None = None
+        self._tensors: dict[str, Tensor] = {}
+
+    @cached_property
+    def _linears(self) -> dict[str, nn.Linear]:
+        return adapted_linears(meta_model(self._model, self._dtype))
+
+    def layout(self, spec: AdapterSpec | None) -> Mapping[str, Tensor]:
+        """Of what a sync brings. Raises WeightSyncError."""
+        self._spec, self._tensors = spec, {}
+        if spec is None:
+            return {}
+        if not self._max_rank:
+            refuse_adapter(spec)
+        if spec.rank > self._max_rank:
+            raise WeightSyncError(
+                f"an adapter of rank {spec.rank} is above max_lora_rank={self._max_rank} of this engine: raise it in "
+                "generator.engine_init_kwargs, or set trainer.policy.model.lora.sync=merged."
+            )
+        return adapter_layout(spec, self._linears)
+
+    def take(self, tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Keep copies of the adapter's; returns the others."""
+        if self._spec is None:
+            return list(tensors)
+        ours = set(adapter_layout(self._spec, self._linears))
+        self._tensors |= {name: tensor.cpu().clone() for name, tensor in tensors if name in ours}
+        return [(name, tensor) for name, tensor in tensors if name not in ours]
+
+    def finish(self) -> None:
+        """Write the folder, as peft would. Raises OSError."""
+        if self._spec is None or not self._writes:
+            return
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": self._spec.rank,
+            "lora_alpha": self._spec.scaling * self._spec.rank,
+            "target_modules": list(self._spec.layers),
+            "bias": "none",
+        }
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / "adapter_config.json").write_text(json.dumps(config))
+        named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in self._tensors.items()}
+        save_file(named, self._folder / "adapter_model.safetensors")

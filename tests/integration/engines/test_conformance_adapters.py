@@ -1,0 +1,124 @@
+"""An adapter that weight syncs bring apart from the model: served as if it were merged, or refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.testing.engine_bench import TOLERANCE, Bench, assert_logprobs, assert_spans, largest_gap
+from skyrl_train.testing.reference_sampler import Reference
+from skyrl_train.testing.tiny_adapters import merged, save_tiny_adapter
+from skyrl_train.testing.weight_targets import AdaptedTrainer
+
+PROMPT = tuple(3 + (7 * n) % 250 for n in range(150))
+
+
+@pytest.fixture
+def trainer(bench: Bench) -> Iterator[AdaptedTrainer]:
+    """Its model is the engine's, before and after."""
+    bench.serve(bench.random_model(0), "random")
+    yield AdaptedTrainer(bench.model)
+    bench.model = bench.model  # what the engine has is not known
+    bench.serve(bench.model, "random")
+
+
+def lacks_it(bench: Bench) -> bool:
+    return bench.capabilities.synced_adapter_rank == 0
+
+
+def assert_serves(bench: Bench, reference: Reference, adapter: str | None = None) -> None:
+    request = bench.request(PROMPT, adapter=adapter)
+    (completion,) = bench.generate(request)
+    assert_logprobs(reference, request, completion)
+
+
+def nbytes(trainer: AdaptedTrainer) -> int:
+    return sum(tensor.nbytes for tensor in trainer.tensors.values())
+
+
+def test_after_every_sync_the_engine_serves_the_new_adapter(bench: Bench, route: str, trainer: AdaptedTrainer):
+    async def run() -> None:
+        async with bench.syncing(route, trainer=trainer) as publisher:
+            metrics = await publisher.rehearse(await bench.next_version())
+            assert metrics["weights/bytes"] > 2 * nbytes(trainer)
+            for seed in (1, 2):
+                trainer.draw(seed)
+                version = await bench.next_version()
+                metrics = await publisher.publish(version)
+                assert metrics["weights/probe_gap"] <= TOLERANCE
+                assert metrics["weights/bytes"] == nbytes(trainer)
+                assert (await bench.engine.health()).version == version
+
+    if lacks_it(bench):
+        return
+    bench.run(run())
+    assert_serves(bench, Reference(trainer.whole()))
+    bench.run(bench.publish(trainer.model, route))
+    assert_serves(bench, Reference(trainer.model))
+
+
+def test_an_engine_that_cannot_take_one_says_so_and_serves_on(bench: Bench, trainer: AdaptedTrainer):
+    if not lacks_it(bench):
+        rank = bench.capabilities.synced_adapter_rank + 1
+        if rank > 1 << 10:
+            return
+        trainer = AdaptedTrainer(bench.model, rank=rank)
+
+    async def run() -> None:
+        async with bench.syncing(trainer=trainer) as publisher:
+            await publisher.publish(await bench.next_version())
+
+    with pytest.raises(WeightSyncError, match=r"trainer\.policy\.model\.lora\.sync=merged"):
+        bench.run(run())
+    assert_serves(bench, Reference(bench.model))
+
+
+def test_a_request_under_way_goes_on_with_the_adapter_that_comes(bench: Bench, trainer: AdaptedTrainer):
+    async def run(request: Any) -> tuple[Any, int]:
+        async with bench.syncing(trainer=trainer) as publisher:
+            first = await bench.next_version()
+            await publisher.publish(first)
+            call = bench.start(request)
+            await bench.until_running()
+            await bench.engine.pause("keep")
+            trainer.draw(1)
+            await publisher.publish(first + 1)
+            await bench.engine.resume()
+            (completion,) = await call
+            return completion, first
+
+    if lacks_it(bench):
+        return
+    old = Reference(trainer.whole())
+    request = bench.request(PROMPT, max_tokens=600)
+    completion, first = bench.run(run(request))
+    spans = assert_spans(completion, [first, first + 1])
+    assert len(spans) == 2, "the sync came too late: nothing is tested"
+    change = spans[1].start
+    before = old.logprobs(PROMPT, completion.token_ids[:change], request.sampling)[1]
+    assert largest_gap(completion.full_logprobs[:change], before) <= TOLERANCE
+    after = Reference(trainer.whole()).full_logprobs_after(old, PROMPT, completion.token_ids, change)
+    assert largest_gap(completion.full_logprobs[change:], after) <= TOLERANCE
+
+
+def test_a_named_adapter_acts_on_the_model_itself(bench: Bench, trainer: AdaptedTrainer, tmp_path: Any):
+    async def sync() -> None:
+        async with bench.syncing(trainer=trainer) as publisher:
+            await publisher.publish(await bench.next_version())
+
+    if lacks_it(bench):
+        return
+    folder = save_tiny_adapter(tmp_path, bench.model, seed=9)
+    bench.run(bench.engine.load_adapter("a", folder))
+    bench.run(sync())
+    wanted = {None: Reference(trainer.whole()), "a": Reference(merged(trainer.model, folder))}
+    requests = [bench.request(PROMPT, adapter=adapter, seed=n) for n in range(2) for adapter in wanted]
+    for request, completion in zip(requests, bench.generate(*requests), strict=True):
+        assert_logprobs(wanted[request.adapter], request, completion)
+    bench.run(bench.engine.unload_adapter("a"))
+    (scored,) = bench.run(bench.engine.score([PROMPT]))
+    assert math.isclose(largest_gap(scored, wanted[None].score([PROMPT])[0]), 0, abs_tol=TOLERANCE)

@@ -1,0 +1,200 @@
+"""A model that is sent once, and then the adapter that is trained on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.engines.transformers.engine import TransformersEngine
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.testing.tiny_models import tiny_model
+from skyrl_train.testing.weight_targets import AdaptedTrainer, ModelTarget, score
+from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+from skyrl_train.weight_sync.wire import Bucket, Manifest
+
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
+PROBE_TOKENS = [[1, 2, 3, 4, 5], [6, 7, 8]]
+LAYER = "model.layers.0.self_attn.q_proj"
+
+
+@asynccontextmanager
+async def engines(*names: str) -> AsyncIterator[list[TransformersEngine]]:
+    """With other weights than a trainer's."""
+    made = [TransformersEngine(tiny_model(seed=2, **SMALL), name=name) for name in names]
+    try:
+        yield made
+    finally:
+        for engine in made:
+            await engine.close()
+
+
+def publisher_of(trainer: AdaptedTrainer, targets: list[Any], *, probed: bool = True) -> WeightPublisher:
+    async def trainer_score(token_ids: Any) -> list[list[float]]:
+        return score(trainer.whole(), token_ids)
+
+    probe = Probe(PROBE_TOKENS, trainer_score) if probed else None
+    return WeightPublisher(
+        trainer, lambda: targets, route="in_process", deadline_s=60, probe=probe, apart=True, rehearse_first=probed
+    )
+
+
+def trainer_of(**options: Any) -> AdaptedTrainer:
+    return AdaptedTrainer(tiny_model(seed=1, **SMALL), **options)
+
+
+def sizes(trainer: AdaptedTrainer) -> tuple[int, int]:
+    """Bytes of the model and of the adapter."""
+    return (
+        sum(tensor.nbytes for tensor in trainer.model.parameters()),
+        sum(tensor.nbytes for tensor in trainer.tensors.values()),
+    )
+
+
+def test_the_model_travels_once_and_again_only_to_who_does_not_have_it():
+    async def run() -> None:
+        async with engines("left", "right", "new") as every:
+            trainer, alive = trainer_of(), every[:2]
+            publisher, (model, adapter) = publisher_of(trainer, alive), sizes(trainer)
+
+            async def moved(version: int) -> float:
+                trainer.draw(version)
+                return (await publisher.publish(version))["weights/bytes"]
+
+            assert await moved(0) == model + adapter
+            assert await moved(1) == adapter
+            alive[1] = every[2]
+            await publisher.publish_to(alive[1], 1)
+            assert score(trainer.whole(), PROBE_TOKENS)[0] == pytest.approx((await alive[1].score(PROBE_TOKENS))[0])
+            assert await moved(2) == model + adapter
+            assert await moved(3) == adapter
+
+    asyncio.run(run())
+
+
+def test_a_sync_that_failed_is_followed_by_all_of_it():
+    class Lossy:
+        """Loses what it is sent of version 1."""
+
+        def __init__(self, engine: Any):
+            self.engine = engine
+            self.lost = False
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.engine, name)
+
+        async def receive_weights(self, bucket: Bucket) -> None:
+            if self.lost:
+                self.lost = False
+                tampered = bucket.payload.clone()  # type: ignore[union-attr]
+                tampered[0] ^= 1
+                bucket = replace(bucket, payload=tampered)
+            await self.engine.receive_weights(bucket)
+
+    async def run() -> None:
+        async with engines("one") as (engine,):
+            trainer, target = trainer_of(), Lossy(engine)
+            publisher = publisher_of(trainer, [target])
+            await publisher.publish(0)
+            trainer.draw(1)
+            target.lost = True
+            with pytest.raises(
+                WeightSyncError, match=r"engine one: model\.layers\.0\..*\.lora_A\.weight arrived altered"
+            ):
+                await publisher.publish(1)
+            assert (await publisher.publish(2))["weights/bytes"] == sum(sizes(trainer))
+
+    asyncio.run(run())
+
+
+def test_an_adapter_that_was_altered_in_the_engine_is_noticed():
+    async def run() -> None:
+        async with engines("one") as (engine,):
+            publisher = publisher_of(trainer_of(), [engine])
+            await publisher.publish(0)
+            await publisher.check(0)
+            adapter = engine._served.adapters.synced
+            assert adapter is not None
+            adapter.layers[LAYER][1].add_(0.1)
+            with pytest.raises(WeightSyncError, match=r"engine one: log-probs .* stale or altered"):
+                await publisher.check(0)
+
+    asyncio.run(run())
+
+
+def test_a_rehearsal_notices_an_engine_that_ignores_the_adapter():
+    class Deaf(TransformersEngine):
+        """Serves the model, whatever comes beside it."""
+
+        async def score(self, token_ids: Any, temperature: float = 1.0) -> list[list[float]]:
+            self._served.adapters.synced = None
+            return await super().score(token_ids, temperature)
+
+    async def run() -> None:
+        trainer = trainer_of()
+        for name, tensor in trainer.tensors.items():
+            if ".lora_B." in name:
+                tensor.zero_()  # as at the start: the model's log-probs are right
+        engine = Deaf(tiny_model(seed=2, **SMALL), name="deaf")
+        try:
+            with pytest.raises(WeightSyncError, match="engine deaf: altered weights moved"):
+                await publisher_of(trainer, [engine]).publish(0)
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+def without(tensor: str) -> Any:
+    return lambda m: replace(m, tensors=tuple(spec for spec in m.tensors if spec.name != tensor))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (without(f"{LAYER}.lora_B.weight"), rf"{LAYER}\.lora_B\.weight is held by the engine"),
+        (
+            lambda m: replace(m, adapter=replace(m.adapter, rank=5)),
+            r"lora_A\.weight is announced as \[4, 32\].* \[5, 32\]",
+        ),
+        (
+            lambda m: replace(m, adapter=replace(m.adapter, layers=("lm_head",))),
+            "engine one: the adapter changes lm_head, which is no linear layer",
+        ),
+        (lambda m: replace(m, adapter=None), r"lora_A\.weight.* was announced, but the engine holds no such tensor"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_before_a_byte(spoil: Any, message: str):
+    class Spoiling(AdaptedTrainer):
+        def manifest(self, version: int, rehearsal: bool = False) -> Manifest:
+            return spoil(super().manifest(version, rehearsal))  # type: ignore[no-any-return]
+
+    async def run() -> None:
+        async with engines("one") as (engine,):
+            with pytest.raises(WeightSyncError, match=message):
+                await publisher_of(Spoiling(tiny_model(seed=1, **SMALL)), [engine], probed=False).publish(1)
+            assert not (await engine.health()).torn
+
+    asyncio.run(run())
+
+
+def test_an_engine_without_a_place_for_it_refuses_it():
+    target = ModelTarget(tiny_model(seed=2, **SMALL), "plain")
+    with pytest.raises(WeightSyncError, match=r"engine plain: .* no adapter apart.*lora\.sync=merged"):
+        asyncio.run(publisher_of(trainer_of(), [target], probed=False).publish(1))
+
+
+def test_one_nan_in_the_adapter_stops_the_sync():
+    async def run() -> None:
+        async with engines("one") as (engine,):
+            trainer = trainer_of()
+            trainer.tensors[f"{LAYER}.lora_A.weight"][0, 0] = torch.nan
+            with pytest.raises(WeightSyncError, match=rf"{LAYER}\.lora_A\.weight holds NaN"):
+                await publisher_of(trainer, [engine], probed=False).publish(1)
+
+    asyncio.run(run())
