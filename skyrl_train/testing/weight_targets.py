@@ -101,7 +101,7 @@ class AdaptedTrainer(LocalTrainer):
         merged = copy.deepcopy(self.model)
         for layer in self.linears:
             down, up = (self.tensors[name] for name in adapter_names(layer))
-            merged.get_submodule(layer).weight += self.spec.scaling * (up @ down)
+            merged.get_parameter(f"{layer}.weight").add_(up @ down, alpha=self.spec.scaling)
         return merged
 
 

@@ -82,7 +82,11 @@ def test_engine_and_trainer_agree_to_1e_4_before_training_and_after_every_sync(t
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
 def test_adapters_arrive_merged_and_what_they_do_not_change_travels_once(tmp_path, kind: str):  # type: ignore[no-untyped-def]
     model_path = save_tiny_model(tmp_path / "model", kind)
-    options = {"lora": LoraConfig(rank=4), "only_changed": True, "optimizer": OptimizerConfig(lr=1e-1)}
+    options: dict[str, Any] = {
+        "lora": LoraConfig(rank=4),
+        "only_changed": True,
+        "optimizer": OptimizerConfig(lr=1e-1),
+    }
 
     async def run() -> None:
         async with pair(model_path, "broadcast", **options) as (learner, engine, publisher):
