@@ -40,7 +40,7 @@ def start(run: Run, easy: Callable[[Path], list[str]], tmp_path: Path) -> Callab
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "sync"), [(1, "merged"), (2, "merged"), (2, "adapter")])
+@pytest.mark.parametrize(("ranks", "sync"), [(2, "merged"), (2, "adapter")])
 def test_adapters_learn_are_synced_and_go_on_bit_for_bit(
     start: Callable[..., Any], tiny_model_path: str, tmp_path: Path, ranks: int, sync: str
 ):
