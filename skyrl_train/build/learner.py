@@ -66,6 +66,7 @@ def build_learner(
         only_changed=only_changed,
         lora=_lora(trainer.policy.model.lora),
         sequence_parallel_size=trainer.policy.sequence_parallel_size,
+        tensor_parallel_size=trainer.policy.tensor_parallel_size,
         compile_layers=trainer.policy.use_torch_compile,
         memory_folder=_memory_folder(trainer),
     )
@@ -125,6 +126,7 @@ def _reference(policy: LearnerSpec, trainer: TrainerConfig, threads: int | None)
         model_config_kwargs=trainer.ref.model_config_kwargs,
         lora=None,
         sequence_parallel_size=trainer.ref.sequence_parallel_size,
+        tensor_parallel_size=trainer.ref.tensor_parallel_size,
         memory_folder=None,
     )
 
@@ -149,6 +151,7 @@ def _critic(
         value_head=trainer.algorithm.value_head_prefix,
         lora=_lora(critic.model.lora),
         sequence_parallel_size=critic.sequence_parallel_size,
+        tensor_parallel_size=critic.tensor_parallel_size,
         memory_folder=None,
     )
 
@@ -194,5 +197,5 @@ def _group(cluster: Cluster, spec: LearnerSpec, seats: Seats, role: str, deadlin
             )
             for rank in range(seats.count)
         ],
-        spec.sequence_parallel_size,
+        spec.together,
     )

@@ -37,7 +37,6 @@ from skyrl_train.config.schema import (
     CriticConfig,
     DeepSpeedConfig,
     FSDPConfig,
-    LoraConfig,
     PolicyConfig,
     RefConfig,
 )
@@ -125,6 +124,8 @@ class _Model:
     role: str
     shape: ModelShape
     ranks: int
+    parts: int
+    """That every layer is divided into."""
     fsdp: FSDPConfig | None
     """For trainer.strategy=fsdp2."""
     zero: DeepSpeedConfig | None
@@ -138,10 +139,10 @@ class _Model:
 
     @property
     def shard(self) -> int:
-        """Ranks that one copy is spread over."""
+        """Ranks that one copy of a part is spread over."""
         if self.fsdp is not None and self.fsdp.fsdp_size != -1:
             return self.fsdp.fsdp_size
-        return self.ranks
+        return self.ranks // self.parts
 
     @property
     def trained(self) -> tuple[Weight, ...]:
@@ -183,7 +184,8 @@ class _Model:
         kinds = [f"{trained / 1e6:,.1f} M trained"] if trained else []
         if count > trained:
             kinds.append(f"{(count - trained) / 1e6:,.1f} M frozen")
-        return ", ".join(kinds) + (f", over {shard} ranks" if shard > 1 else "")
+        parts = f", one of {self.parts} parts of layers" if self.parts > 1 else ""
+        return ", ".join(kinds) + parts + (f", over {shard} ranks" if shard > 1 else "")
 
     def _held(self, what: str, size: int, note: str, offload: bool = False, exact: bool = True) -> Iterator[Row]:
         """What stays between passes: on the device, or in host memory where it is told to be."""
@@ -393,7 +395,8 @@ def memory_plan(cfg: Config, capacity: int | None = None, learning: Learning | N
 def _policy(cfg: Config, ranks: int) -> _Model:
     trainer, generator = cfg.trainer, cfg.generator
     policy, on_gpu = trainer.policy, cfg.device == "cuda"
-    shape = _shape(cfg, policy.model.path, POLICY_PATH, policy.model_config_kwargs, policy.model.lora)
+    options: dict[str, Any] = {"lora": policy.model.lora, "parts": policy.tensor_parallel_size}
+    shape = _shape(cfg, policy.model.path, POLICY_PATH, policy.model_config_kwargs, **options)
     run = Settings(
         a=2 if trainer.bf16 else FP32,
         autocast=trainer.strategy == "single" and trainer.bf16,
@@ -407,7 +410,8 @@ def _policy(cfg: Config, ranks: int) -> _Model:
 
 def _reference(cfg: Config, ranks: int, policy: _Model) -> _Model:
     ref = cfg.trainer.ref
-    shape = _shape(cfg, ref.model.path, "trainer.ref.model.path", ref.model_config_kwargs)
+    key, parts = "trainer.ref.model.path", ref.tensor_parallel_size
+    shape = _shape(cfg, ref.model.path, key, ref.model_config_kwargs, parts=parts)
     return _model(cfg, "reference", ref, shape, ranks, policy.run, policy.leaves, None)
 
 
@@ -415,7 +419,8 @@ def _critic(cfg: Config, ranks: int, policy: _Model) -> _Model:
     critic = cfg.trainer.critic
     assert critic.model.path is not None, "a critic is only asked for where it has a path"
     key, overrides = "trainer.critic.model.path", critic.model_config_kwargs
-    shape = _shape(cfg, critic.model.path, key, overrides, critic.model.lora, critic=True)
+    options: dict[str, Any] = {"lora": critic.model.lora, "parts": critic.tensor_parallel_size}
+    shape = _shape(cfg, critic.model.path, key, overrides, critic=True, **options)
     mini_batch = cfg.trainer.critic_mini_batch_size
     return _model(cfg, "critic", critic, shape, ranks, policy.run, policy.leaves, mini_batch)
 
@@ -445,28 +450,27 @@ def _model(
     mini_batch: int | None,
 ) -> _Model:
     """`mini_batch`: prompts an update; None for a frozen model."""
-    trainer, parallel = cfg.trainer, section.sequence_parallel_size
+    trainer, parts, tokens = cfg.trainer, section.tensor_parallel_size, section.sequence_parallel_size
     update = None
     if mini_batch is not None:
-        update = _pass(cfg, trainer.micro_train_batch_size_per_gpu, mini_batch, ranks, parallel)
+        update = _pass(cfg, trainer.micro_train_batch_size_per_gpu, mini_batch, ranks, tokens, parts)
     return _Model(
         role=role,
         shape=shape,
         ranks=ranks,
+        parts=parts,
         fsdp=section.fsdp_config if trainer.strategy in ("fsdp", "fsdp2") else None,
         zero=section.deepspeed_config if trainer.strategy == "deepspeed" else None,
         run=run,
         leaves=leaves,
         update=update,
-        score=_pass(cfg, trainer.micro_forward_batch_size_per_gpu, trainer.train_batch_size, ranks, parallel),
+        score=_pass(cfg, trainer.micro_forward_batch_size_per_gpu, trainer.train_batch_size, ranks, tokens, parts),
     )
 
 
-def _shape(
-    cfg: Config, path: str, key: str, overrides: Mapping[str, Any], lora: LoraConfig | None = None, critic: bool = False
-) -> ModelShape:
-    rope = {"rope_scaling": cfg.trainer.rope_scaling, "rope_theta": cfg.trainer.rope_theta}
-    return model_shape(path, key=key, overrides=overrides, lora=lora, critic=critic, **rope)  # type: ignore[arg-type]
+def _shape(cfg: Config, path: str, key: str, overrides: Mapping[str, Any], **options: Any) -> ModelShape:
+    scaling, theta = cfg.trainer.rope_scaling, cfg.trainer.rope_theta
+    return model_shape(path, key=key, overrides=overrides, rope_scaling=scaling, rope_theta=theta, **options)
 
 
 def _longest(cfg: Config) -> int:
@@ -474,19 +478,21 @@ def _longest(cfg: Config) -> int:
     return cfg.generator.max_input_length + cfg.generator.sampling_params.max_generate_length
 
 
-def _pass(cfg: Config, sequences: int, prompts: int, ranks: int, parallel: int) -> _Pass:
+def _pass(cfg: Config, sequences: int, prompts: int, ranks: int, over: int, parts: int) -> _Pass:
     """Of `sequences`, or of what max_tokens_per_microbatch lets in, when samples of `prompts` are shared out.
 
-    `parallel` ranks run a micro-batch together, each a part of its tokens.
+    Ranks run a micro-batch together: `over` as many a part of its tokens each, or with `parts` of the layers all of
+    them; either way each has a part of those that are scored.
     """
+    together = over * parts
     trainer, generator, longest = cfg.trainer, cfg.generator, _longest(cfg)
-    share = -(-min(prompts, trainer.train_batch_size) * generator.n_samples_per_prompt * parallel // ranks)
+    share = -(-min(prompts, trainer.train_batch_size) * generator.n_samples_per_prompt * together // ranks)
     budget = trainer.max_tokens_per_microbatch
     tokens = min(max(budget, longest) if budget else sequences * longest, share * longest)
     # Only where sequences are counted, and have one response each, is it known how much of them is response.
     response = longest if budget or generator.max_turns > 1 else generator.sampling_params.max_generate_length
     scored = tokens * response // longest
-    return _Pass(-(-tokens // parallel), -(-scored // parallel), share * longest > tokens)
+    return _Pass(-(-tokens // over), -(-scored // together), share * longest > tokens)
 
 
 def _engine_rows(cfg: Config, capacity: int | None, shared: bool) -> Iterator[Row]:

@@ -20,6 +20,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import REWARD_PATH, load_config
 from skyrl_train.models.lora import Adapters
 from skyrl_train.models.ragged_model import RaggedModel, linear_head
+from skyrl_train.models.tensor_parallel import TensorParallel
 
 FP32 = 4
 """Bytes; also of log-softmax, of norms inside, and of whatever is trained."""
@@ -104,8 +105,10 @@ def model_shape(
     rope_theta: float | None = None,
     lora: LoraConfig | None = None,
     critic: bool = False,
+    parts: int = 1,
 ) -> ModelShape:
-    """The shapes of what LearnerWorker builds from the same settings, read from the model's configuration alone.
+    """The shapes of what LearnerWorker builds from the same settings, read from the model's configuration alone: what a
+    rank has of them where layers are divided into `parts`.
 
     Raises ConfigError naming `key` where there is nothing to load, and for a model that cannot be trained.
     """
@@ -118,6 +121,8 @@ def model_shape(
             if lora is not None and lora.rank:
                 Adapters(model, lora, key.removesuffix("path") + "lora")
             scored = RaggedModel(model.base_model if critic else model)  # type: ignore[arg-type]
+            if parts > 1:
+                _Planned(None, key.removesuffix("model.path") + "tensor_parallel_size", parts).divide(scored.model)  # type: ignore[arg-type]
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
@@ -133,9 +138,9 @@ def model_shape(
         root=(*root, *([Weight((1, head.in_features))] if critic else [])),
         norms=_norms(layers),
         hidden=head.in_features,
-        intermediate=_intermediate(text, experts, head.in_features),
-        heads=heads,
-        key_value_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        intermediate=_intermediate(text, experts, head.in_features) // parts,
+        heads=heads // parts,
+        key_value_heads=int(getattr(text, "num_key_value_heads", None) or heads) // parts,
         head_dim=int(getattr(text, "head_dim", None) or head.in_features // heads),
         vocab=0 if critic else head.out_features,
         tied=bool(text.tie_word_embeddings),
@@ -143,6 +148,21 @@ def model_shape(
         experts_per_token=experts,
         softcapped=getattr(text, "attn_logit_softcapping", None) is not None,
     )
+
+
+@dataclass(frozen=True)
+class _Planned(TensorParallel):
+    """The first rank of a group that nobody has started."""
+
+    ranks: int
+
+    @property
+    def size(self) -> int:
+        return self.ranks
+
+    @property
+    def rank(self) -> int:
+        return 0
 
 
 def reward_model_shape(path: str, overrides: Mapping[str, Any]) -> ModelShape:

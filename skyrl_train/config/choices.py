@@ -60,6 +60,7 @@ STRATEGIES = {
     "fsdp2": "skyrl_train.strategies.fsdp2:FSDP2Strategy",
     "fsdp": "skyrl_train.strategies.fsdp2:FSDP2Strategy",
     "deepspeed": "skyrl_train.strategies.deepspeed:DeepSpeedStrategy",
+    "megatron": "skyrl_train.strategies.fsdp2:FSDP2Strategy",
 }
 
 ENGINES = {

@@ -6,11 +6,10 @@ import os
 import shutil
 import subprocess
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.keys import all_keys, value_at
+from skyrl_train.config.keys import all_keys, value_at, with_value_at
 from skyrl_train.config.problems import Problem, show
 from skyrl_train.config.schema import Config
 
@@ -66,7 +65,7 @@ def resolve_device(config: Config, has_accelerator: bool, given: Collection[str]
     if device == "cpu":
         notes.append("Placement counts slots of CPU instead of GPUs.")
     for key, value in changes.items():
-        config = _with(config, key.split("."), value)
+        config = with_value_at(config, key, value)
     return config, notes
 
 
@@ -74,9 +73,3 @@ def device_problems(config: Config, has_accelerator: bool) -> Iterator[Problem]:
     """A device that this machine has not got."""
     if config.device == "cuda" and not has_accelerator:
         yield Problem("device", "cuda", "cpu or auto here", "No NVIDIA device was found on this machine.")
-
-
-def _with(section: Any, path: list[str], value: Any) -> Any:
-    """The section with one value changed; what is given stays as it is."""
-    name, *rest = path
-    return replace(section, **{name: _with(getattr(section, name), rest, value) if rest else value})

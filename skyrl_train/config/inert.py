@@ -104,8 +104,7 @@ def _reference_sits_with_policy(config: Config) -> bool:
 ROWS = (
     Inert(
         ("trainer.policy.megatron_config", "trainer.ref.megatron_config"),
-        "Only Megatron reads it; trainer.policy.fsdp_config shards models here.",
-        lambda config: config.trainer.strategy != "megatron",
+        "Only Megatron reads it; here trainer.policy.fsdp_config and tensor_parallel_size divide models.",
     ),
     Inert(
         ("trainer.policy.optimizer_config.offload_after_step", "trainer.critic.optimizer_config.offload_after_step"),

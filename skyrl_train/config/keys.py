@@ -104,3 +104,11 @@ def value_at(config: Config, name: str) -> Any:
     for part in name.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)
     return value
+
+
+def with_value_at(section: Any, name: str, value: Any) -> Any:
+    """A configuration, or a section of one, with one key changed; what is given stays as it is."""
+    first, _, rest = name.partition(".")
+    return dataclasses.replace(
+        section, **{first: with_value_at(getattr(section, first), rest, value) if rest else value}
+    )

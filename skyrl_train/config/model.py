@@ -141,7 +141,7 @@ class MegatronConfig(Section):
     """Megatron's parallelism; read for compatibility with recipes of `trainer.strategy=megatron`."""
 
     tensor_model_parallel_size: int = 1
-    """Ranks that a layer is split over."""
+    """Ranks that a layer is split over: `tensor_parallel_size` with `trainer.strategy=megatron`."""
     pipeline_model_parallel_size: int = 1
     """Stages that the layers are split into."""
     context_parallel_size: int = 1
@@ -201,6 +201,8 @@ class PolicyConfig(Section):
     deepspeed_config: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     sequence_parallel_size: int = 1
     """Neighbouring ranks that split every sequence: a divisor of the model's ranks and of its attention heads."""
+    tensor_parallel_size: int = 1
+    """Neighbouring ranks that split every layer, by transformers' plan for the model, with `trainer.strategy=fsdp2`."""
     use_torch_compile: bool = False
     """Run the layers of policy, reference and critic through torch.compile, which takes a minute in the first step."""
     record_memory: bool = False
@@ -217,6 +219,8 @@ class RefConfig(Section):
     model: RefModelConfig = field(default_factory=RefModelConfig)
     sequence_parallel_size: int = 1
     """Neighbouring ranks that split every sequence: a divisor of the model's ranks and of its attention heads."""
+    tensor_parallel_size: int = 1
+    """Neighbouring ranks that split every layer, by transformers' plan for the model, with `trainer.strategy=fsdp2`."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     deepspeed_config: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -234,6 +238,8 @@ class CriticConfig(Section):
     deepspeed_config: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     sequence_parallel_size: int = 1
     """Neighbouring ranks that split every sequence: a divisor of the model's ranks and of its attention heads."""
+    tensor_parallel_size: int = 1
+    """Neighbouring ranks that split every layer, by transformers' plan for the model, with `trainer.strategy=fsdp2`."""
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     """Changes to the Hugging Face model configuration."""
 

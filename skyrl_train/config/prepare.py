@@ -12,6 +12,7 @@ from skyrl_train.config.command_line import read_command_line
 from skyrl_train.config.device import accelerator_present, device_problems, resolve_device
 from skyrl_train.config.hydra import compose, finish, resolve, show_information, written_keys
 from skyrl_train.config.inert import without_effect
+from skyrl_train.config.megatron import resolve_megatron
 from skyrl_train.config.problems import Problem, one_line, raise_all
 from skyrl_train.config.schema import Config
 from skyrl_train.config.section import freeze
@@ -62,12 +63,13 @@ def _check(
     problems = [*problems, *more]
     suspects = {problem.key for problem in problems}
     config, notes = resolve_device(config, present, given)
+    config, moved = resolve_megatron(config)
     for problem in (*device_problems(config, present), *validate(config)):
         if not any(key in str(problem) for key in suspects):  # it may only follow from a default that stands in
             problems.append(problem)
     raise_all(problems)
     defaults, _ = resolve_device(resolve({})[0], present)
-    return PreparedConfig(freeze(config), list(without_effect(config, freeze(defaults))), notes)
+    return PreparedConfig(freeze(config), list(without_effect(config, freeze(defaults))), [*notes, *moved])
 
 
 def launch(task: Callable[[PreparedConfig], None], argv: Sequence[str] | None = None) -> None:

@@ -50,6 +50,7 @@ _OPTIMIZER = {
 _LORA = {"rank": NOT_NEGATIVE, "alpha": AT_LEAST_ONE}
 _MODEL = {
     "sequence_parallel_size": AT_LEAST_ONE,
+    "tensor_parallel_size": AT_LEAST_ONE,
     "fsdp_config.fsdp_size": MINUS_ONE_OR_MORE,
     "deepspeed_config.zero_stage": Range(2, 3),
 }

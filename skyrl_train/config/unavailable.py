@@ -10,9 +10,6 @@ from skyrl_train.config.problems import Problem, show
 from skyrl_train.config.schema import Config
 
 NAMES: dict[str, dict[str, str]] = {
-    "trainer.strategy": {
-        "megatron": "megatron is not available in this version: use fsdp2.",
-    },
     **{
         f"trainer.{role}.model.lora.init_method": {
             name: f"{name} is not available in this version: it changes the frozen weights, or reads data first."
@@ -28,7 +25,7 @@ NAMES: dict[str, dict[str, str]] = {
 """Known names of choices that cannot be made: key -> name -> what to do."""
 
 _DROPOUT = "Log-probs must not depend on chance: those of the update and of the rollouts would differ for nothing."
-_MEGATRON = "Megatron's parallelism is not available: use trainer.strategy=fsdp2 and trainer.policy.fsdp_config."
+_MEGATRON = "Of Megatron's parallelism only that of tensors is available; fsdp2 shards over the other ranks."
 _COPIES = "Copies of a model are engines of their own here: raise generator.num_inference_engines."
 _TURNS = "Conversations of several turns are not available in this version."
 _PROXY = "A router of another project cannot take weights: name the servers behind it in external_server_urls."
@@ -40,7 +37,7 @@ VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     **{
         f"trainer.{role}.megatron_config.{kind}_parallel_size": ((1, None) if "expert_t" in kind else (1,), _MEGATRON)
         for role in ("policy", "ref")
-        for kind in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+        for kind in ("pipeline_model", "context", "expert_model", "expert_tensor")
     },
     "generator.inference_engine_data_parallel_size": ((1,), _COPIES),
     "generator.external_proxy_url": ((None,), _PROXY),

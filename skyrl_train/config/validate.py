@@ -115,7 +115,7 @@ def _combinations(config: Config) -> Iterator[Problem]:
         if trainer.strategy == "single" and count > 1:
             advice = f"The {role} has {count} ranks; set {role}_num_gpus_per_node and {role}_num_nodes to 1."
             yield Problem("trainer.strategy", "single", "fsdp2 with more than one rank", advice)
-    yield from _sequence_parallel(config)
+    yield from _parallel(config)
     yield from _zero(config)
     yield from _accelerator(config)
     yield from _engine_shape(config)
@@ -143,7 +143,7 @@ def _zero(config: Config) -> Iterator[Problem]:
             yield Problem(f"{section}.zero_stage", 3, "2 with trainer.policy.use_torch_compile=true", advice)
 
 
-def _sequence_parallel(config: Config) -> Iterator[Problem]:
+def _parallel(config: Config) -> Iterator[Problem]:
     placement = config.trainer.placement
     policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node
     ranks = {"policy": policy, "ref": policy, "critic": policy}
@@ -152,11 +152,27 @@ def _sequence_parallel(config: Config) -> Iterator[Problem]:
         if not placement.colocate_policy_ref:
             ranks["ref"] = placement.ref_num_nodes * placement.ref_num_gpus_per_node
     for role, count in ranks.items():
-        size = getattr(config.trainer, role).sequence_parallel_size
-        if size > 1 and count % size:
-            advice = "Each of as many neighbouring ranks runs a part of every sequence."
-            allowed = f"a divisor of the {role}'s ranks, {count}"
-            yield Problem(f"trainer.{role}.sequence_parallel_size", size, allowed, advice)
+        section = getattr(config.trainer, role)
+        for kind, what in (("sequence", "runs a part of every sequence"), ("tensor", "has a part of every layer")):
+            key, size = f"{kind}_parallel_size", getattr(section, f"{kind}_parallel_size")
+            if size > 1 and count % size:
+                advice = f"Each of as many neighbouring ranks {what}."
+                yield Problem(f"trainer.{role}.{key}", size, f"a divisor of the {role}'s ranks, {count}", advice)
+        if section.tensor_parallel_size > 1:
+            yield from _tensor_parallel(config, role)
+
+
+def _tensor_parallel(config: Config, role: str) -> Iterator[Problem]:
+    trainer, key = config.trainer, f"trainer.{role}.tensor_parallel_size"
+    section = getattr(trainer, role)
+    for only, clashes, why in (
+        ("trainer.strategy=fsdp2", trainer.strategy not in ("fsdp", "fsdp2"), "It shards the parts."),
+        (f"trainer.{role}.sequence_parallel_size=1", section.sequence_parallel_size > 1, "Share out one of both."),
+        ("trainer.policy.use_torch_compile=false", trainer.policy.use_torch_compile, "Layers wait for other ranks."),
+        (f"trainer.{role}.model.lora.rank=0", role != "ref" and section.model.lora.rank > 0, "Adapters are whole."),
+    ):
+        if clashes:
+            yield Problem(key, section.tensor_parallel_size, f"1, or {only}", why)
 
 
 def _accelerator(config: Config) -> Iterator[Problem]:

@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.packing import Packing
 from skyrl_train.models.ragged_attention import RAGGED, gathered
+from skyrl_train.models.rank_group import RankGroup
 from skyrl_train.models.sequence_parallel import SequenceParallel
+from skyrl_train.models.tensor_parallel import Part, TensorParallel
 
 
 class RaggedModel(nn.Module):
@@ -24,14 +26,22 @@ class RaggedModel(nn.Module):
     what else is in the batch, or on chance.
     """
 
-    def __init__(self, model: PreTrainedModel, parallel: SequenceParallel | None = None):
-        """`parallel`: the ranks that run every batch together; each of them gives all of it and gets all of it."""
+    def __init__(self, model: PreTrainedModel, together: RankGroup | None = None):
+        """`together`: the ranks that run every batch together; each of them gives all of it and gets all of it."""
         super().__init__()
         _refuse_what_packing_changes(model)
         model.set_attn_implementation(RAGGED)
         self.model = model
-        self.parallel = parallel
+        self.together = together
+        self.parallel = together if isinstance(together, SequenceParallel) else None
+        self.tensor = together if isinstance(together, TensorParallel) else None
+        self.parts: dict[str, Part] = {}
+        """Of parameters by their names in checkpoints, where this rank has a part."""
         self._longest_exact = _longest_exact(model.config)
+
+    def hf_name(self, name: str) -> str:
+        """A parameter's name in the Hugging Face checkpoint, from its name in this module."""
+        return name.removeprefix("model.")
 
     def decoder_layers(self) -> list[nn.Module]:
         """The repeated blocks: what a strategy shards one by one."""
@@ -62,6 +72,9 @@ class RaggedModel(nn.Module):
             mine = self.parallel.chunk(len(packing.tokens))
             here = (places >= mine.start) & (places < mine.stop)
             positions, places = positions[here], places[here] - mine.start
+        if self.tensor is not None:
+            mine = self.tensor.chunk(len(positions))
+            positions, places = positions[mine], places[mine]
         if positions.numel() == 0:
             positions, places = positions.new_zeros(1), places.new_zeros(1)
         return positions, gathered(self._hidden(input_ids, position_ids, packing, self.parallel), places)
@@ -69,7 +82,7 @@ class RaggedModel(nn.Module):
     def spread(self, values: Tensor, positions: Tensor, score_mask: Tensor) -> Tensor:
         """[N] at its positions in [T], and there what other ranks have; 0, with a gradient of 0, outside score_mask."""
         everywhere = values.new_zeros(len(score_mask)).index_copy(0, positions, values * score_mask[positions])
-        return everywhere if self.parallel is None else self.parallel.together(everywhere)
+        return everywhere if self.together is None else self.together.together(everywhere)
 
     @property
     def _least_tokens(self) -> int:
@@ -102,10 +115,11 @@ def linear_head(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
-def check_packing(scorer: RaggedModel) -> None:
+def check_and_divide(scorer: RaggedModel) -> None:
     """Run the same three tokens twice in one batch, after different ones; refuse a model in which it shows.
 
-    Then, with ranks that run batches together, the same on all of them: what one process computes must come out.
+    Then, with ranks that run batches together, the same on all of them: what one process computes must come out. Those
+    that have a part of every layer keep that alone.
     """
     parameter = next(scorer.parameters())
     ids = torch.tensor([1, 2, 3, 4, 5, 1, 2, 3], device=parameter.device) % scorer.model.config.vocab_size
@@ -119,15 +133,19 @@ def check_packing(scorer: RaggedModel) -> None:
             f"{type(scorer.model).__name__} lets sequences of one batch see each other (its layers are not all "
             "attention), so it cannot run without padding."
         )
-    parallel = scorer.parallel
-    if parallel is None:
+    if scorer.together is None:
         return
+    if scorer.tensor is not None:
+        parts = scorer.tensor.divide(scorer.model)
+        scorer.parts = {scorer.hf_name(f"model.{name}"): part for name, part in parts.items()}
+    if scorer.parallel is not None:
+        computed = computed[scorer.parallel.chunk(len(computed))]
     with torch.no_grad():
-        part = scorer._hidden(ids, places, packing, parallel)
-    if not close(part, computed[parallel.chunk(len(computed))], parameter.dtype):
+        again = scorer._hidden(ids, places, packing, scorer.parallel)
+    if not close(again, computed, parameter.dtype):
         raise ConfigError(
-            f"{type(scorer.model).__name__} computes something else when its tokens are divided over ranks: set "
-            f"{parallel.key} to 1."
+            f"{type(scorer.model).__name__} computes something else when it is divided over ranks: set "
+            f"{scorer.together.key} to 1."
         )
 
 

@@ -7,7 +7,6 @@ rank, s ranks, H query heads, K key/value heads, D head size.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,28 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.rank_group import RankGroup
 
 
-@dataclass(frozen=True)
-class SequenceParallel:
-    """The ranks that run every micro-batch together. All of them make the same calls in the same order."""
-
-    group: dist.ProcessGroup
-    key: str
-    """Where their number was configured, for messages."""
-
-    @property
-    def size(self) -> int:
-        return dist.get_world_size(self.group)
-
-    def chunks(self, tokens: int) -> list[int]:
-        """[s] how many of `tokens` each rank runs: parts of them in order, whose sizes differ by one at most."""
-        return [tokens // self.size + (rank < tokens % self.size) for rank in range(self.size)]
-
-    def chunk(self, tokens: int) -> slice:
-        """Those of this rank."""
-        rank, chunks = dist.get_rank(self.group), self.chunks(tokens)
-        return slice(sum(chunks[:rank]), sum(chunks[: rank + 1]))
+class SequenceParallel(RankGroup):
+    """Each rank runs a part of the tokens of every micro-batch."""
 
     def by_heads(self, query: Tensor, key: Tensor, value: Tensor, tokens: int) -> tuple[Tensor, ...]:
         """[c, H, D] and two [c, K, D] of this rank's tokens to some heads of all `tokens`: [U, H/s, D], two [U, K', D].
@@ -60,17 +42,9 @@ class SequenceParallel:
     def by_tokens(self, attended: Tensor) -> Tensor:
         """The way back of what attention made of it: [U, H/s, D] to [c, H, D]."""
         chunks = self.chunks(len(attended))
-        mine = chunks[dist.get_rank(self.group)]
+        mine = chunks[self.rank]
         received = _exchange(attended, chunks, [mine] * self.size, self.group)
         return received.unflatten(0, (self.size, mine)).transpose(0, 1).flatten(1, 2)
-
-    def together(self, values: Tensor) -> Tensor:
-        """The sum over ranks of `values`, of which each position is 0 on all ranks but one.
-
-        Every rank then computes the same loss of it, and has the gradient of what it added: they are summed over ranks.
-        """
-        total: Tensor = _Together.apply(values, self.group)  # type: ignore[no-untyped-call]
-        return total
 
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -92,17 +66,3 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         return _exchange(gradient, *ctx.back), None, None, None
-
-
-class _Together(torch.autograd.Function):
-    """A sum over ranks that hands its gradient to each of them as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return gradient, None

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.ragged_model import RaggedModel, check_packing, close, linear_head
+from skyrl_train.models.ragged_model import RaggedModel, check_and_divide, close, linear_head
+from skyrl_train.models.rank_group import RankGroup
 from skyrl_train.models.sampled_logprobs import LogitShape, sampled_logprobs
-from skyrl_train.models.sequence_parallel import SequenceParallel
 
 CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
 """Size of one chunk's float32 logits: a hundred rows of a vocabulary of 150,000 on a CPU, and enough of them on a GPU
@@ -43,11 +43,9 @@ class TokenScorer(RaggedModel):
     float32. Raises ConfigError for a model whose logits it cannot reproduce.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, chunk_bytes: int | None = None, parallel: SequenceParallel | None = None
-    ):
+    def __init__(self, model: PreTrainedModel, chunk_bytes: int | None = None, together: RankGroup | None = None):
         """chunk_bytes: CHUNK_BYTES of the device, if None."""
-        super().__init__(model, parallel)
+        super().__init__(model, together)
         self.chunk_bytes = chunk_bytes
         config = model.config
         self._shape = LogitShape(
@@ -55,11 +53,7 @@ class TokenScorer(RaggedModel):
             softcap=getattr(config, "final_logit_softcapping", None),
         )
         _check_head(self)
-        check_packing(self)
-
-    def hf_name(self, name: str) -> str:
-        """A parameter's name in the Hugging Face checkpoint, from its name in this module."""
-        return name.removeprefix("model.")
+        check_and_divide(self)
 
     def head_parameters(self) -> list[Tensor]:
         """What forward reads of a module without running that."""

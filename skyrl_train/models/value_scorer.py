@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from skyrl_train.models.ragged_model import RaggedModel, check_packing, linear_head
-from skyrl_train.models.sequence_parallel import SequenceParallel
+from skyrl_train.models.ragged_model import RaggedModel, check_and_divide, linear_head
+from skyrl_train.models.rank_group import RankGroup
 
 
 class ValueScorer(RaggedModel):
@@ -19,16 +19,16 @@ class ValueScorer(RaggedModel):
     model that cannot run without padding.
     """
 
-    def __init__(self, model: PreTrainedModel, head_name: str = "value_head", parallel: SequenceParallel | None = None):
+    def __init__(self, model: PreTrainedModel, head_name: str = "value_head", together: RankGroup | None = None):
         """`head_name` is what the head is called in checkpoints."""
         size = linear_head(model).in_features
         body: Any = model.base_model
-        super().__init__(body, parallel)
+        super().__init__(body, together)
         self._prefix = model.base_model_prefix
         self._head_name = head_name
         self.value_head = nn.Linear(size, 1, bias=False, dtype=model.dtype, device=model.device)
         nn.init.zeros_(self.value_head.weight)
-        check_packing(self)
+        check_and_divide(self)
 
     def hf_name(self, name: str) -> str:
         """A parameter's name in a checkpoint: the body's are those of the causal language model it was taken from."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.strategies.base import DeepSpeedSettings, FSDPSettings, OptimizerSettings
+from skyrl_train.strategies.base import (
+    DeepSpeedSettings,
+    FSDPSettings,
+    OptimizerSettings,
+    TensorGroup,
+    TensorPart,
+)
 from skyrl_train.strategies.optimizer import OptimizedModel, widest_dtype
+from skyrl_train.strategies.shards import Slice, local
 
 
 class FSDP2Strategy(OptimizedModel):
@@ -36,18 +44,22 @@ class FSDP2Strategy(OptimizedModel):
         compute_dtype: torch.dtype = torch.float32,
     ):
         super().__init__(optimizer, device, rank, world_size)
-        size = world_size if fsdp.fsdp_size == -1 else fsdp.fsdp_size
-        if size < 1 or world_size % size:
+        if fsdp.fsdp_size != -1 and (fsdp.fsdp_size < 1 or world_size % fsdp.fsdp_size):
             raise ConfigError(
                 f"fsdp_config.fsdp_size={fsdp.fsdp_size} does not divide the {world_size} ranks of the model; "
                 "use -1 (all of them) or a divisor."
             )
         self.fsdp = fsdp
-        self.shard_size = size
+        self.tensor: TensorGroup | None = None
+        self.parts: Mapping[str, TensorPart] = {}
         self.compute_dtype = compute_dtype
         self.reduce_once = self.device.type == "cpu" or not fsdp.reshard_after_forward
 
-    def prepare(self, scorer: nn.Module, total_steps: int | None) -> nn.Module:
+    def prepare(self, scorer: Any, total_steps: int | None) -> nn.Module:
+        """A scorer that is divided over `scorer.tensor` holds `scorer.parts` of its parameters, which are then sharded
+        over the ranks that have the same part.
+        """
+        self.tensor, self.parts = scorer.tensor, scorer.parts
         self.mesh = self._mesh()
         dtype = widest_dtype(scorer)
         narrower = self.compute_dtype.itemsize < dtype.itemsize
@@ -61,8 +73,7 @@ class FSDP2Strategy(OptimizedModel):
             ),
             "offload_policy": CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
         }
-        layers: Any = scorer.decoder_layers
-        for layer in layers():
+        for layer in scorer.decoder_layers():
             fully_shard(layer, **options)
         root: Any = fully_shard(scorer, **options)
         for module in root.modules():
@@ -77,19 +88,78 @@ class FSDP2Strategy(OptimizedModel):
         return self.fsdp.cpu_offload and self.device.type != "cpu"
 
     def _mesh(self) -> DeviceMesh:
-        replicas = self.world_size // self.shard_size
-        if replicas == 1:
-            return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("shard",))
-        return init_device_mesh(self.device.type, (replicas, self.shard_size), mesh_dim_names=("replicate", "shard"))
+        """Of the ranks that data is shared out over. Those of a tensor-parallel group are neighbours."""
+        parts = 1 if self.tensor is None else self.tensor.size
+        ranks = self.world_size // parts
+        size = ranks if self.fsdp.fsdp_size == -1 else self.fsdp.fsdp_size
+        if ranks % size:
+            raise ConfigError(
+                f"fsdp_config.fsdp_size={size} does not divide the {ranks} ranks that have the same part of the model; "
+                "use -1 (all of them) or a divisor."
+            )
+        names = ("replicate", "shard", "tensor")
+        mesh = init_device_mesh(self.device.type, (ranks // size, size, parts), mesh_dim_names=names)
+        return mesh["shard"] if size == ranks else mesh["replicate", "shard"]
 
     def backward(self, loss: Tensor, last: bool) -> None:
         root: Any = self.scorer
         root.set_requires_gradient_sync(last or not self.reduce_once)
         loss.backward()
 
+    def step(self) -> dict[str, float]:
+        self._add_up()
+        return super().step()
+
+    def _add_up(self) -> None:
+        """Gradients of what tensor-parallel ranks hold alike: each of them has a summand."""
+        if self.tensor is None:
+            return
+        for name, parameter in self._parameters.items():
+            if name not in self.parts and parameter.grad is not None:
+                held = local(parameter.grad)
+                held.copy_(self.tensor.sum(held.to(self.device)))
+
+    def _copies(self, name: str) -> int:
+        return 1 if self.tensor is None or name in self.parts else self.tensor.size
+
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         dist.all_reduce(value, group=self.mesh.get_group("shard"))
-        return value
+        return value if self.tensor is None else self.tensor.sum(value)
+
+    def full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in super().full_parameters(trained_only):
+            yield name, self._whole(name, tensor)
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        """Put together from all parts, where `tensor` is one."""
+        part = self.parts.get(name)
+        return tensor if part is None or self.tensor is None else part.whole(self.tensor.gather(tensor.to(self.device)))
+
+    def _slices(self) -> dict[str, Slice]:
+        """Of whole parameters. A part that is rows of one is a slice; of others the ranks' rows are put together."""
+        slices = super()._slices()
+        for name, part in self.parts.items():
+            if name in slices:
+                slices[name] = slices[name].within(part)
+        return slices
+
+    def _stored(self, name: str, held: Tensor) -> Tensor:
+        return held if self._rows(name) else self._whole(name, held)
+
+    def _restored(self, name: str, elements: Tensor, like: Tensor) -> Tensor:
+        if self._rows(name):
+            return super()._restored(name, elements, like)
+        part = self.parts[name]
+        sizes = list(like.shape)
+        sizes[part.dim] *= part.size
+        return part.of(elements.view(sizes))
+
+    def _writes(self, name: str) -> bool:
+        return self.tensor is None or self.tensor.rank == 0 or (name in self.parts and self._rows(name))
+
+    def _rows(self, name: str) -> bool:
+        """Whether a rank's part of a parameter is rows of it, or all."""
+        return name not in self.parts or self.parts[name].dim == 0
 
     def offload(self) -> int:
         return 0 if self._offloads else super().offload()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,9 @@ class OptimizedModel:
         """One update; see `Strategy.step`. The schedule counts skipped updates too, so it ends when the run does."""
         assert self._optimizer is not None and self.settings is not None, "a frozen model does not step"
         lr = self.settings.lr * self._lr_factor(self._updates)
-        gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
-        norm = self._global_norm(gradients)
+        held = {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        norm = self._global_norm(held)
+        gradients = list(held.values())
         finite = bool(torch.isfinite(norm))
         if finite:
             limit = self.settings.max_grad_norm
@@ -115,11 +117,17 @@ class OptimizedModel:
             )
         return {"grad_norm": float(norm), "lr": lr, "skipped": float(not finite)}
 
-    def _global_norm(self, gradients: list[Tensor]) -> Tensor:
+    def _global_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """2-norm over all parameters and ranks, float64 []: one number, and so one decision, on all ranks."""
-        norms = torch._foreach_norm(gradients) if gradients else []
-        squares = torch.stack([norm.double() for norm in norms]).square().sum() if norms else torch.zeros(()).double()
-        return self._sum_over_ranks(squares).sqrt()
+        if not gradients:
+            return self._sum_over_ranks(torch.zeros(()).double()).sqrt()
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(gradients.values()))])
+        copies = norms.new_tensor([self._copies(name) for name in gradients])
+        return self._sum_over_ranks((norms.square() / copies).sum()).sqrt()
+
+    def _copies(self, name: str) -> int:
+        """On how many of the ranks that `_sum_over_ranks` sums over the same part of a parameter is."""
+        return 1
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         return value
@@ -177,14 +185,29 @@ class OptimizedModel:
         assert self._optimizer is not None
         return self._optimizer.state[self._views[name]]
 
+    def _stored(self, name: str, held: Tensor) -> Tensor:
+        """What is written of a tensor in the shape of this rank's part of a parameter; all ranks call it."""
+        return held
+
+    def _writes(self, name: str) -> bool:
+        """Whether this rank writes its slice of a parameter: others may have the same one."""
+        return True
+
+    def _restored(self, name: str, elements: Tensor, like: Tensor) -> Tensor:
+        """The inverse: this rank's part, in the shape of `like`, of the elements of its slice."""
+        return elements.view_as(like)
+
     def save(self, directory: Path) -> None:
         """shard_<rank>.safetensors (param, exp_avg, exp_avg_sq, step per parameter) and shard_<rank>.json."""
-        tensors = {f"param/{name}": self._held(name) for name in self._saved}
-        if self._optimizer is not None:
-            for name in self._saved:
-                tensors |= {f"{key}/{name}": value for key, value in self._state(name).items()}
+        tensors, slices = {}, self._slices()
+        for name, piece in slices.items():
+            slices[name] = piece if self._writes(name) else replace(piece, stop=piece.start)
+            state = self._state(name) if self._optimizer is not None else {}
+            for key, value in {"param": self._held(name), **state}.items():
+                stored = value if key == "step" else self._stored(name, value)
+                tensors[f"{key}/{name}"] = stored if key == "step" or self._writes(name) else stored[:0]
         meta = {"world_size": self.world_size, "updates": self._updates, "trained": self._optimizer is not None}
-        write_shard(directory, self.rank, self._slices(), tensors, meta)
+        write_shard(directory, self.rank, slices, tensors, meta)
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:
@@ -198,7 +221,7 @@ class OptimizedModel:
                 )
             for name in self._saved:
                 held = self._held(name)
-                held.copy_(reader.elements(f"param/{name}", slices[name]).view_as(held))
+                held.copy_(self._restored(name, reader.elements(f"param/{name}", slices[name]), held))
                 if self._optimizer is not None:
                     self._load_state(reader, name, slices[name])
             self._updates = int(reader.meta["updates"])
@@ -208,6 +231,6 @@ class OptimizedModel:
         view = self._views[name]
         self._optimizer.state.pop(view, None)
         if f"step/{name}" in reader:
-            state = {key: reader.elements(f"{key}/{name}", piece).view_as(view) for key in _STATE}
+            state = {key: self._restored(name, reader.elements(f"{key}/{name}", piece), view) for key in _STATE}
             state["step"] = reader.whole(f"step/{name}")
             self._optimizer.state[view] = {key: value.to(view.device) for key, value in state.items()}

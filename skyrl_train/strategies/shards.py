@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from skyrl_train.errors import CheckpointError
+from skyrl_train.strategies.base import TensorPart
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,15 @@ class Slice:
             )
             start, stop = offset[0] * row, (offset[0] + local[0]) * row
         return cls(tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."), start, stop)
+
+    def within(self, part: TensorPart) -> Slice:
+        """Of rows of a part, the same rows of the whole: where the part is rows itself, and else with all columns."""
+        shape = (*self.shape[: part.dim], self.shape[part.dim] * part.size, *self.shape[part.dim + 1 :])
+        if part.dim == 0:
+            assert part.blocks == 1, "rows of several blocks are no slice"
+            before = part.rank * math.prod(self.shape)
+            return replace(self, shape=shape, start=before + self.start, stop=before + self.stop)
+        return replace(self, shape=shape, start=self.start * part.size, stop=self.stop * part.size)
 
 
 def local(tensor: Tensor) -> Tensor:

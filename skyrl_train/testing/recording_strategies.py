@@ -21,9 +21,13 @@ class _Recording:
 
     def step(self) -> dict[str, float]:
         model: Any = self
-        self.recorded = {name: _full(p.grad) for name, p in model._parameters.items() if p.grad is not None}
+        gradients = {name: p.grad for name, p in model._parameters.items() if p.grad is not None}
+        self.recorded = {name: self._recorded(name, gradient) for name, gradient in gradients.items()}
         model.scorer.zero_grad()
         return {"grad_norm": 0.0}
+
+    def _recorded(self, name: str, gradient: Tensor) -> Tensor:
+        return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
 
 
 class RecordingSingle(_Recording, SingleStrategy):
@@ -33,9 +37,12 @@ class RecordingSingle(_Recording, SingleStrategy):
 class RecordingFSDP2(_Recording, FSDP2Strategy):
     """`fsdp2`; gradients are gathered: all ranks must step together."""
 
+    def step(self) -> dict[str, float]:
+        self._add_up()
+        return super().step()
 
-def _full(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+    def _recorded(self, name: str, gradient: Tensor) -> Tensor:
+        return self._whole(name, super()._recorded(name, gradient))
 
 
 class RecordingWorker(LearnerWorker):

@@ -32,10 +32,10 @@ class WorkerGroup:
     A worker is anything whose methods are coroutines: a `cluster.actors.Remote`, or a `LocalWorker`.
     """
 
-    def __init__(self, workers: Sequence[Any], sequence_parallel_size: int = 1):
-        """`sequence_parallel_size`: neighbours that run every micro-batch together."""
+    def __init__(self, workers: Sequence[Any], together: int = 1):
+        """`together`: neighbours that run every micro-batch together."""
         self.workers = list(workers)
-        self.sequence_parallel_size = sequence_parallel_size
+        self.together = together
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -43,7 +43,7 @@ class WorkerGroup:
     @property
     def num_parts(self) -> int:
         """Into how many parts a batch is divided."""
-        return len(self) // self.sequence_parallel_size
+        return len(self) // self.together
 
     async def all(self, method: str, *args: Any) -> list[Any]:
         """The same call on every rank."""
@@ -168,7 +168,7 @@ class Learner:
         count = max(len(rows) for rows in shards)
         parts = await group.scatter("score", [([batch.select(r) for r in rows], count, share) for rows in shards])
         result = torch.zeros(len(batch.input_ids))
-        for rows, values in zip(shards, parts[:: group.sequence_parallel_size], strict=True):
+        for rows, values in zip(shards, parts[:: group.together], strict=True):
             order = [row for micro in rows for row in micro]
             if order:
                 result[_token_indices(batch, order)] = values

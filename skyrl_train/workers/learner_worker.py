@@ -24,7 +24,9 @@ from skyrl_train.models.compiled_layers import compile_layers
 from skyrl_train.models.loading import POLICY_PATH, export_hf, load_causal_lm, load_tokenizer
 from skyrl_train.models.lora import Adapters
 from skyrl_train.models.ragged_model import RaggedModel
+from skyrl_train.models.rank_group import RankGroup
 from skyrl_train.models.sequence_parallel import SequenceParallel
+from skyrl_train.models.tensor_parallel import TensorParallel
 from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.models.value_scorer import ValueScorer
 from skyrl_train.registry import load_object
@@ -88,11 +90,18 @@ class LearnerSpec:
     lora: LoraConfig | None = None
     """Only adapters (and a critic's output layer) are trained; None for the whole model."""
     sequence_parallel_size: int = 1
-    """Neighbouring ranks that run every micro-batch together."""
+    """Neighbouring ranks that share out every micro-batch's tokens."""
+    tensor_parallel_size: int = 1
+    """Neighbouring ranks that share out every layer's features; one of both at most is more than 1."""
     compile_layers: bool = False
     """Run the decoder layers through torch.compile."""
     memory_folder: str | None = None
     """Where a record of the accelerator's allocations is kept; None keeps none."""
+
+    @property
+    def together(self) -> int:
+        """Neighbouring ranks that run every micro-batch together."""
+        return self.sequence_parallel_size * self.tensor_parallel_size
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,7 @@ class LearnerWorker:
         self.spec = spec
         self.rank = rank
         self.world_size = world_size
-        self.parallel: SequenceParallel | None = None
+        self.together: RankGroup | None = None
         self.record: AllocationRecord | None = None
         if spec.threads:
             torch.set_num_threads(spec.threads)
@@ -140,9 +149,10 @@ class LearnerWorker:
             self.record = AllocationRecord(file, torch.cuda.memory)
         backend = "nccl" if spec.device == "cuda" else "gloo"
         init_process_group(self.rank, self.world_size, address, port, backend, spec.rendezvous_s, spec.collective_s)
-        if spec.sequence_parallel_size > 1:
-            key = spec.model_key.removesuffix("model.path") + "sequence_parallel_size"
-            self.parallel = SequenceParallel(neighbours(spec.sequence_parallel_size, spec.collective_s), key)
+        if spec.together > 1:
+            name, kind = ("tensor", TensorParallel) if spec.tensor_parallel_size > 1 else ("sequence", SequenceParallel)
+            key = spec.model_key.removesuffix("model.path") + f"{name}_parallel_size"
+            self.together = kind(neighbours(spec.together, spec.collective_s), key)
         return self._build(spec.model_path)
 
     def reload(self, path: str) -> None:
@@ -209,8 +219,8 @@ class LearnerWorker:
 
     def _scorer(self, model: PreTrainedModel) -> RaggedModel:
         if self.spec.value_head is None:
-            return TokenScorer(model, parallel=self.parallel)
-        return ValueScorer(model, self.spec.value_head, self.parallel)
+            return TokenScorer(model, together=self.together)
+        return ValueScorer(model, self.spec.value_head, self.together)
 
     def full_parameters(self, adapters: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, full tensor) of the model, adapters merged; they go into `adapters` besides.
@@ -248,7 +258,7 @@ class LearnerWorker:
         self.scorer.train()
         count = mini_batch.num_micro_batches
         passes = self._passes(mini_batch.micro_batches, count, mini_batch.share_prompts)
-        repeats = self.rank % self.spec.sequence_parallel_size > 0
+        repeats = self.rank % self.spec.together > 0
         for index, (batch, repeated, is_filler) in enumerate(passes):
             scored, entropy = self._scored(batch, repeated, self.spec.objective.wants_entropy)
             counted = Metrics() if is_filler or repeats else metrics

@@ -62,6 +62,10 @@ WAYS = {
     "sequences over two ranks, shared prompts": Way(
         2, {"share_prompt": True, "max_tokens": 30}, {"sequence_parallel_size": 2}
     ),
+    "layers over two ranks": Way(ranks=2, spec={"tensor_parallel_size": 2}),
+    "layers over two ranks, shared prompts": Way(
+        2, {"share_prompt": True, "max_tokens": 30}, {"tensor_parallel_size": 2, "gradient_checkpointing": True}
+    ),
     "adapters": Way(spec={"lora": LORA}),
     "adapters, two ranks, shared prompts": Way(2, SHARED, {"lora": LORA}),
     "adapters, sequences over two ranks": Way(2, SHARED, {"lora": LORA, "sequence_parallel_size": 2}),
@@ -126,7 +130,7 @@ def gradients(way: Way, path: str, processes: list[RankProcess], backend: str | 
         workers = processes[: way.ranks]
         for rank, process in enumerate(processes):
             process.hold(RecordingWorker, spec, rank, way.ranks, chunk_bytes, backend)
-    group = WorkerGroup(workers, spec.sequence_parallel_size)
+    group = WorkerGroup(workers, spec.together)
     learner = Learner(group, None, BatchSizes(mini_batch_groups=100, **way.sizes))
 
     async def run() -> dict[str, Tensor]:

@@ -260,7 +260,7 @@ def test_neighbours_that_run_sequences_together_are_given_the_same_part_and_scor
             return torch.cat([batch.input_ids.float() for batch in micro_batches])
 
     ranks = [Rank() for _ in range(4)]
-    group = WorkerGroup(ranks, sequence_parallel_size=2)
+    group = WorkerGroup(ranks, together=2)
     batch = policy_batch()
     batch = replace(batch, rewards=torch.arange(len(batch)).float())
     scores = asyncio.run(Learner(group, None, BatchSizes(4)).token_scores(group, batch))

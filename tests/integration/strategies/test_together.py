@@ -1,10 +1,11 @@
-"""Ranks that run every sequence together against one process and one padded batch."""
+"""Ranks that run every micro-batch together (its tokens or the layers shared out) against one process, padded."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.metrics import Metrics
+from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.strategies.single import SingleStrategy
 from skyrl_train.testing.double_precision import double_precision
 from skyrl_train.testing.learner_specs import policy_batch, tiny_spec
 from skyrl_train.testing.padded_reference import padded_scores, padded_values
@@ -25,15 +28,16 @@ from skyrl_train.testing.tiny_models import save_tiny_model
 from skyrl_train.workers.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
 
 from .rank_scripts import free_port, run_ranks
-from .sequence_parallel_ranks import CASES, SPEC, loss_of, make_batch, make_model
+from .together_ranks import CASES, OPTIMIZER, SPEC, STEPPED, loss_of, make_batch, make_model, train
 
-RANKS_SCRIPT = Path(__file__).with_name("sequence_parallel_ranks.py")
+RANKS_SCRIPT = Path(__file__).with_name("together_ranks.py")
 KINDS = ["qwen2", "qwen3", "llama", "gemma", "gemma2", "qwen3_moe", "one_kv_head"]
 DEADLINE_S = 240.0
 
 
 @dataclass
 class Found:
+    kind: str
     world: int
     size: int
     folder: Path
@@ -51,21 +55,34 @@ def _exact_double() -> Iterator[None]:
 @pytest.fixture(
     scope="module",
     params=[
-        (2, 2, KINDS),
-        pytest.param((4, 2, ["qwen2"]), marks=pytest.mark.slow),
-        pytest.param((4, 4, ["qwen2", "one_kv_head"]), marks=pytest.mark.slow),
+        ("sequence", 2, 2, KINDS),
+        pytest.param(("sequence", 4, 2, ["qwen2"]), marks=pytest.mark.slow),
+        pytest.param(("sequence", 4, 4, ["qwen2", "one_kv_head"]), marks=pytest.mark.slow),
+        ("tensor", 2, 2, KINDS[:-1]),
+        pytest.param(("tensor", 4, 2, ["qwen2", "qwen3_moe"]), marks=pytest.mark.slow),
     ],
-    ids=["2_of_2", "2_of_4", "4_of_4"],
+    ids=["tokens_2_of_2", "tokens_2_of_4", "tokens_4_of_4", "layers_2_of_2", "layers_2_of_4"],
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    world, size, kinds = request.param
-    folder = tmp_path_factory.mktemp(f"sequence_parallel_{world}_{size}")
+    shared, world, size, kinds = request.param
+    folder = tmp_path_factory.mktemp(f"together_{shared}_{world}_{size}")
     save_tiny_model(folder / "model")
     (folder / "kinds.json").write_text(json.dumps(kinds))
-    port = free_port()
-    run_ranks(RANKS_SCRIPT, [(rank, world, size, port, folder) for rank in range(world)], folder, DEADLINE_S)
+    with double_precision():
+        for kind in STEPPED:
+            alone = single(kind)
+            train(alone, 3)
+            alone.save(folder / f"{kind}_single")
+    arguments = [(rank, world, shared, size, free, folder) for free in [free_port()] for rank in range(world)]
+    run_ranks(RANKS_SCRIPT, arguments, folder, DEADLINE_S)
     values = json.loads((folder / "found.json").read_text())
-    return Found(world, size, folder, kinds, values, load_file(folder / "gradients.safetensors"))
+    return Found(shared, world, size, folder, kinds, values, load_file(folder / "gradients.safetensors"))
+
+
+def single(kind: str) -> SingleStrategy:
+    strategy = SingleStrategy(optimizer=OPTIMIZER, compute_dtype=torch.float64)
+    strategy.prepare(TokenScorer(make_model(kind)), 20).train()
+    return strategy
 
 
 def padded_gradients(kind: str, case: str) -> dict[str, Tensor]:
@@ -143,13 +160,37 @@ def test_every_rank_has_the_scores_of_all_tokens_of_its_sequences(found: Found) 
         torch.testing.assert_close(torch.tensor(said["scores"], dtype=wanted.dtype), wanted, rtol=0, atol=1e-4)
 
 
-def test_heads_that_cannot_be_divided_are_refused_by_key(found: Found) -> None:
-    key = f"trainer.policy.sequence_parallel_size={found.size}"
-    assert found.values["refused"]["heads"].startswith(f"{key} does not divide the model's 3 attention heads")
+def test_models_that_cannot_be_divided_are_refused_by_key(found: Found) -> None:
+    key = f"trainer.policy.{found.kind}_parallel_size"
+    said = {name: text for name, text in found.values["refused"].items() if key in text}
+    assert said == found.values["refused"]
+    if found.kind == "sequence":
+        assert said.keys() == {"heads", "tokens"}
+        assert said["heads"].startswith(f"{key}={found.size} does not divide the model's 3 attention heads")
+        assert f"set {key} to 1" in said["tokens"]
+    else:
+        assert said.keys() == {"heads", "features", "columns", "unplanned", "unknown"}
+        assert said["heads"].startswith(f"{key}={found.size} does not divide the model's num_attention_heads, 3")
+        assert "does not divide model.layers.0.mlp.gate_proj.weight, which has 63 features" in said["features"]
+        assert "'grouped_gemm' for model.layers.0.mlp.up_proj, which is not known here" in said["unknown"]
+        assert "computes something else when it is divided" in said["columns"]
+        assert "no tensor-parallel plan for Qwen2ForCausalLM" in said["unplanned"]
 
 
-def test_a_model_that_computes_something_else_on_a_part_of_the_tokens_is_refused(found: Found) -> None:
-    assert "set trainer.policy.sequence_parallel_size to 1" in found.values["refused"]["counting"]
+@pytest.mark.parametrize("kind", STEPPED)
+def test_steps_checkpoints_and_weights_are_those_of_one_process(found: Found, kind: str, tmp_path: Path) -> None:
+    alone = single(kind)
+    norms = train(alone, 3)
+    assert math.isnan(norms[1])
+    assert found.values["norms"][kind] == pytest.approx(norms, rel=1e-9, nan_ok=True)
+    assert_same(load_file(found.folder / f"{kind}_stepped.safetensors"), dict(alone.full_parameters()), 1e-9)
+    other = single(kind)
+    other.load(found.folder / f"{kind}_together")
+    assert_same(dict(other.full_parameters()), dict(alone.full_parameters()), 1e-9)
+    for strategy in (alone, other):
+        train(strategy, 1)
+        got = load_file(found.folder / f"{kind}_resumed.safetensors")
+        assert_same(got, dict(strategy.full_parameters()), 1e-9)
 
 
 def test_log_probs_in_half_precision_stay_close_to_those_of_one_process(found: Found) -> None:

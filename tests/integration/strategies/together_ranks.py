@@ -1,4 +1,4 @@
-"""One rank of the checks in test_sequence_parallel.py: `python sequence_parallel_ranks.py RANK WORLD SIZE PORT FOLDER`.
+"""One rank of the checks in test_together.py: `python together_ranks.py RANK WORLD KIND SIZE PORT FOLDER`.
 
 Rank 0 writes findings.
 """
@@ -26,7 +26,7 @@ from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.ragged_model import RaggedModel
-from skyrl_train.models.sequence_parallel import SequenceParallel
+from skyrl_train.models.rank_group import RankGroup
 from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.models.value_scorer import ValueScorer
 from skyrl_train.objectives.policy import PolicyObjective
@@ -56,6 +56,8 @@ SPEC = {
     "gradient_checkpointing": True,
 }
 """A loss that looks at whole sequences, of which every rank has a part."""
+OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=10.0)
+STEPPED = ("qwen2", "qwen3_moe")
 LIMITS = PassLimits(sequences=2, tokens=None, attention_tokens=6144, share_prompt=False)
 
 
@@ -91,7 +93,7 @@ def loss_of(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> Tensor:
 
 def strategy_of(scorer: RaggedModel, world: int, fsdp: dict[str, Any]) -> FSDP2Strategy:
     strategy = FSDP2Strategy(
-        optimizer=OptimizerConfig(),
+        optimizer=OPTIMIZER,
         fsdp=FSDPConfig(**fsdp),
         device="cpu",
         rank=dist.get_rank(),
@@ -116,12 +118,13 @@ def accumulate(
 
 def gradients(strategy: FSDP2Strategy) -> dict[str, Tensor]:
     scorer: Any = strategy.scorer
+    strategy._add_up()
     found = {}
     for name, parameter in scorer.named_parameters():
         gradient = parameter.grad
         assert gradient is not None, name
         full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        found[scorer.hf_name(name)] = full.contiguous()
+        found[scorer.hf_name(name)] = strategy._whole(scorer.hf_name(name), full).contiguous()
     return found
 
 
@@ -131,7 +134,7 @@ def run(scorer: Any, batch: TrainBatch, share: bool, wants_entropy: bool) -> Any
     return scorer(*tensors, wants_entropy, repeated)
 
 
-def check_gradients(parallel: SequenceParallel, kinds: list[str], folder: Path) -> None:
+def check_gradients(together: RankGroup, kinds: list[str], folder: Path) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     found: dict[str, Tensor] = {}
     for kind in kinds:
@@ -141,22 +144,22 @@ def check_gradients(parallel: SequenceParallel, kinds: list[str], folder: Path) 
             model = make_model(kind)
             if "checkpointing" in options:
                 model.gradient_checkpointing_enable(options["checkpointing"])
-            strategy = strategy_of(TokenScorer(model, parallel=parallel), world, options.get("fsdp", {}))
+            strategy = strategy_of(TokenScorer(model, together=together), world, options.get("fsdp", {}))
             share = options.get("share", False)
 
             def loss(scorer: Any, batch: TrainBatch, share: bool = share) -> Tensor:
                 scores = run(scorer, batch, share, wants_entropy=True)
                 return loss_of(scores.logprobs, scores.entropy, batch)
 
-            parts = world // parallel.size
-            accumulate(strategy, make_batch(case), parts, rank // parallel.size, options.get("size", 100), loss)
+            parts = world // together.size
+            accumulate(strategy, make_batch(case), parts, rank // together.size, options.get("size", 100), loss)
             found |= {f"{kind}/{case}/{name}": gradient for name, gradient in gradients(strategy).items()}
     if rank == 0:
         save_file(found, folder / "gradients.safetensors")
 
 
-def check_critic(parallel: SequenceParallel, folder: Path) -> None:
-    scorer = ValueScorer(make_model("qwen2"), parallel=parallel)
+def check_critic(together: RankGroup, folder: Path) -> None:
+    scorer = ValueScorer(make_model("qwen2"), together=together)
     torch.nn.init.ones_(scorer.value_head.weight)
     world, rank = dist.get_world_size(), dist.get_rank()
     strategy = strategy_of(scorer, world, {})
@@ -165,7 +168,7 @@ def check_critic(parallel: SequenceParallel, folder: Path) -> None:
         values, _ = run(scorer, batch, True, wants_entropy=False)
         return loss_of(values, torch.zeros(()), batch)
 
-    accumulate(strategy, make_batch("shared"), world // parallel.size, rank // parallel.size, 100, loss)
+    accumulate(strategy, make_batch("shared"), world // together.size, rank // together.size, 100, loss)
     found = gradients(strategy)
     if rank == 0:
         save_file(found, folder / "critic.safetensors")
@@ -173,7 +176,7 @@ def check_critic(parallel: SequenceParallel, folder: Path) -> None:
 
 def check_worker(worker: RecordingWorker, folder: Path) -> dict[str, Any]:
     """An update and a pass of scores as `Learner` asks for them, of an objective that looks at whole sequences."""
-    size = worker.spec.sequence_parallel_size
+    size = worker.spec.together
     batch = policy_batch()
     shards = micro_batches(batch, worker.world_size // size, LIMITS, share=False)
     count = max(len(rows) for rows in shards)
@@ -187,57 +190,111 @@ def check_worker(worker: RecordingWorker, folder: Path) -> dict[str, Any]:
     return {"shards": shards, "ranks": everything}
 
 
-class CountingLayers:
-    """A hook that adds to every hidden state how many there are: no sequence sees another, and a part is not alike."""
+class Counting:
+    """A hook that adds to numbers how many there are along `dim`: no sequence sees another, and parts are not alike."""
+
+    def __init__(self, dim: int):
+        self.dim = dim
 
     def __call__(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
-        return output + output.shape[1]
+        return output + output.shape[self.dim]
 
 
-def check_refusals(parallel: SequenceParallel) -> dict[str, str]:
+def check_refusals(together: RankGroup) -> dict[str, str]:
     config = make_model("qwen2").config
-    three = type(config)(**{**config.to_dict(), "num_attention_heads": 3, "num_key_value_heads": 1})
-    counting: Any = make_model("qwen2")
-    counting.model.layers[0].mlp.register_forward_hook(CountingLayers())
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 66}
+    three, features = (type(config)(**{**config.to_dict(), **change}) for change in (heads, {"intermediate_size": 63}))
+    tokens, columns, unplanned, other = (make_model("qwen2") for _ in range(4))
+    layers: list[Any] = [model.model.layers[0] for model in (tokens, columns)]  # type: ignore[union-attr]
+    layers[0].mlp.register_forward_hook(Counting(1))
+    layers[1].self_attn.q_proj.register_forward_hook(Counting(2))
+    unplanned._tp_plan = {}
+    other._tp_plan = {**other._tp_plan, "model.layers.*.mlp.up_proj": "grouped_gemm"}  # type: ignore[dict-item]
+    models = {
+        "heads": AutoModelForCausalLM.from_config(three),
+        "features": AutoModelForCausalLM.from_config(features),
+        "tokens": tokens,
+        "columns": columns,
+        "unplanned": unplanned,
+        "unknown": other,
+    }
     said = {}
-    for name, model in (("heads", AutoModelForCausalLM.from_config(three)), ("counting", counting)):
+    for name, model in models.items():
         try:
-            TokenScorer(model, parallel=parallel)
+            TokenScorer(model, together=together)
         except ConfigError as error:
             said[name] = str(error)
     return said
 
 
-def check_half_precision(parallel: SequenceParallel) -> float:
+def check_half_precision(together: RankGroup) -> float:
     """Largest difference (nats) of log-probs in bfloat16 to those of one process."""
     batch = make_batch("whole")
     with torch.no_grad():
         found = [
-            run(TokenScorer(tiny_model(dtype=torch.bfloat16), parallel=one), batch, True, False).logprobs
-            for one in (parallel, None)
+            run(TokenScorer(tiny_model(dtype=torch.bfloat16), together=one), batch, True, False).logprobs
+            for one in (together, None)
         ]
     return float((found[0] - found[1]).abs().max())
 
 
-def main(rank: int, world: int, size: int, port: int, folder: Path) -> None:
+def train(strategy: Any, updates: int, parts: int = 1, part: int = 0) -> list[float]:
+    """Norms of gradients; the first one is clipped, and a loss that is not finite comes before the last."""
+    norms = []
+    for index in range(updates):
+        bad = float("nan") if index == updates - 2 else 1.0
+
+        def loss(scorer: Any, batch: TrainBatch, factor: float = bad) -> Tensor:
+            return loss_of(*run(scorer, batch, share=False, wants_entropy=True), batch) * factor
+
+        accumulate(strategy, make_batch("whole"), parts, part, 2, loss)
+        norms.append(strategy.step()["grad_norm"])
+    return norms
+
+
+def check_steps(together: RankGroup, folder: Path) -> dict[str, Any]:
+    """Updates, a checkpoint, and updates from one of a single process."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    found: dict[str, Any] = {}
+    for kind in STEPPED:
+        strategies = [strategy_of(TokenScorer(make_model(kind), together=together), world, {}) for _ in range(2)]
+        first, again = strategies
+        place = world // together.size, rank // together.size
+        found[kind] = train(first, 3, *place)
+        first.save(folder / f"{kind}_together")
+        again.load(folder / f"{kind}_single")
+        train(again, 1, *place)
+        for name, strategy in (("stepped", first), ("resumed", again)):
+            full = {key: value.contiguous() for key, value in strategy.full_parameters()}
+            whole = torch.stack([value.sum() for value in full.values()])
+            everywhere = [torch.zeros_like(whole) for _ in range(world)]
+            dist.all_gather(everywhere, whole)
+            assert all(torch.equal(one, whole) for one in everywhere), "ranks gather different weights"
+            if rank == 0:
+                save_file(full, folder / f"{kind}_{name}.safetensors")
+    return found
+
+
+def main(rank: int, world: int, kind: str, size: int, port: int, folder: Path) -> None:
     recording = "skyrl_train.testing.recording_strategies:RecordingFSDP2"
-    spec = tiny_spec(str(folder / "model"), strategy=recording, sequence_parallel_size=size, **SPEC)
-    worker = RecordingWorker(spec, rank, world)
+    sizes: dict[str, Any] = {f"{kind}_parallel_size": size}
+    worker = RecordingWorker(tiny_spec(str(folder / "model"), strategy=recording, **sizes, **SPEC), rank, world)
     worker.setup("127.0.0.1", port)
-    parallel = worker.parallel
-    assert parallel is not None
+    together = worker.together
+    assert together is not None
     found: dict[str, Any] = check_worker(worker, folder)
-    found |= {"refused": check_refusals(parallel), "half_precision": check_half_precision(parallel)}
+    found |= {"refused": check_refusals(together), "half_precision": check_half_precision(together)}
     with double_precision():
-        check_gradients(parallel, json.loads((folder / "kinds.json").read_text()), folder)
-        check_critic(parallel, folder)
+        check_gradients(together, json.loads((folder / "kinds.json").read_text()), folder)
+        check_critic(together, folder)
+        found["norms"] = check_steps(together, folder)
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
     close_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), Path(sys.argv[6]))
     # As in ranks.py: past the interpreter's teardown, which gloo's threads outlive.
     sys.stdout.flush()
     os._exit(0)
