@@ -10,7 +10,7 @@ from skyrl_train.build.layout import Layout, Seats
 from skyrl_train.cluster.actors import spawn
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.choices import STRATEGIES
-from skyrl_train.config.schema import LoraConfig, TrainerConfig
+from skyrl_train.config.schema import CriticConfig, LoraConfig, PolicyConfig, RefConfig, TrainerConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import has_tokenizer, load_tokenizer
 from skyrl_train.trainer.schedule import StepSchedule
@@ -65,8 +65,7 @@ def build_learner(
         bucket_bytes=bucket_bytes,
         only_changed=only_changed,
         lora=_lora(trainer.policy.model.lora),
-        sequence_parallel_size=trainer.policy.sequence_parallel_size,
-        tensor_parallel_size=trainer.policy.tensor_parallel_size,
+        **_together(trainer.policy),
         compile_layers=trainer.policy.use_torch_compile,
         memory_folder=_memory_folder(trainer),
     )
@@ -125,8 +124,7 @@ def _reference(policy: LearnerSpec, trainer: TrainerConfig, threads: int | None)
         threads=threads,
         model_config_kwargs=trainer.ref.model_config_kwargs,
         lora=None,
-        sequence_parallel_size=trainer.ref.sequence_parallel_size,
-        tensor_parallel_size=trainer.ref.tensor_parallel_size,
+        **_together(trainer.ref),
         memory_folder=None,
     )
 
@@ -150,10 +148,14 @@ def _critic(
         model_config_kwargs=critic.model_config_kwargs,
         value_head=trainer.algorithm.value_head_prefix,
         lora=_lora(critic.model.lora),
-        sequence_parallel_size=critic.sequence_parallel_size,
-        tensor_parallel_size=critic.tensor_parallel_size,
+        **_together(critic),
         memory_folder=None,
     )
+
+
+def _together(section: PolicyConfig | RefConfig | CriticConfig) -> dict[str, int]:
+    names = ("sequence_parallel_size", "tensor_parallel_size")
+    return {name: getattr(section, name) for name in names}
 
 
 def _memory_folder(trainer: TrainerConfig) -> str | None:

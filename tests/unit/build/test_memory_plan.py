@@ -295,6 +295,23 @@ def test_ranks_that_run_a_micro_batch_together_share_its_tokens(tmp_path: Path):
     assert together.size == alone.size / 2
 
 
+def test_ranks_that_share_out_layers_have_a_part_of_each_and_all_tokens(tmp_path: Path):
+    path = save_tiny_model(tmp_path, "qwen3_moe")
+    keys = ["trainer.strategy=fsdp2", "trainer.algorithm.use_kl_loss=false"]
+    whole, parts = model_shape(path, key="k"), model_shape(path, key="k", parts=2)
+    shared = [weight for layer in whole.layers for weight in layer if len(weight.shape) > 1]
+    alike = [weight for weight in shared if weight.shape[0] == 4 and len(weight.shape) == 2]  # routers, of 4 experts
+    halved = sum(weight.numel for weight in shared) - sum(weight.numel for weight in alike)
+    assert numel(whole.weights) - numel(parts.weights) == halved / 2
+    assert (parts.heads, parts.key_value_heads) == (whole.heads // 2, whole.key_value_heads // 2)
+    plans = [memory_plan(config(path, *keys, f"trainer.policy.tensor_parallel_size={n}", ranks=2))[0] for n in (1, 2)]
+    alone, together = (row(plan, "policy", "parameters") for plan in plans)
+    assert together.size == 4 * numel(parts.weights) > alone.size == 4 * numel(whole.weights, 2)
+    assert "one of 2 parts of layers" in together.note
+    logits, fewer = (row(plan, "policy", "logits").size for plan in plans)
+    assert fewer == logits / 2
+
+
 def test_gradients_are_sharded_only_where_they_are_reduced_after_every_micro_batch(tmp_path: Path):
     path = save_tiny_model(tmp_path)
     cfg = config(path, "trainer.strategy=fsdp2", ranks=4)

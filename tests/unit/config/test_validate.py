@@ -195,6 +195,24 @@ def test_defaults_are_valid():
             "trainer.critic.sequence_parallel_size",
             "a divisor of the critic's ranks, 2",
         ),
+        (
+            ["trainer.critic.tensor_parallel_size=2", "trainer.placement.policy_num_gpus_per_node=3"],
+            "trainer.critic.tensor_parallel_size",
+            "a divisor of the critic's ranks, 3",
+        ),
+        *(
+            (
+                [*clash, f"trainer.{role}.tensor_parallel_size=2", "trainer.placement.policy_num_gpus_per_node=4"],
+                f"trainer.{role}.tensor_parallel_size",
+                f"1, or {only}",
+            )
+            for role, clash, only in (
+                ("ref", ["trainer.strategy=deepspeed"], "trainer.strategy=fsdp2"),
+                ("policy", ["trainer.policy.sequence_parallel_size=2"], "trainer.policy.sequence_parallel_size=1"),
+                ("policy", ["trainer.policy.use_torch_compile=true"], "trainer.policy.use_torch_compile=false"),
+                ("critic", ["trainer.critic.model.lora.rank=4"], "trainer.critic.model.lora.rank=0"),
+            )
+        ),
         (["trainer.policy.sequence_parallel_size=0"], "trainer.policy.sequence_parallel_size", "at least 1"),
         (["trainer.ref.deepspeed_config.zero_stage=1"], "trainer.ref.deepspeed_config.zero_stage", "at most 3"),
         (

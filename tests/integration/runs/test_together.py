@@ -12,8 +12,9 @@ from .conftest import Run, metrics_of
 
 
 @pytest.mark.slow
-def test_policy_reference_and_critic_train_on_two_ranks_that_share_every_sequence(
-    run: Run, easy: Callable[[Path], list[str]], tiny_model_path: str, tmp_path: Path
+@pytest.mark.parametrize("kind", ["sequence", "tensor"])
+def test_policy_and_reference_train_on_two_ranks_that_run_everything_together_and_so_does_the_critic(
+    run: Run, easy: Callable[[Path], list[str]], tiny_model_path: str, tmp_path: Path, kind: str
 ):
     run(
         "main_base",
@@ -26,7 +27,8 @@ def test_policy_reference_and_critic_train_on_two_ranks_that_share_every_sequenc
         "trainer.algorithm.use_kl_loss=true",
         "trainer.max_steps=2",
         "trainer.placement.policy_num_gpus_per_node=2",
-        *(f"trainer.{role}.sequence_parallel_size=2" for role in ("policy", "ref", "critic")),
+        "trainer.critic.sequence_parallel_size=2",
+        *(f"trainer.{role}.{kind}_parallel_size=2" for role in ("policy", "ref")),
         "generator.weight_sync_check=probe",
         PYTHONPATH=os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])),
     )
