@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from skyrl_train.build.algorithm import Learning
 from skyrl_train.build.layout import Layout, Seats
@@ -153,7 +154,7 @@ def _critic(
     )
 
 
-def _together(section: PolicyConfig | RefConfig | CriticConfig) -> dict[str, int]:
+def _together(section: PolicyConfig | RefConfig | CriticConfig) -> dict[str, Any]:
     names = ("sequence_parallel_size", "tensor_parallel_size")
     return {name: getattr(section, name) for name in names}
 

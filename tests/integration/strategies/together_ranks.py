@@ -245,7 +245,8 @@ def train(strategy: Any, updates: int, parts: int = 1, part: int = 0) -> list[fl
         bad = float("nan") if index == updates - 2 else 1.0
 
         def loss(scorer: Any, batch: TrainBatch, factor: float = bad) -> Tensor:
-            return loss_of(*run(scorer, batch, share=False, wants_entropy=True), batch) * factor
+            scores = run(scorer, batch, share=False, wants_entropy=True)
+            return loss_of(scores.logprobs, scores.entropy, batch) * factor
 
         accumulate(strategy, make_batch("whole"), parts, part, 2, loss)
         norms.append(strategy.step()["grad_norm"])
