@@ -7,15 +7,13 @@ memory_shapes.py. Not counted: libraries and the interpreter (0.3 to 1 GiB of ho
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from skyrl_train.build.algorithm import Learning, policy_learning
+from skyrl_train.build.capacity import capacity_of
 from skyrl_train.build.layout import slots_per_engine
 from skyrl_train.build.memory_shapes import (
     FP32,
@@ -298,29 +296,6 @@ def _of_head(shape: ModelShape, scored: int, chunk_bytes: int, kept_chunks: int 
     rows = chunk_rows(shape, chunk_bytes)
     kept = f", {min(kept_chunks, -(-scored // rows))} kept" if kept_chunks else ""
     return "logits", f"chunks of {min(scored, rows):,} x {shape.vocab:,}{kept}"
-
-
-def capacity_of(device: str) -> int | None:
-    """Bytes of this machine's smallest accelerator, or of its memory for "cpu" (of the control group where that is
-    less); None where nobody says. Touches no accelerator: a driver has no business there.
-    """
-    if device == "cuda":
-        sizes = _accelerators()
-        return min(sizes) << 20 if sizes else None
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else ""
-    return min(total, int(text)) if text.isdigit() else total
-
-
-def _accelerators() -> list[int]:
-    """MiB of each."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [int(line) for line in listed.split() if line.isdigit()]
 
 
 def announce(cfg: Config, learning: Learning) -> None:

@@ -29,7 +29,8 @@ def report(prepared: PreparedConfig) -> None:
 
 def report_with_plan(prepared: PreparedConfig) -> None:
     """torch is only imported here: a check without a plan is done before it would be loaded."""
-    from skyrl_train.build.memory_plan import capacity_of, memory_plan
+    from skyrl_train.build.capacity import capacity_of
+    from skyrl_train.build.memory_plan import memory_plan
     from skyrl_train.registry import import_plugins
 
     config = prepared.config

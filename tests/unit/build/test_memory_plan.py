@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from skyrl_train.build.memory_plan import Row, SlotPlan, capacity_of, memory_plan, summary
+from skyrl_train.build.capacity import capacity_of
+from skyrl_train.build.memory_plan import Row, SlotPlan, memory_plan, summary
 from skyrl_train.build.memory_shapes import Weight, model_shape, numel
 from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.prepare import prepare
