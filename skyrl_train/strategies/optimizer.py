@@ -206,7 +206,12 @@ class OptimizedModel:
             for key, value in {"param": self._held(name), **state}.items():
                 stored = value if key == "step" else self._stored(name, value)
                 tensors[f"{key}/{name}"] = stored if key == "step" or self._writes(name) else stored[:0]
-        meta = {"world_size": self.world_size, "updates": self._updates, "trained": self._optimizer is not None}
+        meta = {
+            "world_size": self.world_size,
+            "updates": self._updates,
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "trained": self._optimizer is not None,
+        }
         write_shard(directory, self.rank, slices, tensors, meta)
 
     @torch.no_grad()
@@ -225,6 +230,7 @@ class OptimizedModel:
                 if self._optimizer is not None:
                     self._load_state(reader, name, slices[name])
             self._updates = int(reader.meta["updates"])
+            self._skipped_in_a_row = int(reader.meta["skipped_in_a_row"])
 
     def _load_state(self, reader: Any, name: str, piece: Slice) -> None:
         assert self._optimizer is not None

@@ -174,13 +174,15 @@ def test_two_ranks_are_refused() -> None:
 
 
 @pytest.mark.fault("F32")
-def test_gradients_that_stay_not_finite_stop_the_run():
-    strategy = make(total_steps=100)
-
-    def poisoned_step() -> dict[str, float]:
+def test_gradients_that_stay_not_finite_stop_the_run_also_one_that_was_resumed(tmp_path: Path):
+    def poisoned_step(strategy: SingleStrategy) -> dict[str, float]:
         strategy.backward(logprobs_of(strategy, 0).sum() * math.nan, last=True)
         return strategy.step()
 
-    assert [poisoned_step()["skipped"] for _ in range(4)] == [1.0] * 4
-    with pytest.raises(NonFiniteUpdate, match="5 updates in a row"):
-        poisoned_step()
+    first, resumed = make(total_steps=100), make(total_steps=100)
+    assert [poisoned_step(first)["skipped"] for _ in range(4)] == [1.0] * 4
+    first.save(tmp_path)
+    resumed.load(tmp_path)
+    for strategy in (first, resumed):
+        with pytest.raises(NonFiniteUpdate, match="5 updates in a row"):
+            poisoned_step(strategy)
