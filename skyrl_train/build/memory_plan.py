@@ -349,7 +349,7 @@ def memory_plan(cfg: Config, capacity: int | None = None, learning: Learning | N
     slots = generator.num_inference_engines * slots_per_engine(generator)
     engine = tuple(_engine_rows(cfg, capacity, shared)) if local else ()
     home = [row for model in beside for row in model.rows()]
-    home += _bucket_rows(cfg, beside[0].shape, "policy")
+    home += _bucket_rows(cfg, _policy_shape(cfg, parts=1), "policy")
     names = [model.role for model in beside]
     if reward and placement.colocate_all:
         home += reward
@@ -367,11 +367,16 @@ def memory_plan(cfg: Config, capacity: int | None = None, learning: Learning | N
     return [plan for plan in plans if plan.count]
 
 
+def _policy_shape(cfg: Config, parts: int) -> ModelShape:
+    policy = cfg.trainer.policy
+    lora, changes = policy.model.lora, policy.model_config_kwargs
+    return _shape(cfg, policy.model.path, POLICY_PATH, changes, lora=lora, parts=parts)
+
+
 def _policy(cfg: Config, ranks: int) -> _Model:
     trainer, generator = cfg.trainer, cfg.generator
     policy, on_gpu = trainer.policy, cfg.device == "cuda"
-    options: dict[str, Any] = {"lora": policy.model.lora, "parts": policy.tensor_parallel_size}
-    shape = _shape(cfg, policy.model.path, POLICY_PATH, policy.model_config_kwargs, **options)
+    shape = _policy_shape(cfg, policy.tensor_parallel_size)
     run = Settings(
         a=2 if trainer.bf16 else FP32,
         autocast=trainer.strategy == "single" and trainer.bf16,

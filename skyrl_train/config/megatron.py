@@ -18,7 +18,7 @@ def resolve_megatron(config: Config) -> tuple[Config, list[str]]:
         theirs = f"trainer.{role}.megatron_config.tensor_model_parallel_size"
         ours = f"trainer.{role}.tensor_parallel_size"
         size = value_at(config, theirs)
-        if size != 1:
+        if size != 1 and value_at(config, ours) == 1:  # else what was written for fsdp2 counts
             config = with_value_at(with_value_at(config, theirs, 1), ours, size)
             notes.append(f"{theirs}={size} -> {ours}={size}.")
     return config, notes

@@ -81,7 +81,7 @@ class TrainerConfig(Section):
     """How a model is spread over ranks.
 
     `fsdp2` (`fsdp` is another name for it) shards it with PyTorch, `deepspeed` with DeepSpeed's ZeRO; `single` is one
-    rank without sharding.
+    rank without sharding, `megatron` is `fsdp2` with the tensor parallelism of `megatron_config`.
     """
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     ref: RefConfig = field(default_factory=RefConfig)

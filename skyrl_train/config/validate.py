@@ -151,6 +151,8 @@ def _parallel(config: Config) -> Iterator[Problem]:
         ranks["critic"] = placement.critic_num_nodes * placement.critic_num_gpus_per_node
         if not placement.colocate_policy_ref:
             ranks["ref"] = placement.ref_num_nodes * placement.ref_num_gpus_per_node
+    if config.trainer.strategy == "megatron":
+        yield Problem("trainer.strategy", "megatron", "fsdp2", "Its tensor parallelism is tensor_parallel_size there.")
     for role, count in ranks.items():
         section = getattr(config.trainer, role)
         for kind, what in (("sequence", "runs a part of every sequence"), ("tensor", "has a part of every layer")):
@@ -159,12 +161,16 @@ def _parallel(config: Config) -> Iterator[Problem]:
                 advice = f"Each of as many neighbouring ranks {what}."
                 yield Problem(f"trainer.{role}.{key}", size, f"a divisor of the {role}'s ranks, {count}", advice)
         if section.tensor_parallel_size > 1:
-            yield from _tensor_parallel(config, role)
+            yield from _tensor_parallel(config, role, count)
 
 
-def _tensor_parallel(config: Config, role: str) -> Iterator[Problem]:
+def _tensor_parallel(config: Config, role: str, count: int) -> Iterator[Problem]:
     trainer, key = config.trainer, f"trainer.{role}.tensor_parallel_size"
     section = getattr(trainer, role)
+    size, shard = section.tensor_parallel_size, section.fsdp_config.fsdp_size
+    if shard > 0 and (count // size) % shard:
+        allowed = f"-1 or a divisor of {count // size} with tensor_parallel_size={size}"
+        yield Problem(f"trainer.{role}.fsdp_config.fsdp_size", shard, allowed, "Ranks with the same part share it out.")
     for only, clashes, why in (
         ("trainer.strategy=fsdp2", trainer.strategy not in ("fsdp", "fsdp2"), "It shards the parts."),
         (f"trainer.{role}.sequence_parallel_size=1", section.sequence_parallel_size > 1, "Share out one of both."),

@@ -25,6 +25,8 @@ from skyrl_train.models.rank_group import RankGroup
 
 _HELD_ALIKE = "replicated_with_grad_allreduce"
 _EXPERTS = "moe_tp_experts"
+_LEAST_DIVIDED = 0.75
+"""Of the weights in layers: some plans leave experts out."""
 _STYLES = ("colwise", "rowwise", "packed_colwise", _EXPERTS, _HELD_ALIKE)
 
 
@@ -62,10 +64,17 @@ class TensorParallel(RankGroup):
             name = type(model).__name__
             raise ConfigError(f"transformers has no tensor-parallel plan for {name}: set {self.key} to 1.")
         self._check_heads(model.config)
+        sizes = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1 and _of_layer(name)}
         parts: dict[str, Part] = {}
         for path, module in model.named_modules():
             for place, style in _styles_of(path, module, styles):
                 parts |= self._apply(style, place, path, module)
+        divided = sum(size for name, size in sizes.items() if name in parts) / sum(sizes.values())
+        if divided < _LEAST_DIVIDED:
+            raise ConfigError(
+                f"transformers' tensor-parallel plan for {type(model).__name__} divides {divided:.0%} of its layers' "
+                f"weights; every rank would hold the others whole: set {self.key} to 1."
+            )
         return parts
 
     def _apply(self, style: str, place: str, path: str, module: nn.Module) -> dict[str, Part]:
@@ -122,11 +131,20 @@ class TensorParallel(RankGroup):
         return total
 
 
+def _of_layer(name: str) -> bool:
+    return _generic(name) != name
+
+
+def _generic(name: str) -> str:
+    """As plans call it: the numbers of layers are "*"."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
 def _styles_of(path: str, module: nn.Module, styles: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """(path, style) of a module and of its own parameters, where the plan names them; numbers are "*" there."""
+    """(path, style) of a module and of its own parameters, where the plan names them."""
     own = [path, *(f"{path}.{name}" for name, _ in module.named_parameters(recurse=False))]
     for place in own:
-        if style := styles.get(re.sub(r"\d+", "*", place)):
+        if style := styles.get(_generic(place)):
             yield place, style
 
 

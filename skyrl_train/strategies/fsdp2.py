@@ -45,26 +45,28 @@ class FSDP2Strategy(OptimizedModel):
     ):
         super().__init__(optimizer, device, rank, world_size)
         if fsdp.fsdp_size != -1 and (fsdp.fsdp_size < 1 or world_size % fsdp.fsdp_size):
-            raise ConfigError(
-                f"fsdp_config.fsdp_size={fsdp.fsdp_size} does not divide the {world_size} ranks of the model; "
-                "use -1 (all of them) or a divisor."
-            )
+            raise ConfigError(_no_divisor(fsdp.fsdp_size, world_size, "ranks of the model"))
         self.fsdp = fsdp
         self.tensor: TensorGroup | None = None
         self.parts: Mapping[str, TensorPart] = {}
+        self._alike: frozenset[str] = frozenset()
+        """Parameters of layers that the ranks of `tensor` hold alike."""
         self.compute_dtype = compute_dtype
         self.reduce_once = self.device.type == "cpu" or not fsdp.reshard_after_forward
 
     def prepare(self, scorer: Any, total_steps: int | None) -> nn.Module:
-        """A scorer that is divided over `scorer.tensor` holds `scorer.parts` of its parameters, which are then sharded
-        over the ranks that have the same part.
+        """A scorer that is divided over `scorer.tensor` has `scorer.parts` of its layers' parameters. Layers are then
+        sharded over the ranks that have the same part, and the rest over all of them.
         """
         self.tensor, self.parts = scorer.tensor, scorer.parts
-        self.mesh = self._mesh()
+        self.mesh, everybody = self._meshes()
+        layers = scorer.decoder_layers()
+        inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+        names = {scorer.hf_name(name) for name, parameter in scorer.named_parameters() if id(parameter) in inside}
+        self._alike = frozenset(names - self.parts.keys()) if self.tensor is not None else frozenset()
         dtype = widest_dtype(scorer)
         narrower = self.compute_dtype.itemsize < dtype.itemsize
         options: dict[str, Any] = {
-            "mesh": self.mesh,
             "reshard_after_forward": self.fsdp.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=self.compute_dtype if narrower else None,
@@ -73,9 +75,9 @@ class FSDP2Strategy(OptimizedModel):
             ),
             "offload_policy": CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
         }
-        for layer in scorer.decoder_layers():
-            fully_shard(layer, **options)
-        root: Any = fully_shard(scorer, **options)
+        for layer in layers:
+            fully_shard(layer, mesh=self.mesh, **options)
+        root: Any = fully_shard(scorer, mesh=everybody, **options)
         for module in root.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -87,19 +89,24 @@ class FSDP2Strategy(OptimizedModel):
     def _offloads(self) -> bool:
         return self.fsdp.cpu_offload and self.device.type != "cpu"
 
-    def _mesh(self) -> DeviceMesh:
-        """Of the ranks that data is shared out over. Those of a tensor-parallel group are neighbours."""
+    def _meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
+        """Of what layers are sharded over, and the rest. The ranks of a tensor-parallel group are neighbours."""
         parts = 1 if self.tensor is None else self.tensor.size
         ranks = self.world_size // parts
         size = ranks if self.fsdp.fsdp_size == -1 else self.fsdp.fsdp_size
         if ranks % size:
-            raise ConfigError(
-                f"fsdp_config.fsdp_size={size} does not divide the {ranks} ranks that have the same part of the model; "
-                "use -1 (all of them) or a divisor."
-            )
+            raise ConfigError(_no_divisor(size, ranks, "ranks that have the same part of the model"))
+        everybody = self._mesh(ranks // size, size * parts)
+        if parts == 1:
+            return everybody, everybody
         names = ("replicate", "shard", "tensor")
         mesh = init_device_mesh(self.device.type, (ranks // size, size, parts), mesh_dim_names=names)
-        return mesh["shard"] if size == ranks else mesh["replicate", "shard"]
+        return mesh["shard"] if size == ranks else mesh["replicate", "shard"], everybody
+
+    def _mesh(self, replicas: int, size: int) -> DeviceMesh:
+        if replicas == 1:
+            return init_device_mesh(self.device.type, (size,), mesh_dim_names=("shard",))
+        return init_device_mesh(self.device.type, (replicas, size), mesh_dim_names=("replicate", "shard"))
 
     def backward(self, loss: Tensor, last: bool) -> None:
         root: Any = self.scorer
@@ -112,15 +119,13 @@ class FSDP2Strategy(OptimizedModel):
 
     def _add_up(self) -> None:
         """Gradients of what tensor-parallel ranks hold alike: each of them has a summand."""
-        if self.tensor is None:
-            return
         for name, parameter in self._parameters.items():
-            if name not in self.parts and parameter.grad is not None:
+            if self.tensor is not None and name in self._alike and parameter.grad is not None:
                 held = local(parameter.grad)
-                held.copy_(self.tensor.sum(held.to(self.device)))
+                held.copy_(self.tensor.sum(held))
 
     def _copies(self, name: str) -> int:
-        return 1 if self.tensor is None or name in self.parts else self.tensor.size
+        return self.tensor.size if self.tensor is not None and name in self._alike else 1
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         dist.all_reduce(value, group=self.mesh.get_group("shard"))
@@ -131,9 +136,9 @@ class FSDP2Strategy(OptimizedModel):
             yield name, self._whole(name, tensor)
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Put together from all parts, where `tensor` is one."""
+        """Put together from all parts, where `tensor` is one, and where that lies."""
         part = self.parts.get(name)
-        return tensor if part is None or self.tensor is None else part.whole(self.tensor.gather(tensor.to(self.device)))
+        return tensor if part is None or self.tensor is None else part.whole(self.tensor.gather(tensor))
 
     def _slices(self) -> dict[str, Slice]:
         """Of whole parameters. A part that is rows of one is a slice; of others the ranks' rows are put together."""
@@ -155,7 +160,8 @@ class FSDP2Strategy(OptimizedModel):
         return part.of(elements.view(sizes))
 
     def _writes(self, name: str) -> bool:
-        return self.tensor is None or self.tensor.rank == 0 or (name in self.parts and self._rows(name))
+        whole = name in self._alike or not self._rows(name)
+        return not whole or self.tensor is None or self.tensor.rank == 0
 
     def _rows(self, name: str) -> bool:
         """Whether a rank's part of a parameter is rows of it, or all."""
@@ -167,3 +173,7 @@ class FSDP2Strategy(OptimizedModel):
     def onload(self) -> None:
         if not self._offloads:
             super().onload()
+
+
+def _no_divisor(size: int, count: int, what: str) -> str:
+    return f"fsdp_config.fsdp_size={size} does not divide the {count} {what}; use -1 (all of them) or a divisor."

@@ -186,7 +186,7 @@ class OptimizedModel:
         return self._optimizer.state[self._views[name]]
 
     def _stored(self, name: str, held: Tensor) -> Tensor:
-        """What is written of a tensor in the shape of this rank's part of a parameter; all ranks call it."""
+        """What is written of a CPU tensor in the shape of this rank's part of a parameter; all ranks call it."""
         return held
 
     def _writes(self, name: str) -> bool:
@@ -204,8 +204,9 @@ class OptimizedModel:
             slices[name] = piece if self._writes(name) else replace(piece, stop=piece.start)
             state = self._state(name) if self._optimizer is not None else {}
             for key, value in {"param": self._held(name), **state}.items():
-                stored = value if key == "step" else self._stored(name, value)
-                tensors[f"{key}/{name}"] = stored if key == "step" or self._writes(name) else stored[:0]
+                stored = value if key == "step" else self._stored(name, value.cpu())  # an accelerator may be full
+                writes = key == "step" or self._writes(name)
+                tensors[f"{key}/{name}"] = stored if writes else stored.new_empty(0)
         meta = {
             "world_size": self.world_size,
             "updates": self._updates,

@@ -186,7 +186,10 @@ class LearnerWorker:
         for parameter in scorer.parameters():
             if spec.lora and parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-        count = sum(parameter.numel() for parameter in scorer.parameters())
+        count = sum(
+            parameter.numel() * (part.size if (part := scorer.parts.get(scorer.hf_name(name))) else 1)
+            for name, parameter in scorer.named_parameters()
+        )
         if spec.compile_layers:
             compile_layers(scorer, spec.device)
         self.strategy = load_object(spec.strategy)(

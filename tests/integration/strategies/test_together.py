@@ -169,22 +169,24 @@ def test_models_that_cannot_be_divided_are_refused_by_key(found: Found) -> None:
         assert said["heads"].startswith(f"{key}={found.size} does not divide the model's 3 attention heads")
         assert f"set {key} to 1" in said["tokens"]
     else:
-        assert said.keys() == {"heads", "features", "columns", "unplanned", "unknown"}
+        assert said.keys() == {"heads", "features", "columns", "unplanned", "unknown", "whole"}
         assert said["heads"].startswith(f"{key}={found.size} does not divide the model's num_attention_heads, 3")
         assert "does not divide model.layers.0.mlp.gate_proj.weight, which has 63 features" in said["features"]
         assert "'grouped_gemm' for model.layers.0.mlp.up_proj, which is not known here" in said["unknown"]
         assert "computes something else when it is divided" in said["columns"]
         assert "no tensor-parallel plan for Qwen2ForCausalLM" in said["unplanned"]
+        assert "of its layers' weights; every rank would hold the others whole" in said["whole"]
 
 
-@pytest.mark.parametrize("kind", STEPPED)
-def test_steps_checkpoints_and_weights_are_those_of_one_process(found: Found, kind: str, tmp_path: Path) -> None:
-    alone = single(kind)
+@pytest.mark.parametrize("kind", [*STEPPED, "qwen2_replicas"])
+def test_steps_checkpoints_and_weights_are_those_of_one_process(found: Found, kind: str) -> None:
+    model = kind.removesuffix("_replicas")
+    alone = single(model)
     norms = train(alone, 3)
     assert math.isnan(norms[1])
     assert found.values["norms"][kind] == pytest.approx(norms, rel=1e-9, nan_ok=True)
     assert_same(load_file(found.folder / f"{kind}_stepped.safetensors"), dict(alone.full_parameters()), 1e-9)
-    other = single(kind)
+    other = single(model)
     other.load(found.folder / f"{kind}_together")
     assert_same(dict(other.full_parameters()), dict(alone.full_parameters()), 1e-9)
     for strategy in (alone, other):

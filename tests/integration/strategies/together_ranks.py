@@ -57,14 +57,18 @@ SPEC = {
 }
 """A loss that looks at whole sequences, of which every rank has a part."""
 OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=10.0)
-STEPPED = ("qwen2", "qwen3_moe")
+STEPPED = ("qwen2", "three_experts")
 LIMITS = PassLimits(sequences=2, tokens=None, attention_tokens=6144, share_prompt=False)
 
 
 def make_model(kind: str) -> PreTrainedModel:
     """In double precision; with windows and capped scores for gemma2."""
-    if kind == "qwen3_moe":
-        model = tiny_model(kind, dtype=torch.float64)
+    if kind in ("qwen3_moe", "three_experts"):
+        model = tiny_model("qwen3_moe", dtype=torch.float64)
+        if kind == "three_experts":  # which two ranks cannot share out evenly
+            config = type(model.config)(**{**model.config.to_dict(), "num_experts": 3})
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
         model.set_experts_implementation("eager")  # the default has no kernel for float64
         return model
     changed = {"one_kv_head": {"num_key_value_heads": 1}, "gemma2": {"sliding_window": 3}}.get(kind)
@@ -204,12 +208,14 @@ def check_refusals(together: RankGroup) -> dict[str, str]:
     config = make_model("qwen2").config
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 66}
     three, features = (type(config)(**{**config.to_dict(), **change}) for change in (heads, {"intermediate_size": 63}))
-    tokens, columns, unplanned, other = (make_model("qwen2") for _ in range(4))
+    tokens, columns, unplanned, other, whole = (make_model("qwen2") for _ in range(5))
     layers: list[Any] = [model.model.layers[0] for model in (tokens, columns)]  # type: ignore[union-attr]
     layers[0].mlp.register_forward_hook(Counting(1))
-    layers[1].self_attn.q_proj.register_forward_hook(Counting(2))
+    layers[1].self_attn.v_proj.register_forward_hook(Counting(2))
     unplanned._tp_plan = {}
     other._tp_plan = {**other._tp_plan, "model.layers.*.mlp.up_proj": "grouped_gemm"}  # type: ignore[dict-item]
+    whole._tp_plan = {name: style for name, style in whole.tp_plan.items() if "mlp" not in name}
+    whole.model._tp_plan = {}  # type: ignore[union-attr]
     models = {
         "heads": AutoModelForCausalLM.from_config(three),
         "features": AutoModelForCausalLM.from_config(features),
@@ -217,6 +223,7 @@ def check_refusals(together: RankGroup) -> dict[str, str]:
         "columns": columns,
         "unplanned": unplanned,
         "unknown": other,
+        "whole": whole,
     }
     said = {}
     for name, model in models.items():
@@ -257,13 +264,14 @@ def check_steps(together: RankGroup, folder: Path) -> dict[str, Any]:
     """Updates, a checkpoint, and updates from one of a single process."""
     world, rank = dist.get_world_size(), dist.get_rank()
     found: dict[str, Any] = {}
-    for kind in STEPPED:
-        strategies = [strategy_of(TokenScorer(make_model(kind), together=together), world, {}) for _ in range(2)]
+    for kind, fsdp in (*((kind, {}) for kind in STEPPED), ("qwen2_replicas", {"fsdp_size": 1})):
+        model = kind.removesuffix("_replicas")
+        strategies = [strategy_of(TokenScorer(make_model(model), together=together), world, fsdp) for _ in range(2)]
         first, again = strategies
         place = world // together.size, rank // together.size
         found[kind] = train(first, 3, *place)
         first.save(folder / f"{kind}_together")
-        again.load(folder / f"{kind}_single")
+        again.load(folder / f"{model}_single")
         train(again, 1, *place)
         for name, strategy in (("stepped", first), ("resumed", again)):
             full = {key: value.contiguous() for key, value in strategy.full_parameters()}

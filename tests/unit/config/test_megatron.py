@@ -35,6 +35,12 @@ def test_its_other_kinds_of_parallelism_are_refused_by_name(kind: str):
         prepare([*RECIPE, f"{key}=2"], has_accelerator=True)
 
 
+def test_what_was_written_for_fsdp2_counts_more():
+    prepared = prepare([*RECIPE, "trainer.policy.tensor_parallel_size=4"], has_accelerator=True)
+    assert prepared.config.trainer.policy.tensor_parallel_size == 4
+    assert any("policy.megatron_config.tensor_model_parallel_size" in str(warning) for warning in prepared.warnings)
+
+
 def test_with_another_strategy_its_keys_have_no_effect_and_that_is_said():
     prepared = prepare([*RECIPE, "trainer.strategy=fsdp2"], has_accelerator=True)
     assert prepared.config.trainer.policy.tensor_parallel_size == 1

@@ -200,6 +200,15 @@ def test_defaults_are_valid():
             "trainer.critic.tensor_parallel_size",
             "a divisor of the critic's ranks, 3",
         ),
+        (
+            [
+                "trainer.policy.tensor_parallel_size=2",
+                "trainer.policy.fsdp_config.fsdp_size=4",
+                "trainer.placement.policy_num_gpus_per_node=4",
+            ],
+            "trainer.policy.fsdp_config.fsdp_size",
+            "-1 or a divisor of 2",
+        ),
         *(
             (
                 [*clash, f"trainer.{role}.tensor_parallel_size=2", "trainer.placement.policy_num_gpus_per_node=4"],
