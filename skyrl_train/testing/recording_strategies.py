@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -68,6 +69,10 @@ class RecordingWorker(LearnerWorker):
         if self._chunk_bytes is not None:
             scorer.chunk_bytes = self._chunk_bytes  # type: ignore[assignment]
         return scorer
+
+    def graphs(self) -> int:
+        """How many torch.compile made in this process."""
+        return int(counters["stats"]["unique_graphs"])
 
     def gradients(self) -> dict[str, Tensor]:
         recorded: dict[str, Tensor] = self.strategy.recorded

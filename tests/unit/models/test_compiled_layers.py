@@ -23,8 +23,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(autouse=True)
-def graphs_as_they_are() -> Iterator[None]:
+def graphs_as_they_are(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Graphs are captured, differentiated and run, and no kernels are made of them: that takes a minute."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # a vLLM engine in this process sets it
     torch.compiler.reset()
     torch.compiler.set_default_backend("aot_eager")
     counters.clear()
