@@ -19,11 +19,12 @@ WHITESPACE = b"\xef\xbb\xbf \t\r\n"
 SUFFIXES = (".parquet", ".json", ".jsonl")
 
 
-def read_rows(source: str) -> Iterator[tuple[str, Row]]:
+def read_rows(source: str, hub_config: str | None = None) -> Iterator[tuple[str, Row]]:
     """(where, row) for every row of `source`; `where` names file and line or row, counted from 1, for error messages.
 
     A source is a .parquet, .json or .jsonl file, a folder that `datasets` can load, or a name on the hub; these two
-    may end in ":split" ("train" otherwise). Raises DataError for what is missing or cannot be read.
+    may end in ":split" ("train" otherwise); `hub_config` is for a dataset that has several configurations. Raises
+    DataError for what is missing or cannot be read.
     """
     path = Path(source).expanduser()
     if path.suffix.lower() in SUFFIXES and not path.is_dir():
@@ -36,10 +37,10 @@ def read_rows(source: str) -> Iterator[tuple[str, Row]]:
         name, _, split = source.rpartition(":")
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return _load_dataset(source, str(folder), split)
+        return _load_dataset(source, str(folder), split, None)
     if folder.exists() or not HUB_NAME.fullmatch(name):
         raise DataError(f"{source}: not a {', '.join(SUFFIXES)} file, not a folder, not a dataset's name on the hub.")
-    return _load_dataset(source, name, split)
+    return _load_dataset(source, name, split, hub_config)
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
@@ -55,11 +56,11 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
         raise DataError(f"{path}, after row {number}: {error}") from error
 
 
-def _load_dataset(source: str, name: str, split: str) -> Iterator[tuple[str, Row]]:
+def _load_dataset(source: str, name: str, split: str, config: str | None) -> Iterator[tuple[str, Row]]:
     from datasets import load_dataset  # takes a second to import; files do not need it
 
     try:
-        dataset = load_dataset(name, split=split)
+        dataset = load_dataset(name, config, split=split)
     except Exception as error:  # datasets, its filesystem layers and the hub's client raise every kind
         raise DataError(f"{source}: could not be loaded as a dataset with split {split!r}: {error}") from error
     for number, row in enumerate(dataset, 1):

@@ -185,7 +185,8 @@ def test_a_folder_is_loaded_as_a_dataset_by_split(tmp_path: Path):
 def test_a_name_on_the_hub_is_loaded_with_its_split(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     asked = []
 
-    def from_hub(name: str, split: str) -> Dataset:
+    def from_hub(name: str, config: str | None, split: str) -> Dataset:
+        assert config is None
         asked.append((name, split))
         return Dataset.from_list([row()])
 

@@ -1,0 +1,110 @@
+"""Dataset scripts: somebody's rows as train.parquet and validation.parquet in SkyRL's row format.
+
+    def convert(where, row, split, index): ...      # one of SkyRL's rows, or None to leave it out; DataError names it
+    conversion_main(convert, doc=__doc__, hub="openai/gsm8k", hub_config="main")
+
+gives a script its --input FOLDER|HUB, --output FOLDER and --limit N.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from skyrl_train.data.rows import SUFFIXES, Row, read_rows
+from skyrl_train.errors import DataError
+
+Convert = Callable[[str, Row, str, int], Row | None]
+"""(where, row, split of the source, its number there from 0) -> a row of SkyRL's format, None for one to leave out."""
+SPLITS = {"train": "train", "test": "validation"}
+
+
+def conversion_main(
+    convert: Convert,
+    *,
+    doc: str | None,
+    hub: str | Mapping[str, str],
+    hub_config: str | None = None,
+    splits: Mapping[str, str] = SPLITS,
+) -> None:
+    """The `main` of a dataset script; mistakes in the data end it with one line that names file and row.
+
+    Args:
+        doc: The script's docstring, for --help.
+        hub: Dataset on the hub; or one for every split of the source, where its splits are in several datasets.
+        hub_config: The dataset's configuration there, where it has several.
+        splits: Split of the source -> name of the parquet file. A folder of local files has <split>.jsonl, .json or
+            .parquet for each.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    local = ", ".join(f"{split}.jsonl" for split in splits)
+    parser.add_argument("--input", help=f"folder with {local} (or .json, .parquet), or a hub name; default: {hub}")
+    parser.add_argument("--output", required=True, type=Path, help="folder for the parquet files")
+    parser.add_argument("--limit", type=int, help="rows of each split at most")
+    arguments = parser.parse_args()
+    try:
+        for split, name in splits.items():
+            source = source_rows(arguments.input or (hub if isinstance(hub, str) else hub[split]), split, hub_config)
+            kept, left_out = converted(convert, source, split, arguments.limit)
+            write_split(arguments.output, name, kept, left_out)
+    except DataError as error:
+        sys.exit(str(error))
+
+
+def source_rows(source: str, split: str, hub_config: str | None = None) -> Iterator[tuple[str, Row]]:
+    """(where, row) of one split: `source` is a folder of local files or a name on the hub, as name or name:split."""
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        return read_rows(source if ":" in source else f"{source}:{split}", hub_config)
+    files = [folder / f"{split}{suffix}" for suffix in (".jsonl", ".json", ".parquet")]
+    found = [file for file in files if file.is_file()]
+    if len(found) != 1:
+        raise DataError(
+            f"{folder}: needs exactly one of {', '.join(f'{split}{suffix}' for suffix in SUFFIXES)}, "
+            f"has {', '.join(file.name for file in found) or 'none'}."
+        )
+    return read_rows(str(found[0]))
+
+
+def converted(
+    convert: Convert, source: Iterable[tuple[str, Row]], split: str, limit: int | None = None
+) -> tuple[list[Row], int]:
+    """The rows kept, at most `limit`, and how many were left out on the way to them."""
+    kept: list[Row] = []
+    left_out = 0
+    for index, (where, row) in enumerate(source):
+        if limit is not None and len(kept) >= limit:
+            break
+        new = convert(where, row, split, index)
+        if new is None:
+            left_out += 1
+        else:
+            kept.append(new)
+    return kept, left_out
+
+
+def write_split(folder: Path, name: str, rows: list[Row], left_out: int = 0) -> Path:
+    """Write `rows` as <folder>/<name>.parquet and say so. Raises DataError where a column has no one type."""
+    path = folder.expanduser() / f"{name}.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    try:
+        table = pa.table({column: pa.array([row.get(column) for row in rows]) for column in columns})
+        pq.write_table(table, path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: {error}; every row needs the same types in the same columns.") from error
+    print(f"{path}: {len(rows)} rows" + (f", {left_out} left out" if left_out else ""))
+    return path
+
+
+def text_column(where: str, row: Row, column: str) -> str:
+    """A column that must be text with something in it; DataError otherwise."""
+    value = row.get(column)
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"{where}: needs text in the column {column!r}, got {value!r:.120}; columns: {sorted(row)}.")
+    return value
