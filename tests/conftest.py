@@ -20,6 +20,7 @@ from pathlib import Path
 import hypothesis
 import psutil
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 _SESSION = f"SKYRL_TEST_SESSION={uuid.uuid4().hex}"
 """In the environment of every process that a test starts, so that one which daemonised is found too."""
@@ -48,6 +49,7 @@ hypothesis.settings.load_profile("repeatable")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 _PATIENCE_S = 10.0
+_ENGINE = re.compile(r"test_conformance_\w+\.py::.*((?:untied-|moe-)?(?:native-)?(?:transformers|vllm|sglang))")
 _LASTING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "wandb-core")
 """Helpers that a library keeps until the interpreter ends."""
 
@@ -61,6 +63,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in on_gpu:
                 item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+class _Lanes(LoadScopeScheduling):
+    """Tests that share what is costly to make run in one lane: a file, an engine, the first quickstart.
+
+    Scopes keep the order of collection (`--no-loadscope-reorder`): long ones of tests/integration come first.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        if engine := _ENGINE.search(nodeid):
+            return engine[1]
+        if nodeid.endswith(("on_held_out_problems[1]", "on_held_out_problems[2]")):
+            return nodeid
+        return nodeid.split("::", 1)[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> _Lanes:
+    return _Lanes(config, log)  # type: ignore[arg-type]
 
 
 def pytest_sessionfinish() -> None:
@@ -105,7 +126,8 @@ def nothing_left_behind() -> Iterator[None]:
     if _listening() - ports:
         gc.collect()
         assert _listening() <= ports, f"ports left listening: {sorted(_listening() - ports)}"
-    assert _shared_memory() <= shared, f"left in /dev/shm: {sorted(_shared_memory() - shared)}"
+    left_shared = _wait_until_removed(shared)
+    assert not left_shared, f"left in /dev/shm: {sorted(left_shared)}"
 
 
 def _children() -> set[int]:
@@ -167,9 +189,35 @@ def _listening() -> set[int]:
 
 
 def _shared_memory() -> set[str]:
-    """Files in /dev/shm named after this process; in CI, where nobody else makes any, also those of its children."""
+    """Files in /dev/shm named after this process; in CI also its children's, where nobody else makes any."""
     if not os.path.isdir("/dev/shm"):
         return set()
     everybody = ("skyrl", "torch_", "psm_") if os.environ.get("CI") else ()
     own = re.compile(rf"(?<!\d){os.getpid()}(?!\d)")
     return {name for name in os.listdir("/dev/shm") if name.startswith(everybody) or own.search(name)}
+
+
+def _wait_until_removed(before: set[str]) -> set[str]:
+    """What is new and stays. Those of another lane are mapped by a process that is not of this one."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while left := _shared_memory() - before:
+        left -= _mapped_by_others()
+        if not left or time.monotonic() > deadline:
+            break
+        before = before | (_shared_memory() - left)  # came while we waited: not from the test that has ended
+        time.sleep(0.05)
+    return left & _shared_memory()
+
+
+def _mapped_by_others() -> set[str]:
+    """Names of the files in /dev/shm that processes hold which do not belong to this test session."""
+    own = _marked() | {os.getpid()}
+    found: set[str] = set()
+    for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if entry.isdigit() and int(entry) not in own:
+            try:
+                maps = Path(f"/proc/{entry}/maps").read_text(errors="replace")
+            except OSError:
+                continue
+            found.update(re.findall(r"/dev/shm/(\S+)", maps))
+    return found

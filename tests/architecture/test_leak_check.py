@@ -15,7 +15,7 @@ def test_daemon(): subprocess.run(["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 
 def test_port():
     KEPT.append(socket.create_server(("127.0.0.1", 0)))
 def test_shared_memory():
-    open(f"/dev/shm/skyrl-leak-{os.getpid()}", "w").close()
+    open(f"/dev/shm/leak-of-skyrl-{os.getpid()}", "w").close()
 def test_tidy_again(): subprocess.run(["true"])
 """
 
@@ -30,7 +30,7 @@ def test_a_daemon_a_port_and_a_shared_file_are_each_reported(tmp_path: Path):
         text=True,
         timeout=120,
     )
-    for file in Path("/dev/shm").glob("skyrl-leak-*"):
+    for file in Path("/dev/shm").glob("leak-of-skyrl-*"):
         file.unlink()
     assert "5 passed, 3 errors" in result.stdout, result.stdout
     assert "ERROR " + "test_tidy" not in result.stdout

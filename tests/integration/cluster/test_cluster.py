@@ -83,10 +83,10 @@ def test_a_concurrent_actor_overlaps_its_calls(cluster: Cluster):
     async def run() -> float:
         await subject.wait(0.0)
         begun = time.monotonic()
-        await asyncio.gather(*(subject.wait(0.3) for _ in range(10)))
+        await asyncio.gather(*(subject.wait(1.0) for _ in range(10)))
         return time.monotonic() - begun
 
-    assert asyncio.run(run()) < 2.0
+    assert asyncio.run(run()) < 7.0
 
 
 def test_silence_and_death_are_errors_that_name_the_process(cluster: Cluster):
@@ -114,7 +114,7 @@ def test_more_than_the_cluster_has_is_refused_at_once_with_need_and_have(cluster
     assert occupied.count == 1
     with pytest.raises(ConfigError, match=r"engines: needs 64 slots of 1 CPU.*not placed within 1 s.*colocate"):
         reserve(cluster, count=64, tenants=1, device="cpu", total_slots=0, deadline_s=1, key="engines")
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 20
 
 
 def test_two_ranks_and_an_engine_fit_two_cores():

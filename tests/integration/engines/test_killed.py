@@ -121,7 +121,7 @@ def test_an_engine_killed_between_buckets_is_an_error_in_time_and_the_trainer_go
             await publisher.publish(1)
         with pytest.raises(EngineError, match="'far'"):
             await under_way
-        assert doomed.killed_at and time.monotonic() - doomed.killed_at < 20
+        assert doomed.killed_at and time.monotonic() - doomed.killed_at < 40
         await remote.close()
 
         survivor = TransformersEngine(tiny_model("qwen3"), name="near")

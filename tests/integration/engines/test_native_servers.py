@@ -165,7 +165,7 @@ def test_a_server_killed_in_a_request_is_an_error_by_name_in_time(server: Server
         start = time.monotonic()
         with pytest.raises(EngineError, match=rf"{server.process.address}.*lost during"):
             await call
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 30
         with pytest.raises(EngineError, match=server.process.address):
             await engine.health()
 

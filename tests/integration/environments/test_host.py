@@ -125,7 +125,7 @@ def test_a_step_that_hangs_in_c_is_killed_at_its_deadline():
         assert await outcome(host, "Misbehaving", "hangs in c") == "timeout"
         return time.monotonic() - start
 
-    assert run_with_host(scenario, deadline_s=0.5) < 1.5
+    assert run_with_host(scenario, deadline_s=0.5) < 5
 
 
 def test_other_episodes_of_a_killed_process_are_rebuilt_from_their_texts():
@@ -285,7 +285,7 @@ def test_closing_waits_for_no_environment_beyond_its_grace(started: Callable[[],
 
     start = time.monotonic()
     run_with_host(scenario, deadline_s=0.5)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     assert started() == set()
 
 
@@ -340,7 +340,7 @@ def test_ten_thousand_answers_are_scored_in_under_ten_seconds():
 
 def gone(pid: int) -> bool:
     """Whether the process ends within some seconds."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
             return True

@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Run:
             env=os.environ | env,
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=560,
             check=False,
         )
         assert done.returncode == expect, done.stdout[-4000:] + done.stderr[-6000:]

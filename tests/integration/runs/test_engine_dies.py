@@ -42,7 +42,7 @@ class Run:
 def run_and_hit(overrides: list[str], folder: Path, signal_sent: signal.Signals) -> Run:
     """Start a run and send the signal to one engine after the first step."""
     metrics, log = folder / "ckpts" / "metrics.jsonl", folder / "run.log"
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 480
     with log.open("w") as output:
         driver = subprocess.Popen(command("main_base", overrides), stdout=output, stderr=output, env=os.environ)
     hit: psutil.Process | None = None

@@ -107,7 +107,7 @@ def test_a_subclass_of_the_experiment_replaces_one_part(small: Callable, tmp_pat
     (tmp_path / "main_halved.py").write_text(SUBCLASS)
     command = [sys.executable, str(tmp_path / "main_halved.py"), *small(tmp_path), *ONE_STEP]
     command += ["trainer.dump_data_batch=true"]
-    subprocess.run(command, check=True, timeout=250, env=os.environ, capture_output=True)
+    subprocess.run(command, check=True, timeout=500, env=os.environ, capture_output=True)
     assert metrics_of(tmp_path)[1]["reward/mean"] == 0.25
     batch, uids = read_batch(tmp_path / "exports" / "dumped_data" / "global_step_1_training_input.safetensors")
     assert batch.rewards.unique().tolist() == [0.25]

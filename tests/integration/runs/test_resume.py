@@ -23,7 +23,7 @@ SIX_STEPS = ("trainer.epochs=1", "trainer.max_steps=6", "trainer.hf_save_interva
 def kill_in_the_middle_of_step(overrides: list[str], folder: Path, step: int) -> None:
     """Start a run; kill -9 its driver when `step` steps are logged, so while a later one is under way."""
     metrics = folder / "ckpts" / "metrics.jsonl"
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 400
     with (folder / "killed.log").open("w") as log:
         driver = subprocess.Popen(command("main_base", overrides), stdout=log, stderr=log, env=os.environ)
     while not (metrics.exists() and re.search(rf'"step": {step},', metrics.read_text())):

@@ -277,4 +277,4 @@ def test_a_rank_that_nobody_joins_gives_up_by_its_deadline(rank: int) -> None:
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="meeting of 2 ranks"):
         init_process_group(rank, 2, "127.0.0.1", free_port(), "gloo", 1.0)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60

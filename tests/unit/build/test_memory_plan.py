@@ -151,7 +151,7 @@ def test_what_a_sharded_model_holds_and_allocates_was_planned(
     with ProcessPoolExecutor(ranks, get_context("spawn")) as pool:
         _, port = LearnerWorker(spec, 0, ranks).address()
         found = [pool.submit(peak_of_update, spec, rank, ranks, port) for rank in range(ranks)]
-        measured, parameters, optimizer = found[0].result(timeout=200)
+        measured, parameters, optimizer = found[0].result(timeout=400)
     assert row(plan, "policy", "parameters").size == parameters
     assert row(plan, "policy", "optimizer").size == optimizer
     assert planned(plan) == pytest.approx(measured, rel=TOLERANCE)

@@ -87,10 +87,10 @@ def test_prompts_that_are_all_too_long_are_an_error(tmp_path: Path):
 def test_a_prompt_of_ten_megabytes_is_too_long_without_being_tokenised(tmp_path: Path):
     path = write(tmp_path / "data.jsonl", row("fine"), row("x " * (5 * 2**20)))
     tokenizer = byte_tokenizer()
-    start = time.perf_counter()
+    start = time.process_time()
     dataset = load_prompts([path], lambda messages: len(tokenizer(messages[0]["content"])["input_ids"]), 512, "gsm8k")
     assert (len(dataset), dataset.too_long) == (1, 1)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 @pytest.mark.fault("F07")

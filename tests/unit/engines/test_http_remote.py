@@ -257,7 +257,7 @@ def test_requests_of_a_server_that_died_go_to_another_engine():
         await far.close()
         return time.monotonic() - start
 
-    assert asyncio.run(run()) < 20
+    assert asyncio.run(run()) < 40
 
 
 def test_an_answer_that_is_none_of_ours_is_an_engine_error():

@@ -95,7 +95,7 @@ def test_leaving_ends_what_is_under_way():
                 await call
             return time.monotonic() - start
 
-    assert asyncio.run(run()) < 10
+    assert asyncio.run(run()) < 30
     assert "abort" in engine.calls
 
 

@@ -140,10 +140,10 @@ def test_the_flexible_answer_is_the_last_number(text: str, answer: str | None):
 @pytest.mark.parametrize(("before", "after"), [("", ""), ("#### 1", "1"), ("41 ", " 42")])
 def test_a_megabyte_of_anything_takes_well_under_a_second(unit: str, before: str, after: str):
     text = before + unit * (2**20 // len(unit)) + after
-    start = time.perf_counter()
+    start = time.process_time()
     strict_answer(text)
     flexible_answer(text)
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
 
 
 @given(st.text(alphabet="#0123456789.,-$ or\n½٤", max_size=60) | st.text(max_size=60))
