@@ -33,6 +33,7 @@ from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.lockstep import Lockstep
 from skyrl_train.engines.sampling import normalise
+from skyrl_train.environments import registry
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.errors import SkyRLError
 from skyrl_train.generators.conversation import ConversationGenerator, RolloutSettings
@@ -122,10 +123,21 @@ async def start_engines(base: Services) -> Sequence[Any]:
     return await asyncio.gather(*(connect_engine(url, base.cfg) for url in server_urls(generator)))
 
 
-def build_environments(cfg: Config) -> EnvironmentHost:
+def environment_settings(cfg: Config) -> dict[str, Any]:
+    """Environment -> its part of environment.skyrl_gym."""
     gym = plain(cfg.environment.skyrl_gym)
+    return {name: settings for name, settings in gym.items() if isinstance(settings, dict)}
+
+
+def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
+    """Refuse at once what the environments of these rows cannot do here: see `TextEnv.check`."""
+    names = {prompt.env_class for dataset in datasets if dataset is not None for prompt in dataset.prompts}
+    registry.check_environments(names, environment_settings(cfg))
+
+
+def build_environments(cfg: Config) -> EnvironmentHost:
     return EnvironmentHost(
-        {name: settings for name, settings in gym.items() if isinstance(settings, dict)},
+        environment_settings(cfg),
         max_workers=cfg.environment.skyrl_gym.max_env_workers,
         step_deadline_s=cfg.trainer.timeouts.environment_step_s,
         plugins=tuple(cfg.trainer.plugins),

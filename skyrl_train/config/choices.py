@@ -75,6 +75,9 @@ ENVIRONMENTS = {
     "gsm8k": "skyrl_train.environments.gsm8k:GSM8KEnv",
 }
 
+TOOLS: dict[str, str] = {}
+"""What environments can give a model to call."""
+
 TRACKERS = {
     "console": "skyrl_train.report.console:ConsoleTracker",
     "tensorboard": "skyrl_train.report.tensorboard:TensorboardTracker",

@@ -39,6 +39,7 @@ class BasePPOExp:
         self.tokenizer = self.get_tokenizer()
         self.train_dataset = self.get_train_dataset()
         self.eval_dataset = self.get_eval_dataset()
+        self.check_environments()
 
     def get_tokenizer(self) -> Any:
         """The tokenizer of prompts and completions."""
@@ -60,6 +61,12 @@ class BasePPOExp:
         if not self.cfg.data.val_data or not (trainer.eval_before_train or trainer.eval_interval > 0):
             return None
         return build_prompts(self.cfg, self.tokenizer, self.cfg.data.val_data, "data.val_data")
+
+    def check_environments(self) -> None:
+        """Refuse, before anything is started, environments that cannot do their work here."""
+        from skyrl_train.build.run import check_environments
+
+        check_environments(self.cfg, self.train_dataset, self.eval_dataset)
 
     def get_tracker(self, directory: Any) -> Any:
         """Where numbers and completions go, besides the JSONL files in `directory`."""

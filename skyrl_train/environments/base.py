@@ -63,6 +63,13 @@ class TextEnv:
         self.env_config = Settings(env_config or {})
         self.extras = dict(extras or {})
 
+    @classmethod
+    def check(cls, env_config: Mapping[str, Any]) -> None:
+        """Called once when a run starts, before its engines do, if any row is of this environment.
+
+        Raises ConfigError for settings that cannot work, and for what is missing on this machine.
+        """
+
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         """The messages that open the conversation, and metadata. Unless overridden, the row's own messages."""
         return prompt, {}

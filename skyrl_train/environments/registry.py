@@ -7,7 +7,7 @@ Call `register` at import of a module named in `trainer.plugins`: plugins are im
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from skyrl_train.config.choices import ENVIRONMENTS
@@ -45,3 +45,14 @@ def find(id: str) -> EnvFactory:
 def make(id: str, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> Any:
     """A new environment `id`, for one episode, in this process."""
     return find(id)(env_config=Settings(env_config or {}), extras=dict(extras or {}))
+
+
+def check_environments(names: Iterable[str], env_configs: Mapping[str, Any]) -> None:
+    """Load the environments of a run and let each one `check` its settings and this machine.
+
+    Raises ConfigError for an unknown name, one that does not load, and one that cannot run here.
+    """
+    for name in sorted(set(names)):
+        check = getattr(find(name), "check", None)
+        if check is not None:
+            check(Settings(env_configs.get(name) or {}))

@@ -1,0 +1,266 @@
+"""Tool calls in what a model wrote, and the words that tell a model how to write them.
+
+Three styles:
+
+    xml     <python>print(6 * 7)</python>             a tag named after a tool, for tools that take one text; and
+            <tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>
+    json    {"name": "python", "arguments": {...}}    in a ```json fence, or from a line that begins with it to the end
+    native  the tokenizer's own format: Hermes and Qwen (<tool_call>), Llama 3 (the whole message is
+            {"name": ..., "parameters": {...}}), Mistral ([TOOL_CALLS] [{"name": ..., "arguments": {...}}])
+
+What is before "</think>", or after a "<think>" that nothing closes, is reasoning and never a call. A call that cannot
+be read is a `ParseError`, for the environment to tell the model; text that looks like none is text. The text is
+untrusted: reading takes time linear in its length, and raises nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MAX_CALLS = 16
+"""Calls of one message that are read; one more is an error, and ends reading."""
+STYLES = ("xml", "json", "native")
+DIALECTS = ("hermes", "llama", "mistral")
+THINKING = ("<think>", "</think>")
+FENCE = re.compile(r"^```(?:json|tool_call|tool_code)?[ \t]*$", re.MULTILINE)
+OBJECT_LINE = re.compile(r"^[ \t]*(?=[{\[])", re.MULTILINE)
+NOT_BETWEEN_CALLS = re.compile(r"[^\s;,]")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call."""
+
+    name: str
+    arguments: dict[str, Any]
+    raw: str
+    """The text it was read from."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParseError:
+    """Something that was meant as a call and cannot be read; `reason` is a sentence for the model."""
+
+    reason: str
+    raw: str
+
+
+def parse_calls(text: str, style: str, tags: Mapping[str, str] | None = None) -> list[ToolCall | ParseError]:
+    """The calls of one message, in their order.
+
+    Args:
+        tags: For style "xml", tag -> the name of the argument that its text is; see `tags_of`.
+    """
+    text = _without_reasoning(text)
+    if style == "xml":
+        found = _tagged(text, {**(tags or {}), "tool_call": ""})
+    elif style == "json":
+        found = _json_calls(text)
+    elif style == "native":
+        found = _native(text)
+    else:
+        raise ValueError(f"style={style!r} is not one of {STYLES}")
+    calls: list[ToolCall | ParseError] = []
+    for item in found:
+        if len(calls) == MAX_CALLS:
+            calls.append(ParseError(f"More than {MAX_CALLS} tool calls in one message.", ""))
+            break
+        calls.append(item)
+    return calls
+
+
+def tags_of(schemas: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Tag -> argument, for `parse_calls`, of every tool whose only required argument is a text."""
+    tags = {}
+    for function in (schema["function"] for schema in schemas):
+        parameters = function["parameters"]
+        required = parameters.get("required", ())
+        if len(required) == 1 and parameters["properties"][required[0]].get("type") == "string":
+            tags[function["name"]] = required[0]
+    return tags
+
+
+def _without_reasoning(text: str) -> str:
+    begin, end = THINKING
+    text = text[text.rfind(end) + len(end) :] if end in text else text
+    return text.partition(begin)[0]
+
+
+def _tagged(text: str, tags: Mapping[str, str]) -> Iterator[ToolCall | ParseError]:
+    """Blocks of <tag>...</tag>. What is in one is not looked at for others."""
+    opening = re.compile(f"<({'|'.join(map(re.escape, tags))})>")
+    at = 0
+    while begun := opening.search(text, at):
+        closing = f"</{begun[1]}>"
+        end = text.find(closing, begun.end())
+        if end < 0:  # all that follows belongs to it: going on behind it would read the rest again and again
+            yield ParseError(f"{begun[0]} is not closed by {closing}.", text[begun.start() :])
+            return
+        at = end + len(closing)
+        body, raw = text[begun.end() : end], text[begun.start() : at]
+        if argument := tags[begun[1]]:
+            yield ToolCall(begun[1], {argument: body.strip("\r\n")}, raw)
+        else:
+            yield from _calls_in(body, raw)
+
+
+def _json_calls(text: str) -> Iterator[ToolCall | ParseError]:
+    """Those of every closed fence; without one, those from the first line that begins with an object or a list."""
+    pieces = FENCE.split(text)
+    if len(pieces) > 2:
+        for body in pieces[1::2]:
+            yield from _calls_in(body, body, strict=False)
+    elif begun := OBJECT_LINE.search(text):
+        yield from _calls_in(text[begun.end() :], text[begun.end() :], strict=False)
+
+
+def _native(text: str) -> Iterator[ToolCall | ParseError]:
+    if "<tool_call>" in text:
+        yield from _tagged(text, {"tool_call": ""})
+        return
+    _, marker, mistral = text.partition("[TOOL_CALLS]")
+    if marker:
+        for body in mistral.split("[TOOL_CALLS]"):
+            name, named, arguments = body.partition("[ARGS]")
+            if named:  # its later form: [TOOL_CALLS]python[ARGS]{"code": "..."}
+                value, error = _loads(arguments)
+                yield error or _call({"name": name.strip(), "arguments": value}, body)
+            else:
+                yield from _calls_in(body, body)
+        return
+    whole = text.strip().removeprefix("<|python_tag|>").lstrip()
+    if whole.startswith(("{", "[")):  # also Mistral's where decoding left out its special token
+        yield from _calls_in(whole, whole, strict=False)
+
+
+def _calls_in(body: str, raw: str, strict: bool = True) -> Iterator[ToolCall | ParseError]:
+    """Objects and lists of objects, one after the other. Unless `strict`, what does not mention "name" is only text."""
+    decoder, at = _DECODER, 0
+    while begun := NOT_BETWEEN_CALLS.search(body, at):
+        try:
+            value, at = decoder.raw_decode(body, begun.start())
+        except (ValueError, RecursionError) as error:
+            if strict or (at == 0 and '"name"' in body):
+                yield ParseError(_not_json(error), raw)
+            return
+        for item in value if isinstance(value, list) else [value]:
+            if strict or (isinstance(item, dict) and "name" in item):
+                yield _call(item, raw)
+    if strict and at == 0:
+        yield ParseError("The tool call is empty.", raw)
+
+
+def _call(item: Any, raw: str) -> ToolCall | ParseError:
+    if not isinstance(item, dict) or not isinstance(item.get("name"), str) or not item["name"]:
+        return ParseError('A tool call must be {"name": "...", "arguments": {...}}.', raw)
+    arguments = item.get("arguments", item.get("parameters", {}))
+    if isinstance(arguments, str):  # as OpenAI's API has them
+        arguments, error = _loads(arguments)
+        if error:
+            return error
+    if not isinstance(arguments, dict):
+        return ParseError(f"The arguments of {item['name']!r:.100} must be a JSON object.", raw)
+    return ToolCall(item["name"], arguments, raw)
+
+
+def _loads(text: str) -> tuple[Any, ParseError | None]:
+    try:
+        return _DECODER.decode(text), None
+    except (ValueError, RecursionError) as error:
+        return None, ParseError(_not_json(error), text)
+
+
+def _not_json(error: Exception) -> str:
+    return f"The tool call is not valid JSON: {error if isinstance(error, ValueError) else 'nested too deep'}."
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text:.40} is not a finite number")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
+
+# ------------------------------------------------------------------------------------------------- for the prompt
+
+_HERMES = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+_LLAMA = """Given the following functions, please respond with a JSON for a function call with its proper arguments \
+that best answers the given prompt.
+
+Respond in the format {{"name": function name, "parameters": dictionary of argument name and its value}}. \
+Do not use variables.
+
+{tools}"""
+
+_MISTRAL = """You can call these tools:
+{tools}
+
+To call tools, write [TOOL_CALLS] and a JSON list of {{"name": ..., "arguments": {{...}}}}."""
+
+_JSON = """You can call these tools:
+{tools}
+
+To call one, end your message with a fenced block:
+```json
+{{"name": "<tool>", "arguments": {{...}}}}
+```"""
+
+_XML_CALLS = """To call any other tool:
+<tool_call>
+{"name": "<tool>", "arguments": {...}}
+</tool_call>"""
+
+
+def render_tools(schemas: Sequence[Mapping[str, Any]], style: str, dialect: str = "hermes") -> str:
+    """Words for the system prompt: which tools there are, and how `parse_calls` of the same style reads calls of them.
+
+    "native" is the text that the chat templates of Qwen 2.5 and Hermes (`dialect` "hermes") or Llama 3.1 ("llama")
+    write for `tools=`. "mistral" says it in words: its template marks tools with control tokens, and no message may
+    write those.
+    """
+    if style == "xml":
+        return _render_xml(schemas)
+    templates = {"hermes": _HERMES, "llama": _LLAMA, "mistral": _MISTRAL}
+    if style == "native" and dialect in templates:
+        indent = 4 if dialect == "llama" else None
+        between = "\n\n" if dialect == "llama" else "\n"
+        rendered = between.join(json.dumps(schema, ensure_ascii=False, indent=indent) for schema in schemas)
+        return templates[dialect].format(tools=rendered)
+    if style == "json":
+        return _JSON.format(tools="\n".join(json.dumps(s["function"], ensure_ascii=False) for s in schemas))
+    raise ValueError(f"style={style!r}, dialect={dialect!r}: styles are {STYLES}, dialects {DIALECTS}")
+
+
+def _render_xml(schemas: Sequence[Mapping[str, Any]]) -> str:
+    tags = tags_of(schemas)
+    parts = ["You can call these tools."]
+    others = []
+    for function in (schema["function"] for schema in schemas):
+        name = function["name"]
+        if name in tags:
+            parts.append(f"{function['description']} To call it:\n<{name}>\n{tags[name]}\n</{name}>")
+        else:
+            others.append(json.dumps(function, ensure_ascii=False))
+    if others:
+        parts.append("\n".join(others))
+        parts.append(_XML_CALLS)
+    return "\n\n".join(parts)

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from skyrl_train.environments import registry as environments
+from skyrl_train.environments.base import StepOutput, TextEnv
+from skyrl_train.environments.tools import registry
+from skyrl_train.environments.tools.base import Tool
+from skyrl_train.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def registries_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    for each in (registry.tools, environments.environments):
+        monkeypatch.setattr(each, "table", dict(each.table))
+        monkeypatch.setattr(each, "_items", dict(each._items))
+
+
+def test_a_tool_is_made_by_name_with_its_settings():
+    @registry.register_tool("dice")
+    class Dice(Tool):
+        name = "dice"
+        description = "Throws a die."
+        parameters: dict[str, Any] = {"type": "object", "properties": {}}  # noqa: RUF012
+
+        def __init__(self, sides: int = 6):
+            self.sides = sides
+
+        async def call(self, arguments: dict[str, Any]) -> str:
+            return str(self.sides)
+
+    made = registry.make_tool("dice", {"sides": 20})
+    assert isinstance(made, Dice) and made.sides == 20
+    assert made.schema()["function"]["description"] == "Throws a die."
+    with pytest.raises(ConfigError, match=r"tool 'dice' does not take the settings \{'edges': 3\}.*edges"):
+        registry.make_tool("dice", {"edges": 3})
+    with pytest.raises(ConfigError, match=r"Unknown tool 'dise'.*Did you mean 'dice'"):
+        registry.make_tool("dise")
+
+
+def test_a_tool_that_does_not_load_is_named():
+    registry.tools.table["broken"] = "no_such_module_at_all:Tool"
+    with pytest.raises(ConfigError, match=r"tool 'broken'.*does not load"):
+        registry.make_tool("broken")
+
+
+def test_environments_are_checked_with_their_settings_before_a_run():
+    seen = []
+
+    class Needy(TextEnv):
+        @classmethod
+        def check(cls, env_config: Any) -> None:
+            seen.append(env_config)
+            if env_config.get("server") is None:
+                raise ConfigError("environment.skyrl_gym.needy.server is not set.")
+
+        def step(self, action: str) -> StepOutput:
+            return StepOutput([], 0.0, True)
+
+    environments.register("needy", Needy)
+    environments.register("factory", lambda env_config, extras: Needy(env_config, extras))
+    environments.check_environments(["needy", "factory", "needy", "gsm8k"], {"needy": {"server": "a"}})
+    assert seen == [{"server": "a"}]
+    with pytest.raises(ConfigError, match=r"needy\.server is not set"):
+        environments.check_environments(["needy"], {})
+    with pytest.raises(ConfigError, match="Unknown environment 'neddy'"):
+        environments.check_environments(["neddy"], {})
