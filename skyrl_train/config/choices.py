@@ -73,6 +73,7 @@ ENVIRONMENTS = {
     "arithmetic": "skyrl_train.environments.arithmetic:ArithmeticEnv",
     "chat": "skyrl_train.environments.chat:ChatEnv",
     "gsm8k": "skyrl_train.environments.gsm8k:GSM8KEnv",
+    "ifeval": "skyrl_train.environments.ifeval:IFEvalEnv",
 }
 
 TOOLS: dict[str, str] = {}

@@ -16,6 +16,16 @@ class Text2SQLConfig(Section):
 
 
 @dataclass
+class IFEvalConfig(Section):
+    """Settings of the ifeval environment."""
+
+    reward: str = "fraction"
+    """fraction: the share of a prompt's instructions that are followed; all: 1 where every one is followed, else 0."""
+    loose: bool = False
+    """Also count what is followed after removing the first or last line, or all asterisks."""
+
+
+@dataclass
 class JudgeConfig(Section):
     """Settings of the llm_as_a_judge environment."""
 
@@ -45,6 +55,7 @@ class SkyRLGymConfig(Section):
 
     max_env_workers: int = 32
     """Environment processes at most; never more than twice the machine's cores are started."""
+    ifeval: IFEvalConfig = field(default_factory=IFEvalConfig)
     text2sql: Text2SQLConfig = field(default_factory=Text2SQLConfig)
     llm_as_a_judge: JudgeConfig = field(default_factory=JudgeConfig)
     search: SearchConfig = field(default_factory=SearchConfig)

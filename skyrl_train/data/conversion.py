@@ -29,7 +29,7 @@ def conversion_main(
     *,
     doc: str | None,
     hub: str | Mapping[str, str],
-    hub_config: str | None = None,
+    hub_config: str | Mapping[str, str] | None = None,
     splits: Mapping[str, str] = SPLITS,
 ) -> None:
     """The `main` of a dataset script; mistakes in the data end it with one line that names file and row.
@@ -37,7 +37,7 @@ def conversion_main(
     Args:
         doc: The script's docstring, for --help.
         hub: Dataset on the hub; or one for every split of the source, where its splits are in several datasets.
-        hub_config: The dataset's configuration there, where it has several.
+        hub_config: The dataset's configuration there, where it has several; or those of splits in several datasets.
         splits: Split of the source -> name of the parquet file. A folder of local files has <split>.jsonl, .json or
             .parquet for each.
     """
@@ -49,7 +49,8 @@ def conversion_main(
     arguments = parser.parse_args()
     try:
         for split, name in splits.items():
-            source = source_rows(arguments.input or (hub if isinstance(hub, str) else hub[split]), split, hub_config)
+            config = hub_config.get(split) if isinstance(hub_config, Mapping) else hub_config
+            source = source_rows(arguments.input or (hub if isinstance(hub, str) else hub[split]), split, config)
             kept, left_out = converted(convert, source, split, arguments.limit)
             write_split(arguments.output, name, kept, left_out)
     except DataError as error:

@@ -34,7 +34,18 @@ LAYERS = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
 LAZY_TABLES = {"config/choices.py"}
 """Names of what is loaded by whoever needs it, long after configuration: not imports of that file."""
-ONE_IMPORTER = ("wandb", "tensorboard", "matplotlib", "peft", "rich", "vllm", "sglang", "deepspeed", "datasets")
+ONE_IMPORTER = (
+    "wandb",
+    "tensorboard",
+    "matplotlib",
+    "peft",
+    "rich",
+    "vllm",
+    "sglang",
+    "deepspeed",
+    "datasets",
+    "py3langid",
+)
 OUR_MODULE = re.compile(r"skyrl_train(\.\w+)+(:\w+)?")
 
 

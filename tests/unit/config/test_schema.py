@@ -18,6 +18,8 @@ NEW_KEYS = {
     "data.curriculum.max_pass_rate",
     "data.curriculum.min_pass_rate",
     "device",
+    "environment.skyrl_gym.ifeval.loose",
+    "environment.skyrl_gym.ifeval.reward",
     "generator.max_engine_restarts",
     "generator.over_provisioning",
     "generator.weight_sync_check",
