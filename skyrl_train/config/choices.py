@@ -74,6 +74,7 @@ ENVIRONMENTS = {
     "chat": "skyrl_train.environments.chat:ChatEnv",
     "gsm8k": "skyrl_train.environments.gsm8k:GSM8KEnv",
     "ifeval": "skyrl_train.environments.ifeval:IFEvalEnv",
+    "math": "skyrl_train.environments.math:MathEnv",
 }
 
 TOOLS: dict[str, str] = {}

@@ -83,6 +83,14 @@ def score(text: str, ground_truth: str, method: str = "strict", format_score: fl
     return 1.0 if answer == canonical(truth) else format_score
 
 
+def ground_truth_of(extras: Mapping[str, Any]) -> str:
+    """A row's reward_spec.ground_truth as text. Raises ValueError where there is none."""
+    reward_spec = extras.get("reward_spec")
+    if not isinstance(reward_spec, Mapping) or reward_spec.get("ground_truth") is None:
+        raise ValueError('the row needs reward_spec={"method": "rule", "ground_truth": "<answer>"}')
+    return str(reward_spec["ground_truth"])
+
+
 class GSM8KEnv(TextEnv):
     """One question, one answer. Settings: `method` (strict or flexible) and `format_score`, see `score`.
 
@@ -91,10 +99,7 @@ class GSM8KEnv(TextEnv):
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        reward_spec = self.extras.get("reward_spec")
-        if not isinstance(reward_spec, Mapping) or reward_spec.get("ground_truth") is None:
-            raise ValueError('the row needs reward_spec={"method": "rule", "ground_truth": "<number>"}')
-        self.ground_truth = str(reward_spec["ground_truth"])
+        self.ground_truth = ground_truth_of(self.extras)
         self.method = self.env_config.get("method", "strict")
         if self.method not in ANSWERS:
             raise ValueError(f"method={self.method!r} is not one of {sorted(ANSWERS)}")

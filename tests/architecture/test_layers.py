@@ -45,6 +45,7 @@ ONE_IMPORTER = (
     "deepspeed",
     "datasets",
     "py3langid",
+    "math_verify",
 )
 OUR_MODULE = re.compile(r"skyrl_train(\.\w+)+(:\w+)?")
 
