@@ -1,0 +1,128 @@
+"""BM25 over a corpus of one's own (Robertson & Zaragoza 2009; bm25s does the work).
+
+    python -m skyrl_train.environments.tools.bm25 corpus.jsonl index/
+
+writes an index once, which processes then map into memory together. A corpus file itself works too: every environment
+process indexes it at its first search, which is for up to some 100,000 short documents.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.data.rows import read_rows
+from skyrl_train.errors import ConfigError, DataError
+
+STOPWORDS = "en"
+_open: dict[tuple[str, int, int], Index] = {}
+_opening = threading.Lock()
+
+
+class Index:
+    """Documents and their BM25 statistics, in memory or mapped from a folder."""
+
+    def __init__(self, retriever: Any, documents: Sequence[Any]):
+        self._retriever = retriever
+        self._documents = documents
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def search(self, query: str, k: int) -> list[tuple[str, float]]:
+        """The `k` best (contents, score), best first; fewer where fewer share a word with the query."""
+        words = _library().tokenize([query], stopwords=STOPWORDS, return_ids=False, show_progress=False)
+        if not words[0]:
+            return []
+        count = min(k, len(self))
+        numbers, scores = self._retriever.retrieve(words, k=count, show_progress=False)
+        found = zip(numbers[0].tolist(), scores[0].tolist(), strict=True)
+        return [(self._contents(number), score) for number, score in found if score > 0]
+
+    def save(self, folder: Path) -> None:
+        """Write what `open_index` maps; the folder must be empty or not there."""
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"{folder}: is not empty; name a new folder for the index.")
+        self._retriever.save(str(folder), corpus=[{"contents": text} for text in self._documents], show_progress=False)
+
+    def _contents(self, number: int) -> str:
+        document = self._documents[number]
+        return document["contents"] if isinstance(document, dict) else document
+
+
+def index_of(documents: Sequence[str]) -> Index:
+    """An index in memory. Raises DataError where no document has a word."""
+    library = _library()
+    words = library.tokenize(list(documents), stopwords=STOPWORDS, show_progress=False)
+    if not words.vocab:
+        raise DataError("the corpus has no document with a word in it.")
+    retriever = library.BM25()
+    retriever.index(words, show_progress=False)
+    return Index(retriever, documents)
+
+
+def open_index(path: str) -> Index:
+    """The index of a corpus file, or one saved in a folder; opened once in a process as long as it does not change.
+
+    Raises DataError for a corpus that cannot be used, ConfigError for a path where there is none.
+    """
+    where = Path(path).expanduser()
+    try:
+        stat = (where / "params.index.json" if where.is_dir() else where).stat()
+    except OSError as error:
+        raise ConfigError(
+            f"corpus={path!r}: {error.strerror}; a .jsonl or .parquet file, or a folder made by "
+            "`python -m skyrl_train.environments.tools.bm25 CORPUS FOLDER`."
+        ) from error
+    key = (str(where.resolve()), stat.st_mtime_ns, stat.st_size)
+    with _opening:  # searches of several episodes may come first at the same time
+        if key not in _open:
+            _open[key] = _mapped(where) if where.is_dir() else index_of(list(documents_of(str(where))))
+        return _open[key]
+
+
+def documents_of(path: str) -> Iterator[str]:
+    """The documents of a corpus: its column `contents`, or `text` below a `title`. Raises DataError naming the row."""
+    for where, row in read_rows(path):
+        text = row.get("contents", row.get("text"))
+        if not isinstance(text, str):
+            raise DataError(f"{where}: needs text in `contents` or `text`, got {text!r:.80}; columns: {sorted(row)}.")
+        title = row.get("title")
+        yield f"{title}\n{text}" if isinstance(title, str) and "contents" not in row else text
+
+
+def _mapped(folder: Path) -> Index:
+    try:
+        retriever = _library().BM25.load(str(folder), load_corpus=True, mmap=True, allow_pickle=False)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise DataError(f"{folder}: is no whole index ({error}); make it again.") from error
+    documents, retriever.corpus = retriever.corpus, None  # `retrieve` shall give numbers
+    return Index(retriever, documents)
+
+
+def _library() -> Any:
+    """bm25s, imported at the first search: what it may import in turn (numba) has no place in an engine's process."""
+    try:
+        import bm25s
+    except ImportError as error:
+        raise ConfigError("a local corpus needs bm25s; install it with: pip install 'skyrl-train[search]'.") from error
+    return bm25s
+
+
+def main() -> None:
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: python -m skyrl_train.environments.tools.bm25 CORPUS FOLDER\n\n{__doc__}")
+    try:
+        index = index_of(list(documents_of(sys.argv[1])))
+        index.save(Path(sys.argv[2]))
+    except ConfigError as error:
+        sys.exit(str(error))
+    print(f"{sys.argv[2]}: {len(index)} documents")
+
+
+if __name__ == "__main__":
+    main()

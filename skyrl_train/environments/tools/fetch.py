@@ -1,0 +1,193 @@
+"""Pages over HTTP, for a model: every hop checked, every connection to a checked address, every answer of bounded size."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from typing import Any
+from urllib.parse import urljoin
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+from skyrl_train.environments.tools.base import Tool, ToolError
+from skyrl_train.environments.tools.guard import Guard, Refused, Target
+
+MAX_HOPS = 5
+MAX_BYTES = 2 * 2**20
+READ_SIZE = 2**16
+REDIRECTS = (301, 302, 303, 307, 308)
+WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+SILENT = frozenset({"script", "style", "noscript", "template", "svg", "head"})
+BREAKS = frozenset({"p", "div", "br", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "section", "article", "pre"})
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What came back from where the last redirect led."""
+
+    url: str
+    status: int
+    content_type: str
+    body: bytes
+
+    def text(self) -> str:
+        """The body as text; of HTML what a reader sees, with the targets of links."""
+        charset = re.search(r"charset=[\"']?([\w-]+)", self.content_type)
+        try:
+            content = self.body.decode(charset[1] if charset else "utf-8", errors="replace")
+        except LookupError:
+            content = self.body.decode("utf-8", errors="replace")
+        if "html" not in self.content_type:
+            return content
+        reader = _Reader()
+        reader.feed(content)
+        reader.close()
+        return re.sub(r"[ \t]*\n\s*", "\n", re.sub(r"[ \t]+", " ", "".join(reader.pieces))).strip()
+
+
+class _Reader(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.pieces: list[str] = []
+        self.links: list[str] = []
+        self.silent: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if tag in SILENT:
+            self.silent.append(tag)
+        elif tag in BREAKS:
+            self.pieces.append("\n")
+        elif tag == "a":
+            self.links.append(dict(attributes).get("href") or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self.silent:
+            del self.silent[self.silent.index(tag) :]
+        elif tag in BREAKS:
+            self.pieces.append("\n")
+        elif tag == "a" and self.links and (link := self.links.pop()):
+            self.pieces.append(f" ({link[:300]})")
+
+    def handle_data(self, data: str) -> None:
+        if not self.silent:
+            self.pieces.append(data)
+
+
+class _CheckedResolver(AbstractResolver):
+    """aiohttp connects to what this gives it: the guard's addresses, looked up once for each connection."""
+
+    def __init__(self, guard: Guard):
+        self.guard = guard
+
+    async def resolve(self, host: str, port: int = 0, family: int = socket.AF_INET) -> list[ResolveResult]:
+        # The scheme is of no matter here: `target` let the host and the port pass.
+        addresses = await self.guard.addresses(Target("http", host.lower().removesuffix("."), port))
+        return [
+            ResolveResult(
+                hostname=host,
+                host=address,
+                port=port,
+                family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+                proto=0,
+                flags=socket.AI_NUMERICHOST,
+            )
+            for address in addresses
+        ]
+
+    async def close(self) -> None:
+        pass
+
+
+async def fetch(url: str, guard: Guard, max_bytes: int = MAX_BYTES, deadline_s: float = 20.0) -> Page:
+    """GET `url`, through at most 5 redirects.
+
+    Raises Refused where the guard says no at any hop, and for more than `max_bytes`, counted after decompression, which
+    goes no further than that; ToolError where the server does not answer as HTTP within `deadline_s`.
+    """
+    connector = aiohttp.TCPConnector(
+        resolver=_CheckedResolver(guard), use_dns_cache=False, force_close=True, limit=1, happy_eyeballs_delay=None
+    )
+    headers = {"Accept-Encoding": "gzip, deflate", "User-Agent": "skyrl-train"}
+    try:
+        async with asyncio.timeout(deadline_s):
+            async with aiohttp.ClientSession(
+                connector=connector,
+                headers=headers,
+                auto_decompress=False,
+                trust_env=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+            ) as session:
+                return await _follow(session, url, guard, max_bytes)
+    except TimeoutError as error:
+        raise ToolError(f"{url:.200} did not answer within {deadline_s:g} s") from error
+    except (aiohttp.ClientError, OSError, zlib.error) as error:
+        if isinstance(error.__cause__, Refused):
+            raise error.__cause__ from None
+        raise ToolError(f"{url:.200} could not be read: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+async def _follow(session: aiohttp.ClientSession, url: str, guard: Guard, max_bytes: int) -> Page:
+    for _ in range(MAX_HOPS + 1):
+        target = guard.target(url)
+        if target.host.strip("[]").replace(".", "").isdigit() or ":" in target.host:
+            await guard.addresses(target)  # aiohttp asks no resolver about a numeric address
+        async with session.get(url, allow_redirects=False) as response:
+            where = response.headers.get("Location")
+            if response.status not in REDIRECTS or where is None:
+                body = await _read(response, max_bytes)
+                return Page(url, response.status, response.headers.get("Content-Type", "").lower(), body)
+            url = urljoin(url, where)
+    raise Refused(f"more than {MAX_HOPS} redirects")
+
+
+async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """The body, decompressed as far as `max_bytes`."""
+    coding = response.headers.get("Content-Encoding", "identity").strip().lower()
+    if coding != "identity" and coding not in WINDOW_BITS:
+        raise Refused(f"the content encoding {coding!r:.50} is not read")
+    inflate = None if coding == "identity" else zlib.decompressobj(WINDOW_BITS[coding])
+    body = bytearray()
+    async for chunk in response.content.iter_chunked(READ_SIZE):
+        body += chunk if inflate is None else inflate.decompress(chunk, max_bytes + 1 - len(body))
+        if len(body) > max_bytes:
+            raise Refused(f"the answer has more than {max_bytes} bytes")
+    return bytes(body)
+
+
+class FetchTool(Tool):
+    """Reads one page of the web as text, without running anything in it.
+
+    Settings: `domains` and `allow_private` (see `Guard`), `max_bytes` and `timeout` (seconds).
+    """
+
+    name = "fetch"
+    description = "Read a web page as text."
+
+    def __init__(
+        self,
+        domains: Sequence[str],
+        allow_private: Sequence[str] = (),
+        max_bytes: int = MAX_BYTES,
+        timeout: float = 20.0,
+    ):
+        self.guard = Guard(domains, allow_private)
+        self.max_bytes = max_bytes
+        self.deadline_s = timeout + 1.0
+        self.timeout = timeout
+        self.parameters: dict[str, Any] = {
+            "type": "object",
+            "properties": {"url": {"type": "string", "description": "http:// or https:// address"}},
+            "required": ["url"],
+        }
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        page = await fetch(arguments["url"].strip(), self.guard, self.max_bytes, self.timeout)
+        if page.status >= 400:
+            raise ToolError(f"{page.url} answered with status {page.status}")
+        return page.text()

@@ -1,0 +1,147 @@
+"""Which URLs a tool may visit, and to which addresses its connections may go.
+
+A model writes the URLs, and pages redirect to more of them. So a URL must fit a narrow grammar that every parser reads
+alike, its host must be in a list of domains, and the host's addresses are looked up here, once: connections go to the
+addresses that were checked, so a name that answers differently the next time (rebinding) gains nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from skyrl_train.environments.tools.base import ToolError
+from skyrl_train.errors import ConfigError
+
+Lookup = Callable[[str, int], Awaitable[Sequence[str]]]
+
+MAX_URL = 2048
+URL = re.compile(
+    r"(?P<scheme>https?)://(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::(?P<port>[0-9]{1,5}))?(?P<rest>[/?#][!-\[\]-~]*)?",
+    re.IGNORECASE,
+)
+"""No user-info, no backslash, no escapes or other scripts in the host, no control characters and spaces anywhere."""
+HOST_PORT = re.compile(r"(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\]):(?P<port>[0-9]{1,5})")
+DOMAIN = re.compile(r"(?P<host>[a-z0-9_-]+(\.[a-z0-9_-]+)*)(:(?P<port>[0-9]{1,5}))?")
+NUMBER = re.compile(r"([0-9]+|0x[0-9a-f]*)")
+PORTS = {"http": 80, "https": 443}
+NAT64 = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48"))
+CLOUD_HOSTS = frozenset({ipaddress.ip_address("168.63.129.16")})
+"""Public addresses that answer to the machine itself: Azure's host."""
+
+
+class Refused(ToolError):
+    """A URL that may not be visited; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a checked URL leads. `host` is lower case, without a final dot."""
+
+    scheme: str
+    host: str
+    port: int
+
+
+async def system_lookup(host: str, port: int) -> Sequence[str]:
+    """All addresses that this machine's resolver has for a name."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]
+
+
+class Guard:
+    """The URLs of `domains`, and no address of the machine or its networks.
+
+    Args:
+        domains: Names that may be visited with all their subdomains, on ports 80 and 443; `name:port` adds a port.
+            "*" is every public name.
+        allow_private: `host:port`, written exactly as URLs will have them, that may be visited wherever they lead. For
+            servers of one's own and for tests; it is read from the configuration only.
+        lookup: Addresses of (host, port), for tests.
+
+    Raises ConfigError for an entry that is neither.
+
+    Example:
+        Guard(["wikipedia.org"]).target("https://en.wikipedia.org/wiki/Llama")    Target("https", "en.wikipedia.org", 443)
+        Guard(["wikipedia.org"]).target("http://127.1/")                          Refused
+    """
+
+    def __init__(self, domains: Sequence[str], allow_private: Sequence[str] = (), lookup: Lookup = system_lookup):
+        self.domains = tuple(domain.lower() for domain in domains)
+        self.private = frozenset(entry.lower() for entry in allow_private)
+        self.lookup = lookup
+        for key, entries, form in (("domains", self.domains, DOMAIN), ("allow_private", self.private, HOST_PORT)):
+            for entry in entries:
+                fits = form.fullmatch(entry)
+                number = bool(fits) and key == "domains" and _is_number(fits["host"]) if fits else False
+                if (not fits and not (key == "domains" and entry == "*")) or number:
+                    what = "a domain, domain:port or *" if key == "domains" else "host:port"
+                    raise ConfigError(f"{key}: {entry!r} is not {what}; addresses belong in allow_private.")
+
+    def target(self, url: str) -> Target:
+        """What `url` points to, when it may be visited. Raises Refused. Looks nothing up: see `addresses`."""
+        if len(url) > MAX_URL:
+            raise Refused(f"the address has {len(url)} characters; at most {MAX_URL} are allowed")
+        parts = URL.fullmatch(url)
+        if parts is None:
+            raise Refused(f"{url!r:.200} is not a plain http:// or https:// address")
+        scheme = parts["scheme"].lower()
+        return self.checked(scheme, parts["host"], int(parts["port"] or PORTS[scheme]))
+
+    def checked(self, scheme: str, host: str, port: int) -> Target:
+        """The same for a host and a port. Raises Refused."""
+        host = host.lower().removesuffix(".")
+        if f"{host}:{port}" in self.private:
+            return Target(scheme, host, port)
+        if host.startswith("[") or _is_number(host):
+            raise Refused(f"{host} is a numeric address; only names may be visited")
+        if not 0 < port < 65536 or not any(_covers(domain, host, port) for domain in self.domains):
+            raise Refused(f"{host}:{port} may not be visited; allowed: {', '.join(self.domains) or 'nothing'}")
+        return Target(scheme, host, port)
+
+    async def addresses(self, target: Target) -> list[str]:
+        """The addresses to connect to, and nothing else. Raises Refused when one of them is not a public one."""
+        host = target.host.strip("[]")
+        try:
+            found = list(dict.fromkeys(await self.lookup(host, target.port)))
+        except (OSError, UnicodeError) as error:
+            raise Refused(f"{target.host} has no address: {error}") from error
+        if f"{target.host}:{target.port}" not in self.private:
+            for address in found:
+                if not is_public(address):
+                    raise Refused(f"{target.host} leads to {address}, which is not a public address")
+        if not found:
+            raise Refused(f"{target.host} has no address")
+        return found
+
+
+def is_public(text: str) -> bool:
+    """Whether an address is on the internet. Addresses that carry another one (mapped, 6to4, ...) are not."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return is_public(str(address.ipv4_mapped))
+        carries = address.sixtofour or address.teredo or any(address in network for network in NAT64)
+        if carries or address.is_site_local or address.scope_id is not None:
+            return False
+    refused = address.is_multicast or address.is_reserved or address.is_unspecified or address in CLOUD_HOSTS
+    return address.is_global and not refused
+
+
+def _is_number(host: str) -> bool:
+    """Whether browsers read it as an IPv4 address: its last part is a number, decimal, octal or hexadecimal."""
+    return NUMBER.fullmatch(host.rpartition(".")[2]) is not None
+
+
+def _covers(domain: str, host: str, port: int) -> bool:
+    name, _, own = domain.partition(":")
+    if port not in ((int(own),) if own else PORTS.values()):
+        return False
+    return name == "*" or host == name or host.endswith(f".{name}")
