@@ -77,7 +77,10 @@ ENVIRONMENTS = {
     "math": "skyrl_train.environments.math:MathEnv",
 }
 
-TOOLS: dict[str, str] = {}
+TOOLS: dict[str, str] = {
+    "fetch": "skyrl_train.environments.tools.fetch:FetchTool",
+    "search": "skyrl_train.environments.tools.search:SearchTool",
+}
 """What environments can give a model to call."""
 
 TRACKERS = {

@@ -1,4 +1,4 @@
-"""A web server on a free port of 127.0.0.1 for the length of a test: what pages, retrievers and judges are played by."""
+"""A web server on a free port of 127.0.0.1 for the length of a test: it plays pages, retrievers and judges."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.spl
 LAZY_TABLES = {"config/choices.py"}
 """Names of what is loaded by whoever needs it, long after configuration: not imports of that file."""
 ONE_IMPORTER = (
+    "bm25s",
     "wandb",
     "tensorboard",
     "matplotlib",

@@ -105,11 +105,20 @@ def _mapped(folder: Path) -> Index:
 
 
 def _library() -> Any:
-    """bm25s, imported at the first search: what it may import in turn (numba) has no place in an engine's process."""
+    """bm25s, imported at the first search, and without numba, which it would import for a backend not used here.
+
+    That halves the import, and vLLM does not start in a process that has numba loaded in another way than its own.
+    """
+    hidden = "numba" not in sys.modules
+    if hidden:
+        sys.modules["numba"] = None  # type: ignore[assignment]
     try:
         import bm25s
     except ImportError as error:
         raise ConfigError("a local corpus needs bm25s; install it with: pip install 'skyrl-train[search]'.") from error
+    finally:
+        if hidden:
+            del sys.modules["numba"]
     return bm25s
 
 

@@ -1,4 +1,4 @@
-"""Pages over HTTP, for a model: every hop checked, every connection to a checked address, every answer of bounded size."""
+"""Pages over HTTP, for a model: every hop and address checked, every answer of bounded size."""
 
 from __future__ import annotations
 

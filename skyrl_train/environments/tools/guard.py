@@ -66,8 +66,8 @@ class Guard:
     Raises ConfigError for an entry that is neither.
 
     Example:
-        Guard(["wikipedia.org"]).target("https://en.wikipedia.org/wiki/Llama")    Target("https", "en.wikipedia.org", 443)
-        Guard(["wikipedia.org"]).target("http://127.1/")                          Refused
+        Guard(["wikipedia.org"]).target("https://en.wikipedia.org/a")   gives   Target("https", "en.wikipedia.org", 443)
+        Guard(["wikipedia.org"]).target("http://127.1/")                raises  Refused
     """
 
     def __init__(self, domains: Sequence[str], allow_private: Sequence[str] = (), lookup: Lookup = system_lookup):

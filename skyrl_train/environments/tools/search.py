@@ -1,7 +1,7 @@
 """Search for passages: a local corpus by BM25, or a retriever over HTTP with SkyRL's protocol.
 
-    POST search_url {"queries": ["..."], "topk": 3, "return_scores": true}
-    -> {"result": [[{"document": {"contents": "..."}, "score": 1.5}, ...]]}
+POST search_url {"queries": ["..."], "topk": 3, "return_scores": true}
+-> {"result": [[{"document": {"contents": "..."}, "score": 1.5}, ...]]}
 """
 
 from __future__ import annotations
