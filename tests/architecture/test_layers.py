@@ -36,6 +36,8 @@ LAZY_TABLES = {"config/choices.py"}
 """Names of what is loaded by whoever needs it, long after configuration: not imports of that file."""
 ONE_IMPORTER = (
     "bm25s",
+    "mcp",
+    "playwright",
     "wandb",
     "tensorboard",
     "matplotlib",
