@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import importlib.util
 import logging
 import os
+import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
 import ray
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from skyrl_train.cluster.guard import Guard
+
+log = logging.getLogger(__name__)
 
 _OWN_CLUSTER_ENV = {
     # A driver under `uv run` would make every worker run `uv run` again; they share its environment already.
@@ -33,6 +39,11 @@ _OWN_CLUSTER_ENV = {
 }
 OBJECT_STORE_BYTES = 2 << 30
 """Batches pass through it one by one; Ray's own default is 30 % of memory."""
+LONGEST_START_S = 60.0
+"""After which the next one does not wait for it."""
+STARTS = 4
+"""Ray's node process gives its helpers 15 s to start, whatever the machine (ray-project/ray#65983): not enough on busy
+cores when they are imported for the first time. They are faster the next time."""
 
 
 @contextmanager
@@ -42,6 +53,46 @@ def importing(module: str) -> Iterator[None]:
         imported = thread.submit(importlib.import_module, module)
         yield
         imported.result()
+
+
+def _start_own() -> None:
+    """Start Ray on this machine, again where it was too slow. Raises what Ray raised the last time."""
+    before = psutil.Process().children(recursive=True)
+    for attempt in range(1, STARTS + 1):
+        try:
+            with _one_at_a_time():
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    logging_level=logging.WARNING,
+                )
+            return
+        except Exception as error:
+            ray.shutdown()
+            left = [child for child in psutil.Process().children(recursive=True) if child not in before]
+            for child in left:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+            psutil.wait_procs(left, timeout=10)
+            if "timed out during startup" not in str(error) or attempt == STARTS:
+                raise
+            log.warning("Ray did not start in time; starting it again, %d of %d.", attempt + 1, STARTS)
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Runs that begin together start their Rays one after the other: at once, each takes too long. Ends with us."""
+    path = Path(tempfile.gettempdir()) / f"skyrl-train-ray-start-{os.getuid()}.lock"
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "w") as lock:
+        deadline = time.monotonic() + LONGEST_START_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+        yield
 
 
 class Cluster:
@@ -71,12 +122,7 @@ class Cluster:
             ray.init(address=address, runtime_env=self._runtime_env(), logging_level=logging.WARNING)
         else:
             os.environ.update({key: os.environ.get(key, value) for key, value in _OWN_CLUSTER_ENV.items()})
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                logging_level=logging.WARNING,
-            )
+            _start_own()
             self._guard = Guard()
 
     def __exit__(
