@@ -79,6 +79,7 @@ ENVIRONMENTS = {
 
 TOOLS: dict[str, str] = {
     "fetch": "skyrl_train.environments.tools.fetch:FetchTool",
+    "mcp": "skyrl_train.environments.tools.mcp:McpTool",
     "search": "skyrl_train.environments.tools.search:SearchTool",
 }
 """What environments can give a model to call."""

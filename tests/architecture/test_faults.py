@@ -27,6 +27,7 @@ DUE = {
     "F14": "expressions that never end, deep nesting, 1 MB of text: scored within the deadline or killed",
     "F15": "a truncated or empty completion: flagged, by a stated policy",
     "F24": "escapes, markup, NUL in output: console and files survive",
+    "F25": "MCP: a server or tool not allowed, a changing list, 50 MB, a hang: refused, pinned, cut, timed out",
     "F26": "file:, odd spellings, user-info, redirects, rebinding, gzip bombs: refused at every hop, addresses pinned",
     "F27": "engine HTTP without the right token, or on an open address without one: 401; refuses to start",
     "F28": "1 GB body, n = 1e9, NaN temperature, pickle: 4xx, the engine lives",

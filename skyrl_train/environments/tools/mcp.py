@@ -1,0 +1,349 @@
+"""Tools of Model Context Protocol servers, through the official SDK: started or addressed by the configuration only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_train.environments.tools.base import Tool, ToolError
+from skyrl_train.errors import ConfigError
+
+CONNECT_S = 30.0
+"""For a server to start and list its tools, at the start of an episode."""
+MAX_PAGES = 20
+MAX_MESSAGE = 128 * 2**20
+"""Bytes of one message of a server; a longer one ends the connection. The model gets `max_output` characters of it."""
+CLOSED = -32000
+"""The SDK's code for a connection that has ended: the next call connects anew."""
+STOP_S = 1.0
+"""For a program to end by itself."""
+MAX_DESCRIPTION = 2000
+SERVER_KEYS = ("command", "args", "env", "cwd", "url", "tools", "sha256")
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One entry of `servers`: a program that speaks over its stdin and stdout, or an address."""
+
+    name: str
+    tools: tuple[str, ...]
+    """The tools that may be called."""
+    command: str | None = None
+    args: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    """Added to PATH, HOME and the like; nothing else of this process's environment reaches a server."""
+    cwd: str | None = None
+    url: str | None = None
+    sha256: str | None = None
+    """What `fingerprint` must be; None takes the list that the first connection of this process shows."""
+
+    @staticmethod
+    def read(name: str, entry: Any) -> Server:
+        """A checked entry of the configuration. Raises ConfigError."""
+        key = f"servers.{name}"
+        if not isinstance(entry, Mapping) or (strange := set(entry) - set(SERVER_KEYS)):
+            what = sorted(strange) if isinstance(entry, Mapping) else entry
+            raise ConfigError(f"{key}: {what!r:.200} is unknown; an entry has {', '.join(SERVER_KEYS)}.")
+        if (entry.get("command") is None) == (entry.get("url") is None):
+            raise ConfigError(f"{key}: needs either command (a program) or url (a streamable HTTP server).")
+        if not isinstance(entry.get("tools"), Sequence) or isinstance(entry["tools"], str) or not entry["tools"]:
+            raise ConfigError(f"{key}.tools={entry.get('tools')!r}: name the tools that may be called, as a list.")
+        url, command = entry.get("url"), entry.get("command")
+        if url is not None and not str(url).startswith(("http://", "https://")):
+            raise ConfigError(f"{key}.url={url!r} is not an http:// or https:// address.")
+        if command is not None and shutil.which(str(command)) is None:
+            raise ConfigError(f"{key}.command={command!r} is no program on PATH.")
+        return Server(
+            name,
+            tuple(map(str, entry["tools"])),
+            command,
+            tuple(map(str, entry.get("args") or ())),
+            tuple((str(n), str(value)) for n, value in (entry.get("env") or {}).items()),
+            entry.get("cwd"),
+            url,
+            entry.get("sha256"),
+        )
+
+
+Listing = dict[str, dict[str, Any]]
+"""A server's tools: name -> {"description", "parameters"}."""
+_pins: dict[Server, Listing] = {}
+"""What servers showed first in this process: every later connection must show the same."""
+_pinning = threading.Lock()
+
+
+def fingerprint(listing: Listing) -> str:
+    """SHA-256 of names, descriptions and schemas of a server's tools, in any order."""
+    return hashlib.sha256(json.dumps(listing, sort_keys=True).encode()).hexdigest()
+
+
+class McpTool(Tool):
+    """Calls `server.tool` of the servers in the settings; the model chooses among their allowed tools, nothing else.
+
+    Settings: `servers` (name -> `Server`'s fields), `timeout` seconds for a call. The list of tools is read when the
+    episode begins. It is read again before every call: a tool, description or schema that changed is refused.
+
+    The constructor raises ConfigError for wrong settings, and for a server that shows no list within CONNECT_S.
+    """
+
+    name = "mcp"
+
+    def __init__(self, servers: Mapping[str, Any], timeout: float = 30.0):
+        _library()
+        self.deadline_s = timeout
+        self.servers = {name: Server.read(name, entry) for name, entry in servers.items()}
+        self._connections: dict[str, _Connection] = {}
+        self.pinned = {name: pinned(server) for name, server in self.servers.items()}
+        allowed = [f"{name}.{tool}" for name, server in self.servers.items() for tool in server.tools]
+        self.description = "Call one of these tools:\n" + "\n".join(map(self._line, allowed))
+        self.parameters: dict[str, Any] = {
+            "type": "object",
+            "properties": {
+                "tool": {"type": "string", "enum": allowed},
+                "arguments": {"type": "object", "description": "the tool's own arguments"},
+            },
+            "required": ["tool", "arguments"],
+        }
+
+    def _line(self, full_name: str) -> str:
+        server, _, tool = full_name.partition(".")
+        shown = self.pinned[server][tool]
+        text = f"- {full_name}: {shown['description']} Arguments: {json.dumps(shown['parameters'])}"
+        return text[:MAX_DESCRIPTION]
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        name, _, tool = arguments["tool"].partition(".")
+        server = self.servers.get(name)
+        if server is None or tool not in server.tools:
+            raise ToolError(f"{arguments['tool']!r:.100} is not an allowed tool.")
+        connection = self._connections.setdefault(name, _Connection(server))
+        try:
+            client = await connection.client()
+            if await listing_of(client) != self.pinned[name]:
+                raise ToolError(f"The server {name!r} has changed its tools since the episode began: refused.")
+            result = await client.call_tool(tool, arguments["arguments"])
+        except (ToolError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            if getattr(error, "code", CLOSED) == CLOSED:  # the connection's end, or no answer of the server's
+                self._connections.pop(name, None)
+                await connection.close()
+            raise ToolError(f"{arguments['tool']} failed: {reason(error)}") from error
+        text = "\n".join(_text(block) for block in result.content)
+        if result.is_error:
+            raise ToolError(text or f"{arguments['tool']} failed.")
+        return text
+
+    async def close(self) -> None:
+        await asyncio.gather(*(connection.close() for connection in self._connections.values()))
+
+
+class _Connection:
+    """A client that one task enters and leaves, as its cancel scopes ask for, and that any task may call."""
+
+    def __init__(self, server: Server):
+        self._server = server
+        self._client: asyncio.Future[Any] | None = None
+        self._stop = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def client(self) -> Any:
+        """The connected client. A caller that is cancelled leaves the connection to the next one."""
+        if self._client is None:
+            self._client = asyncio.get_running_loop().create_future()
+            self._task = asyncio.create_task(self._hold(self._client))
+        return await asyncio.shield(self._client)
+
+    async def _hold(self, ready: asyncio.Future[Any]) -> None:
+        try:
+            async with connected(self._server) as client:
+                ready.set_result(client)
+                await self._stop.wait()
+        except Exception as error:
+            if not ready.done():
+                ready.set_exception(error)
+                ready.exception()  # seen, whether or not somebody still waits
+
+    async def close(self) -> None:
+        self._stop.set()
+        if self._task is not None:
+            if self._client is not None and not self._client.done():
+                self._task.cancel()
+            await asyncio.wait([self._task])
+
+
+@asynccontextmanager
+async def connected(server: Server) -> AsyncIterator[Any]:
+    """An SDK client of `server` for as long as the block lasts; its process, if it has one, ends with the block."""
+    library = _library()
+    if server.url is not None:
+        from mcp.client.streamable_http import streamable_http_client
+
+        async with library.Client(
+            streamable_http_client(server.url, max_sse_event_size=MAX_MESSAGE), cache=None
+        ) as client:
+            yield client
+        return
+    async with library.Client(_program(server), cache=None) as client:
+        yield client
+
+
+@asynccontextmanager
+async def _program(server: Server) -> AsyncIterator[Any]:
+    """The SDK's streams to a program, one JSON message a line.
+
+    Not the SDK's own: its time is quadratic in the length of a line, and a deaf server keeps it for four seconds.
+    """
+    import anyio
+    from mcp.client.stdio import get_default_environment
+    from mcp.shared.message import SessionMessage
+    from mcp.types import jsonrpc_message_adapter
+
+    assert server.command is not None
+    command = [server.command, *server.args]
+    if setpriv := shutil.which("setpriv"):  # then the kernel ends a server whose episode was killed
+        command = [setpriv, "--pdeathsig", "KILL", "--", *command]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env=get_default_environment() | dict(server.env),
+        cwd=server.cwd,
+        start_new_session=True,
+        limit=MAX_MESSAGE,
+    )
+    sends, receives = process.stdin, process.stdout
+    assert sends is not None and receives is not None
+    incoming_end, incoming = anyio.create_memory_object_stream[Any](0)
+    outgoing, outgoing_end = anyio.create_memory_object_stream[Any](0)
+
+    async def read() -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError, anyio.BrokenResourceError):
+            async with incoming_end:  # its end is how the session learns that the server has gone
+                while True:
+                    line = await receives.readuntil(b"\n")
+                    try:
+                        message = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+                    except ValueError as error:
+                        message = error
+                    await incoming_end.send(message)
+
+    async def write() -> None:
+        with contextlib.suppress(OSError):
+            async with outgoing_end:
+                async for item in outgoing_end:
+                    sends.write(item.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
+                    await sends.drain()
+
+    tasks = [asyncio.create_task(read()), asyncio.create_task(write())]
+    try:
+        yield incoming, outgoing
+    finally:
+        for task in tasks:
+            task.cancel()
+        for stream in (incoming_end, incoming, outgoing, outgoing_end):
+            stream.close()
+        await _end(process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """A program is told to end by the end of its input; what is left of it after a second is killed."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await process.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await process.wait()
+        process._transport.close()  # type: ignore[attr-defined]  # a child that left the group may hold the pipe
+
+
+async def listing_of(client: Any) -> Listing:
+    """All tools of a connected server. Raises ToolError for a list without end."""
+    listing: Listing = {}
+    cursor = None
+    for _ in range(MAX_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        for tool in page.tools:
+            listing[tool.name] = {"description": tool.description or "", "parameters": tool.input_schema}
+        cursor = page.next_cursor
+        if cursor is None:
+            return listing
+    raise ToolError(f"the server's list of tools has more than {MAX_PAGES} pages.")
+
+
+def pinned(server: Server) -> Listing:
+    """The list that `server` showed first in this process. Raises ConfigError where it is not what was asked for."""
+    with _pinning:
+        listing = _pins.get(server)
+        if listing is None:
+            listing = _first_listing(server)
+            digest = fingerprint(listing)
+            if server.sha256 not in (None, digest):
+                raise ConfigError(
+                    f"servers.{server.name}.sha256={server.sha256!r}: the server's tools have {digest!r}; "
+                    "look at what changed before you write that into the configuration."
+                )
+            if missing := [tool for tool in server.tools if tool not in listing]:
+                raise ConfigError(f"servers.{server.name}.tools: {missing} are not among {sorted(listing)}.")
+            _pins[server] = listing
+        return listing
+
+
+def _first_listing(server: Server) -> Listing:
+    """In a thread of its own: the constructor is synchronous, and its caller may have an event loop."""
+    outcome: list[Listing | BaseException] = []
+
+    async def ask() -> Listing:
+        async with asyncio.timeout(CONNECT_S), connected(server) as client:
+            return await listing_of(client)
+
+    def work() -> None:
+        try:
+            outcome.append(asyncio.run(ask()))
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join()
+    if isinstance(outcome[0], dict):
+        return outcome[0]
+    where = server.url or json.dumps([server.command, *server.args])
+    raise ConfigError(f"servers.{server.name}: {where:.200} gave no list of tools: {reason(outcome[0])}")
+
+
+def reason(error: BaseException) -> str:
+    """The first cause inside the groups that task groups raise."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {str(error)[:300]}"
+
+
+def _text(block: Any) -> str:
+    text = getattr(block, "text", None)
+    return text if isinstance(text, str) else f"[{getattr(block, 'type', 'something')} left out]"
+
+
+def _library() -> Any:
+    try:
+        import mcp
+    except ImportError as error:
+        raise ConfigError("the mcp tool needs the MCP SDK; install it with: pip install 'skyrl-train[mcp]'.") from error
+    return mcp

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from skyrl_train.environments.tools.base import ToolBox, ToolError, ToolResult
+from skyrl_train.environments.tools.mcp import McpTool, fingerprint
+from skyrl_train.errors import ConfigError
+
+pytest.importorskip("mcp")
+SERVER = str(Path(__file__).with_name("mcp_server.py"))
+ALLOWED = ["add", "big", "hang", "fail", "environment", "change", "die"]
+
+
+def stdio(how: str = "stdio", **settings: Any) -> dict[str, Any]:
+    return {"command": sys.executable, "args": [SERVER, how], "tools": ALLOWED, **settings}
+
+
+@contextmanager
+def http() -> Iterator[dict[str, Any]]:
+    with subprocess.Popen([sys.executable, SERVER, "http"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield {"url": f"http://127.0.0.1:{int(process.stdout.readline())}/mcp", "tools": ALLOWED}
+        finally:
+            process.kill()
+
+
+@contextmanager
+def server_of(kind: str) -> Iterator[dict[str, Any]]:
+    if kind == "http":
+        with http() as entry:
+            yield entry
+    else:
+        yield stdio()
+
+
+@contextmanager
+def box(*, timeout: float = 60.0, **servers: Any) -> Iterator[ToolBox]:
+    opened = ToolBox([McpTool(servers, timeout)])
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def call(opened: ToolBox, tool: str, **arguments: Any) -> ToolResult:
+    return opened.call("mcp", {"tool": tool, "arguments": arguments})
+
+
+@pytest.mark.fault("F25")
+@pytest.mark.parametrize("kind", ["stdio", "http"])
+def test_allowed_tools_of_a_real_server_are_called_and_an_episode_survives_the_rest(kind: str):
+    with server_of(kind) as entry, box(s=entry) as opened:
+        (schema,) = opened.schemas()
+        assert "- s.add: Add two numbers." in schema["function"]["description"]
+        assert "secret" not in schema["function"]["description"]
+        assert call(opened, "s.add", a=2, b=3) == ToolResult("5")
+
+        for name in ("s.secret", "other.add", "add", "s.", "s.add.add"):
+            assert call(opened, name).error == "bad_arguments"
+
+        assert call(opened, "s.add", a="two").error == "tool_error"
+        failed = call(opened, "s.fail")
+        assert (failed.error, "luck" in failed.text, "\x1b" in failed.text) == ("tool_error", True, False)
+
+        cut = call(opened, "s.big")
+        assert cut.error is None and "left out" in cut.text and len(cut.text) < 8300
+        assert call(opened, "s.add", a=20, b=3) == ToolResult("23")
+
+
+@pytest.mark.fault("F25")
+@pytest.mark.parametrize("name", ["s.secret", "other.add", "s.", "s.add.add"])
+def test_the_tool_refuses_what_is_not_allowed_also_by_itself(name: str):
+    with pytest.raises(ToolError, match="not an allowed tool"):
+        asyncio.run(McpTool({"s": stdio()}).call({"tool": name, "arguments": {}}))
+
+
+@pytest.mark.fault("F25")
+def test_a_call_that_hangs_times_out_and_the_next_one_is_answered():
+    tool = McpTool({"s": stdio()})
+    opened = ToolBox([tool])
+    assert call(opened, "s.add", a=2, b=3) == ToolResult("5")  # the server has started
+    tool.deadline_s = 0.5
+    assert call(opened, "s.hang").error == "timeout"
+    tool.deadline_s = 60.0
+    assert call(opened, "s.add", a=2, b=3) == ToolResult("5")
+    opened.close()
+
+
+@pytest.mark.fault("F25")
+@pytest.mark.parametrize("what", ["description", "list"])
+def test_a_tool_list_that_changes_is_refused_from_then_on(what: str):
+    with box(s=stdio()) as opened:
+        assert call(opened, "s.change", what=what) == ToolResult("changed")
+        for _ in range(2):
+            refused = call(opened, "s.add", a=2, b=3)
+            assert (refused.error, "has changed its tools" in refused.text) == ("tool_error", True)
+
+
+def test_a_server_that_dies_fails_one_call_and_is_started_again():
+    with box(s=stdio()) as opened:
+        assert call(opened, "s.die").error == "tool_error"
+        assert call(opened, "s.add", a=2, b=3) == ToolResult("5")
+
+
+def test_a_server_gets_no_variables_of_this_process_and_is_gone_after_the_episode(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    with box(s=stdio(env={"OWN": "1"})) as opened:
+        pid, *names = call(opened, "s.environment").text.split()
+        assert "OWN" in names and "PATH" in names and not {"WANDB_API_KEY", "SKYRL_TEST_SESSION"} & set(names)
+        assert psutil.pid_exists(int(pid))
+    assert gone(int(pid))
+
+
+@pytest.mark.fault("F25")
+def test_a_server_that_is_deaf_is_killed_with_its_episode():
+    entry = stdio("stubborn")
+    entry["tools"] = ["environment", "block"]
+    tool = McpTool({"s": entry})
+    opened = ToolBox([tool])
+    pid = int(call(opened, "s.environment").text.split()[0])
+    tool.deadline_s = 0.5
+    assert call(opened, "s.block").error == "timeout"
+    opened.close()
+    assert gone(pid)
+
+
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.fault("F25")
+def test_the_list_that_the_configuration_pins_and_the_first_one_of_a_process_hold():
+    tool = McpTool({"s": stdio()})
+    digest = fingerprint(tool.pinned["s"])
+    assert McpTool({"s": stdio(sha256=digest)}).pinned == tool.pinned
+    with pytest.raises(ConfigError, match=rf"servers\.s\.sha256='00'.*{digest}"):
+        McpTool({"s": stdio(sha256="00")})
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"tools": ["a"]}, "either command"),
+        ({"command": "sh", "url": "http://x", "tools": ["a"]}, "either command"),
+        ({"command": "sh"}, r"servers\.s\.tools=None"),
+        ({"command": "sh", "tools": []}, r"servers\.s\.tools=\[\]"),
+        ({"command": "sh", "tools": "all"}, r"servers\.s\.tools='all'"),
+        ({"command": "no-such-program", "tools": ["a"]}, "no program on PATH"),
+        ({"url": "localhost:1", "tools": ["a"]}, "not an http://"),
+        ({"url": "http://127.0.0.1:1/mcp", "tools": ["a"]}, "gave no list of tools"),
+        ({"command": "false", "tools": ["a"]}, "gave no list of tools"),
+        ({"command": "sh", "tols": ["a"]}, "tols"),
+        ("sh", "'sh' is unknown"),
+    ],
+)
+def test_a_server_that_is_none_is_refused_at_the_start(entry: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
+        McpTool({"s": entry})
+
+
+def test_a_tool_that_the_server_does_not_have_is_refused_at_the_start():
+    with pytest.raises(ConfigError, match=r"servers\.s\.tools: \['sub'\] are not among \['add'"):
+        McpTool({"s": stdio() | {"tools": ["add", "sub"]}})
