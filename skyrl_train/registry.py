@@ -44,6 +44,11 @@ class Registry(Generic[T]):
 
         return add
 
+    def forget(self, name: str) -> None:
+        """Free a name, whoever has it."""
+        self.table.pop(name, None)
+        self._items.pop(name, None)
+
     def names(self) -> list[str]:
         return sorted({*self.table, *self._items})
 

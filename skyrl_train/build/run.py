@@ -13,6 +13,7 @@ from skyrl_train.build import memory_plan
 from skyrl_train.build.algorithm import build_advantages, build_corrections, policy_learning
 from skyrl_train.build.collector import build_collector
 from skyrl_train.build.engines import build_engines, connect_engine, engine_settings, require_installed, server_urls
+from skyrl_train.build.environments import build_environments
 from skyrl_train.build.reward import build_reward_model, judged, start_reward_model
 from skyrl_train.build.services import (
     Services,
@@ -26,14 +27,12 @@ from skyrl_train.build.services import (
 )
 from skyrl_train.build.weights import build_publisher, supervised_publish
 from skyrl_train.cluster.runtime import Cluster
-from skyrl_train.config.hydra import plain
 from skyrl_train.config.schema import Config
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.lockstep import Lockstep
 from skyrl_train.engines.sampling import normalise
-from skyrl_train.environments import registry
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.errors import SkyRLError
 from skyrl_train.generators.conversation import ConversationGenerator, RolloutSettings
@@ -121,27 +120,6 @@ async def start_engines(base: Services) -> Sequence[Any]:
     if seats is not None:
         return await build_engines(base.cluster, generator, timeouts, seats, base.cfg.device)
     return await asyncio.gather(*(connect_engine(url, base.cfg) for url in server_urls(generator)))
-
-
-def environment_settings(cfg: Config) -> dict[str, Any]:
-    """Environment -> its part of environment.skyrl_gym."""
-    gym = plain(cfg.environment.skyrl_gym)
-    return {name: settings for name, settings in gym.items() if isinstance(settings, dict)}
-
-
-def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
-    """Refuse at once what the environments of these rows cannot do here: see `TextEnv.check`."""
-    names = {prompt.env_class for dataset in datasets if dataset is not None for prompt in dataset.prompts}
-    registry.check_environments(names, environment_settings(cfg))
-
-
-def build_environments(cfg: Config) -> EnvironmentHost:
-    return EnvironmentHost(
-        environment_settings(cfg),
-        max_workers=cfg.environment.skyrl_gym.max_env_workers,
-        step_deadline_s=cfg.trainer.timeouts.environment_step_s,
-        plugins=tuple(cfg.trainer.plugins),
-    )
 
 
 def build_generator(

@@ -75,6 +75,7 @@ ENVIRONMENTS = {
     "gsm8k": "skyrl_train.environments.gsm8k:GSM8KEnv",
     "ifeval": "skyrl_train.environments.ifeval:IFEvalEnv",
     "math": "skyrl_train.environments.math:MathEnv",
+    "openenv": "skyrl_train.environments.adapters.openenv:OpenEnvEnv",
 }
 
 TOOLS: dict[str, str] = {

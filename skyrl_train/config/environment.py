@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from skyrl_train.config.section import Section
 
@@ -50,6 +51,45 @@ class SearchConfig(Section):
 
 
 @dataclass
+class ReasoningGymConfig(Section):
+    """Settings of the reasoning_gym environment."""
+
+    tasks: list[str] | None = None
+    """Names of the library's datasets that rows may ask for; null: all of them, but those whose scorer runs the answer
+    as code."""
+    partial_credit: bool = True
+    """false: a score below 1 counts 0. Many of the library's scorers give some credit for an answer among others."""
+
+
+@dataclass
+class VerifiersConfig(Section):
+    """Settings of the verifiers environment."""
+
+    env_id: str | None = None
+    """Name of an installed environment of the verifiers library."""
+    env_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of its `load_environment`."""
+
+
+@dataclass
+class OpenEnvConfig(Section):
+    """Settings of the openenv environment."""
+
+    base_url: str | None = None
+    """Server: http(s) with `POST /reset` and `POST /step` below it, or the address of OpenEnv's sessions, ws(s)://.../ws."""
+    token_variable: str | None = None
+    """Environment variable with the token that is sent as `Authorization: Bearer`."""
+    action_key: str | None = "message"
+    """The model's text is sent as `{"action": {action_key: text}}`; null sends `{"action": text}`."""
+    observation_key: str | None = None
+    """Of the observation, the part that the model is shown; null is a text, or all of it as JSON."""
+    timeout: float = 30.0
+    """Seconds that one request may take."""
+    max_response_bytes: int = 1_048_576
+    """A longer answer of the server fails the episode."""
+
+
+@dataclass
 class SkyRLGymConfig(Section):
     """Settings of environments by name, and of the processes they run in."""
 
@@ -59,6 +99,11 @@ class SkyRLGymConfig(Section):
     text2sql: Text2SQLConfig = field(default_factory=Text2SQLConfig)
     llm_as_a_judge: JudgeConfig = field(default_factory=JudgeConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
+    reasoning_gym: ReasoningGymConfig = field(default_factory=ReasoningGymConfig)
+    verifiers: VerifiersConfig = field(default_factory=VerifiersConfig)
+    openenv: OpenEnvConfig = field(default_factory=OpenEnvConfig)
+    own: dict[str, Any] = field(default_factory=dict)
+    """Settings of your own environments, by name: `own: {my_env: {difficulty: 3}}` is my_env's `env_config`."""
 
 
 @dataclass

@@ -372,6 +372,10 @@ ROWS = (
         "It belongs to env_class=llm_as_a_judge.",
         _environment_is_not("llm_as_a_judge"),
     ),
+    *(
+        Inert((f"environment.skyrl_gym.{name}",), f"It belongs to env_class={name}.", _environment_is_not(name))
+        for name in ("openenv", "reasoning_gym", "verifiers")
+    ),
 )
 
 

@@ -177,6 +177,8 @@ RANGES: dict[str, Range] = {
     **_below("generator.eval_sampling_params", _SAMPLING),
     **_below("environment.skyrl_gym", {"max_env_workers": AT_LEAST_ONE, "search.topk": AT_LEAST_ONE}),
     "environment.skyrl_gym.search.timeout": POSITIVE,
+    "environment.skyrl_gym.openenv.timeout": POSITIVE,
+    "environment.skyrl_gym.openenv.max_response_bytes": AT_LEAST_ONE,
 }
 
 

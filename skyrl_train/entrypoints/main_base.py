@@ -64,7 +64,7 @@ class BasePPOExp:
 
     def check_environments(self) -> None:
         """Refuse, before anything is started, environments that cannot do their work here."""
-        from skyrl_train.build.run import check_environments
+        from skyrl_train.build.environments import check_environments
 
         check_environments(self.cfg, self.train_dataset, self.eval_dataset)
 

@@ -55,9 +55,12 @@ class TextEnv:
     """One episode. Subclasses override `step`, and `init` or `close` where they need to.
 
     `env_config` is this environment's part of `environment.skyrl_gym`; `extras` are the dataset row's other columns, so
-    a rule-based reward reads `extras["reward_spec"]["ground_truth"]`. An episode may be replayed in another process
-    (same constructor, `init`, and the same texts) when its process had to be killed: side effects should bear that.
+    a rule-based reward reads `extras["reward_spec"]["ground_truth"]`.
     """
+
+    replayable: bool = True
+    """Whether an episode may be rebuilt in another process (same constructor, `init`, and the same texts) when its own
+    was killed. False where that would repeat effects outside: the episode then fails as "environment_died"."""
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         self.env_config = Settings(env_config or {})

@@ -69,6 +69,8 @@ class Episode:
     messages: list[Message] = field(default_factory=list)
     """What the environment opened with; render these, not the row's."""
     metadata: dict[str, Any] = field(default_factory=dict)
+    replayable: bool = True
+    """`TextEnv.replayable`, once it has opened."""
     _worker: _Worker | None = None
     _history: list[bytes] = field(default_factory=list)
     """Frames already answered: sending them again to another process rebuilds the environment there."""
@@ -194,9 +196,9 @@ class EnvironmentHost:
     What fails fails one episode, as EnvironmentFailure with the kind it is counted under: the exception's class name,
     "bad_reward", "bad_step_output", "timeout" (the call was running for longer than `step_deadline_s`; its process is
     killed) or "environment_died" (the process ended during the call). Other episodes of a lost process are rebuilt in
-    another one, from their opening and recorded texts, when they are next used. Deadlines count from when a call begins
-    to run, not from when it is queued. ConfigError (an unknown environment, a plugin that does not import) is for the
-    whole run.
+    another one, from their opening and recorded texts, when they are next used; those that are not `replayable` fail
+    with "environment_died". Deadlines count from when a call begins to run, not from when it is queued. ConfigError (an
+    unknown environment, one whose constructor raises it, a plugin that does not import) is for the whole run.
 
     Example:
         async with EnvironmentHost({"search": {"topk": 3}}, max_workers=8, step_deadline_s=30.0) as host:
@@ -371,6 +373,7 @@ class EnvironmentHost:
                 episode._failure = episode._failure or failure
             elif call.answer is not None and episode._worker is worker:
                 episode._history.append(call.frame)
+                episode.replayable = reply.get("replayable", episode.replayable)
             self._settle(call, reply)
 
     def _settle(self, call: _Call, reply: dict[str, Any] | None = None) -> None:
@@ -401,6 +404,10 @@ class EnvironmentHost:
                 )
         for episode in worker.episodes:
             episode._worker = None
+            if episode._history and not episode.replayable:
+                episode._failure = episode._failure or EnvironmentFailure(
+                    "environment_died", f"{episode.env_class} is not replayable, and its process was lost: {detail}"
+                )
         for call in calls:
             if call.answer is None or call.answer.done():
                 continue
@@ -452,9 +459,7 @@ class _EnvironmentServer:
         try:
             return _frame(getattr(self, call.pop("op"))(**call), default=_shown)
         except ConfigError as error:
-            return _frame(
-                {"error": "ConfigError", "detail": str(error), "fatal": isinstance(error, _UnknownEnvironment)}
-            )
+            return _frame({"error": "ConfigError", "detail": str(error), "fatal": isinstance(error, _CannotStart)})
         except EnvironmentFailure as failure:
             return _frame({"error": failure.kind, "detail": failure.detail[:MAX_DETAIL]})
         except BaseException as error:
@@ -462,20 +467,29 @@ class _EnvironmentServer:
 
     def start(self, id: int, env_class: str, messages: list[Message], extras: dict[str, Any]) -> dict[str, Any]:
         try:
-            registry.find(env_class)
+            environment = registry.make(env_class, env_config=self.env_configs.get(env_class), extras=extras)
+        except DataError:
+            raise  # of this row
         except ConfigError as error:
-            raise _UnknownEnvironment(*error.args) from error
-        environment = registry.make(env_class, env_config=self.env_configs.get(env_class), extras=extras)
+            raise _CannotStart(*error.args) from error
         self.environments[id] = environment
         opened = environment.init(messages)
         if not isinstance(opened, tuple | list) or len(opened) != 2:
             raise EnvironmentFailure(
                 "bad_step_output", f"init returned {type(opened).__name__}, not (messages, metadata)"
             )
-        return {"messages": checked_messages(opened[0]), "metadata": opened[1] or {}}
+        return {
+            "messages": checked_messages(opened[0]),
+            "metadata": opened[1] or {},
+            "replayable": bool(getattr(environment, "replayable", True)),
+        }
 
     def step(self, id: int, text: str) -> dict[str, Any]:
-        return asdict(checked_step_output(self.environments[id].step(text)))
+        environment = self.environments[id]
+        output = checked_step_output(environment.step(text))
+        if output.done and hasattr(environment, "get_metrics"):  # SkyRL-Gym's
+            output.metadata |= environment.get_metrics() or {}
+        return asdict(output)
 
     def close(self, id: int) -> dict[str, Any]:
         environment = self.environments.pop(id, None)
@@ -484,8 +498,8 @@ class _EnvironmentServer:
         return {}
 
 
-class _UnknownEnvironment(ConfigError):
-    """No episode of this name can ever start."""
+class _CannotStart(ConfigError):
+    """No episode of this name can ever start: the name is unknown, or its settings are wrong."""
 
 
 def _where(error: BaseException) -> str:

@@ -146,6 +146,31 @@ def test_other_episodes_of_a_killed_process_are_rebuilt_from_their_texts():
     run_with_host(scenario, deadline_s=0.5)
 
 
+def test_episodes_that_must_not_be_replayed_fail_with_their_process():
+    async def scenario(host: EnvironmentHost) -> None:
+        asleep, waiting = [await host.start("SideEffects", prompt("SideEffects")) for _ in range(2)]
+        await asleep.step("first")
+        hung = asyncio.create_task(outcome(host, "Misbehaving", "hangs"))
+        await asyncio.sleep(0.1)
+        queued = asyncio.create_task(waiting.step("queued behind the hung call"))
+        not_begun = asyncio.create_task(outcome(host, "SideEffects", "fine"))
+        assert await hung == "timeout"
+        for call in (queued, asleep.step("second")):
+            with pytest.raises(EnvironmentFailure, match="environment_died: SideEffects is not replayable"):
+                await call
+        assert await not_begun == 1.0
+
+    run_with_host(scenario, deadline_s=0.5)
+
+
+def test_settings_that_no_episode_can_start_with_stop_the_run():
+    async def scenario(host: EnvironmentHost) -> None:
+        with pytest.raises(ConfigError, match=r"openenv\.base_url=None"):
+            await host.start("openenv", prompt("openenv"))
+
+    run_with_host(scenario)
+
+
 def test_waiting_in_line_does_not_count_towards_the_deadline():
     async def scenario(host: EnvironmentHost) -> list[str | float]:
         return await asyncio.gather(*(outcome(host, "Counter", "sleep 0.2") for _ in range(6)))

@@ -27,6 +27,12 @@ class Counter(TextEnv):
         return StepOutput([{"role": "user", "content": str(len(self.told))}], 1.0, done=False, metadata=metadata)
 
 
+class SideEffects(Counter):
+    """A step of it must never happen twice."""
+
+    replayable = False
+
+
 class Misbehaving(TextEnv):
     """Does what the text says."""
 
@@ -128,5 +134,5 @@ class BadStart(TextEnv):
         raise PermissionError("not you")
 
 
-for environment in (Counter, Misbehaving, Chatty, SkyRLGymStyle, NeverCloses, BadStart):
+for environment in (Counter, SideEffects, Misbehaving, Chatty, SkyRLGymStyle, NeverCloses, BadStart):
     register(environment.__name__, environment)

@@ -1,0 +1,42 @@
+"""Environments from configuration: every one's settings, and the processes they run in. Loads no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skyrl_train.config.hydra import plain
+from skyrl_train.config.schema import Config
+from skyrl_train.data.dataset import PromptDataset
+from skyrl_train.environments import registry
+from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.errors import ConfigError
+
+
+def environment_settings(cfg: Config) -> dict[str, dict[str, Any]]:
+    """Every environment's `env_config`: its section of environment.skyrl_gym, and what `own` says on top of it."""
+    gym = plain(cfg.environment.skyrl_gym)
+    own = gym.pop("own")
+    sections = {name: settings for name, settings in gym.items() if isinstance(settings, dict)}
+    for name, settings in own.items():
+        if not isinstance(settings, dict):
+            raise ConfigError(
+                f"environment.skyrl_gym.own.{name}={settings!r}: the settings of one environment are a mapping; "
+                f"write environment.skyrl_gym.own.{name}.KEY=VALUE."
+            )
+        sections[name] = sections.get(name, {}) | settings
+    return sections
+
+
+def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
+    """Refuse at once what the environments of these rows cannot do here: see `TextEnv.check`."""
+    names = {prompt.env_class for dataset in datasets if dataset is not None for prompt in dataset.prompts}
+    registry.check_environments(names, environment_settings(cfg))
+
+
+def build_environments(cfg: Config) -> EnvironmentHost:
+    return EnvironmentHost(
+        environment_settings(cfg),
+        max_workers=cfg.environment.skyrl_gym.max_env_workers,
+        step_deadline_s=cfg.trainer.timeouts.environment_step_s,
+        plugins=tuple(cfg.trainer.plugins),
+    )

@@ -1,0 +1,238 @@
+"""Against a real server on this machine that speaks OpenEnv's protocol over HTTP and over WebSockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from skyrl_train.data.trajectory import Prompt
+from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.errors import ConfigError, EnvironmentFailure
+
+QUESTION = [{"role": "user", "content": "play"}]
+TOKEN = "a secret of the tests"
+
+
+class Server:
+    """Every episode echoes; misbehaves when told to. Runs in a thread with an event loop of its own."""
+
+    def __init__(self) -> None:
+        self.episodes: dict[str, list[str]] = {}
+        self.resets: list[dict[str, Any]] = []
+        self.stolen: list[str] = []
+        self.loop = asyncio.new_event_loop()
+        self.released = asyncio.Event()
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+        self.port = asyncio.run_coroutine_threadsafe(self._start(), self.loop).result(60)
+
+    async def _start(self) -> int:
+        app = web.Application()
+        app.router.add_post("/reset", self.reset)
+        app.router.add_post("/step", self.step)
+        app.router.add_get("/ws", self.session)
+        for method, path, handler in (
+            ("POST", "/loose/reset", self.moved),
+            ("GET", "/moved", self.moved),
+            ("*", "/elsewhere", self.elsewhere),
+        ):
+            app.router.add_route(method, path, handler)
+        self._runner = web.AppRunner(app, shutdown_timeout=1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return self._runner.addresses[0][1]
+
+    def close(self) -> None:
+        async def end() -> None:
+            self.released.set()
+            await self._runner.cleanup()
+
+        asyncio.run_coroutine_threadsafe(end(), self.loop).result(60)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(60)
+        self.loop.close()
+
+    async def reset(self, request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return web.json_response({"error": "who are you?"}, status=401)
+        body = await request.json()
+        self.resets.append(body)
+        self.episodes[body["episode_id"]] = []
+        return web.json_response({"observation": {"text": "hello"}, "reward": None, "done": False})
+
+    async def step(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        text = body["action"]["message"]
+        return await self.misbehaves(request, text) or web.json_response(self.answer(body["episode_id"], text))
+
+    def answer(self, episode: str, text: str) -> dict[str, Any]:
+        heard = self.episodes[episode]
+        heard.append(text)
+        done = text == "done"
+        observation = {"text": f"heard {len(heard)}"}
+        return {
+            "observation": observation,
+            "reward": 2.5 if done else None,
+            "done": done,
+            "info": {"heard": len(heard)},
+        }
+
+    async def misbehaves(self, request: web.Request, text: str) -> web.StreamResponse | None:
+        if text == "hang":
+            await self.released.wait()
+        if text == "trickle":
+            response = web.StreamResponse()
+            await response.prepare(request)
+            while not self.released.is_set():
+                await response.write(b" ")
+                await asyncio.sleep(0.05)
+        odd = {"not json": b"<html>", "list": b"[1]", "deep": b"[" * 100_000, "large": b" " * 10_000}
+        return web.Response(body=odd[text]) if text in odd else web.Response(status=500) if text == "500" else None
+
+    async def moved(self, request: web.Request) -> web.Response:
+        return web.Response(status=307, headers={"Location": f"http://127.0.0.1:{self.port}/elsewhere"})
+
+    async def elsewhere(self, request: web.Request) -> web.Response:
+        self.stolen.append(request.headers.get("Authorization", ""))
+        return web.Response()
+
+    async def session(self, request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        episode = str(id(socket))
+        async for message in socket:
+            said = json.loads(message.data)
+            if said["type"] == "close":
+                break
+            if said["type"] == "reset":
+                self.resets.append(said["data"])
+                self.episodes[episode] = []
+                data: dict[str, Any] = {"observation": {"text": "hello"}, "reward": None, "done": False}
+            elif said["data"]["message"] == "large":
+                await socket.send_str(" " * 10_000)
+                continue
+            elif said["data"]["message"] == "500":
+                await socket.send_json({"type": "error", "data": {"code": "EXECUTION_ERROR"}})
+                continue
+            elif said["data"]["message"] == "hang":
+                await self.released.wait()
+                break
+            else:
+                data = self.answer(episode, said["data"]["message"])
+            await socket.send_json({"type": "observation", "data": data})
+        return socket
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("TEST_ENV_TOKEN", TOKEN)
+    server = Server()
+    yield server
+    server.close()
+
+
+def play(url: str, texts: list[str], extras: dict[str, Any] | None = None, **settings: Any) -> list[Any]:
+    """The opening messages, then every step's output or the kind of its failure."""
+    config = {"base_url": url, "token_variable": "TEST_ENV_TOKEN", "observation_key": "text"} | settings
+
+    async def main() -> list[Any]:
+        outputs: list[Any] = []
+        async with EnvironmentHost({"openenv": config}, 1, 60.0) as host:
+            try:
+                episode = await host.start("openenv", Prompt("0", QUESTION, "openenv", extras or {}))
+                outputs.append(episode.messages)
+                for text in texts:
+                    outputs.append(await episode.step(text))
+            except EnvironmentFailure as failure:
+                outputs.append(failure.kind)
+        return outputs
+
+    return asyncio.run(asyncio.wait_for(main(), 120))
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:{}", "ws://127.0.0.1:{}/ws"])
+def test_an_episode_over_the_network(server: Server, address: str):
+    row = {"reset": {"seed": 7}}
+    opening, first, last = play(address.format(server.port), ["one", "done"], row)
+    assert opening == [*QUESTION, {"role": "user", "content": "hello"}]
+    assert (first.reward, first.done, first.observations[0]["content"]) == (0.0, False, "heard 1")
+    assert (last.reward, last.done, last.observations, last.metadata) == (2.5, True, [], {"heard": 2})
+    assert server.resets[0]["seed"] == 7
+    assert [*server.episodes.values()] == [["one", "done"]]
+
+
+def test_the_last_turn_ends_the_episode(server: Server):
+    *_, last = play(f"http://127.0.0.1:{server.port}", ["one", "two"], {"max_turns": 2})
+    assert (last.reward, last.done) == (0.0, True)
+
+
+def test_without_a_key_an_observation_is_shown_as_json(server: Server):
+    opening, *_ = play(f"http://127.0.0.1:{server.port}", [], observation_key=None)
+    assert opening[-1]["content"] == '{"text": "hello"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("hang", "timeout"),
+        ("trickle", "timeout"),
+        ("large", "too_large"),
+        ("not json", "bad_response"),
+        ("list", "bad_response"),
+        ("deep", "bad_response"),
+        ("500", "server"),
+    ],
+)
+def test_a_server_that_misbehaves_fails_the_episode_by_kind(server: Server, text: str, kind: str):
+    waits = 1.0 if kind == "timeout" else 60.0
+    size = 1_000_000 if text == "deep" else 5000
+    *_, last = play(f"http://127.0.0.1:{server.port}", [text], timeout=waits, max_response_bytes=size)
+    assert last == kind
+
+
+@pytest.mark.parametrize(("text", "kind"), [("hang", "timeout"), ("large", "too_large"), ("500", "server")])
+def test_a_session_that_misbehaves_fails_the_episode_by_kind(server: Server, text: str, kind: str):
+    waits = 1.0 if kind == "timeout" else 60.0
+    *_, last = play(f"ws://127.0.0.1:{server.port}/ws", [text], timeout=waits, max_response_bytes=5000)
+    assert last == kind
+
+
+def test_a_server_that_is_not_there_and_a_wrong_token(server: Server, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TEST_ENV_TOKEN", "another")
+    assert play(f"http://127.0.0.1:{server.port}", []) == ["server"]
+    assert play("http://127.0.0.1:1", []) == ["server"]
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:{}/loose", "ws://127.0.0.1:{}/moved"])
+def test_redirects_are_not_followed(server: Server, address: str):
+    assert play(address.format(server.port), []) == ["server"]
+    assert server.stolen == []
+
+
+def test_a_row_chooses_no_server_and_no_token(server: Server):
+    row = {"base_url": "http://127.0.0.1:1", "token_variable": "HOME", "reset": {"episode_id": "theirs"}}
+    opening, *_ = play(f"http://127.0.0.1:{server.port}", [], row)
+    assert opening[-1]["content"] == "hello"
+    assert server.resets[0]["episode_id"] != "theirs"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"base_url": None}, r"openenv\.base_url=None"),
+        ({"base_url": "file:///etc/passwd"}, r"openenv\.base_url='file:///etc/passwd'"),
+        ({"token_variable": "NO_SUCH_VARIABLE_HERE"}, "NO_SUCH_VARIABLE_HERE.*not set; export it"),
+        ({"base_url": "ws://x/ws", "action_key": None}, "action_key"),
+    ],
+)
+def test_wrong_settings_stop_the_run(settings: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TEST_ENV_TOKEN", TOKEN)
+    with pytest.raises(ConfigError, match=says):
+        play("http://127.0.0.1:1", [], **settings)
