@@ -6,7 +6,8 @@ Weights are made once, of the mini-batch, before it is cut into micro-batches an
 are then those of one large batch, however it was cut.
 
 mask is [T] bool, sequence_ids and group_ids are [T] int64; weights are [T] float64, 0 outside the mask: cheap beside
-the model, and sums keep their digits. Sequences and prompts without a token that counts (failed episodes) are not
+the model, and sums keep their digits. The sequences of one episode have one of `sequence_ids`: together they weigh what
+another episode's only one does. Sequences and prompts without a token that counts (failed episodes) are not
 counted.
 """
 
@@ -24,7 +25,7 @@ def weigh(mini_batch: TrainBatch, reduction: Callable[..., Tensor]) -> TrainBatc
     """The mini-batch with `loss_weights`; `reduction` has its max_seq_len bound."""
     return mini_batch.with_tokens(
         loss_weights=reduction(
-            mini_batch.loss_mask, mini_batch.sequence_ids, mini_batch.per_token(mini_batch.group_ids)
+            mini_batch.loss_mask, mini_batch.episodes.of_token, mini_batch.per_token(mini_batch.group_ids)
         )
     )
 

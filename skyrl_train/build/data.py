@@ -5,23 +5,71 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from skyrl_train.config.choices import CHAT_TEMPLATES
+from skyrl_train.config.generator import ChatTemplateConfig
 from skyrl_train.config.schema import Config
-from skyrl_train.data.chat import render_conversation, render_prompt
+from skyrl_train.data.chat import render_conversation, render_prompt, rewrites_history
 from skyrl_train.data.dataset import PromptDataset, load_prompts
 from skyrl_train.data.rows import read_rows
 from skyrl_train.data.sft import Demonstration
 from skyrl_train.data.trajectory import Message
-from skyrl_train.errors import DataError
+from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.models.loading import load_tokenizer
+from skyrl_train.registry import load_object
 
 log = logging.getLogger(__name__)
 
 
 def build_tokenizer(cfg: Config) -> Any:
-    """The policy's tokenizer."""
-    return load_tokenizer(cfg.trainer.policy.model.path, use_fast=not cfg.trainer.disable_fast_tokenizer)
+    """The policy's tokenizer, with the chat template that was asked for.
+
+    Raises ConfigError where conversations of several turns cannot be written with that template.
+    """
+    tokenizer = load_tokenizer(cfg.trainer.policy.model.path, use_fast=not cfg.trainer.disable_fast_tokenizer)
+    template = cfg.generator.chat_template
+    if template.name_or_path is not None:
+        tokenizer.chat_template = _chat_template(template)
+    _check_history(cfg, tokenizer)
+    return tokenizer
+
+
+def _chat_template(template: ChatTemplateConfig) -> str:
+    assert template.name_or_path is not None
+    if template.source == "name":
+        return load_object(CHAT_TEMPLATES[template.name_or_path])  # type: ignore[no-any-return]
+    try:
+        return Path(template.name_or_path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"generator.chat_template.name_or_path={template.name_or_path!r} cannot be read ({error}); with "
+            "source=file it must be the path of a Jinja chat template."
+        ) from error
+
+
+def _check_history(cfg: Config, tokenizer: Any) -> None:
+    """Raises ConfigError where turns would not follow each other as tokens do."""
+    generator = cfg.generator
+    if generator.max_turns == 1 or not generator.use_conversation_multi_turn or generator.step_wise_trajectories:
+        return
+    try:
+        rewrites = rewrites_history(tokenizer, dict(generator.chat_template_kwargs))
+    except DataError as error:
+        raise ConfigError(
+            f"generator.max_turns={generator.max_turns}: the tokenizer of {cfg.trainer.policy.model.path!r} cannot "
+            f"write a conversation of several turns ({error}). Name a template in generator.chat_template.name_or_path."
+        ) from error
+    if rewrites:
+        raise ConfigError(
+            f"generator.max_turns={generator.max_turns}: the chat template of {cfg.trainer.policy.model.path!r} writes "
+            "earlier turns differently once others follow (without their reasoning, or without what its header puts "
+            "before an answer), so the tokens of a conversation do not follow each other. Set "
+            "generator.step_wise_trajectories=true, which trains on what the model read at every turn, or name a "
+            "template that keeps the history in "
+            "generator.chat_template.name_or_path (qwen3_with_thinking for Qwen3)."
+        )
 
 
 def build_prompts(cfg: Config, tokenizer: Any, sources: Sequence[str], key: str) -> PromptDataset:

@@ -36,6 +36,7 @@ from skyrl_train.engines.sampling import normalise
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.errors import SkyRLError
 from skyrl_train.generators.conversation import ConversationGenerator, RolloutSettings
+from skyrl_train.generators.rate_limit import RateLimiter
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.trainer.evaluation import Evaluator
 from skyrl_train.trainer.residency import AlwaysResident, Residency, TimeShared
@@ -127,8 +128,9 @@ def build_generator(
 ) -> ConversationGenerator:
     """Rollouts for training or for evaluation.
 
-    In synchronous training the rollouts of a step go to the engines together, in the order of the data: what is in an
-    engine's batch, and so the last bits of every number, does not depend on timing.
+    In synchronous training the first turns of a step go to the engines together, in the order of the data: what is in
+    an engine's batch, and so the last bits of every number, does not depend on timing. With generator.batched that goes
+    for later turns too; without it no conversation waits for another.
     """
     generator = cfg.generator
     settings = RolloutSettings(
@@ -138,11 +140,26 @@ def build_generator(
         max_prompt_tokens=generator.max_input_length,
         deadline_s=cfg.trainer.timeouts.rollout_s,
         chat_template_kwargs=dict(generator.chat_template_kwargs),
+        max_turns=generator.max_turns,
+        one_message=not generator.use_conversation_multi_turn,
+        ends_stopped_turns=generator.append_eos_token_after_stop_str_in_multi_turn,
+        step_wise=generator.step_wise_trajectories,
+        retokenize=generator.retokenize_chat_history,
     )
-    # Who finishes first can only be told where groups go to the engines on their own.
-    apart = cfg.trainer.fully_async.enabled or (generator.over_provisioning > 0 and not evaluation)
+    limit = generator.rate_limit
+    # Who finishes first can only be told where groups go to the engines on their own, and one that may not begin yet
+    # must not hold up others.
+    cuts = generator.over_provisioning > 0 and not evaluation
+    apart = cfg.trainer.fully_async.enabled or cuts or limit.enabled
     sampler = client if apart else Lockstep(client)
-    return ConversationGenerator(sampler, environments, tokenizer, settings)
+    return ConversationGenerator(
+        sampler,
+        environments,
+        tokenizer,
+        settings,
+        later_turns=sampler if generator.batched and generator.max_turns > 1 else client,
+        limiter=RateLimiter(limit.trajectories_per_second, limit.max_concurrency) if limit.enabled else None,
+    )
 
 
 def build_trainer(

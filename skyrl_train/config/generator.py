@@ -51,6 +51,18 @@ class ChatTemplateConfig(Section):
 
 
 @dataclass
+class RateLimitConfig(Section):
+    """How many episodes run, for environments or engines that bear no more."""
+
+    enabled: bool = False
+    """Limit them. Which run together then depends on timing."""
+    trajectories_per_second: float | None = None
+    """Episodes that begin a second at most; null is no limit."""
+    max_concurrency: int | None = None
+    """Episodes under way at most, unless the samples of one prompt are more; null is no limit."""
+
+
+@dataclass
 class GeneratorConfig(Section):
     """Engines and the rollouts they serve."""
 
@@ -98,7 +110,8 @@ class GeneratorConfig(Section):
     async_engine: bool = True
     """Engines are always asynchronous here."""
     batched: bool = False
-    """Requests are always batched by the engine here."""
+    """Conversations of several turns go to the engines turn by turn, all together: as reproducible as one turn is, and
+    as slow as the slowest. false: each goes on by itself after its first turn."""
     max_input_length: int = interpolation("trainer.max_prompt_length")
     """Tokens of a conversation at most before its next turn is sampled."""
     vllm_v1_disable_multiproc: bool = True
@@ -130,7 +143,8 @@ class GeneratorConfig(Section):
     served_model_name: str | None = None
     """Name of the model at that endpoint."""
     max_turns: int = 1
-    """Turns of a conversation at most."""
+    """Turns of a conversation at most; environments get it as `extras["max_turns"]`. A row's own `max_turns` counts
+    where it is lower."""
     chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, e.g. `+generator.chat_template_kwargs.enable_thinking=false`."""
@@ -142,7 +156,10 @@ class GeneratorConfig(Section):
     use_conversation_multi_turn: bool = True
     """Every turn is a message of its own; false writes all turns into one assistant message."""
     append_eos_token_after_stop_str_in_multi_turn: bool = True
-    """End a turn that a stop string ended with the end-of-sequence token."""
+    """End a turn that a stop string ended with the token that ends turns; it is not trained on."""
+    retokenize_chat_history: bool = False
+    """With step_wise_trajectories: every turn reads the whole conversation rendered and tokenised anew."""
+    rate_limit: RateLimitConfig = field(default_factory=RateLimitConfig)
     eval_sampling_params: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
     eval_n_samples_per_prompt: int = 1
     """Responses per prompt in evaluation."""
@@ -159,4 +176,5 @@ class GeneratorConfig(Section):
     rope_theta: float | None = interpolation("trainer.rope_theta")
     """Rotary embedding base of the engines' model; follows the trainer."""
     step_wise_trajectories: bool = False
-    """Train on every turn as a sequence of its own."""
+    """Where the chat template rewrites the history (thinking models), what the model read next is a sequence of its
+    own; the episode stays one sample. Turns that go on from each other stay one sequence."""

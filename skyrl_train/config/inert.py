@@ -80,6 +80,11 @@ def _nothing_measures_kl(config: Config) -> bool:
     return not kl_in_loss(algorithm) and not kl_in_reward(algorithm)
 
 
+def _goes_out_apart(config: Config) -> bool:
+    generator = config.generator
+    return generator.over_provisioning > 0 or generator.rate_limit.enabled or config.trainer.fully_async.enabled
+
+
 def _critic_sits_with_policy(config: Config) -> bool:
     placement = config.trainer.placement
     critic, policy = placement.critic_num_nodes, placement.policy_num_nodes
@@ -140,7 +145,12 @@ ROWS = (
         lambda config: config.generator.weight_sync_check == "off",
     ),
     Inert(("trainer.use_sample_packing",), "Batches are always packed without padding."),
-    Inert(("generator.async_engine", "generator.batched"), "Engines always run asynchronously and batch requests."),
+    Inert(("generator.async_engine",), "Engines always run asynchronously."),
+    Inert(
+        ("generator.batched",),
+        "Engines always batch requests. It belongs to max_turns above 1, without over_provisioning and rate_limit.",
+        lambda config: config.generator.max_turns == 1 or _goes_out_apart(config),
+    ),
     Inert(
         (
             "generator.enable_prefix_caching",
@@ -198,9 +208,28 @@ ROWS = (
         lambda config: config.generator.chat_template.name_or_path is None,
     ),
     Inert(
-        ("generator.append_eos_token_after_stop_str_in_multi_turn",),
+        (
+            "generator.append_eos_token_after_stop_str_in_multi_turn",
+            "generator.use_conversation_multi_turn",
+            "generator.step_wise_trajectories",
+            "generator.retokenize_chat_history",
+        ),
         "It belongs to generator.max_turns above 1.",
         lambda config: config.generator.max_turns == 1,
+    ),
+    Inert(
+        (
+            "generator.append_eos_token_after_stop_str_in_multi_turn",
+            "generator.step_wise_trajectories",
+            "generator.retokenize_chat_history",
+        ),
+        "It belongs to generator.use_conversation_multi_turn=true: one message has no turns to end, and no history.",
+        lambda config: not config.generator.use_conversation_multi_turn,
+    ),
+    Inert(
+        ("generator.rate_limit",),
+        "It belongs to generator.rate_limit.enabled=true.",
+        lambda config: not config.generator.rate_limit.enabled,
     ),
     Inert(
         ("trainer.policy.model.lora",),

@@ -141,6 +141,7 @@ _GENERATOR = {
     "http_endpoint_port": Range(1, 65535),
     "rope_theta": POSITIVE,
     "over_provisioning": NOT_NEGATIVE,
+    "rate_limit.trajectories_per_second": POSITIVE,
 } | dict.fromkeys(
     (
         "num_inference_engines",
@@ -151,6 +152,7 @@ _GENERATOR = {
         "max_num_batched_tokens",
         "max_num_seqs",
         "max_turns",
+        "rate_limit.max_concurrency",
     ),
     AT_LEAST_ONE,
 )

@@ -27,7 +27,6 @@ NAMES: dict[str, dict[str, str]] = {
 _DROPOUT = "Log-probs must not depend on chance: those of the update and of the rollouts would differ for nothing."
 _MEGATRON = "Of Megatron's parallelism only that of tensors is available; fsdp2 shards over the other ranks."
 _COPIES = "Copies of a model are engines of their own here: raise generator.num_inference_engines."
-_TURNS = "Conversations of several turns are not available in this version."
 _PROXY = "A router of another project cannot take weights: name the servers behind it in external_server_urls."
 
 VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -41,10 +40,6 @@ VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     },
     "generator.inference_engine_data_parallel_size": ((1,), _COPIES),
     "generator.external_proxy_url": ((None,), _PROXY),
-    "generator.max_turns": ((1,), _TURNS),
-    "generator.use_conversation_multi_turn": ((True,), _TURNS),
-    "generator.step_wise_trajectories": ((False,), _TURNS),
-    "generator.chat_template.name_or_path": ((None,), "The tokenizer's own chat template is used in this version."),
 }
 """Key -> the values it may have, and why or what to do instead."""
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from skyrl_train.config.choices import (
     ADVANTAGE_ESTIMATORS,
+    CHAT_TEMPLATES,
     ENGINES,
     ENVIRONMENTS,
     KL_ESTIMATORS,
@@ -105,6 +106,7 @@ def _combinations(config: Config) -> Iterator[Problem]:
     yield from _algorithm(config)
     yield from _batches(config)
     yield from _samplers(config)
+    yield from _conversations(config)
     trainer, placement = config.trainer, config.trainer.placement
     if trainer.resume_mode == "from_path" and not trainer.resume_path:
         key, value = "trainer.resume_path", trainer.resume_path
@@ -293,6 +295,19 @@ def _samplers(config: Config) -> Iterator[Problem]:
     if curriculum.min_pass_rate > curriculum.max_pass_rate:
         allowed = f"at most data.curriculum.max_pass_rate={curriculum.max_pass_rate:g}"
         yield Problem("data.curriculum.min_pass_rate", curriculum.min_pass_rate, allowed)
+
+
+def _conversations(config: Config) -> Iterator[Problem]:
+    generator, template = config.generator, config.generator.chat_template
+    name = template.name_or_path
+    if template.source == "name" and name is not None and name not in CHAT_TEMPLATES:
+        allowed = f"null or one of {', '.join(sorted(CHAT_TEMPLATES))}"
+        advice = "A template of your own is a file: generator.chat_template.source=file."
+        yield Problem("generator.chat_template.name_or_path", name, allowed, advice)
+    if generator.retokenize_chat_history and not generator.step_wise_trajectories:
+        advice = "What was tokenised anew is not what was sampled, and cannot be trained on with it as one sequence."
+        allowed = "false, or generator.step_wise_trajectories=true"
+        yield Problem("generator.retokenize_chat_history", True, allowed, advice)
 
 
 def _bounds(config: Config) -> Iterator[Problem]:

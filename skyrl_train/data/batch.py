@@ -32,7 +32,16 @@ TOKEN_FIELDS = (
     "importance_weights",
     "selected",
 )
-SEQUENCE_FIELDS = ("prompt_lengths", "group_ids", "rewards", "temperature", "status", "min_versions", "max_versions")
+SEQUENCE_FIELDS = (
+    "prompt_lengths",
+    "group_ids",
+    "rewards",
+    "temperature",
+    "status",
+    "min_versions",
+    "max_versions",
+    "episode_ids",
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,9 @@ class TrainBatch:
     """[T] float32: what an off-policy correction multiplies the policy loss by."""
     selected: Tensor | None = None
     """[T] bool: tokens that a loss treats apart (see algorithms/selections.py)."""
+    episode_ids: Tensor | None = None
+    """[B] int64: equal for the sequences of one episode, which then is one sample: rewards, advantages, statistics and
+    reductions count it once. None: every sequence is an episode."""
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
@@ -98,6 +110,14 @@ class TrainBatch:
     def sequence_ids(self) -> Tensor:
         """[T] the sequence that each token belongs to."""
         return torch.repeat_interleave(torch.arange(len(self), device=self.offsets.device), self.lengths)
+
+    @property
+    def episodes(self) -> Episodes:
+        """The samples of this batch: its sequences, or those of an episode together."""
+        if self.episode_ids is None:
+            return Episodes(torch.arange(len(self), device=self.offsets.device), self.sequence_ids, len(self))
+        ids, of_sequence = self.episode_ids.unique(return_inverse=True)
+        return Episodes(of_sequence, of_sequence[self.sequence_ids], len(ids))
 
     def per_token(self, per_sequence: Tensor) -> Tensor:
         """[B] -> [T], each sequence's value on all of its tokens."""
@@ -120,7 +140,8 @@ class TrainBatch:
             value = getattr(self, name)
             picked[name] = None if value is None else value[tokens]
         for name in SEQUENCE_FIELDS:
-            picked[name] = getattr(self, name)[rows]
+            value = getattr(self, name)
+            picked[name] = None if value is None else value[rows]
         return TrainBatch(**picked)  # type: ignore[arg-type]
 
     def with_tokens(self, **tensors: Tensor | None) -> TrainBatch:
@@ -164,6 +185,27 @@ class TrainBatch:
         rectangle = per_token.new_full((len(self), width), fill)
         rectangle[self.sequence_ids, self.position_ids] = per_token
         return rectangle
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """E samples of B sequences and T tokens."""
+
+    of_sequence: Tensor
+    """[B] int64, 0..E-1"""
+    of_token: Tensor
+    """[T] int64, 0..E-1"""
+    count: int
+
+    def first(self, per_sequence: Tensor) -> Tensor:
+        """[B] -> [E], of a value that the sequences of an episode have in common."""
+        result = per_sequence.new_zeros(self.count)
+        return result.index_copy(0, self.of_sequence, per_sequence)
+
+    def sums(self, per_token: Tensor) -> Tensor:
+        """[T] -> [E]"""
+        zeros = torch.zeros(self.count, dtype=per_token.dtype, device=per_token.device)
+        return zeros.index_add(0, self.of_token, per_token)
 
 
 MAX_REACH = 4
@@ -211,35 +253,41 @@ def cat(batches: Sequence[TrainBatch]) -> TrainBatch:
 def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
     """Groups to one ragged batch on the CPU: trajectories in group order, group_ids counting groups.
 
-    Failed trajectories keep their place with an all-zero loss mask: row counts and groups stay what they were.
+    Failed trajectories keep their place with an all-zero loss mask: row counts and groups stay what they were. An
+    episode with restarts is several rows next to each other, with one of `episode_ids` and its whole reward in each.
     """
     trajectories = [(index, item) for index, group in enumerate(groups) for item in group.trajectories]
-    assert trajectories, "a batch needs at least one trajectory"
+    rows = [
+        (index, episode, item, *sequence)
+        for episode, (index, item) in enumerate(trajectories)
+        for sequence in item.sequences()
+    ]
+    assert rows, "a batch needs at least one trajectory"
     ids: list[int] = []
     positions: list[int] = []
     mask: list[bool] = []
     logprobs: list[float] = []
     rewards: list[float] = []
     offsets = [0]
-    for _, item in trajectories:
+    for _, _, item, prompt_ids, start, stop in rows:
         counts = item.status == OK
-        prompt_length = len(item.prompt_ids)
-        ids += item.prompt_ids + item.response_ids
-        positions += range(prompt_length + len(item.response_ids))
-        mask += [False] * prompt_length + [bool(m) and counts for m in item.loss_mask]
-        logprobs += [0.0] * prompt_length + item.logprobs
-        rewards += [0.0] * prompt_length + (_token_rewards(item) if counts else [0.0] * len(item.response_ids))
+        prompt_length, length = len(prompt_ids), stop - start
+        ids += prompt_ids + item.response_ids[start:stop]
+        positions += range(prompt_length + length)
+        mask += [False] * prompt_length + [bool(m) and counts for m in item.loss_mask[start:stop]]
+        logprobs += [0.0] * prompt_length + item.logprobs[start:stop]
+        rewards += [0.0] * prompt_length + (_token_rewards(item)[start:stop] if counts else [0.0] * length)
         offsets.append(len(ids))
         same = len(mask) == len(logprobs) == len(rewards) == len(ids)
         assert same, f"prompt {item.prompt.uid}: token fields differ in length"
-    items = [item for _, item in trajectories]
+    items = [item for _, _, item, *_ in rows]
     return TrainBatch(
         input_ids=torch.tensor(ids, dtype=torch.int64),
         position_ids=torch.tensor(positions, dtype=torch.int64),
         loss_mask=torch.tensor(mask, dtype=torch.bool),
         offsets=torch.tensor(offsets, dtype=torch.int64),
-        prompt_lengths=torch.tensor([len(item.prompt_ids) for item in items], dtype=torch.int64),
-        group_ids=torch.tensor([index for index, _ in trajectories], dtype=torch.int64),
+        prompt_lengths=torch.tensor([len(prompt_ids) for *_, prompt_ids, _, _ in rows], dtype=torch.int64),
+        group_ids=torch.tensor([index for index, *_ in rows], dtype=torch.int64),
         rewards=torch.tensor([item.reward for item in items], dtype=torch.float32),
         temperature=torch.tensor([item.temperature for item in items], dtype=torch.float32),
         status=torch.tensor([item.status == OK for item in items], dtype=torch.bool),
@@ -247,6 +295,7 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
         max_versions=torch.tensor([item.max_version for item in items], dtype=torch.int64),
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
         token_rewards=torch.tensor(rewards, dtype=torch.float32),
+        episode_ids=torch.tensor([row[1] for row in rows]) if len(rows) > len(trajectories) else None,
     )
 
 

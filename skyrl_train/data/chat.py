@@ -32,6 +32,68 @@ def render_prompt(
     return chat.encode(chat.text(len(messages), open_answer=True))
 
 
+def render_continuation(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    answers: Sequence[int],
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    *,
+    verbatim: bool = False,
+) -> list[int] | None:
+    """Ids between the last answer and the next: the end of its turn, what was said to it, the next one's header.
+
+    `answers` are the places in `messages` of what the model wrote. It is kept as tokens elsewhere, so a stand-in is
+    rendered for it; `verbatim` renders the texts themselves, for templates that treat some (reasoning) apart.
+
+    None where the template no longer writes what it wrote before the last answer, or the answer itself, as it did.
+    Raises DataError when it refuses the messages.
+    """
+    if not verbatim:
+        used = set().union(*_strings(messages))
+        stand_in = next((chr(code) for code in PRIVATE_USE if chr(code) not in used), None)
+        if stand_in is None:
+            raise DataError("the messages of a conversation must leave two private-use characters unused.")
+        messages = [
+            {**message, "content": stand_in} if place in answers else message for place, message in enumerate(messages)
+        ]
+    chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
+    between = chat.after_answer(answers[-1])
+    return None if between is None else chat.encode(between)
+
+
+def rewrites_history(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Whether the template writes earlier turns differently once a conversation goes on, as some drop old reasoning.
+
+    Raises DataError when it does not take a conversation of user and assistant.
+    """
+    for answer in ("sure", "<think>\nwell\n</think>\n\nsure"):
+        turns = ("user", "one"), ("assistant", answer), ("user", "two"), ("assistant", answer), ("user", "three")
+        messages = [{"role": role, "content": content} for role, content in turns]
+        chats = [_Chat.of(tokenizer, messages[:count], chat_template_kwargs) for count in (3, 5)]
+        if any(chat.after_answer(len(chat.messages) - 2) is None for chat in chats):
+            return True
+    return False
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Ids of text that nothing is put around; control tokens spelt in it are the characters they are."""
+    chat = _Chat.of(tokenizer, [{"role": "user", "content": text}], None)
+    return chat.encode(chat.messages[0]["content"])
+
+
+def plain_text(message: Message) -> str:
+    """A message's words, without whatever else it may hold."""
+    content = message["content"]
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return content or ""
+
+
+def is_control(tokenizer: Any, token: int) -> bool:
+    """Whether it is a token that no text can be."""
+    return token in _controls(tokenizer).ids
+
+
 def render_messages(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     """Ids of `messages` as they are, for a model that reads and does not answer.
 
@@ -133,6 +195,21 @@ class _Chat:
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise DataError(f"the chat template does not take these messages: {error}") from error
+
+    def after_answer(self, place: int) -> str | None:
+        """What is rendered after the answer at `place`, with a header for the next; None where the rest was changed.
+
+        Templates may put blanks before an answer and take those round it away: these are not looked at.
+        """
+        answer = self.messages[place]["content"]
+        before, after = self.text(place, open_answer=True), self.text(len(self.messages), open_answer=True)
+        if not after.startswith(before):
+            return None
+        rest = after[len(before) :]
+        if rest.startswith(answer):
+            return rest[len(answer) :]
+        rest, answer = rest.lstrip(), answer.strip()
+        return rest[len(answer) :] if rest.startswith(answer) else None
 
     def encode(self, text: str) -> list[int]:
         if self.mark is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,17 @@ class Turn:
     max_version: int
 
 
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The model saw `prompt_ids` before response token `start`, instead of what was there until then.
+
+    From there on the episode is a sequence of its own: a chat template had written its history anew.
+    """
+
+    start: int
+    prompt_ids: list[int]
+
+
 @dataclass(slots=True)
 class Trajectory:
     """One episode as tokens. L is the number of response tokens, environment turns included.
@@ -76,9 +88,17 @@ class Trajectory:
     text: str = ""
     """Decoded response, for people; nothing is ever parsed back from it."""
     messages: list[Message] = field(default_factory=list)
-    """The whole conversation: what the environment opened with, then the answer; what a reward model reads."""
+    """The whole conversation: what the environment opened with, every answer and what it said to it."""
     raw_reward: float | None = None
     """`reward` before penalties for length, where there are any."""
+    restarts: list[Restart] = field(default_factory=list)
+    """Where an episode is several sequences; the trajectory is one sample all the same."""
+
+    def sequences(self) -> Iterator[tuple[list[int], int, int]]:
+        """(prompt ids, start, stop) of every sequence: response tokens [start, stop) follow that prompt."""
+        begins = [Restart(0, self.prompt_ids), *self.restarts]
+        for one, after in zip(begins, [*begins[1:], None], strict=True):
+            yield one.prompt_ids, one.start, len(self.response_ids) if after is None else after.start
 
     def fail(self, kind: str, detail: str) -> None:
         """The episode counts as failed of `kind`; what it was worth so far is forgotten."""

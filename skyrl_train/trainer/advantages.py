@@ -47,26 +47,28 @@ class AdvantageStep:
 
     def __call__(self, batch: TrainBatch, metrics: Metrics) -> TrainBatch:
         """The batch with `advantages` (and `returns`, from estimators with a critic) [T], 0 outside the loss mask."""
-        rewards, token_rewards = batch.rewards, batch.token_rewards
+        episodes = batch.episodes  # an estimator sees one as one sequence, whatever it is several of
+        rewards, token_rewards = episodes.first(batch.rewards), batch.token_rewards
         if self.kl is not None:
             penalty = self._kl_penalty(self.kl, batch, metrics)
-            rewards = rewards - batch.per_sequence_sum(penalty).to(rewards.dtype)
+            rewards = rewards - episodes.sums(penalty).to(rewards.dtype)
             token_rewards = None if token_rewards is None else token_rewards - penalty.to(token_rewards.dtype)
         tensors = {
             "mask": batch.loss_mask,
-            "sequence_ids": batch.sequence_ids,
+            "sequence_ids": episodes.of_token,
             "token_rewards": token_rewards,
-            "response_lengths": batch.per_sequence_sum(batch.loss_mask.long()),
+            "response_lengths": episodes.sums(batch.loss_mask.long()),
             "values": batch.values,
             "old_logprobs": batch.old_logprobs,
             "ref_logprobs": batch.ref_logprobs,
             "rollout_logprobs": batch.rollout_logprobs,
         }
-        result = self.estimator(rewards, batch.group_ids, batch.status, **asked_for(self.estimator, tensors))
+        groups, valid = episodes.first(batch.group_ids), episodes.first(batch.status)
+        result = self.estimator(rewards, groups, valid, **asked_for(self.estimator, tensors))
         if isinstance(result, TokenAdvantages):
             advantages, returns = result
         else:
-            advantages, returns = torch.where(batch.loss_mask, batch.per_token(result), 0.0), None
+            advantages, returns = torch.where(batch.loss_mask, result[episodes.of_token], 0.0), None
         if self.normalise_batch:
             advantages = batch_normalised(advantages, batch.loss_mask)
         _describe(advantages, batch.loss_mask, metrics)
@@ -81,13 +83,14 @@ class AdvantageStep:
             batch.loss_mask,
             **asked_for(kl.estimator, {"frozen_logprobs": batch.old_logprobs, "old_logprobs": batch.rollout_logprobs}),
         )
-        tokens = batch.per_sequence_sum(batch.loss_mask.float())
-        means = (batch.per_sequence_sum(nats) / tokens.clamp(min=1))[tokens > 0]
+        episodes = batch.episodes
+        tokens = episodes.sums(batch.loss_mask.float())
+        means = (episodes.sums(nats) / tokens.clamp(min=1))[tokens > 0]
         mean_kl = float(means.mean()) if len(means) else 0.0
         penalty = kl.controller.coef * nats
         metrics.add("policy/kl_in_reward", mean_kl)
         metrics.add("policy/kl_coef", kl.controller.coef)
-        kl.controller.update(mean_kl, len(batch))
+        kl.controller.update(mean_kl, episodes.count)
         return penalty
 
     def state(self) -> dict[str, float]:

@@ -1,5 +1,7 @@
 """Off-policy correction of a step's batch: which tokens and sequences count, and how much, before the update.
 
+A sequence is here all that was sampled in an episode, also where the batch has it as several.
+
 It is done once, on the whole batch: what is masked here is in no denominator, however mini-batches are cut.
 """
 
@@ -45,18 +47,19 @@ class OffPolicyCorrection:
             _count(metrics, "correction/truncated_tokens", (ratios > high)[mask])
         elif self.settings.tis_ratio_type == "sequence":
             high = self.settings.sequence_tis_ratio_clip_high
-            of_sequences = sequence_ratios(old, rollout, batch.loss_mask, batch.sequence_ids, len(batch))
-            weights = batch.per_token(truncated(of_sequences, high)).to(old.dtype)
+            episodes = batch.episodes
+            of_sequences = sequence_ratios(old, rollout, batch.loss_mask, episodes.of_token, episodes.count)
+            weights = truncated(of_sequences, high)[episodes.of_token].to(old.dtype)
             _count(metrics, "correction/truncated_sequences", (of_sequences > high)[_counting(batch)])
         return batch.with_tokens(loss_mask=mask, importance_weights=weights)
 
     def _kept(self, batch: TrainBatch, ratios: Tensor, metrics: Metrics) -> Tensor:
         """[T] the loss mask without the sequences and tokens that are too far off."""
-        settings, counting = self.settings, _counting(batch)
+        settings, counting, episodes = self.settings, _counting(batch), batch.episodes
         low, high = settings.outlier_token_is_threshold_low, settings.outlier_token_is_threshold_high
-        keep = torch.ones(len(batch), dtype=torch.bool)
+        keep = torch.ones(episodes.count, dtype=torch.bool)
         if low is not None or high is not None:
-            kept = all_inside(inside(ratios, low, high), batch.loss_mask, batch.sequence_ids, len(batch))
+            kept = all_inside(inside(ratios, low, high), batch.loss_mask, episodes.of_token, episodes.count)
             _count(metrics, "correction/outlier_sequences", ~kept[counting])
             keep &= kept
         if (metric := settings.sequence_mask_metric) is not None:
@@ -65,8 +68,8 @@ class OffPolicyCorrection:
                 batch.old_logprobs,  # type: ignore[arg-type]
                 batch.rollout_logprobs,  # type: ignore[arg-type]
                 batch.loss_mask,
-                batch.sequence_ids,
-                len(batch),
+                episodes.of_token,
+                episodes.count,
                 geometric=geometric,
             )
             bounds = (
@@ -77,7 +80,7 @@ class OffPolicyCorrection:
             kept = inside(of_sequences, *bounds)
             _count(metrics, "correction/masked_sequences", ~kept[counting])
             keep &= kept
-        mask = batch.loss_mask & batch.per_token(keep)
+        mask = batch.loss_mask & keep[episodes.of_token]
         if settings.token_mask_eps_low is not None or settings.token_mask_eps_high is not None:
             low = None if settings.token_mask_eps_low is None else 1 - settings.token_mask_eps_low
             high = None if settings.token_mask_eps_high is None else 1 + settings.token_mask_eps_high
@@ -88,8 +91,8 @@ class OffPolicyCorrection:
 
 
 def _counting(batch: TrainBatch) -> Tensor:
-    """[B] sequences with a token that counts."""
-    return batch.per_sequence_sum(batch.loss_mask.long()) > 0
+    """[E] samples with a token that counts."""
+    return batch.episodes.sums(batch.loss_mask.long()) > 0
 
 
 def _count(metrics: Metrics, name: str, hits: Tensor) -> None:
@@ -104,7 +107,8 @@ def _describe(batch: TrainBatch, ratios: Tensor, metrics: Metrics) -> None:
         return
     inside_mask = ratios[mask].double()
     kl = k3(batch.rollout_logprobs, batch.old_logprobs, mask)[mask].double()
-    of_sequences = sequence_ratios(batch.old_logprobs, batch.rollout_logprobs, mask, batch.sequence_ids, len(batch))
+    episodes = batch.episodes
+    of_sequences = sequence_ratios(batch.old_logprobs, batch.rollout_logprobs, mask, episodes.of_token, episodes.count)
     metrics.add("mismatch/ratio_mean", float(inside_mask.mean()))
     metrics.add("mismatch/ratio_std", float(inside_mask.std(correction=0)))
     metrics.maximum("mismatch/ratio_max", float(inside_mask.max()))

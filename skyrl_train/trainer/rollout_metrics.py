@@ -15,7 +15,7 @@ NUM_SAMPLES = 4
 
 
 def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics: Metrics) -> None:
-    """reward/*, response/*, rollouts/*: over trajectories with status ok; `version` is that of the live weights.
+    """reward/*, response/*, episode/*, rollouts/*: over trajectories with status ok; `version` is that of the live weights.
 
     A group that dynamic sampling repeats counts once.
     """
@@ -31,6 +31,9 @@ def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics
         metrics.add("response/mean_tokens", len(item.response_ids))
         metrics.add("response/truncated_fraction", item.stop_reason == "length")
         metrics.maximum("response/max_tokens", len(item.response_ids))
+        metrics.add("episode/turns", len(item.turns))
+        metrics.maximum("episode/max_turns", len(item.turns))
+        metrics.add("episode/sequences", 1 + len(item.restarts))
         metrics.maximum("rollouts/max_staleness", version - item.min_version)
         for name, value in item.env_metrics.items():
             metrics.add(f"environment/{name}", value)

@@ -127,7 +127,7 @@ class Trainer:
         for add in self.batch_steps:
             batch = add(batch, self.metrics)
         if self.batch_dump is not None:
-            uids = [group.prompt.uid for group in groups for _ in group.trajectories]
+            uids = [group.prompt.uid for group in groups for item in group.trajectories for _ in item.sequences()]
             await asyncio.to_thread(self.batch_dump.write, self.step + 1, batch, uids)
         with self.metrics.timed("update"):
             self._add(await self.learner.update(batch))

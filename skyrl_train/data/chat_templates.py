@@ -1,0 +1,48 @@
+"""Chat templates by name, for `generator.chat_template.name_or_path`: plain conversations, no tools.
+
+All but the last only ever add to what they wrote. A tokenizer must have the control tokens of the one it is given.
+"""
+
+from __future__ import annotations
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Qwen2, Qwen3: reasoning stays in the history."""
+
+LLAMA3 = (
+    "{{ bos_token or '' }}{% for message in messages %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+
+GEMMA = (
+    "{{ bos_token or '' }}{% if messages[0]['role'] == 'system' %}"
+    "{% set system = messages[0]['content'] + '\n\n' %}{% set turns = messages[1:] %}"
+    "{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}"
+    "{% for message in turns %}"
+    "{% set role = 'model' if message['role'] == 'assistant' else 'user' %}"
+    "{{ '<start_of_turn>' + role + '\n' + (system if loop.first else '') + message['content'] | trim }}"
+    "{{ '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+"""A system message begins the first turn."""
+
+MISTRAL = (
+    "{{ bos_token or '' }}{% if messages[0]['role'] == 'system' %}"
+    "{% set system = messages[0]['content'] + '\n\n' %}{% set turns = messages[1:] %}"
+    "{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}"
+    "{% for message in turns %}{% if message['role'] == 'assistant' %}{{ ' ' + message['content'] | trim + eos_token }}"
+    "{% else %}{{ '[INST] ' + (system if loop.first else '') + message['content'] + ' [/INST]' }}{% endif %}"
+    "{% endfor %}"
+)
+"""A system message begins the first turn: the model's own puts it into the last, which rewrites history."""
+
+QWEN3_WITHOUT_THINKING = (
+    "{% for message in messages %}{% set content = message['content'] %}"
+    "{% if message['role'] == 'assistant' and '</think>' in content and not loop.last %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Reasoning is dropped from earlier turns, as Qwen3's own does: it takes generator.step_wise_trajectories=true."""

@@ -1,0 +1,77 @@
+"""An episode's tokens as the model read and wrote them: only ever added to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from skyrl_train.data.trajectory import Restart, Trajectory, Turn
+from skyrl_train.engines.base import Completion
+
+
+class Ledger:
+    """Writes a trajectory's tokens: what was sampled counts, what was said in between does not.
+
+    `context` is what the model reads next. What was sampled stays as it was sampled: nothing is encoded again.
+
+    Example: open([5, 6]), sampled 7 2, tell([9, 8]), sampled 3 2: response_ids [7, 2, 9, 8, 3, 2], loss_mask
+    [1, 1, 0, 0, 1, 1], turns [0, 2) and [4, 6).
+    """
+
+    def __init__(self, trajectory: Trajectory):
+        self._item = trajectory
+        self._prompt_ids: list[int] = []
+        """What the sequence that is being written begins with ..."""
+        self._start = 0
+        """... and which response token comes first after it."""
+
+    def open(self, prompt_ids: list[int]) -> None:
+        self._item.prompt_ids = self._prompt_ids = prompt_ids
+
+    @property
+    def context(self) -> list[int]:
+        return self._prompt_ids + self._item.response_ids[self._start :]
+
+    def sample(self, completion: Completion) -> None:
+        """A turn; its reward comes later."""
+        item, start = self._item, len(self._item.response_ids)
+        item.response_ids += completion.token_ids
+        item.loss_mask += [1] * len(completion.token_ids)
+        item.logprobs += completion.full_logprobs
+        item.stop_reason = completion.stop_reason
+        versions = [span.version for span in completion.versions] or [0]
+        stop = len(item.response_ids)
+        item.turns.append(Turn(start, stop, 0.0, completion.stop_reason, min(versions), max(versions)))
+
+    def reward(self, value: float) -> None:
+        """Of the last turn."""
+        self._item.turns[-1] = replace(self._item.turns[-1], reward=value)
+
+    @property
+    def last_sampled(self) -> int | None:
+        """The token that the last turn ends with, before anything is said to it."""
+        last = self._item.turns[-1]
+        return self._item.response_ids[-1] if last.start < last.stop == len(self._item.response_ids) else None
+
+    def tell(self, ids: Sequence[int]) -> None:
+        """Tokens that the model reads and did not write."""
+        self._item.response_ids += ids
+        self._item.loss_mask += [0] * len(ids)
+        self._item.logprobs += [0.0] * len(ids)
+
+    def take_back(self) -> None:
+        """The last token sampled is not read on: a message that goes on after all."""
+        item, last = self._item, self._item.turns[-1]
+        assert last.start < last.stop == len(item.response_ids), "nothing was said after it"
+        for tokens in (item.response_ids, item.loss_mask, item.logprobs):
+            tokens.pop()  # type: ignore[attr-defined]
+        item.turns[-1] = replace(last, stop=last.stop - 1)
+
+    def restart(self, prompt_ids: list[int]) -> None:
+        """The model reads `prompt_ids` next: the sequence goes on where they begin with it, or another one begins."""
+        context = self.context
+        if prompt_ids[: len(context)] == context:
+            self.tell(prompt_ids[len(context) :])
+            return
+        self._prompt_ids, self._start = prompt_ids, len(self._item.response_ids)
+        self._item.restarts.append(Restart(self._start, prompt_ids))
