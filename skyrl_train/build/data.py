@@ -8,17 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.choices import CHAT_TEMPLATES
 from skyrl_train.config.generator import ChatTemplateConfig
 from skyrl_train.config.schema import Config
 from skyrl_train.data.chat import render_conversation, render_prompt, rewrites_history
+from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.data.dataset import PromptDataset, load_prompts
 from skyrl_train.data.rows import read_rows
 from skyrl_train.data.sft import Demonstration
 from skyrl_train.data.trajectory import Message
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.models.loading import load_tokenizer
-from skyrl_train.registry import load_object
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ def build_tokenizer(cfg: Config) -> Any:
 def _chat_template(template: ChatTemplateConfig) -> str:
     assert template.name_or_path is not None
     if template.source == "name":
-        return load_object(CHAT_TEMPLATES[template.name_or_path])  # type: ignore[no-any-return]
+        return TEMPLATES[template.name_or_path]
     try:
         return Path(template.name_or_path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

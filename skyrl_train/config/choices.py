@@ -85,14 +85,8 @@ TOOLS: dict[str, str] = {
 }
 """What environments can give a model to call."""
 
-CHAT_TEMPLATES = {
-    "chatml": "skyrl_train.data.chat_templates:CHATML",
-    "gemma": "skyrl_train.data.chat_templates:GEMMA",
-    "llama3": "skyrl_train.data.chat_templates:LLAMA3",
-    "mistral": "skyrl_train.data.chat_templates:MISTRAL",
-    "qwen3_with_thinking": "skyrl_train.data.chat_templates:CHATML",
-    "qwen3_without_thinking": "skyrl_train.data.chat_templates:QWEN3_WITHOUT_THINKING",
-}
+CHAT_TEMPLATES = ("chatml", "gemma", "llama3", "mistral", "qwen3_with_thinking", "qwen3_without_thinking")
+"""`data.chat_templates.TEMPLATES` has them."""
 
 TRACKERS = {
     "console": "skyrl_train.report.console:ConsoleTracker",

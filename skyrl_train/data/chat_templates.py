@@ -46,3 +46,12 @@ QWEN3_WITHOUT_THINKING = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """Reasoning is dropped from earlier turns, as Qwen3's own does: it takes generator.step_wise_trajectories=true."""
+
+TEMPLATES = {
+    "chatml": CHATML,
+    "gemma": GEMMA,
+    "llama3": LLAMA3,
+    "mistral": MISTRAL,
+    "qwen3_with_thinking": CHATML,
+    "qwen3_without_thinking": QWEN3_WITHOUT_THINKING,
+}
