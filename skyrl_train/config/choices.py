@@ -70,12 +70,16 @@ ENGINES = {
 }
 
 ENVIRONMENTS = {
+    "aime": "skyrl_train.environments.aime:AIMEEnv",
     "arithmetic": "skyrl_train.environments.arithmetic:ArithmeticEnv",
     "chat": "skyrl_train.environments.chat:ChatEnv",
+    "countdown": "skyrl_train.environments.countdown:CountdownEnv",
     "gsm8k": "skyrl_train.environments.gsm8k:GSM8KEnv",
+    "gsm8k_multi_turn": "skyrl_train.environments.gsm8k_multi_turn:GSM8KMultiTurnEnv",
     "ifeval": "skyrl_train.environments.ifeval:IFEvalEnv",
     "math": "skyrl_train.environments.math:MathEnv",
     "openenv": "skyrl_train.environments.adapters.openenv:OpenEnvEnv",
+    "multiply": "skyrl_train.environments.multiply:MultiplyEnv",
 }
 
 TOOLS: dict[str, str] = {

@@ -9,6 +9,48 @@ from skyrl_train.config.section import Section
 
 
 @dataclass
+class GSM8KConfig(Section):
+    """Settings of the gsm8k environment."""
+
+    method: str = "strict"
+    """strict: the number after "####"; flexible: where there is none, the last number of the text."""
+    format_score: float = 0.0
+    """Reward of a single wrong number."""
+
+
+@dataclass
+class GSM8KMultiTurnConfig(Section):
+    """Settings of the gsm8k_multi_turn environment."""
+
+    format_score: float = 0.2
+    """Reward of wrong numbers in the right form, over all turns together."""
+
+
+@dataclass
+class MultiplyConfig(Section):
+    """Settings of the multiply environment."""
+
+    format_score: float = 0.5
+    """Reward of a wrong number in a box, in the last turn."""
+
+
+@dataclass
+class MathConfig(Section):
+    """Settings of the math environment."""
+
+    timeout: float = 5.0
+    """Seconds to compare an answer with the right one; one that takes longer scores 0."""
+
+
+@dataclass
+class CountdownConfig(Section):
+    """Settings of the countdown environment."""
+
+    format_score: float = 0.1
+    """Reward of an expression that is not a solution."""
+
+
+@dataclass
 class Text2SQLConfig(Section):
     """Settings of the text2sql environment."""
 
@@ -95,6 +137,11 @@ class SkyRLGymConfig(Section):
 
     max_env_workers: int = 32
     """Environment processes at most; never more than twice the machine's cores are started."""
+    gsm8k: GSM8KConfig = field(default_factory=GSM8KConfig)
+    gsm8k_multi_turn: GSM8KMultiTurnConfig = field(default_factory=GSM8KMultiTurnConfig)
+    multiply: MultiplyConfig = field(default_factory=MultiplyConfig)
+    math: MathConfig = field(default_factory=MathConfig)
+    countdown: CountdownConfig = field(default_factory=CountdownConfig)
     ifeval: IFEvalConfig = field(default_factory=IFEvalConfig)
     text2sql: Text2SQLConfig = field(default_factory=Text2SQLConfig)
     llm_as_a_judge: JudgeConfig = field(default_factory=JudgeConfig)

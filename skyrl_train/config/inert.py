@@ -393,6 +393,10 @@ ROWS = (
         "There is no reference: set trainer.algorithm.use_kl_loss or use_kl_in_reward, and kl_loss_coef above 0.",
         _nothing_reads_a_reference,
     ),
+    *(
+        Inert((f"environment.skyrl_gym.{name}",), f"It belongs to env_class={name}.", _environment_is_not(name))
+        for name in ("gsm8k", "gsm8k_multi_turn", "multiply", "math", "countdown")
+    ),
     Inert(("environment.skyrl_gym.ifeval",), "It belongs to env_class=ifeval.", _environment_is_not("ifeval")),
     Inert(("environment.skyrl_gym.search",), "It belongs to env_class=search.", _environment_is_not("search")),
     Inert(("environment.skyrl_gym.text2sql",), "It belongs to env_class=text2sql.", _environment_is_not("text2sql")),

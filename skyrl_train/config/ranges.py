@@ -181,6 +181,11 @@ RANGES: dict[str, Range] = {
     "environment.skyrl_gym.search.timeout": POSITIVE,
     "environment.skyrl_gym.openenv.timeout": POSITIVE,
     "environment.skyrl_gym.openenv.max_response_bytes": AT_LEAST_ONE,
+    "environment.skyrl_gym.math.timeout": POSITIVE,
+    **{
+        f"environment.skyrl_gym.{name}.format_score": FRACTION
+        for name in ("gsm8k", "gsm8k_multi_turn", "multiply", "countdown")
+    },
 }
 
 

@@ -54,6 +54,7 @@ CHOICES: Mapping[str, Collection[str | None]] = {
     "generator.chat_template.source": ("name", "file"),
     "generator.override_existing_update_group": ("auto", "enable", "disable"),
     "environment.env_class": ENVIRONMENTS,
+    "environment.skyrl_gym.gsm8k.method": ("strict", "flexible"),
     "environment.skyrl_gym.ifeval.reward": ("fraction", "all"),
 }
 

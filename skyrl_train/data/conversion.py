@@ -16,7 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skyrl_train.data.rows import SUFFIXES, Row, read_rows
+from skyrl_train.data.rows import SUFFIXES, Row, read_hub, read_rows
 from skyrl_train.errors import DataError
 
 Convert = Callable[[str, Row, str, int], Row | None]
@@ -58,10 +58,14 @@ def conversion_main(
 
 
 def source_rows(source: str, split: str, hub_config: str | None = None) -> Iterator[tuple[str, Row]]:
-    """(where, row) of one split: `source` is a folder of local files or a name on the hub, as name or name:split."""
+    """(where, row) of one split: `source` is a folder of local files or a name on the hub, as name or name:split.
+
+    A split of the hub can be a part of one: owner/name:train[:1000].
+    """
     folder = Path(source).expanduser()
     if not folder.is_dir():
-        return read_rows(source if ":" in source else f"{source}:{split}", hub_config)
+        name, _, named = source.partition(":")
+        return read_hub(name, named or split, hub_config)
     files = [folder / f"{split}{suffix}" for suffix in (".jsonl", ".json", ".parquet")]
     found = [file for file in files if file.is_file()]
     if len(found) != 1:

@@ -19,12 +19,11 @@ WHITESPACE = b"\xef\xbb\xbf \t\r\n"
 SUFFIXES = (".parquet", ".json", ".jsonl")
 
 
-def read_rows(source: str, hub_config: str | None = None) -> Iterator[tuple[str, Row]]:
+def read_rows(source: str) -> Iterator[tuple[str, Row]]:
     """(where, row) for every row of `source`; `where` names file and line or row, counted from 1, for error messages.
 
     A source is a .parquet, .json or .jsonl file, a folder that `datasets` can load, or a name on the hub; these two
-    may end in ":split" ("train" otherwise); `hub_config` is for a dataset that has several configurations. Raises
-    DataError for what is missing or cannot be read.
+    may end in ":split" ("train" otherwise). Raises DataError for what is missing or cannot be read.
     """
     path = Path(source).expanduser()
     if path.suffix.lower() in SUFFIXES and not path.is_dir():
@@ -38,9 +37,14 @@ def read_rows(source: str, hub_config: str | None = None) -> Iterator[tuple[str,
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _load_dataset(source, str(folder), split, None)
-    if folder.exists() or not HUB_NAME.fullmatch(name):
-        raise DataError(f"{source}: not a {', '.join(SUFFIXES)} file, not a folder, not a dataset's name on the hub.")
-    return _load_dataset(source, name, split, hub_config)
+    return read_hub(name, split)
+
+
+def read_hub(name: str, split: str, config: str | None = None) -> Iterator[tuple[str, Row]]:
+    """(where, row) for every row of a split, or a part of one, of a dataset on the hub."""
+    if Path(name).expanduser().exists() or not HUB_NAME.fullmatch(name):
+        raise DataError(f"{name}: not a {', '.join(SUFFIXES)} file, not a folder, not a dataset's name on the hub.")
+    return _load_dataset(name if split == "train" else f"{name}:{split}", name, split, config)
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Row]]:

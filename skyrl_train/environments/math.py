@@ -20,6 +20,10 @@ class MathEnv(TextEnv):
     `timeout` seconds is killed and scores 0; the metrics `timeout` and `no_answer` are the shares of such answers.
     """
 
+    @classmethod
+    def check(cls, env_config: Mapping[str, Any]) -> None:
+        math_grader.check_installed()
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
         self.ground_truth = ground_truth_of(self.extras)

@@ -63,6 +63,11 @@ def one_answer(answer: str, truth: str) -> str | None:
     return answer.strip() or None
 
 
+def check_installed() -> None:
+    if importlib.util.find_spec("math_verify") is None:
+        raise ConfigError("the math environment needs math-verify; install it with: pip install 'skyrl-train[math]'.")
+
+
 class Grader:
     """Compares answers, one call at a time. The server starts with `start` or the first `grade`, and again when lost.
 

@@ -78,8 +78,8 @@ def test_configuration_and_split_reach_the_hub(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert list(source_rows("owner/name", "test", "main")) == [("owner/name:test, row 1", {"q": "a"})]
-    list(source_rows("owner/name:train", "test"))
-    assert asked == [("owner/name", "main", "test"), ("owner/name", None, "train")]
+    list(source_rows("owner/name:train[9:]", "test"))
+    assert asked == [("owner/name", "main", "test"), ("owner/name", None, "train[9:]")]
 
 
 def test_columns_of_two_types_are_refused_and_missing_ones_are_null(tmp_path: Path):

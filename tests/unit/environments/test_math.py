@@ -141,6 +141,8 @@ def test_a_server_that_was_killed_or_hangs_is_replaced():
 def test_without_math_verify_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(math_grader.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'skyrl-train\[math\]'"):
+        registry.check_environments(["math"], {})
+    with pytest.raises(ConfigError, match="math-verify"):
         Grader().start()
 
 

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# DAPO on competition problems. Data first: uv run examples/aime/aime_dataset.py --output $HOME/data/aime
+#   NUM_GPUS=4 LOGGER=wandb examples/aime/run_aime.sh [key=value ...]
+set -euo pipefail
+DATA_DIR="${DATA_DIR:-$HOME/data/aime}"
+NUM_GPUS="${NUM_GPUS:-1}"
+
+uv run -m skyrl_train.entrypoints.main_base \
+  --config-dir "$(dirname "$0")" --config-name aime \
+  data.train_data="['$DATA_DIR/train.parquet']" \
+  data.val_data="['$DATA_DIR/validation.parquet']" \
+  trainer.placement.policy_num_gpus_per_node="$NUM_GPUS" \
+  trainer.placement.ref_num_gpus_per_node="$NUM_GPUS" \
+  generator.num_inference_engines="$NUM_GPUS" \
+  trainer.logger="${LOGGER:-console}" \
+  "$@"

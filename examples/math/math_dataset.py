@@ -1,0 +1,39 @@
+r"""MATH as train.parquet and validation.parquet in SkyRL's row format.
+
+python examples/math/math_dataset.py --output ~/data/math                    from the hub
+python examples/math/math_dataset.py --input FOLDER --output ~/data/math     from FOLDER/train.jsonl, test.jsonl
+
+From the hub, the 7,500 training problems are for training and MATH-500 for validation. Rows have problem, and answer or
+a solution with its answer in \boxed{...}; those without an answer are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skyrl_train.data.conversion import conversion_main, text_column
+from skyrl_train.environments.boxed import boxed_contents
+
+HUB = {"train": "DigitalLearningGmbH/MATH-lighteval:train", "test": "HuggingFaceH4/MATH-500:test"}
+INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
+
+
+def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any] | None:
+    """A row of the source as one of SkyRL's; None where there is no answer."""
+    problem = text_column(where, row, "problem")
+    answer = row.get("answer")
+    if answer is None:
+        *_, answer = ("", *boxed_contents(text_column(where, row, "solution")))
+    if not str(answer).strip():
+        return None
+    return {
+        "data_source": "math",
+        "prompt": [{"role": "user", "content": f"{problem}\n\n{INSTRUCTION}"}],
+        "env_class": "math",
+        "reward_spec": {"method": "rule", "ground_truth": str(answer).strip()},
+        "extra_info": {"split": split, "index": index, "level": str(row.get("level") or "")},
+    }
+
+
+if __name__ == "__main__":
+    conversion_main(convert, doc=__doc__, hub=HUB)

@@ -1,0 +1,88 @@
+"""The numbers game (TinyZero's task): reach a target with + - * / from given numbers, answer in <answer></answer>."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+from skyrl_train.environments.base import StepOutput, TextEnv
+
+MAX_CHARACTERS = 200
+"""Of an expression; with so few no number, nesting or product in it can be large."""
+ANSWER = re.compile(r"<answer>([^<]*)</answer>")
+ALLOWED = re.compile(r"[0-9+\-*/() ]+")
+SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})
+OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+class CountdownEnv(TextEnv):
+    """1 for an expression of the given numbers, each used once, that gives the target; `format_score` for another one.
+
+    The expression is what all <answer>...</answer> after the last "</think>" hold, without an "= target" at its end;
+    none, several that differ, or something else than numbers, + - * / and parentheses pays 0. It is calculated in exact
+    fractions, without eval; division by zero gives nothing. The row has {"target": 24, "numbers": [3, 3, 8, 8]} as
+    `reward_spec.ground_truth`.
+    """
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
+        super().__init__(env_config, extras)
+        truth = (self.extras.get("reward_spec") or {}).get("ground_truth")
+        if not isinstance(truth, Mapping) or "target" not in truth or "numbers" not in truth:
+            raise ValueError(
+                f'the row needs reward_spec.ground_truth={{"target": .., "numbers": [..]}}, got {truth!r:.80}'
+            )
+        self.target = int(truth["target"])
+        self.numbers = sorted(int(number) for number in truth["numbers"])
+        self.format_score = float(self.env_config.get("format_score", 0.1))
+
+    def step(self, action: str) -> StepOutput:
+        expression = self._expression(action)
+        parsed = calculate(expression) if expression is not None else None
+        if parsed is None:
+            return StepOutput([], 0.0, done=True, metadata={"acc": 0.0, "no_answer": 1.0})
+        value, numbers = parsed
+        right = value == self.target and sorted(numbers) == self.numbers
+        metadata = {"acc": float(right), "no_answer": 0.0}
+        return StepOutput([], 1.0 if right else self.format_score, done=True, metadata=metadata)
+
+    def _expression(self, action: str) -> str | None:
+        answers = {answer.strip() for answer in ANSWER.findall(action.rpartition("</think>")[2])}
+        if len(answers) != 1:
+            return None
+        left, equals, right = answers.pop().partition("=")
+        return left if not equals or right.strip() == str(self.target) else None
+
+
+def calculate(expression: str) -> tuple[Fraction | None, list[int]] | None:
+    """(value, numbers in it) of an expression of integers, + - * / and parentheses; None for anything else.
+
+    The value is None where it divides by zero.
+    """
+    expression = expression.translate(SIGNS).strip()
+    if len(expression) > MAX_CHARACTERS or not ALLOWED.fullmatch(expression):
+        return None
+    numbers: list[int] = []
+
+    def value(node: ast.expr) -> Fraction:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            numbers.append(node.value)
+            return Fraction(node.value)
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+            return OPERATIONS[type(node.op)](value(node.left), value(node.right))
+        raise SyntaxError("not of this game")
+
+    try:
+        return value(ast.parse(expression, mode="eval").body), numbers
+    except ZeroDivisionError:
+        return None, numbers
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return None
