@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import importlib
 import importlib.util
 import logging
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -59,25 +61,41 @@ def _start_own() -> None:
     """Start Ray on this machine, again where it was too slow. Raises what Ray raised the last time."""
     before = psutil.Process().children(recursive=True)
     for attempt in range(1, STARTS + 1):
-        try:
-            with _one_at_a_time():
-                ray.init(
-                    address="local",
-                    include_dashboard=False,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    logging_level=logging.WARNING,
-                )
+        failure = _start()
+        if failure is None:
             return
-        except Exception as error:
-            ray.shutdown()
-            left = [child for child in psutil.Process().children(recursive=True) if child not in before]
-            for child in left:
-                with suppress(psutil.NoSuchProcess):
-                    child.kill()
-            psutil.wait_procs(left, timeout=10)
-            if "timed out during startup" not in str(error) or attempt == STARTS:
-                raise
-            log.warning("Ray did not start in time; starting it again, %d of %d.", attempt + 1, STARTS)
+        _remove_what_was_started(before)
+        if "timed out during startup" not in str(failure) or attempt == STARTS:
+            raise failure
+        log.warning("Ray did not start in time; starting it again, %d of %d.", attempt + 1, STARTS)
+
+
+def _start() -> Exception | None:
+    """Why it failed, without the frames that hold on to what was started."""
+    try:
+        with _one_at_a_time():
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                logging_level=logging.WARNING,
+            )
+    except Exception as error:
+        return error.with_traceback(None)
+    return None
+
+
+def _remove_what_was_started(before: Sequence[psutil.Process]) -> None:
+    """Ray forgets the processes of a start that failed."""
+    ray.shutdown()
+    left = [child for child in psutil.Process().children(recursive=True) if child not in before]
+    for child in left:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(left, timeout=10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # of its handles to them
+        gc.collect()
 
 
 @contextmanager

@@ -171,7 +171,7 @@ def started(request: pytest.FixtureRequest, starter: Starter) -> Iterator[Bench]
     architecture = "qwen3_moe" if "moe" in layout else "qwen3"
     embedded = starter.get(name, tied=not {"untied", "moe"} & set(layout), architecture=architecture)
     if "http" not in layout:
-        head_start_s = 0.3 if name in NATIVE else 0.05  # a server counts a request before it has read it
+        head_start_s = 0.5 if name in NATIVE else 0.2  # a server counts a request before it has read it
         yield Bench(embedded.engine, embedded.model, starter.loop, starter.folder, head_start_s)
         return
     with starter.behind_http(embedded.engine) as remote:

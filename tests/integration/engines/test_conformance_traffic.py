@@ -231,7 +231,6 @@ def paused_with_new_weights(bench: Bench, mode: str, requests: list[SampleReques
         old = (await bench.engine.health()).version
         calls = bench.start(*requests)
         await bench.until_running(len(requests))
-        await asyncio.sleep(0.2)  # admitted is not begun: each has its first tokens by now
         await bench.engine.pause(mode)
         late = bench.start(bench.request(PROMPT, temperature=0.0, max_tokens=12))
         assert (await bench.engine.health()).paused

@@ -35,7 +35,7 @@ def test_a_start_that_was_too_slow_is_tried_again_without_what_it_left(monkeypat
     assert [psutil.pid_exists(process.pid) for process in started] == [False, False, True]
     started[-1].kill()
     for process in started:
-        process.wait()
+        process.wait(10)
 
 
 def test_the_last_failure_is_raised(monkeypatch: pytest.MonkeyPatch):
@@ -44,7 +44,7 @@ def test_the_last_failure_is_raised(monkeypatch: pytest.MonkeyPatch):
         runtime._start_own()
     assert not any(psutil.pid_exists(process.pid) for process in started)
     for process in started:
-        process.wait()
+        process.wait(10)
 
 
 def test_another_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch):
@@ -52,7 +52,7 @@ def test_another_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match="no such address"):
         runtime._start_own()
     (process,) = started
-    process.wait()
+    process.wait(10)
 
 
 def test_starts_take_turns():
