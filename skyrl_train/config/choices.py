@@ -77,9 +77,11 @@ ENVIRONMENTS = {
     "gsm8k": "skyrl_train.environments.gsm8k:GSM8KEnv",
     "gsm8k_multi_turn": "skyrl_train.environments.gsm8k_multi_turn:GSM8KMultiTurnEnv",
     "ifeval": "skyrl_train.environments.ifeval:IFEvalEnv",
+    "llm_as_a_judge": "skyrl_train.environments.judge:LLMJudgeEnv",
     "math": "skyrl_train.environments.math:MathEnv",
     "openenv": "skyrl_train.environments.adapters.openenv:OpenEnvEnv",
     "multiply": "skyrl_train.environments.multiply:MultiplyEnv",
+    "search": "skyrl_train.environments.search:SearchEnv",
 }
 
 TOOLS: dict[str, str] = {

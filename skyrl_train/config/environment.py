@@ -75,7 +75,11 @@ class JudgeConfig(Section):
     model: str = "gpt-4o-mini"
     """Model that judges."""
     base_url: str | None = None
-    """Server of that model; null is the client's default."""
+    """OpenAI-compatible server of that model; null is OpenAI's. The key is read from OPENAI_API_KEY."""
+    timeout: float = 30.0
+    """Seconds per answer judged, with all retries; below trainer.timeouts.environment_step_s."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Sent with every request, for example temperature; what is not here is the server's default."""
 
 
 @dataclass
@@ -85,11 +89,21 @@ class SearchConfig(Section):
     log_requests: bool = False
     """Log every request."""
     search_url: str = "http://127.0.0.1:8000/retrieve"
-    """Server that searches."""
+    """Server that searches, by SkyRL's protocol; not asked with a corpus."""
     topk: int = 3
     """Documents per query."""
     timeout: float = 30.0
-    """Seconds per query."""
+    """Seconds per query, with all retries; below trainer.timeouts.environment_step_s."""
+    corpus: str | None = None
+    """Searched by BM25 instead: a .jsonl or .parquet file, or an index that tools/bm25.py wrote."""
+
+
+@dataclass
+class SearchCodeConfig(SearchConfig):
+    """Settings of the searchcode environment: those of search, and of its programs."""
+
+    python_timeout: float = 10.0
+    """Seconds per program; below trainer.timeouts.environment_step_s."""
 
 
 @dataclass
@@ -151,6 +165,7 @@ class SkyRLGymConfig(Section):
     openenv: OpenEnvConfig = field(default_factory=OpenEnvConfig)
     own: dict[str, Any] = field(default_factory=dict)
     """Settings of your own environments, by name: `own: {my_env: {difficulty: 3}}` is my_env's `env_config`."""
+    searchcode: SearchCodeConfig = field(default_factory=SearchCodeConfig)
 
 
 @dataclass

@@ -399,6 +399,9 @@ ROWS = (
     ),
     Inert(("environment.skyrl_gym.ifeval",), "It belongs to env_class=ifeval.", _environment_is_not("ifeval")),
     Inert(("environment.skyrl_gym.search",), "It belongs to env_class=search.", _environment_is_not("search")),
+    Inert(
+        ("environment.skyrl_gym.searchcode",), "It belongs to env_class=searchcode.", _environment_is_not("searchcode")
+    ),
     Inert(("environment.skyrl_gym.text2sql",), "It belongs to env_class=text2sql.", _environment_is_not("text2sql")),
     Inert(
         ("environment.skyrl_gym.llm_as_a_judge",),

@@ -186,6 +186,16 @@ RANGES: dict[str, Range] = {
         f"environment.skyrl_gym.{name}.format_score": FRACTION
         for name in ("gsm8k", "gsm8k_multi_turn", "multiply", "countdown")
     },
+    **dict.fromkeys(
+        (
+            "environment.skyrl_gym.search.timeout",
+            "environment.skyrl_gym.searchcode.timeout",
+            "environment.skyrl_gym.searchcode.python_timeout",
+            "environment.skyrl_gym.llm_as_a_judge.timeout",
+        ),
+        POSITIVE,
+    ),
+    "environment.skyrl_gym.searchcode.topk": AT_LEAST_ONE,
 }
 
 

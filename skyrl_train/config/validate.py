@@ -124,11 +124,23 @@ def _combinations(config: Config) -> Iterator[Problem]:
     yield from _accelerator(config)
     yield from _engine_shape(config)
     yield from _servers(config)
+    yield from _environment_deadlines(config)
     if trainer.export_path.rstrip("/") == trainer.ckpt_path.rstrip("/"):
         allowed = "another folder than trainer.ckpt_path"
         yield Problem("trainer.export_path", trainer.export_path, allowed, "Both get folders called global_step_N.")
     if not config.data.train_data:
         yield Problem("data.train_data", [], "at least one file or dataset")
+
+
+def _environment_deadlines(config: Config) -> Iterator[Problem]:
+    """What an environment waits for must give up before its process is killed for waiting."""
+    limit = config.trainer.timeouts.environment_step_s
+    deadlines = {"search": ["timeout"], "searchcode": ["timeout", "python_timeout"], "llm_as_a_judge": ["timeout"]}
+    for name in deadlines.get(config.environment.env_class, []):
+        key = f"environment.skyrl_gym.{config.environment.env_class}.{name}"
+        if (value := value_at(config, key)) >= limit:
+            advice = "Episodes would fail as timeouts, and their processes be killed."
+            yield Problem(key, value, f"less than trainer.timeouts.environment_step_s={limit:g}", advice)
 
 
 def _zero(config: Config) -> Iterator[Problem]:

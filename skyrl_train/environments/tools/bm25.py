@@ -8,7 +8,9 @@ process indexes it at its first search, which is for up to some 100,000 short do
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,6 +21,7 @@ from skyrl_train.data.rows import read_rows
 from skyrl_train.errors import ConfigError, DataError
 
 STOPWORDS = "en"
+MISSING = "a local corpus needs bm25s; install it with: pip install 'skyrl-train[search]'."
 _open: dict[tuple[str, int, int], Index] = {}
 _opening = threading.Lock()
 
@@ -70,19 +73,30 @@ def open_index(path: str) -> Index:
 
     Raises DataError for a corpus that cannot be used, ConfigError for a path where there is none.
     """
-    where = Path(path).expanduser()
-    try:
-        stat = (where / "params.index.json" if where.is_dir() else where).stat()
-    except OSError as error:
-        raise ConfigError(
-            f"corpus={path!r}: {error.strerror}; a .jsonl or .parquet file, or a folder made by "
-            "`python -m skyrl_train.environments.tools.bm25 CORPUS FOLDER`."
-        ) from error
+    where, stat = _found(path)
     key = (str(where.resolve()), stat.st_mtime_ns, stat.st_size)
     with _opening:  # searches of several episodes may come first at the same time
         if key not in _open:
             _open[key] = _mapped(where) if where.is_dir() else index_of(list(documents_of(str(where))))
         return _open[key]
+
+
+def check(path: str) -> None:
+    """Raises ConfigError for a corpus that is not there, and where bm25s is not installed; reads neither."""
+    _found(path)
+    if importlib.util.find_spec("bm25s") is None:
+        raise ConfigError(MISSING)
+
+
+def _found(path: str) -> tuple[Path, os.stat_result]:
+    where = Path(path).expanduser()
+    try:
+        return where, (where / "params.index.json" if where.is_dir() else where).stat()
+    except OSError as error:
+        raise ConfigError(
+            f"corpus={path!r}: {error.strerror}; a .jsonl or .parquet file, or a folder made by "
+            "`python -m skyrl_train.environments.tools.bm25 CORPUS FOLDER`."
+        ) from error
 
 
 def documents_of(path: str) -> Iterator[str]:
@@ -115,7 +129,7 @@ def _library() -> Any:
     try:
         import bm25s
     except ImportError as error:
-        raise ConfigError("a local corpus needs bm25s; install it with: pip install 'skyrl-train[search]'.") from error
+        raise ConfigError(MISSING) from error
     finally:
         if hidden:
             del sys.modules["numba"]

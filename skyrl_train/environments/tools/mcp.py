@@ -233,6 +233,7 @@ async def _program(server: Server) -> AsyncIterator[Any]:
             async with incoming_end:  # its end is how the session learns that the server has gone
                 while True:
                     line = await receives.readuntil(b"\n")
+                    message: Any
                     try:
                         message = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
                     except ValueError as error:

@@ -1,0 +1,65 @@
+"""One question to a server of the configuration's (a retriever, a judge): JSON there and back, until a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+log = logging.getLogger(__name__)
+
+MAX_ANSWER = 8 * 2**20
+"""Bytes of an answer."""
+FIRST_PAUSE_S = 0.25
+LAST_PAUSE_S = 4.0
+
+
+class NoAnswer(Exception):
+    """The server gave nothing that can be used: nothing that the model did."""
+
+
+async def ask(url: str, body: Any, timeout: float, headers: Mapping[str, str] | None = None) -> Any:
+    """POST `body` and give the parsed answer. Raises NoAnswer after `timeout` seconds, and for a refusal (4xx).
+
+    Asks again, at growing intervals, while the server cannot be reached or has troubles of its own (5xx, 429).
+    """
+    reason = "nothing came back"
+    pause = FIRST_PAUSE_S
+    try:
+        async with asyncio.timeout(timeout), aiohttp.ClientSession(trust_env=False, headers=headers) as session:
+            while True:
+                try:
+                    async with session.post(url, json=body, allow_redirects=False) as response:
+                        status, answer = response.status, await _read(response)
+                    if status < 500 and status != 429:
+                        return _parsed(url, status, answer)
+                    reason = f"status {status}"
+                except aiohttp.ClientError as error:
+                    reason = f"{type(error).__name__}: {str(error)[:200]}"
+                log.warning("%s: %s; asking again", url, reason)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LAST_PAUSE_S)
+    except TimeoutError as error:
+        raise NoAnswer(f"{url} did not answer within {timeout:g} s; last: {reason}") from error
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    async for chunk in response.content.iter_chunked(2**16):
+        body += chunk
+        if len(body) > MAX_ANSWER:
+            raise NoAnswer(f"{response.url} answered with more than {MAX_ANSWER} bytes")
+    return bytes(body)
+
+
+def _parsed(url: str, status: int, answer: bytes) -> Any:
+    try:
+        if status == 200:
+            return json.loads(answer)
+    except (ValueError, RecursionError):
+        pass
+    raise NoAnswer(f"{url} answered with status {status} and {answer[:200]!r}")
