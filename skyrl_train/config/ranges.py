@@ -188,7 +188,6 @@ RANGES: dict[str, Range] = {
     },
     **dict.fromkeys(
         (
-            "environment.skyrl_gym.search.timeout",
             "environment.skyrl_gym.searchcode.timeout",
             "environment.skyrl_gym.searchcode.python_timeout",
             "environment.skyrl_gym.llm_as_a_judge.timeout",

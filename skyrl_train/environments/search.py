@@ -37,7 +37,7 @@ def answer_of(text: str) -> str | None:
 def score(text: str, targets: Sequence[str]) -> float:
     """1.0 where the one answer in `text` is one of `targets`, by exact match after normalisation; else 0.0."""
     answer = answer_of(text)
-    return float(bool(answer) and answer in map(normalised, targets))
+    return float(bool(answer) and answer in [normalised(target) for target in targets])
 
 
 def targets_of(extras: Mapping[str, Any]) -> list[str]:
