@@ -15,7 +15,7 @@ NUM_SAMPLES = 4
 
 
 def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics: Metrics) -> None:
-    """reward/*, response/*, episode/*, rollouts/*: over trajectories with status ok; `version`: that of the live weights.
+    """reward/*, response/*, episode/*, rollouts/*: over trajectories with status ok; `version`: of the live weights.
 
     A group that dynamic sampling repeats counts once.
     """

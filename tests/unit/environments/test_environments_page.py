@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.config.choices import ENVIRONMENTS
 from skyrl_train.environments import registry
 
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
+
+ADAPTERS = {"openenv", "reasoning_gym", "verifiers"}
+"""Of other libraries' environments: their page has their rewards."""
 
 
 def snippets() -> list[str]:
@@ -33,7 +37,24 @@ def test_the_environment_of_the_page_plays_its_game():
     assert (output.reward, output.done, output.metadata) == (1.0, True, {"turns": 4})
 
 
+def test_its_dataset_function_gives_rows_that_it_plays():
+    names: dict[str, Any] = {"__name__": "script"}
+    exec(snippets()[1], names)
+    row = names["convert"]("file, row 1", {"hint": "It is odd.", "number": 7}, "train", 0)
+    exec(snippets()[0], {"__name__": "my_envs"})
+    environment = registry.make(row["env_class"], {}, row)
+    environment.init(row["prompt"])
+    assert environment.step("7").reward == 1.0
+
+
+def test_it_is_30_lines_and_every_environment_has_its_line():
+    lines = [line for line in snippets()[0].splitlines() if line.strip()]
+    assert len(lines) <= 30
+    named = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
+    assert set(ENVIRONMENTS) - ADAPTERS <= set(named)
+
+
 def test_the_other_snippets_run(capsys: pytest.CaptureFixture[str]):
     for snippet in snippets()[1:]:
-        exec(snippet, {})
+        exec(snippet, {"__name__": "page"})
     assert "####" in capsys.readouterr().out
