@@ -85,6 +85,7 @@ ENVIRONMENTS = {
 }
 
 TOOLS: dict[str, str] = {
+    "browser": "skyrl_train.environments.tools.browser:BrowserTool",
     "fetch": "skyrl_train.environments.tools.fetch:FetchTool",
     "mcp": "skyrl_train.environments.tools.mcp:McpTool",
     "search": "skyrl_train.environments.tools.search:SearchTool",

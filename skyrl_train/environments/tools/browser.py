@@ -1,0 +1,227 @@
+"""A browser for a model: Chromium, driven by Playwright, that reaches the network only through a checking proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import psutil
+
+from skyrl_train.config.safety import looks_like_credential
+from skyrl_train.environments.tools.base import Tool, ToolError
+from skyrl_train.environments.tools.guard import Guard
+from skyrl_train.environments.tools.proxy import REFUSED, CheckingProxy
+from skyrl_train.errors import ConfigError
+
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",  # names are the proxy's to look up
+    "--js-flags=--max-old-space-size=512",
+)
+MAX_TABS = 5
+CLOSE_S = 1.5
+SETTLE_MS = 100
+READ = """() => {
+    document.querySelectorAll('[data-element]').forEach(e => e.removeAttribute('data-element'));
+    const shown = [...document.querySelectorAll(
+        'a[href],button,input:not([type=hidden]),textarea,select,[role=button]'
+    )].filter(e => e.getClientRects().length).slice(0, 200);
+    shown.forEach((e, i) => e.setAttribute('data-element', i + 1));
+    const named = e => String(
+        e.innerText || e.value || e.placeholder || e.getAttribute('aria-label') || e.name || ''
+    ).trim().slice(0, 80);
+    return {
+        title: String(document.title).slice(0, 200),
+        text: String(document.body ? document.body.innerText : '').slice(0, 100000),
+        elements: shown.map(e => [e.tagName.toLowerCase(), named(e), String(e.href || '').slice(0, 300)]),
+    };
+}"""
+"""Page -> title, text and elements; it runs in the page, which may lie to it."""
+
+
+class BrowserTool(Tool):
+    """Visits pages: goto, click, type, read, back. Answers with the page's text and its numbered elements.
+
+    Settings: `domains` and `allow_private` (see `Guard`), `executable` (Chromium; by default the one on PATH),
+    `timeout` seconds for a call, `max_bytes` of traffic in an episode.
+
+    An episode has a browser of its own with one context, started by the first call; a call that passes its deadline
+    costs the browser, and the next call has a new one. Every connection, so also every redirect and everything that a
+    page loads, goes through `CheckingProxy`. Downloads, service workers and addresses that are not http(s) are off.
+    """
+
+    name = "browser"
+    description = (
+        "Visit web pages. goto opens an address; click and type act on an element by the number that the page's "
+        "listing gives it; read shows the page again; back returns to the one before."
+    )
+    parameters = {  # noqa: RUF012
+        "type": "object",
+        "properties": {
+            "action": {"type": "string", "enum": ["goto", "click", "type", "read", "back"]},
+            "url": {"type": "string", "description": "for goto"},
+            "element": {"type": "integer", "description": "for click and type"},
+            "text": {"type": "string", "description": "for type"},
+        },
+        "required": ["action"],
+    }
+
+    def __init__(
+        self,
+        domains: Sequence[str],
+        allow_private: Sequence[str] = (),
+        executable: str | None = None,
+        timeout: float = 30.0,
+        max_bytes: int = 64 * 2**20,
+    ):
+        self.guard = Guard(domains, allow_private)
+        self.executable = _chromium(executable)
+        _library()
+        self.deadline_s = timeout
+        self.max_bytes = max_bytes
+        self._proxy: CheckingProxy | None = None
+        self._context: Any = None
+        self._open: AsyncExitStack | None = None
+        self._spoilt = False
+        """A call was cut off: whatever it did to the browser is still going on."""
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        if self._spoilt:
+            await self.close()
+        self._spoilt = True
+        try:
+            page = await self._page()
+            await self._act(page, arguments)
+            shown = await self._shown()
+        except _library().Error as error:  # Playwright's own, timeouts among them
+            self._spoilt = self._context is None
+            raise ToolError(f"{arguments['action']} failed: {str(error).splitlines()[0][:300]}") from error
+        except ToolError:
+            self._spoilt = False
+            raise
+        self._spoilt = False
+        return shown
+
+    async def _act(self, page: Any, arguments: dict[str, Any]) -> None:
+        action = arguments["action"]
+        if action == "goto":
+            url = _needed(arguments, "url").strip()
+            self.guard.target(url)  # for a clear answer: the proxy would refuse it too
+            response = await page.goto(url)
+            if response is not None and response.headers.get(REFUSED):
+                raise ToolError((await response.text())[:500])
+        elif action in ("click", "type"):
+            number = int(_needed(arguments, "element"))
+            element = page.locator(f'[data-element="{number}"]').first
+            if await element.count() == 0:
+                raise ToolError(f"there is no element {number}; read shows which there are.")
+            await (element.click() if action == "click" else element.fill(_needed(arguments, "text")))
+        elif action == "back" and await page.go_back() is None and len(self._context.pages) > 1:
+            await page.close()
+        if action == "click":
+            await page.wait_for_timeout(SETTLE_MS)  # for a navigation to begin
+            await self._context.pages[-1].wait_for_load_state()
+
+    async def _shown(self) -> str:
+        page = await self._page()
+        seen = await page.evaluate(READ)
+        elements = [
+            f"[{number}] {tag} {name}{f' -> {link}' if link else ''}"
+            for number, (tag, name, link) in enumerate(seen["elements"], 1)
+        ]
+        listing = "\n".join(["", "Elements:", *elements]) if elements else ""
+        return f"{seen['title']}\n{page.url}\n\n{seen['text']}{listing}"
+
+    async def _page(self) -> Any:
+        """The newest tab: a link may have opened it."""
+        if self._context is None:
+            await self._start()
+        return self._context.pages[-1] if self._context.pages else await self._context.new_page()
+
+    async def _start(self) -> None:
+        root = os.geteuid() == 0
+        self._open = AsyncExitStack()
+        self._proxy = await self._open.enter_async_context(CheckingProxy(self.guard, self.max_bytes))
+        playwright = await self._open.enter_async_context(_library().async_playwright())
+        browser = await playwright.chromium.launch(
+            executable_path=self.executable,
+            args=[*FLAGS],
+            # Chromium's own sandbox refuses to start as root: run training as somebody else to have it.
+            chromium_sandbox=not root,
+            proxy={"server": f"http://127.0.0.1:{self._proxy.port}", "bypass": "<-loopback>"},
+            env={name: value for name, value in os.environ.items() if not looks_like_credential(name)},
+            handle_sigint=False,
+            handle_sigterm=False,
+            handle_sighup=False,
+        )
+        context = await browser.new_context(accept_downloads=False, service_workers="block")
+        context.set_default_timeout(800 * self.deadline_s)
+        context.on("page", self._limit_tabs)
+        self._context = context
+
+    def _limit_tabs(self, page: Any) -> None:
+        if len(self._context.pages) > MAX_TABS:
+            self._closing = asyncio.ensure_future(page.close())
+
+    async def close(self) -> None:
+        """End the browser and its driver, in any state that they are in."""
+        opened, proxy, context = self._open, self._proxy, self._context
+        self._open = self._proxy = self._context = None
+        self._spoilt = False
+        if opened is None or proxy is None:
+            return
+        with contextlib.suppress(Exception):
+            if context is not None:
+                await asyncio.wait_for(context.browser.close(), CLOSE_S)
+        for process in _processes(f"127.0.0.1:{proxy.port}"):  # a browser that did not obey
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(opened.aclose(), CLOSE_S)
+
+
+def _processes(mark: str) -> list[psutil.Process]:
+    """Browser processes among our descendants that have this proxy."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if any(mark in argument for argument in process.cmdline()):
+                found.append(process)
+    return found
+
+
+def _needed(arguments: dict[str, Any], name: str) -> Any:
+    if name not in arguments:
+        raise ToolError(f"{arguments['action']} needs the argument {name!r}.")
+    return arguments[name]
+
+
+def _chromium(executable: str | None) -> str:
+    for name in (executable,) if executable else PROGRAMS:
+        if found := shutil.which(name):
+            return found
+    what = f"executable={executable!r} is no program" if executable else f"none of {', '.join(PROGRAMS)} is on PATH"
+    raise ConfigError(f"browser: {what}; scripts/browser_tools installs Debian's Chromium.")
+
+
+def _library() -> Any:
+    try:
+        import playwright.async_api
+    except ImportError as error:
+        raise ConfigError(
+            "the browser tool needs Playwright; install it with: pip install 'skyrl-train[browser]'."
+        ) from error
+    return playwright.async_api

@@ -1,0 +1,143 @@
+"""The only way of a browser to the network: a proxy on this machine that asks the guard about every connection."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+from skyrl_train.environments.tools.guard import HOST_PORT, Guard, Refused, Target
+
+MAX_HEAD = 2**16
+CONNECT_S = 15.0
+REFUSED = "x-refused"
+"""Header of the proxy's own answers."""
+HOP_BY_HOP = ("connection", "proxy-", "keep-alive", "host", "upgrade")
+
+
+class CheckingProxy:
+    """An HTTP proxy that connects to addresses which `guard` checked, and lets `max_bytes` through in all.
+
+    Every request has a connection of its own, so that none reaches a host that was checked for another. What https
+    carries is not read: the name of the host is checked, the addresses are the checked ones.
+
+    Example:
+        async with CheckingProxy(Guard(["wikipedia.org"])) as proxy:
+            ...  # chromium --proxy-server=http://127.0.0.1:{proxy.port} --proxy-bypass-list=<-loopback>
+    """
+
+    def __init__(self, guard: Guard, max_bytes: int = 64 * 2**20):
+        self.guard = guard
+        self.left = max_bytes
+        self.port = 0
+        self._server: asyncio.Server | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> CheckingProxy:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=MAX_HEAD)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        try:
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+                await self._serve(reader, writer)
+        except asyncio.CancelledError:
+            pass  # the end of the proxy; asyncio would report it otherwise
+        finally:
+            self._serving.discard(task)
+            writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        method, _, rest = head[0].partition(" ")
+        where, _, _ = rest.rpartition(" ")
+        try:
+            target = self._target(method, where)
+            above, below = await _connect(await self.guard.addresses(target), target)
+        except Refused as refused:
+            await _answer(writer, 403, f"Refused: {refused}")
+            return
+        except (OSError, TimeoutError) as error:
+            await _answer(writer, 502, f"{where[:200]} could not be reached: {type(error).__name__}")
+            return
+        try:
+            if method == "CONNECT":
+                writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+                head = []
+            else:
+                path = where[len(target.scheme) + 3 :]
+                path = path[path.find("/") :] if "/" in path else "/"
+                below.write(_request(f"{method} {path} HTTP/1.1", head[1:-2], target))
+            await self._relay(reader, writer, above, below, rewrite=method != "CONNECT")
+        finally:
+            below.close()
+
+    def _target(self, method: str, where: str) -> Target:
+        if method != "CONNECT":
+            return self.guard.target(where)
+        parts = HOST_PORT.fullmatch(where.lower())
+        if parts is None:
+            raise Refused(f"{where!r:.200} is no host and port")
+        return self.guard.checked("https", parts["host"], int(parts["port"]))
+
+    async def _relay(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        above: asyncio.StreamReader,
+        below: asyncio.StreamWriter,
+        rewrite: bool,
+    ) -> None:
+        """Both ways, until the server has said everything."""
+        upwards = asyncio.create_task(self._pump(reader, below))
+        try:
+            if rewrite:
+                answer = (await above.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+                lines = [line for line in answer[1:-2] if not line.lower().startswith(("connection", "keep-alive"))]
+                writer.write("\r\n".join([answer[0], *lines, "Connection: close", "", ""]).encode("latin-1"))
+            await self._pump(above, writer)
+        finally:
+            upwards.cancel()
+            await asyncio.gather(upwards, return_exceptions=True)
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while (data := await source.read(2**16)) and self.left > 0:
+            self.left -= len(data)
+            sink.write(data)
+            await sink.drain()
+
+
+async def _connect(addresses: Sequence[str], target: Target) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    for number, address in enumerate(addresses, 1):
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                return await asyncio.open_connection(address, target.port, limit=MAX_HEAD)
+        except (OSError, TimeoutError):
+            if number == len(addresses):
+                raise
+    raise AssertionError("the guard gives at least one address")
+
+
+def _request(first: str, headers: Sequence[str], target: Target) -> bytes:
+    kept = [line for line in headers if not line.lower().startswith(HOP_BY_HOP)]
+    return "\r\n".join([first, f"Host: {target.host}:{target.port}", *kept, "Connection: close", "", ""]).encode(
+        "latin-1"
+    )
+
+
+async def _answer(writer: asyncio.StreamWriter, status: int, text: str) -> None:
+    body = text.encode(errors="replace")
+    head = f"HTTP/1.1 {status} Refused\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {len(body)}\r\n"
+    writer.write(f"{head}{REFUSED}: 1\r\nConnection: close\r\n\r\n".encode() + body)
+    await writer.drain()

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from skyrl_train.environments.tools.base import ToolBox, ToolResult
+from skyrl_train.environments.tools.browser import PROGRAMS, BrowserTool
+from skyrl_train.environments.tools.guard import Guard
+from skyrl_train.environments.tools.proxy import CheckingProxy
+from skyrl_train.errors import ConfigError
+from skyrl_train.testing.web_server import Request, Response, WebServer, web_server
+
+pytest.importorskip("playwright")
+needs_chromium = pytest.mark.skipif(
+    not any(map(shutil.which, PROGRAMS)), reason="needs Chromium: run scripts/browser_tools"
+)
+SCRIPTS = Path(__file__).parents[4] / "scripts"
+
+
+async def through(proxy: CheckingProxy, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+    writer.write(request)
+    try:
+        return await asyncio.wait_for(reader.read(), 30)
+    finally:
+        writer.close()
+
+
+def ask_proxy(guard: Guard, *requests: bytes, max_bytes: int = 2**20) -> list[bytes]:
+    async def run() -> list[bytes]:
+        async with CheckingProxy(guard, max_bytes) as proxy:
+            return [await through(proxy, request) for request in requests]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.fault("F26")
+def test_the_proxy_asks_the_guard_about_every_connection():
+    async def private(host: str, port: int) -> list[str]:
+        return ["127.0.0.1"]
+
+    with web_server(lambda request: Response(b"inside")) as inside:
+        guard = Guard(["wiki.test"], lookup=private)
+        answers = ask_proxy(
+            guard,
+            f"GET http://{inside.at}/ HTTP/1.1\r\nHost: wiki.test\r\n\r\n".encode(),
+            f"CONNECT {inside.at} HTTP/1.1\r\n\r\n".encode(),
+            b"GET http://wiki.test/ HTTP/1.1\r\n\r\n",
+            b"CONNECT wiki.test:443 HTTP/1.1\r\n\r\n",
+            f"GET http://wiki.test@{inside.at}/ HTTP/1.1\r\n\r\n".encode(),
+            b"GET / HTTP/1.1\r\nHost: wiki.test\r\n\r\n",
+            b"GET file:///etc/passwd HTTP/1.1\r\n\r\n",
+            b"CONNECT [::1]:80 HTTP/1.1\r\n\r\n",
+            b"nonsense\r\n\r\n",
+        )
+        assert [answer.split(b"\r\n")[0] for answer in answers] == [b"HTTP/1.1 403 Refused"] * 9
+        assert inside.requests == []
+
+
+def test_the_proxy_passes_requests_and_tunnels_to_the_checked_address_one_for_each_connection():
+    with web_server(lambda request: Response(request.path.encode())) as server:
+
+        async def here(host: str, port: int) -> list[str]:
+            return ["127.0.0.1"]
+
+        name = f"own.test:{server.port}"
+        second = f"GET http://{name}/second HTTP/1.1\r\n\r\n"
+        plain, tunnel = ask_proxy(
+            Guard([], [name], lookup=here),
+            f"GET http://{name}/a?b HTTP/1.1\r\nHost: other\r\nProxy-X: 1\r\nX-Own: 2\r\n\r\n{second}".encode(),
+            f"CONNECT {name} HTTP/1.1\r\n\r\nGET /t HTTP/1.0\r\n\r\n".encode(),
+        )
+        assert plain.endswith(b"\r\n\r\n/a?b") and b"Connection: close" in plain
+        assert tunnel.startswith(b"HTTP/1.1 200 OK\r\n\r\nHTTP/1.0 200") and tunnel.endswith(b"\r\n\r\n/t")
+        first = server.requests[0]
+        assert (first.headers["Host"], first.headers["X-Own"]) == (name, "2")
+        assert "Proxy-X" not in first.headers
+        assert [request.path for request in server.requests] == ["/a?b", "/t"]
+
+
+def test_the_proxy_lets_no_more_than_its_bytes_through():
+    with web_server(lambda request: Response(bytes(2**22))) as server:
+        (answer,) = ask_proxy(Guard([], [server.at]), f"GET {server.url}/ HTTP/1.1\r\n\r\n".encode(), max_bytes=2**20)
+    assert len(answer) < 2**21
+
+
+PAGES = {
+    "/": "<title>Start</title><h1>Welcome</h1><a href='/two'>Two</a><a href='/new' target='_blank'>New</a>"
+    "<form action='/found'><input name='q' placeholder='your name'><button>Go</button></form>",
+    "/two": "<title>Two</title>second page",
+    "/new": "<title>New</title>in a tab of its own",
+    "/loop": "<title>Loop</title>before <script>setTimeout(() => { for (;;) {} }, 50)</script>",
+    "/long": "<p>" + "word " * 100_000,
+}
+
+
+def pages(inside: WebServer | None = None) -> Any:
+    def answer(request: Request) -> Response:
+        path = request.path
+        if path == "/away" and inside:
+            return Response(status=302, headers={"Location": f"{inside.url}/"})
+        if path == "/spy" and inside:
+            script = f"fetch('{inside.url}/x').catch(() => 0).finally(() => document.title = 'tried')"
+            page = f"<title>Spy</title><img src='{inside.url}/img'><iframe src='{inside.url}/frame'></iframe>"
+            return Response(f"{page}<script>{script}; new WebSocket('ws://{inside.at}/ws')</script>".encode())
+        if path == "/file":
+            return Response(status=302, headers={"Location": "file:///etc/passwd"})
+        if path == "/download":
+            return Response(b"x", headers={"Content-Disposition": "attachment; filename=x.bin"})
+        if path.startswith("/found"):
+            return Response(f"<title>Found</title>you asked {path}".encode())
+        return Response(PAGES.get(path, "<title>None</title>").encode())
+
+    return answer
+
+
+@contextmanager
+def browser(server: WebServer) -> Iterator[tuple[ToolBox, BrowserTool]]:
+    tool = BrowserTool(domains=["wiki.test"], allow_private=[server.at], timeout=120.0)
+    box = ToolBox([tool])
+    try:
+        yield box, tool
+    finally:
+        box.close()
+
+
+def do(box: ToolBox, action: str, **arguments: Any) -> ToolResult:
+    return box.call("browser", {"action": action, **arguments})
+
+
+@needs_chromium
+@pytest.mark.fault("F26")
+def test_a_real_browser_reads_pages_and_is_refused_everything_else():
+    with web_server(lambda request: Response(b"secret")) as inside, web_server(pages(inside)) as server:
+        with browser(server) as (box, _):
+            start = do(box, "goto", url=server.url).text
+            assert start.startswith(f"Start\n{server.url}/\n\nWelcome")
+            assert "[1] a Two" in start and "[3] input your name" in start
+
+            assert do(box, "click", element=1).text.startswith("Two\n")
+            assert do(box, "back").text.startswith("Start\n")
+            assert do(box, "type", element=3, text="x y").error is None
+            assert "you asked /found?q=x+y" in do(box, "click", element=4).text
+            do(box, "back")
+            assert do(box, "click", element=2).text.startswith("New\n")
+            assert do(box, "back").text.startswith("Start\n")
+
+            assert "no element 99" in do(box, "click", element=99).text
+            assert "needs the argument 'url'" in do(box, "goto").text
+
+            for url in (
+                "file:///etc/passwd",
+                "chrome://version",
+                inside.url,
+                "http://169.254.169.254/",
+                "view-source:x",
+            ):
+                assert do(box, "goto", url=url).error == "tool_error", url
+            for path in ("/away", "/file", "/download"):
+                assert do(box, "goto", url=server.url + path).error == "tool_error", path
+            assert "root:" not in do(box, "read").text
+
+            assert do(box, "goto", url=f"{server.url}/spy").error is None
+            deadline = time.monotonic() + 60
+            while not (text := do(box, "read").text).startswith("tried\n"):
+                assert time.monotonic() < deadline, text
+            assert "secret" not in text
+            assert "left out" in do(box, "goto", url=f"{server.url}/long").text
+        assert inside.requests == []
+
+
+@needs_chromium
+def test_a_page_that_never_lets_go_costs_the_browser_and_not_the_episode():
+    with web_server(pages()) as server, browser(server) as (box, tool):
+        assert do(box, "goto", url=f"{server.url}/two").error is None
+        tool.deadline_s = 3.0
+        do(box, "goto", url=f"{server.url}/loop")
+        assert do(box, "read").error == "timeout"
+        tool.deadline_s = 120.0
+        assert do(box, "goto", url=f"{server.url}/two").text.startswith("Two\n")
+
+
+KILLED = """
+import sys
+from skyrl_train.environments.tools.base import ToolBox
+from skyrl_train.environments.tools.browser import BrowserTool
+box = ToolBox([BrowserTool(domains=[], allow_private=[sys.argv[1]], timeout=120.0)])
+print(box.call("browser", {"action": "goto", "url": f"http://{sys.argv[1]}/two"}).text.split()[0], flush=True)
+sys.stdin.read()
+"""
+
+
+@needs_chromium
+def test_a_browser_ends_with_the_process_of_its_environment_also_when_that_is_killed():
+    with web_server(pages()) as server:
+        with subprocess.Popen(
+            [sys.executable, "-c", KILLED, server.at],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "Two\n"
+            children = psutil.Process(process.pid).children(recursive=True)
+            assert any("--headless" in " ".join(child.cmdline()) for child in children)
+            os.killpg(process.pid, signal.SIGKILL)  # as the host of environments does
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert alive == []
+
+
+def test_a_browser_that_is_not_there_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"executable='no-such-browser'.*scripts/browser_tools"):
+        BrowserTool(["wiki.test"], executable="no-such-browser")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"none of chromium.*scripts/browser_tools"):
+        BrowserTool(["wiki.test"])
+
+
+def test_the_script_that_installs_it_says_so_where_it_cannot_and_leaves_what_is_there(tmp_path: Path):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "id").write_text("#!/bin/sh\necho 1000\n")
+    (tools / "id").chmod(0o755)
+    bash = shutil.which("bash") or "bash"
+    script = [bash, str(SCRIPTS / "browser_tools")]
+    done = subprocess.run(script, env={"PATH": str(tools)}, capture_output=True, text=True)
+    assert (done.returncode, "install it with your package manager" in done.stderr) == (0, True)
+    (tools / "chromium").write_text("#!/bin/sh\n")
+    (tools / "chromium").chmod(0o755)
+    done = subprocess.run(script, env={"PATH": str(tools)}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
