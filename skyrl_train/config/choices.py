@@ -82,6 +82,8 @@ ENVIRONMENTS = {
     "openenv": "skyrl_train.environments.adapters.openenv:OpenEnvEnv",
     "multiply": "skyrl_train.environments.multiply:MultiplyEnv",
     "search": "skyrl_train.environments.search:SearchEnv",
+    "reasoning_gym": "skyrl_train.environments.adapters.reasoning_gym:ReasoningGymEnv",
+    "verifiers": "skyrl_train.environments.adapters.verifiers:VerifiersEnv",
 }
 
 TOOLS: dict[str, str] = {

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 PLAN = "--plan"
 
 
-def main() -> None:
-    argv = sys.argv[1:]
+def main(arguments: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if arguments is None else arguments
     launch(report_with_plan if PLAN in argv else report, [argument for argument in argv if argument != PLAN])
 
 

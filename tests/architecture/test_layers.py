@@ -47,6 +47,8 @@ ONE_IMPORTER = (
     "sglang",
     "deepspeed",
     "datasets",
+    "reasoning_gym",
+    "verifiers",
     "py3langid",
     "math_verify",
 )

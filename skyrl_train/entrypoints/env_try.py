@@ -1,0 +1,232 @@
+"""skyrl-train env try ENV --data FILE: what an environment shows a model and what it gives for answers, without one.
+
+    skyrl-train env try gsm8k --data train.parquet --row 3 --completion "#### 18"
+    skyrl-train env try my_env --data rows.jsonl --completions answers.jsonl trainer.plugins=[my_envs]
+
+Registry, processes, deadlines and settings are those of a run with the same keys. A line of the completions file is an
+episode: a text, a list of texts (its turns), or an object with these as `completion` and perhaps `row`.
+
+Exit code 0, 1 when an episode failed, 2 for a mistake in configuration, data or completions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.build.environments import build_environments, environment_settings
+from skyrl_train.config.prepare import prepare
+from skyrl_train.config.schema import Config
+from skyrl_train.data.dataset import load_prompts
+from skyrl_train.data.trajectory import Message, Prompt
+from skyrl_train.environments import registry
+from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
+from skyrl_train.registry import import_plugins
+from skyrl_train.report.console import visible
+
+NO_LIMIT = 2**40
+"""Tokens; a prompt too long for training can still be looked at."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An episode to be: which row, and the model's texts turn by turn."""
+
+    row: int
+    texts: list[str]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = _parser().parse_intermixed_args(argv)
+    try:
+        code = _try(arguments)
+    except ConfigError as error:
+        for line in str(error).split("\n"):
+            print(visible(line), file=sys.stderr)
+        code = 2
+    sys.exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="skyrl-train env try", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("env", metavar="ENV", help="name of the environment, whatever the rows say")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration, as for a run")
+    parser.add_argument("--data", required=True, help=".parquet, .json or .jsonl file, folder, or name on the hub")
+    parser.add_argument("--row", type=int, default=0, help="row of the data, from 0")
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument("--completion", action="append", help="the model's text; once for every turn")
+    given.add_argument("--completions", type=Path, metavar="FILE.jsonl", help="many episodes, a line each")
+    parser.add_argument("--model", help="folder or hub name of a tokenizer: also show the prompt as it renders it")
+    for name in ("--config-name", "--config-dir"):
+        parser.add_argument(name, help="a preset, as for a run")
+    return parser
+
+
+def _try(arguments: argparse.Namespace) -> int:
+    cfg = _configuration(arguments)
+    import_plugins(cfg.trainer.plugins)
+    registry.check_environments([arguments.env], environment_settings(cfg))
+    attempts = _attempts(arguments)
+    prompts = load_prompts([arguments.data], lambda messages: 0, NO_LIMIT, arguments.env).prompts
+    for attempt in attempts:
+        if not 0 <= attempt.row < len(prompts):
+            raise DataError(f"{arguments.data}: row {attempt.row} is not one of its rows, 0 to {len(prompts) - 1}.")
+    return asyncio.run(_play_all(cfg, prompts, attempts, arguments.env, arguments.model))
+
+
+def _configuration(arguments: argparse.Namespace) -> Config:
+    wrong = [text for text in arguments.overrides if "=" not in text]
+    if wrong:
+        raise ConfigError(f"{wrong[0]!r} is not key=value; completions are given with --completion or --completions.")
+    flags = [
+        part
+        for flag in ("config_name", "config_dir")
+        if getattr(arguments, flag) is not None
+        for part in (f"--{flag.replace('_', '-')}", getattr(arguments, flag))
+    ]
+    # Nothing of it is for a device, so that a preset for accelerators can be tried on a laptop.
+    prepared = prepare([*flags, *arguments.overrides, f"environment.env_class={arguments.env}"], has_accelerator=True)
+    for warning in prepared.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return prepared.config
+
+
+def _attempts(arguments: argparse.Namespace) -> list[Attempt]:
+    """What to play; without completions one episode that is only opened."""
+    if arguments.completions is None:
+        return [Attempt(arguments.row, arguments.completion or [])]
+    try:
+        lines = arguments.completions.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"--completions {arguments.completions}: {error.strerror}.") from error
+    found = [
+        _attempt(f"{arguments.completions}, line {number}", line, arguments.row)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not found:
+        raise DataError(f"--completions {arguments.completions}: has no lines.")
+    return found
+
+
+def _attempt(where: str, line: bytes, row: int) -> Attempt:
+    try:
+        given = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON: {error}.") from error
+    if isinstance(given, dict):
+        given, row = given.get("completion"), given.get("row", row)
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts) or not isinstance(row, int):
+        raise DataError(
+            f'{where}: {line[:80]!r} is not "text", ["text of turn 1", ...] or {{"completion": either, "row": number}}.'
+        )
+    return Attempt(row, texts)
+
+
+async def _play_all(
+    cfg: Config, prompts: Sequence[Prompt], attempts: Sequence[Attempt], env: str, model: str | None
+) -> int:
+    tokenizer = _tokenizer(model)
+    failed = 0
+    async with build_environments(cfg) as host:
+        for number, attempt in enumerate(attempts, 1):
+            _say(f"episode {number} of {len(attempts)}: {env}, row {attempt.row}")
+            limit = cfg.generator.max_turns
+            prompt = prompts[attempt.row]
+            extras = dict(prompt.env_extras or {})
+            own = extras.get("max_turns")
+            turns = min(limit, own) if isinstance(own, int) and own > 0 else limit
+            row = replace(prompt, env_class=env, env_extras=extras | {"max_turns": turns})
+            try:
+                await _play(host, row, attempt.texts, turns, tokenizer, dict(cfg.generator.chat_template_kwargs))
+            except EnvironmentFailure as failure:
+                failed += 1
+                _say(f"  FAILED: {failure} (in training the episode is masked and counted under that kind)")
+    return 1 if failed else 0
+
+
+async def _play(
+    host: EnvironmentHost, row: Prompt, texts: Sequence[str], turns: int, tokenizer: Any, options: dict[str, Any]
+) -> None:
+    episode = await host.start(row.env_class, row)
+    try:
+        _show_messages(episode.messages)
+        _show_metadata(episode.metadata)
+        if tokenizer is not None:
+            _show_rendered(tokenizer, episode.messages, options)
+        total, done, played = 0.0, False, 0
+        for turn, text in enumerate(texts[:turns], 1):
+            _show_messages([{"role": "assistant", "content": text}])
+            output = await episode.step(text)
+            total, done, played = total + output.reward, output.done, turn
+            _say(f"  turn {turn}: reward {output.reward:g}{', done' if done else ''}")
+            _show_metadata(output.metadata)
+            _show_messages(output.observations)
+            if done:
+                break
+        if texts:
+            for line in _outcome(total, done, played, len(texts), turns):
+                _say(f"  {line}")
+    finally:
+        await episode.close()
+
+
+def _outcome(total: float, done: bool, played: int, given: int, turns: int) -> Iterator[str]:
+    end = "done" if done else f"ended by generator.max_turns={turns}" if played == turns else "not done yet"
+    yield f"reward of the episode: {total:g} in {played} turn{'' if played == 1 else 's'}, {end}"
+    if played < given:
+        yield f"{given - played} more completions were not played"
+
+
+def _tokenizer(model: str | None) -> Any:
+    if model is None:
+        return None
+    from skyrl_train.models.loading import load_tokenizer  # torch
+
+    return load_tokenizer(model, key="--model")
+
+
+def _show_rendered(tokenizer: Any, messages: Sequence[Message], options: dict[str, Any]) -> None:
+    from skyrl_train.data.chat import render_prompt
+
+    ids = render_prompt(tokenizer, messages, options)
+    _say(f"  as the model reads it, {len(ids)} tokens:")
+    _lines("", tokenizer.decode(ids))
+
+
+def _show_messages(messages: Sequence[Message]) -> None:
+    for message in messages:
+        content = message["content"]
+        text = content if isinstance(content, str) else json.dumps(content)
+        more = {key: value for key, value in message.items() if key not in ("role", "content")}
+        _lines(message["role"], text + (f" {json.dumps(more)}" if more else ""))
+
+
+def _show_metadata(metadata: dict[str, Any]) -> None:
+    if metadata:
+        _lines("metadata", json.dumps(metadata))
+
+
+def _lines(head: str, text: str) -> None:
+    for number, line in enumerate(text.split("\n")):
+        _say(f"    {head if number == 0 else '':>9} | {line}")
+
+
+def _say(line: str) -> None:
+    """What models, rows and environments wrote is shown, never obeyed: control characters are spelled out."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(visible(line).encode(encoding, "backslashreplace").decode(encoding))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Tasks of the `reasoning_gym` library: rows made by its generators, answers scored by its own scorers.
+
+The only importer of the library.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from skyrl_train.environments.base import StepOutput, TextEnv
+from skyrl_train.errors import ConfigError
+
+SECTION = "environment.skyrl_gym.reasoning_gym"
+INSTRUCTION = "Think step by step, then give the final answer, and nothing else, between <answer> and </answer>."
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+MAX_ANSWER = 20_000
+"""Characters; a longer answer scores 0."""
+
+ARITHMETIC = re.compile(r"(?!.*\*\s*\*)[0-9+\-*/().\s]*", re.DOTALL)
+LITERAL = re.compile(r"[^(*@%<{]*")
+RUNS_THE_ANSWER = {
+    "binary_matrix": LITERAL,
+    "countdown": ARITHMETIC,
+    "n_queens": LITERAL,
+    "puzzle24": ARITHMETIC,
+    "spiral_matrix": LITERAL,
+    "string_insertion": LITERAL,
+}
+"""Datasets whose scorer gives the answer to `eval`, and the answers that do no harm there: numbers and signs without
+powers, or what calls nothing and multiplies nothing. Any other answer scores 0."""
+REFUSED = {
+    "bitwise_arithmetic": "its scorer runs what the row says as code",
+    "composite": "it is a mixture; name its datasets",
+    "intermediate_integration": "its scorer runs answers as code",
+    "number_sorting": "its scorer runs what the row says as code",
+    "polynomial_multiplication": "its scorer runs answers as code",
+    "simple_integration": "its scorer runs answers as code",
+}
+
+
+class ReasoningGymEnv(TextEnv):
+    """One turn. The reward is the library's own score of what stands between <answer> and </answer>, 0 to 1.
+
+    0 without such a block, and when several blocks differ. With `partial_credit=false`, whatever is below 1 is 0: many
+    scorers give some credit to a text that contains the answer. A row names a dataset of the library that
+    `environment.skyrl_gym.reasoning_gym.tasks` allows, and holds the entry to score by.
+    """
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
+        super().__init__(env_config, extras)
+        given = self.extras.get("reasoning_gym")
+        if not isinstance(given, Mapping) or not isinstance(given.get("entry"), str):
+            raise ValueError(
+                'the row needs reasoning_gym={"task": "...", "entry": "{...}"}: see examples/reasoning_gym'
+            )
+        self.task = str(given.get("task"))
+        if self.task not in allowed(self.env_config.get("tasks")):
+            raise ValueError(f"the row's task {self.task!r:.80} is not one that {SECTION}.tasks allows")
+        self.entry = decode(json.loads(given["entry"]))
+
+    @classmethod
+    def check(cls, env_config: Mapping[str, Any]) -> None:
+        allowed(env_config.get("tasks"))
+
+    def step(self, action: str) -> StepOutput:
+        answers = {text.strip() for text in ANSWER.findall(action)}
+        score = self._score(answers.pop()) if len(answers) == 1 else 0.0
+        if score < 1 and not self.env_config.get("partial_credit", True):
+            score = 0.0
+        return StepOutput([], score, done=True, metadata={self.task: score})
+
+    def _score(self, answer: str) -> float:
+        harmless = RUNS_THE_ANSWER.get(self.task)
+        if len(answer) > MAX_ANSWER or (harmless is not None and not harmless.fullmatch(answer)):
+            return 0.0
+        return float(_scorer(self.task).score_answer(answer, self.entry))
+
+
+def allowed(tasks: Sequence[str] | None) -> frozenset[str]:
+    """The datasets that rows may name. Raises ConfigError for one that the library does not have or that is refused."""
+    known = _library().factory.DATASETS.keys()
+    for task in tasks or ():
+        if task in REFUSED:
+            raise ConfigError(f"{SECTION}.tasks: {task!r} cannot be used: {REFUSED[task]}.")
+        if task not in known:
+            raise ConfigError(f"{SECTION}.tasks: {task!r} is not a dataset of reasoning_gym; known: {sorted(known)}.")
+    return frozenset(known - REFUSED.keys() if tasks is None else tasks)
+
+
+def make_rows(task: str, count: int, seed: int, settings: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+    """`count` rows of SkyRL's format, the same for the same arguments (and version of the library).
+
+    Args:
+        settings: Of the library's dataset, e.g. {"max_terms": 3} for chain_sum.
+
+    Raises ConfigError for what the library does not take, and for an entry that a row cannot hold.
+    """
+    allowed([task])
+    try:
+        dataset = _library().create_dataset(task, seed=seed, size=count, **(settings or {}))
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ConfigError(f"reasoning_gym: {task} does not take {dict(settings or {})}: {error}") from error
+    for index in range(count):
+        entry = dataset[index]
+        text = json.dumps(encode(entry))
+        answer = entry["answer"]
+        own = 0.0 if answer is None else dataset.score_answer(answer, entry)
+        if answer is not None and _scorer(task).score_answer(answer, decode(json.loads(text))) != own:
+            raise ConfigError(f"reasoning_gym: an entry of {task} scores otherwise out of a row; leave {task} out.")
+        yield {
+            "data_source": f"reasoning_gym/{task}",
+            "prompt": [{"role": "user", "content": f"{entry['question']}\n\n{INSTRUCTION}"}],
+            "env_class": "reasoning_gym",
+            "reward_spec": {"method": "reasoning_gym", "ground_truth": answer},
+            "reasoning_gym": {"task": task, "entry": text},
+            "extra_info": {"index": index, "seed": seed},
+        }
+
+
+def encode(value: Any) -> Any:
+    """As JSON that keeps tuples and keys that are no text; anything else becomes text."""
+    if isinstance(value, tuple):
+        return {"__tuple__": [encode(item) for item in value]}
+    if isinstance(value, list):
+        return [encode(item) for item in value]
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value):
+            return {key: encode(item) for key, item in value.items()}
+        return {"__pairs__": [[encode(key), encode(item)] for key, item in value.items()]}
+    if hasattr(value, "tolist"):
+        return encode(value.tolist())
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def decode(value: Any) -> Any:
+    """What `encode` was given."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__tuple__"}:
+        return tuple(decode(item) for item in value["__tuple__"])
+    if value.keys() == {"__pairs__"}:
+        return {decode(key): decode(item) for key, item in value["__pairs__"]}
+    return {key: decode(item) for key, item in value.items()}
+
+
+@cache
+def _scorer(task: str) -> Any:
+    return _library().create_dataset(task, seed=0, size=1)
+
+
+@cache
+def _library() -> Any:
+    """Takes some seconds: it loads all of its hundred generators."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its dependencies are compiled with complaints about their syntax
+            import reasoning_gym
+            import reasoning_gym.factory
+    except ImportError as error:
+        raise ConfigError(
+            f"environment 'reasoning_gym' needs the library of that name ({error}); "
+            "install it: uv sync --extra reasoning_gym."
+        ) from error
+    return reasoning_gym

@@ -1,0 +1,159 @@
+"""`skyrl-train env try` as people call it: its output and its exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.entrypoints import cli
+from skyrl_train.testing.tiny_models import save_tiny_model
+
+PLUGINS = Path(__file__).parent / "plugins"
+ROW = {
+    "prompt": [{"role": "user", "content": "6 * 3?\nthink"}],
+    "reward_spec": {"method": "rule", "ground_truth": "18"},
+}
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(PLUGINS))
+    path = tmp_path / "rows.jsonl"
+    second = ROW | {"reward_spec": {"method": "rule", "ground_truth": "19"}, "env_class": "somebody_elses"}
+    path.write_text("\n".join(json.dumps(row) for row in (ROW, second)))
+    return path
+
+
+def run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object
+) -> tuple[int, str, str]:
+    """(exit code, output, errors) of `skyrl-train env try ...`."""
+    monkeypatch.setattr(sys, "argv", ["skyrl-train", "env", "try", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, said.out, said.err
+
+
+def test_a_completion_is_scored(data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    code, out, _ = run(capsys, monkeypatch, "gsm8k", "--data", data, "--completion", "#### 18")
+    assert code == 0
+    assert "         user | 6 * 3?\n                  | think\n" in out
+    assert "turn 1: reward 1, done" in out
+    assert "reward of the episode: 1 in 1 turn, done" in out
+    code, out, _ = run(capsys, monkeypatch, "gsm8k", "--data", data, "--row", 1, "--completion", "#### 18")
+    assert (code, "turn 1: reward 0, done" in out) == (0, True)
+
+
+def test_without_completions_the_prompt_is_shown(
+    data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    code, out, _ = run(capsys, monkeypatch, "gsm8k", "--data", data)
+    assert code == 0
+    assert "user | 6 * 3?" in out
+    assert "reward" not in out
+
+
+def test_settings_plugins_and_turns_are_those_of_a_run(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    answers = tmp_path / "answers.jsonl"
+    lines = [["is it 17?", "18!", "more"], "18 at once", {"completion": ["17"], "row": 1}]
+    answers.write_text("\n".join(map(json.dumps, lines)))
+    code, out, _ = run(
+        capsys,
+        monkeypatch,
+        *("SkyRLGymStyle", "--data", data, "--completions", answers),
+        *("trainer.plugins=[misbehaving_envs]", "environment.skyrl_gym.own.SkyRLGymStyle.search.topk=5"),
+        *("generator.max_turns=2",),
+    )
+    assert code == 0, out
+    assert 'metadata | {"topk": 5}' in out
+    assert "turn 1: reward 0\n" in out
+    assert "user | go on" in out
+    assert "turn 2: reward 1, done" in out
+    assert "1 more completions were not played" in out
+    assert "reward of the episode: 1 in 1 turn, not done yet" in out
+    assert "episode 3 of 3: SkyRLGymStyle, row 1" in out
+
+
+@pytest.mark.fault("F24")
+def test_hostile_texts_are_shown_and_never_obeyed(
+    data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    hostile = "\x1b[2J\x1b]0;title\x07 NUL \x00 \r\u202e[bold]<script>\ud800"
+    code, out, _ = run(
+        capsys,
+        monkeypatch,
+        *("Chatty", "--data", data, "--completion", hostile, "trainer.plugins=[misbehaving_envs]"),
+    )
+    assert code == 0
+    assert all(character.isprintable() or character == "\n" for character in out)
+    assert out.count(r"\x1b[2J\x1b]0;title\x07 NUL \x00 \r\u202e[bold]<script>\ud800") == 2, "said and heard"
+
+
+def test_a_failed_episode_is_told_and_others_are_played(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text('"nan"\n"exits"\n"fine"')
+    code, out, _ = run(
+        capsys,
+        monkeypatch,
+        *("Misbehaving", "--data", data, "--completions", answers, "trainer.plugins=[misbehaving_envs]"),
+    )
+    assert code == 1
+    assert "FAILED: bad_reward" in out
+    assert "FAILED: SystemExit" in out
+
+
+def test_the_prompt_as_a_model_reads_it(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    model = save_tiny_model(tmp_path / "model")
+    code, out, _ = run(capsys, monkeypatch, "gsm8k", "--data", data, "--model", model)
+    assert code == 0
+    assert "as the model reads it, " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["gsm8", "--data", "{data}"], "Did you mean 'gsm8k'"),
+        (["gsm8k", "--data", "{data}", "--row", "2"], "row 2 is not one of its rows, 0 to 1"),
+        (["gsm8k", "--data", "missing.jsonl"], "missing.jsonl: no such file"),
+        (["gsm8k", "--data", "{data}", "generator.max_turn=2"], "generator.max_turns"),
+        (["gsm8k", "--data", "{data}", "18"], "'18' is not key=value"),
+        (["gsm8k", "--data", "{data}", "--completions", "missing"], "--completions missing: No such file"),
+        (["gsm8k", "--data", "{data}", "--completions", "{data}"], 'line 1: .* is not "text"'),
+        (["gsm8k", "--data", "{data}", "trainer.plugins=[no_such_plugin]"], "no_such_plugin"),
+        (["openenv", "--data", "{data}"], r"openenv\.base_url=None"),
+        (["gsm8k"], "--data"),
+    ],
+)
+def test_mistakes_exit_with_2_and_say_what_to_do(
+    arguments: list[str], says: str, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    code, _, err = run(capsys, monkeypatch, *(argument.format(data=data) for argument in arguments))
+    assert code == 2
+    assert re.search(says, err), err
+
+
+def test_commands_that_are_not_there_are_told_apart(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "argv", ["skyrl-train", "envv", "try"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert "unknown command 'envv try'" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["skyrl-train", "check-config", "generator.max_turn=2"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert "generator.max_turns" in capsys.readouterr().err
