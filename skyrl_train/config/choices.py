@@ -79,9 +79,9 @@ ENVIRONMENTS = {
     "ifeval": "skyrl_train.environments.ifeval:IFEvalEnv",
     "llm_as_a_judge": "skyrl_train.environments.judge:LLMJudgeEnv",
     "math": "skyrl_train.environments.math:MathEnv",
-    "openenv": "skyrl_train.environments.adapters.openenv:OpenEnvEnv",
     "multiply": "skyrl_train.environments.multiply:MultiplyEnv",
     "search": "skyrl_train.environments.search:SearchEnv",
+    "openenv": "skyrl_train.environments.adapters.openenv:OpenEnvEnv",
     "reasoning_gym": "skyrl_train.environments.adapters.reasoning_gym:ReasoningGymEnv",
     "verifiers": "skyrl_train.environments.adapters.verifiers:VerifiersEnv",
 }

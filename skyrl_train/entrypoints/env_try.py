@@ -93,8 +93,10 @@ def _configuration(arguments: argparse.Namespace) -> Config:
         if getattr(arguments, flag) is not None
         for part in (f"--{flag.replace('_', '-')}", getattr(arguments, flag))
     ]
+    model = [f"trainer.policy.model.path={arguments.model}"] if arguments.model is not None else []
+    own = [*model, f"environment.env_class={arguments.env}"]
     # Nothing of it is for a device, so that a preset for accelerators can be tried on a laptop.
-    prepared = prepare([*flags, *arguments.overrides, f"environment.env_class={arguments.env}"], has_accelerator=True)
+    prepared = prepare([*flags, *arguments.overrides, *own], has_accelerator=True)
     for warning in prepared.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return prepared.config
@@ -120,7 +122,7 @@ def _attempts(arguments: argparse.Namespace) -> list[Attempt]:
 
 def _attempt(where: str, line: bytes, row: int) -> Attempt:
     try:
-        given = json.loads(line)
+        given: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON: {error}.") from error
     if isinstance(given, dict):
@@ -136,17 +138,18 @@ def _attempt(where: str, line: bytes, row: int) -> Attempt:
 async def _play_all(
     cfg: Config, prompts: Sequence[Prompt], attempts: Sequence[Attempt], env: str, model: str | None
 ) -> int:
-    tokenizer = _tokenizer(model)
+    tokenizer = None
+    if model is not None:
+        from skyrl_train.build.data import build_tokenizer  # torch
+
+        tokenizer = build_tokenizer(cfg)
     failed = 0
     async with build_environments(cfg) as host:
         for number, attempt in enumerate(attempts, 1):
             _say(f"episode {number} of {len(attempts)}: {env}, row {attempt.row}")
-            limit = cfg.generator.max_turns
             prompt = prompts[attempt.row]
-            extras = dict(prompt.env_extras or {})
-            own = extras.get("max_turns")
-            turns = min(limit, own) if isinstance(own, int) and own > 0 else limit
-            row = replace(prompt, env_class=env, env_extras=extras | {"max_turns": turns})
+            turns = _turns(prompt, cfg.generator.max_turns)
+            row = replace(prompt, env_class=env, env_extras={**prompt.env_extras, "max_turns": turns})
             try:
                 await _play(host, row, attempt.texts, turns, tokenizer, dict(cfg.generator.chat_template_kwargs))
             except EnvironmentFailure as failure:
@@ -188,12 +191,14 @@ def _outcome(total: float, done: bool, played: int, given: int, turns: int) -> I
         yield f"{given - played} more completions were not played"
 
 
-def _tokenizer(model: str | None) -> Any:
-    if model is None:
-        return None
-    from skyrl_train.models.loading import load_tokenizer  # torch
-
-    return load_tokenizer(model, key="--model")
+def _turns(prompt: Prompt, most: int) -> int:
+    """The run's bound, or the row's own where that is lower, as in training."""
+    own = prompt.env_extras.get("max_turns")
+    if own is None or own != own:
+        return most
+    if isinstance(own, bool) or not isinstance(own, int | float) or own < 1 or own != int(own):
+        raise DataError(f"row {prompt.uid}: max_turns={own!r} must be a whole number of at least 1, or null.")
+    return min(int(own), most)
 
 
 def _show_rendered(tokenizer: Any, messages: Sequence[Message], options: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ def run(
 def test_a_completion_is_scored(data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     code, out, _ = run(capsys, monkeypatch, "gsm8k", "--data", data, "--completion", "#### 18")
     assert code == 0
-    assert "         user | 6 * 3?\n                  | think\n" in out
+    assert "         user | 6 * 3?\n              | think\n" in out
     assert "turn 1: reward 1, done" in out
     assert "reward of the episode: 1 in 1 turn, done" in out
     code, out, _ = run(capsys, monkeypatch, "gsm8k", "--data", data, "--row", 1, "--completion", "#### 18")
