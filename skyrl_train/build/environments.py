@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from skyrl_train.config.choices import ENVIRONMENTS
 from skyrl_train.config.hydra import plain
 from skyrl_train.config.schema import Config
 from skyrl_train.data.dataset import PromptDataset
@@ -13,9 +14,12 @@ from skyrl_train.errors import ConfigError
 
 
 def environment_settings(cfg: Config) -> dict[str, dict[str, Any]]:
-    """Every environment's `env_config`: its section of environment.skyrl_gym, and what `own` says on top of it."""
+    """Every environment's `env_config`: its section of environment.skyrl_gym, and what `own` says on top of it.
+
+    All of them have `sandbox`, for the tools they may have.
+    """
     gym = plain(cfg.environment.skyrl_gym)
-    own = gym.pop("own")
+    own, sandbox = gym.pop("own"), gym.pop("sandbox")
     sections = {name: settings for name, settings in gym.items() if isinstance(settings, dict)}
     for name, settings in own.items():
         if not isinstance(settings, dict):
@@ -24,7 +28,7 @@ def environment_settings(cfg: Config) -> dict[str, dict[str, Any]]:
                 f"write environment.skyrl_gym.own.{name}.KEY=VALUE."
             )
         sections[name] = sections.get(name, {}) | settings
-    return sections
+    return {name: {"sandbox": sandbox, **sections.get(name, {})} for name in {*ENVIRONMENTS, *sections}}
 
 
 def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:

@@ -77,6 +77,7 @@ ENVIRONMENTS = {
     "gsm8k": "skyrl_train.environments.gsm8k:GSM8KEnv",
     "gsm8k_multi_turn": "skyrl_train.environments.gsm8k_multi_turn:GSM8KMultiTurnEnv",
     "ifeval": "skyrl_train.environments.ifeval:IFEvalEnv",
+    "tool_use": "skyrl_train.environments.tool_use:ToolUseEnv",
     "llm_as_a_judge": "skyrl_train.environments.judge:LLMJudgeEnv",
     "math": "skyrl_train.environments.math:MathEnv",
     "multiply": "skyrl_train.environments.multiply:MultiplyEnv",
@@ -90,7 +91,9 @@ TOOLS: dict[str, str] = {
     "browser": "skyrl_train.environments.tools.browser:BrowserTool",
     "fetch": "skyrl_train.environments.tools.fetch:FetchTool",
     "mcp": "skyrl_train.environments.tools.mcp:McpTool",
+    "python": "skyrl_train.environments.tools.python:PythonTool",
     "search": "skyrl_train.environments.tools.search:SearchTool",
+    "sql": "skyrl_train.environments.tools.sql:SQLTool",
 }
 """What environments can give a model to call."""
 

@@ -146,6 +146,36 @@ class OpenEnvConfig(Section):
 
 
 @dataclass
+class ToolUseConfig(Section):
+    """Settings of the tool_use environment."""
+
+    tools: list[str] = field(default_factory=lambda: ["python"])
+    """Names of the tools that the model may call."""
+    tool_settings: dict[str, Any] = field(default_factory=dict)
+    """Tool -> what it is made with, where that is not its defaults."""
+    style: str = "xml"
+    """How calls are written: xml, json or native (the tokenizer's own format)."""
+    dialect: str = "hermes"
+    """With style=native, how the prompt says it: hermes (also Qwen), llama or mistral."""
+    describe_tools: bool = True
+    """Say in the system message which tools there are and how to call them."""
+    observation_role: str = "user"
+    """Role of the messages that carry results: user or tool."""
+    tools_required: bool = False
+    """A right answer counts only after a call that worked."""
+
+
+@dataclass
+class SandboxConfig(Section):
+    """Where programs run that a model wrote."""
+
+    kind: str = "bubblewrap"
+    """bubblewrap, or unsafe_local: as this user, on this machine, boxed in by nothing."""
+    i_know_this_runs_model_code_on_this_machine: bool = False
+    """Must be true for unsafe_local."""
+
+
+@dataclass
 class SkyRLGymConfig(Section):
     """Settings of environments by name, and of the processes they run in."""
 
@@ -166,6 +196,8 @@ class SkyRLGymConfig(Section):
     own: dict[str, Any] = field(default_factory=dict)
     """Settings of your own environments, by name: `own: {my_env: {difficulty: 3}}` is my_env's `env_config`."""
     searchcode: SearchCodeConfig = field(default_factory=SearchCodeConfig)
+    tool_use: ToolUseConfig = field(default_factory=ToolUseConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
 
 @dataclass

@@ -403,6 +403,7 @@ ROWS = (
         ("environment.skyrl_gym.searchcode",), "It belongs to env_class=searchcode.", _environment_is_not("searchcode")
     ),
     Inert(("environment.skyrl_gym.text2sql",), "It belongs to env_class=text2sql.", _environment_is_not("text2sql")),
+    Inert(("environment.skyrl_gym.tool_use",), "It belongs to env_class=tool_use.", _environment_is_not("tool_use")),
     Inert(
         ("environment.skyrl_gym.llm_as_a_judge",),
         "It belongs to env_class=llm_as_a_judge.",

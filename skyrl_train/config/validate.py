@@ -15,6 +15,7 @@ from skyrl_train.config.choices import (
     SCHEDULES,
     SFT_LOSSES,
     STRATEGIES,
+    TOOLS,
     TRACKERS,
 )
 from skyrl_train.config.convert import Unfit, convert
@@ -56,6 +57,11 @@ CHOICES: Mapping[str, Collection[str | None]] = {
     "environment.env_class": ENVIRONMENTS,
     "environment.skyrl_gym.gsm8k.method": ("strict", "flexible"),
     "environment.skyrl_gym.ifeval.reward": ("fraction", "all"),
+    "environment.skyrl_gym.sandbox.kind": ("bubblewrap", "unsafe_local"),
+    "environment.skyrl_gym.tool_use.tools": TOOLS,
+    "environment.skyrl_gym.tool_use.style": ("xml", "json", "native"),
+    "environment.skyrl_gym.tool_use.dialect": ("hermes", "llama", "mistral"),
+    "environment.skyrl_gym.tool_use.observation_role": ("user", "tool"),
 }
 
 OPEN_TO_PLUGINS = frozenset(
@@ -63,6 +69,7 @@ OPEN_TO_PLUGINS = frozenset(
         "trainer.algorithm.advantage_estimator",
         "trainer.algorithm.policy_loss_type",
         "environment.env_class",
+        "environment.skyrl_gym.tool_use.tools",
         "trainer.logger",
     }
 )

@@ -51,6 +51,7 @@ ONE_IMPORTER = (
     "verifiers",
     "py3langid",
     "math_verify",
+    "pyseccomp",
 )
 OUR_MODULE = re.compile(r"skyrl_train(\.\w+)+(:\w+)?")
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, EnvironmentFailure
 
 CLOSE_S = 5.0
 """For all tools of a box to close."""
@@ -51,6 +51,17 @@ class Tool(ABC):
     """Of one call, in seconds of wall time."""
     max_output: int = 8192
     """Characters of a result that reach the model; the middle of a longer one is cut out."""
+    from_row: tuple[str, ...] = ()
+    """Settings that a dataset row may give; all others come from configuration alone."""
+    sandboxed: bool = False
+    """Made with `sandbox=environment.skyrl_gym.sandbox`, besides its own settings."""
+
+    @classmethod  # noqa: B027 (most tools need nothing)
+    def check(cls, **settings: Any) -> None:
+        """Called once when a run starts, with what the tool will be made with.
+
+        Raises ConfigError for settings that cannot work, and for what is missing on this machine.
+        """
 
     @abstractmethod
     async def call(self, arguments: dict[str, Any]) -> str:
@@ -98,7 +109,10 @@ class ToolBox:
         return [tool.schema() for tool in self._tools.values()]
 
     def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """The result of one call. Whatever a model gets wrong, and whatever a tool raises, is a text too."""
+        """The result of one call. Whatever a model gets wrong, and whatever a tool raises, is a text too.
+
+        Only EnvironmentFailure and ConfigError pass: no model can cause them, and no model should learn from them.
+        """
         tool = self._tools.get(name) if isinstance(name, str) else None
         if tool is None:
             known = ", ".join(self._tools) or "none"
@@ -162,7 +176,7 @@ async def _outcome(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
         return ToolResult(cut(harmless(text), tool.max_output))
     except ToolError as error:
         return ToolResult(cut(harmless(str(error)), tool.max_output), "tool_error")
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, EnvironmentFailure, ConfigError):
         raise
     except BaseException as error:
         text = f"{tool.name} failed: {type(error).__name__}: {str(error)[:MAX_REASON]}"

@@ -41,3 +41,12 @@ def make_tool(name: str, settings: Mapping[str, Any] | None = None) -> Tool:
         return factory(**(settings or {}))
     except TypeError as error:
         raise ConfigError(f"tool {name!r} does not take the settings {dict(settings or {})!r}: {error}") from error
+
+
+def check_tool(name: str, settings: Mapping[str, Any] | None = None) -> None:
+    """What must hold before a run starts: the name, the settings, and what the tool needs of this machine.
+
+    Raises ConfigError.
+    """
+    made = make_tool(name, settings)
+    type(made).check(**(settings or {}))

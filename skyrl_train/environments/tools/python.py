@@ -1,0 +1,71 @@
+"""Python for a model: what it wrote runs in a sandbox, what that prints is the result."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_train.environments.tools.base import Tool
+from skyrl_train.environments.tools.sandbox import END_S, PYTHON, START_S, Limits, Outcome, Sandbox, Session
+
+
+class PythonTool(Tool):
+    """Each call is a program of its own, or with `persistent` one more block of the episode's session.
+
+    A block that runs out of time, prints too much or ends the process ends the session; the next call has a new one.
+    """
+
+    name = "python"
+    description = "Runs Python code and returns what it prints."
+    parameters = {  # noqa: RUF012
+        "type": "object",
+        "properties": {"code": {"type": "string", "description": "The code; print what you want to see."}},
+        "required": ["code"],
+    }
+    sandboxed = True
+
+    def __init__(
+        self,
+        persistent: bool = False,
+        wall_s: float = 10.0,
+        memory_mb: int = 1024,
+        max_output: int = 8192,
+        sandbox: Mapping[str, Any] | None = None,
+    ):
+        self.persistent = persistent
+        self.max_output = max_output
+        self.deadline_s = wall_s + START_S + END_S
+        self._sandbox = Sandbox.of(sandbox, Limits(wall_s=wall_s, cpu_s=wall_s, memory_mb=memory_mb))
+        self._session: Session | None = None
+
+    @classmethod
+    def check(cls, **settings: Any) -> None:
+        Sandbox.of(settings.get("sandbox")).check()
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        return await asyncio.to_thread(self._continue if self.persistent else self._run, arguments["code"])
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await asyncio.to_thread(self._session.close)
+
+    def _run(self, code: str) -> str:
+        source = code.encode("utf-8", "replace")
+        return self._told(self._sandbox.run({"main.py": source}, [PYTHON, "-I", "-u", "main.py"]))
+
+    def _continue(self, code: str) -> str:
+        if self._session is None or not self._session.alive:
+            self._session = self._sandbox.session()
+        text = self._told(self._session.execute(code))
+        return text if self._session.alive else f"{text}\n[the Python process has ended: its variables are gone]"
+
+    def _told(self, outcome: Outcome) -> str:
+        parts = [text.rstrip("\n") for text in (outcome.stdout, outcome.stderr) if text.strip("\n")]
+        if outcome.timed_out:
+            parts.append(f"[timed out after {self._sandbox.limits.wall_s:g} s]")
+        elif outcome.killed_by == "output":
+            parts.append(f"[stopped: it printed more than {self._sandbox.limits.output} bytes]")
+        elif outcome.returncode and not outcome.stderr:
+            parts.append(f"[exit status {outcome.returncode}]")
+        return "\n".join(parts) or "[no output]"

@@ -1,0 +1,518 @@
+"""Programs that a model wrote, run where they can read, reach and use up nothing of ours (Linux).
+
+A run is a process tree of its own: an unprivileged user first (bubblewrap started as root is no boundary), then
+bubblewrap with new namespaces of every kind, a read-only /usr, a small /tmp and an empty environment; then limits; then
+a seccomp filter (`syscalls`). Nothing of it is alive when `run` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import random
+import select
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, Self
+
+from skyrl_train.config.environment import SandboxConfig
+from skyrl_train.environments.tools.syscalls import denied_program
+from skyrl_train.errors import ConfigError, EnvironmentFailure
+
+log = logging.getLogger(__name__)
+
+PYTHON = "/usr/bin/python3"
+"""The interpreter inside: the system's, because only /usr is there."""
+KINDS = ("bubblewrap", "unsafe_local")
+KEY = "environment.skyrl_gym.sandbox"
+CONSENT = "i_know_this_runs_model_code_on_this_machine"
+END_S = 10.0
+"""For a killed process tree to be gone."""
+START_S = 60.0
+"""For bubblewrap to report its first process on a busy machine; part of no program's time."""
+_SCRATCH_UID = 2_000_000_000
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+_INSIDE = Path(__file__).with_name("sandbox_inside.py")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one run may use; beyond it the run is killed, or the call that asks for more fails inside."""
+
+    wall_s: float = 10.0
+    cpu_s: float = 10.0
+    """Of one process; whole seconds, rounded up."""
+    memory_mb: int = 1024
+    """Address space of one process."""
+    processes: int = 16
+    """At once, threads counted."""
+    file_mb: int = 64
+    """Of one file, and of all in /tmp together."""
+    open_files: int = 64
+    output: int = 65536
+    """Bytes of stdout, and of stderr; a program that writes more is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    stdout: str
+    stderr: str
+    returncode: int
+    """128 + N where signal N ended the program, -9 where we did."""
+    timed_out: bool = False
+    """By the wall or by the processor's clock."""
+    killed_by: str | None = None
+    """None, "wall", "cpu" or "output"."""
+
+
+class Sandbox:
+    """Runs programs apart from this machine.
+
+    `kind` "unsafe_local" runs them on it instead, as the user we are, in a folder of their own: for machines without
+    bubblewrap, and code that is trusted. `check` says at start whether it works; `run` never falls back by itself.
+    """
+
+    def __init__(self, limits: Limits | None = None, kind: str = "bubblewrap"):
+        if kind not in KINDS:
+            raise ConfigError(f"{KEY}.kind={kind!r} is not one of {', '.join(KINDS)}.")
+        self.limits = limits or Limits()
+        self.kind = kind
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any] | None, limits: Limits | None = None) -> Sandbox:
+        """The one that `environment.skyrl_gym.sandbox` asks for.
+
+        Raises ConfigError for unsafe_local without the second key that consents to it.
+        """
+        chosen = SandboxConfig(**(settings or {}))
+        sandbox = cls(limits, chosen.kind)
+        if sandbox.kind == "unsafe_local" and not chosen.i_know_this_runs_model_code_on_this_machine:
+            raise ConfigError(
+                f"{KEY}.kind=unsafe_local runs what a model writes on this machine, with your files and your network. "
+                f"Install bubblewrap instead, or set {KEY}.{CONSENT}=true as well."
+            )
+        return sandbox
+
+    def check(self) -> None:
+        """Run a program inside that tries to get out. Raises ConfigError saying what to install when that fails.
+
+        For unsafe_local there is nothing to try: it prints a banner.
+        """
+        if self.kind == "unsafe_local":
+            print(_BANNER, file=sys.stderr, flush=True)
+            return
+        with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
+            os.chmod(folder, 0o755)
+            planted = Path(folder, "planted")
+            planted.write_text("here")
+            port = server.getsockname()[1]
+            try:
+                found = self.run({}, [PYTHON, "-I", "-c", _PROBE, str(planted), str(port)], limits=Limits(wall_s=60.0))
+            except (EnvironmentFailure, OSError) as error:
+                raise ConfigError(_refusal(f"it does not start: {error}")) from error
+        if found.returncode != 0 or found.stdout != "closed\n":
+            raise ConfigError(
+                _refusal(f"a probe inside it ended with {found.returncode}: {found.stdout}{found.stderr}")
+            )
+
+    def run(
+        self,
+        files: Mapping[str, str | bytes],
+        command: Sequence[str],
+        stdin: bytes = b"",
+        limits: Limits | None = None,
+    ) -> Outcome:
+        """Run `command` in a folder that holds `files` (names relative to it), and wait for its end.
+
+        Thread-safe. Raises EnvironmentFailure("sandbox") when the sandbox itself could not be made.
+        """
+        limits = limits or self.limits
+        with _Running(self.kind, files, command, limits, stdin) as running:
+            return running.outcome(time.monotonic() + limits.wall_s)
+
+    def session(self, limits: Limits | None = None) -> Session:
+        """A Python process that keeps its variables from one block of code to the next, for a `with` statement."""
+        return Session(self.kind, limits or self.limits)
+
+
+class Session:
+    """Blocks of code run one after the other by one process inside a sandbox."""
+
+    CPU_S = 600.0
+    """Of a whole session."""
+
+    def __init__(self, kind: str, limits: Limits):
+        self._limits = limits
+        self._done, done = os.pipe()
+        self._code, code = -1, -1
+        try:
+            code, self._code = os.pipe()
+            command = [PYTHON, "-I", "-u", _INSIDE.name, str(done)]
+            inside = {_INSIDE.name: _INSIDE.read_bytes()}
+            whole = replace(limits, cpu_s=self.CPU_S)
+            self._running: _Running | None = _Running(kind, inside, command, whole, code, keep=(done,))
+        except BaseException:
+            self._close_pipes()
+            raise
+        finally:
+            os.close(done)
+            if code >= 0:
+                os.close(code)
+
+    @property
+    def alive(self) -> bool:
+        """False once a block was killed or ended the process: what it defined is gone."""
+        return self._running is not None
+
+    def execute(self, code: str) -> Outcome:
+        """Run one block. Its end by a limit, or by leaving the process, is the session's end."""
+        assert self._running is not None, "the session has ended"
+        body = code.encode("utf-8", "replace")
+        deadline = time.monotonic() + self._limits.wall_s
+        outcome = self._running.outcome(deadline, len(body).to_bytes(8, "big") + body, self._code, self._done)
+        if self._running.ended:
+            self.close()
+        return outcome
+
+    def close(self) -> None:
+        """Kill the process and all that it started. Safe to call twice."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.end()
+            self._close_pipes()
+
+    def _close_pipes(self) -> None:
+        for fd in (self._done, self._code):
+            if fd >= 0:
+                os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class _Running:
+    """One process tree, from its start to `end`."""
+
+    def __init__(
+        self,
+        kind: str,
+        files: Mapping[str, str | bytes],
+        command: Sequence[str],
+        limits: Limits,
+        stdin: bytes | int,
+        keep: Sequence[int] = (),
+    ):
+        """`stdin` is the text that the program reads, or a descriptor; `keep` are descriptors that it inherits."""
+        self.ended = False
+        self._limits = limits
+        self._boxed = kind == "bubblewrap"
+        self._report = b""
+        """What bubblewrap said of its first process and, at the end, of the program's exit."""
+        with ExitStack() as stack, ExitStack() as at_end:
+            source = _memory_file(stdin, stack) if isinstance(stdin, bytes) else stdin
+            if self._boxed:
+                self._status, status = os.pipe()
+                at_end.callback(os.close, self._status)
+                stack.callback(os.close, status)
+                arguments, fds = _bubblewrap(files, command, limits, status, stack)
+                options: dict[str, Any] = {"cwd": "/", "env": {}, **_somebody_else()}
+            else:
+                folder = at_end.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+                arguments, fds = _local(folder, files, command, limits), ()
+                options = {"cwd": folder, "env": _ENVIRONMENT | {"HOME": folder}}
+            self._process = subprocess.Popen(
+                arguments,
+                stdin=source,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(*fds, *keep),
+                start_new_session=True,
+                **options,
+            )
+            self._at_end = at_end.pop_all()
+        assert self._process.stdout is not None and self._process.stderr is not None
+        self._at_end.enter_context(self._process.stdout)
+        self._at_end.enter_context(self._process.stderr)
+        self._init = self._first_process() if self._boxed else -1
+
+    def _first_process(self) -> int:
+        """A descriptor of the process whose end is that of all others inside; -1 where it did not come to that."""
+        deadline = time.monotonic() + START_S
+        while b"\n" not in self._report:
+            if not select.select([self._status], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                break
+            if not (piece := os.read(self._status, 4096)):
+                break
+            self._report += piece
+        try:
+            init = os.pidfd_open(json.loads(self._report.partition(b"\n")[0])["child-pid"])
+        except (OSError, ValueError):
+            return -1
+        self._at_end.callback(os.close, init)
+        return init
+
+    def outcome(self, deadline: float, code: bytes = b"", write_to: int = -1, done: int = -1) -> Outcome:
+        """Read until the program ends or has to be killed, or until `done` can be read: then it goes on living."""
+        streams = _Streams(self._process, self._limits.output)
+        killed_by = streams.read(deadline, code, write_to, done)
+        if streams.done:
+            return Outcome(*streams.texts(), 0)
+        if killed_by is None:
+            try:
+                self._process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                killed_by = "wall"
+        returncode = self.end()
+        stdout, stderr = streams.texts()
+        if killed_by is not None:
+            return Outcome(stdout, stderr, -signal.SIGKILL, killed_by == "wall", killed_by)
+        if self._boxed and b"exit-code" not in self._report:
+            raise EnvironmentFailure("sandbox", stderr.strip() or f"bubblewrap ended with {returncode}")
+        returncode = 128 - returncode if returncode < 0 else returncode
+        if returncode == 128 + signal.SIGXCPU:
+            return Outcome(stdout, stderr, returncode, True, "cpu")
+        return Outcome(stdout, stderr, returncode)
+
+    def end(self) -> int:
+        """Kill what is left, and return the exit status once nothing is. Safe to call twice."""
+        if self.ended:
+            return self._process.returncode
+        self.ended = True
+        with self._at_end:
+            with contextlib.suppress(ProcessLookupError):
+                if self._init >= 0:
+                    signal.pidfd_send_signal(self._init, signal.SIGKILL)
+                elif not self._boxed or self._process.poll() is None:
+                    os.killpg(self._process.pid, signal.SIGKILL)
+            # its end is that of its namespace: the kernel kills all others first
+            if self._init >= 0 and not select.select([self._init], [], [], END_S)[0]:
+                log.warning("a sandbox was killed and has not ended within %g s", END_S)
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            if self._boxed:
+                os.set_blocking(self._status, False)
+                with contextlib.suppress(BlockingIOError):
+                    self._report += os.read(self._status, 4096)
+        return self._process.returncode
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.end()
+
+
+class _Streams:
+    """What a process writes, no more of it than `limit` bytes each."""
+
+    def __init__(self, process: subprocess.Popen[bytes], limit: int):
+        assert process.stdout is not None and process.stderr is not None
+        self._texts = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
+        self._limit = limit
+        self.done = False
+        for fd in self._texts:
+            os.set_blocking(fd, False)
+
+    def texts(self) -> tuple[str, str]:
+        stdout, stderr = (bytes(text).decode("utf-8", "replace") for text in self._texts.values())
+        return stdout, stderr
+
+    def read(self, deadline: float, code: bytes = b"", write_to: int = -1, done: int = -1) -> str | None:
+        """Until both streams end, or `done` can be read: None. "wall" or "output" when it must be killed for that."""
+        with selectors.DefaultSelector() as selector:
+            for fd in self._texts:
+                selector.register(fd, selectors.EVENT_READ)
+            if code:
+                os.set_blocking(write_to, False)
+                selector.register(write_to, selectors.EVENT_WRITE)
+            if done >= 0:
+                selector.register(done, selectors.EVENT_READ)
+            open_streams = set(self._texts)
+            while open_streams:
+                if (left := deadline - time.monotonic()) <= 0:
+                    return "wall"
+                for key, _ in selector.select(left):
+                    fd = key.fd
+                    if fd == write_to:
+                        code = _write_some(fd, code)
+                    elif fd == done:
+                        self.done = bool(os.read(done, 1))
+                    elif not self._read_some(fd):
+                        open_streams.discard(fd)
+                    if (fd == write_to and not code) or fd == done or fd in self._texts.keys() - open_streams:
+                        selector.unregister(fd)
+                if self.done:  # all that it wrote is in the pipes by now
+                    for fd in open_streams:
+                        while self._read_some(fd, finished=True):
+                            pass
+                    open_streams.clear()
+                if any(len(text) > self._limit for text in self._texts.values()):
+                    self._cut()
+                    return None if self.done else "output"
+        return None
+
+    def _cut(self) -> None:
+        for text in self._texts.values():
+            del text[self._limit :]
+
+    def _read_some(self, fd: int, finished: bool = False) -> bool:
+        """False at the stream's end; also when there is nothing to read now, for one that has finished."""
+        try:
+            piece = os.read(fd, 65536)
+        except BlockingIOError:
+            return not finished
+        self._texts[fd] += piece
+        return bool(piece)
+
+
+def _write_some(fd: int, data: bytes) -> bytes:
+    """What of `data` is left to write; nothing where nobody reads."""
+    try:
+        return data[os.write(fd, data[:65536]) :]
+    except BlockingIOError:
+        return data
+    except BrokenPipeError:
+        return b""
+
+
+def _bubblewrap(
+    files: Mapping[str, str | bytes], command: Sequence[str], limits: Limits, status: int, stack: ExitStack
+) -> tuple[list[str], tuple[int, ...]]:
+    """The command line and the descriptors that it names."""
+    program = shutil.which("bwrap")
+    if sys.platform != "linux" or program is None:
+        raise ConfigError(_refusal("the program bwrap is not installed"))
+    rules = _memory_file(denied_program(), stack)
+    fds = [status, rules]
+    links = [
+        ["--symlink", f"usr/{name}", f"/{name}"] for name in ("bin", "lib", "lib64") if Path("/usr", name).exists()
+    ]
+    copies = []
+    for name, content in files.items():
+        fds.append(_memory_file(content.encode() if isinstance(content, str) else content, stack))
+        copies += ["--perms", "0644", "--file", str(fds[-1]), f"/tmp/{_inner_name(name)}"]
+    return [
+        program,
+        *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv"),
+        *("--cap-drop", "ALL", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--ro-bind", "/usr", "/usr"),
+        *(word for link in links for word in link),
+        *("--proc", "/proc", "--dev", "/dev", "--size", str(limits.file_mb * 2**20), "--tmpfs", "/tmp", *copies),
+        # both are memory without a limit of their own
+        *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"),
+        *(word for name, value in _ENVIRONMENT.items() for word in ("--setenv", name, value)),
+        *("--seccomp", str(rules), "--json-status-fd", str(status), "--", "/usr/bin/prlimit"),
+        *_prlimit(limits),
+        *command,
+    ], tuple(fds)
+
+
+def _local(folder: str, files: Mapping[str, str | bytes], command: Sequence[str], limits: Limits) -> list[str]:
+    for name, content in files.items():
+        path = Path(folder, _inner_name(name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    program = [sys.executable if word == PYTHON else word for word in command]
+    limiter = shutil.which("prlimit")
+    # all processes of this user count here, so their number is left alone
+    options = [option for option in _prlimit(limits) if not option.startswith("--nproc")]
+    return [limiter, *options, *program] if limiter else program
+
+
+def _prlimit(limits: Limits) -> list[str]:
+    cpu = max(1, -int(-limits.cpu_s // 1))
+    return [
+        f"--nproc={limits.processes}",
+        f"--as={limits.memory_mb * 2**20}",
+        f"--cpu={cpu}:{cpu + 1}",
+        f"--fsize={limits.file_mb * 2**20}",
+        f"--nofile={limits.open_files}",
+        "--core=0",
+        "--",
+    ]
+
+
+def _inner_name(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+        raise ValueError(f"file name {name!r} does not stay inside the sandbox's folder")
+    return str(path)
+
+
+def _memory_file(content: bytes, stack: ExitStack) -> int:
+    """A descriptor to read `content` from, which nobody can write to, closed with `stack`."""
+    if not hasattr(os, "memfd_create"):
+        file = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        file.write(content)
+        file.seek(0)
+        return file.fileno()
+    fd = os.memfd_create("file", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    stack.callback(os.close, fd)
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+    os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+def _somebody_else() -> dict[str, Any]:
+    """Options of Popen that turn root into a user who owns nothing; another each time, as processes count by user."""
+    if os.geteuid() != 0:
+        return {}
+    ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    top = max(int(first) + int(count) for first, _, count in ranges)
+    lowest = min(_SCRATCH_UID, top // 2)
+    if lowest < 1000:
+        raise ConfigError(_refusal("root is the only user here; run as another one"))
+    user = random.SystemRandom().randrange(lowest, min(top, lowest + 100_000_000) - 1)
+    return {"user": user, "group": user, "extra_groups": []}
+
+
+def _refusal(reason: str) -> str:
+    return (
+        f"{KEY}.kind='bubblewrap' cannot run programs here: {reason.strip()[:1000]}. It needs Linux that lets users "
+        "make user namespaces, bubblewrap 0.8 or later (Debian, Ubuntu: apt-get install bubblewrap), /usr/bin/python3, "
+        f"and pip install 'skyrl-train[sandbox]'. Without a sandbox: {KEY}.kind=unsafe_local and {KEY}.{CONSENT}=true."
+    )
+
+
+_PROBE = """
+import os, socket, sys
+out = [name for name in (sys.argv[1], "/etc/shadow", "/root", "/home") if os.path.exists(name)]
+try:
+    socket.create_connection(("127.0.0.1", int(sys.argv[2])), 5)
+    out.append("network")
+except OSError:
+    pass
+if os.getuid() == 0 or len(os.listdir("/proc/self/fd")) > 4 or open("/proc/1/environ").read():
+    out.append("uid, descriptors or environment")
+print("open: " + ", ".join(out) if out else "closed")
+"""
+
+_BANNER = f"""
+!!! {"=" * 100}
+!!! {KEY}.kind=unsafe_local: what the model writes RUNS ON THIS MACHINE
+!!! with the rights of this user: its files, its network, its keys. Install bubblewrap to have it boxed in.
+!!! {"=" * 100}
+"""

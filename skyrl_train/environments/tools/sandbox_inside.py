@@ -1,0 +1,34 @@
+"""What a session runs inside its sandbox, with the system's Python: blocks of code in, a byte for each that is done."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import traceback
+
+
+def main() -> None:
+    """Frames of 8 bytes of length and that much code come on standard input, which the code itself finds empty."""
+    source, control = os.fdopen(os.dup(0), "rb"), int(sys.argv[1])
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    scope = {"__name__": "__main__"}
+    number = 0
+    while header := source.read(8):
+        code = source.read(int.from_bytes(header, "big")).decode("utf-8", "replace")
+        number += 1
+        name = f"<block {number}>"
+        linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+        try:
+            exec(compile(code, name, "exec"), scope)
+        except BaseException as error:  # exits too: the session goes on
+            behind_us = error.__traceback__ and error.__traceback__.tb_next
+            traceback.print_exception(type(error), error, behind_us)
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+        os.write(control, b".")
+
+
+if __name__ == "__main__":
+    main()

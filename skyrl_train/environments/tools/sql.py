@@ -1,0 +1,143 @@
+"""SQL for a model, over databases that it can read and not change: SQLite's authorizer lets only reads pass."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.environments.tools.base import Tool, ToolError
+from skyrl_train.errors import ConfigError, DataError
+
+START_S = 30.0
+"""For the process of a query to start on a machine that has much to do; part of no query's time."""
+MEMORY_MB = 1024
+_INSIDE = Path(__file__).with_name("sql_inside.py")
+SUFFIXES = (".sqlite", ".sqlite3", ".db")
+
+
+@dataclass(frozen=True)
+class QueryLimits:
+    """What one query may take, and how much of its result comes back."""
+
+    wall_s: float = 10.0
+    max_rows: int = 100
+    max_columns: int = 100
+    max_value: int = 1000
+    """Characters of one value."""
+    max_characters: int = 100_000
+    """Of all values together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A result: values are str, int, float or None; a blob is described by its length."""
+
+    columns: list[str]
+    rows: list[list[Any]]
+    more: bool
+    """There are further rows, which the limits left out."""
+
+
+class QueryError(Exception):
+    """What SQLite said, or "timed out"."""
+
+
+def find_database(folder: str | Path, name: str) -> Path:
+    """The database `name` in `folder`: the file itself, NAME.sqlite, or NAME/NAME.sqlite as in Spider and BIRD.
+
+    Raises DataError when there is none, and for a name or a link that leads out of the folder.
+    """
+    root = Path(folder).resolve()
+    stem = Path(name).name
+    places = [Path(name), *(Path(f"{name}{end}") for end in SUFFIXES), *(Path(name, stem + end) for end in SUFFIXES)]
+    for place in places if "\0" not in name else []:
+        path = (root / place).resolve()
+        if path.is_file() and path.is_relative_to(root):
+            return path
+    raise DataError(f"there is no database {name!r:.200} in {root}; name one by its path below that folder.")
+
+
+def query(database: Path, sql: str, limits: QueryLimits | None = None) -> Rows:
+    """Run one statement that only reads, in a process of its own. Raises QueryError. Thread-safe.
+
+    A database with a write-ahead log beside it is opened as one that may change, any other as one that does not.
+    """
+    limits = limits or QueryLimits()
+    immutable = not Path(f"{database}-wal").exists()
+    request = {"database": str(database), "sql": sql, "immutable": immutable, **vars(limits)}
+    limiter = shutil.which("prlimit")
+    cage = [limiter, f"--as={MEMORY_MB * 2**20}", "--core=0", "--nofile=32", "--"] if limiter else []
+    try:
+        done = subprocess.run(
+            [*cage, sys.executable, "-I", "-S", str(_INSIDE)],
+            input=json.dumps(request).encode("ascii"),
+            capture_output=True,
+            timeout=limits.wall_s + START_S,
+            env={},
+            start_new_session=True,
+        )
+        answer = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        raise QueryError("timed out") from None
+    except ValueError:
+        raise QueryError("the query ended its process: it needs too much memory") from None
+    if "error" in answer:
+        raise QueryError(answer["error"])
+    return Rows(**answer)
+
+
+class SQLTool(Tool):
+    """Queries over one database. A row may say which one, of those in the folder that the configuration names."""
+
+    name = "sql"
+    description = "Runs one SQLite query that only reads, and returns its rows; sqlite_schema lists the tables."
+    parameters = {  # noqa: RUF012
+        "type": "object",
+        "properties": {"query": {"type": "string", "description": "One SELECT statement."}},
+        "required": ["query"],
+    }
+    from_row = ("database",)
+
+    def __init__(
+        self,
+        folder: str,
+        database: str | None = None,
+        wall_s: float = 10.0,
+        max_rows: int = 50,
+        max_output: int = 8192,
+    ):
+        self.max_output = max_output
+        self.deadline_s = wall_s + 2 * START_S
+        self._folder, self._database = folder, database
+        self._limits = QueryLimits(wall_s=wall_s, max_rows=max_rows)
+
+    @classmethod
+    def check(cls, **settings: Any) -> None:
+        folder = Path(settings["folder"])
+        if not folder.is_dir():
+            key = "environment.skyrl_gym.tool_use.tool_settings.sql.folder"
+            raise ConfigError(f"{key}={str(folder)!r} is not a folder; name the one that holds the databases.")
+        if settings.get("database") is not None:
+            find_database(folder, settings["database"])
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        if self._database is None:
+            raise DataError('the row needs tool_settings={"sql": {"database": "<name>"}}')
+        path = find_database(self._folder, str(self._database))
+        try:
+            found = await asyncio.to_thread(query, path, arguments["query"], self._limits)
+        except QueryError as error:
+            raise ToolError(f"Error: {error}") from error
+        lines = [" | ".join(found.columns), *(" | ".join(map(_cell, row)) for row in found.rows)]
+        count = f"first {len(found.rows)} rows; there are more" if found.more else f"{len(found.rows)} rows"
+        return "\n".join([*lines, f"({count})"])
+
+
+def _cell(value: Any) -> str:
+    return "NULL" if value is None else str(value).replace("\n", "\\n")
