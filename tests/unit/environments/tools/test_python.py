@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from skyrl_train.environments.tools.base import ToolBox
+from skyrl_train.environments.tools.python import PythonTool
+from skyrl_train.environments.tools.sandbox import Limits, Sandbox
+from skyrl_train.errors import ConfigError
+
+
+def answers(*codes: str, **settings: Any) -> list[str]:
+    box = ToolBox([PythonTool(**{"wall_s": 60.0, **settings})])
+    try:
+        return [box.call("python", {"code": code}).text for code in codes]
+    finally:
+        box.close()
+
+
+def test_what_a_program_prints_is_the_result(sandbox: Sandbox):
+    printed, silent, failed, left = answers("print(6 * 7)", "x = 1", "print('a'); 1 / 0", "import os; os._exit(7)")
+    assert (printed, silent, left) == ("42", "[no output]", "[exit status 7]")
+    assert failed.startswith("a\nTraceback") and failed.endswith("ZeroDivisionError: division by zero")
+
+
+def test_calls_share_nothing_unless_the_tool_is_persistent(sandbox: Sandbox):
+    codes = ["x = 41\nopen('kept', 'w').write('k')", "x += 1", "print(x, open('kept').read())"]
+    assert "NameError" in answers(*codes)[1]
+    assert answers(*codes, persistent=True)[2] == "42 k"
+
+
+def test_a_session_lives_through_errors_and_exits_and_shows_the_line(sandbox: Sandbox):
+    first, second, third, fourth = answers(
+        "x = 1",
+        "import sys; sys.exit(3)",
+        "def f():\n    return x / 0\nf()",
+        "print(x, repr(sys.stdin.read()))",
+        persistent=True,
+    )
+    assert first == "[no output]" and "SystemExit: 3" in second
+    assert "return x / 0" in third and "sandbox_inside" not in third
+    assert fourth == "1 ''"
+
+
+@pytest.mark.fault("F17")
+def test_time_is_limited_and_what_was_printed_is_kept(sandbox: Sandbox):
+    assert answers("print('so far'); 9**9**9", wall_s=1.5)[0].endswith("[timed out after 1.5 s]")
+
+
+@pytest.mark.fault("F17")
+def test_a_session_that_timed_out_is_gone_and_the_next_call_has_a_new_one(sandbox: Sandbox):
+    hung, after = answers("x = 1\nwhile True: pass", "print('x' in globals())", persistent=True, wall_s=3.0)
+    assert "[timed out after 3 s]\n[the Python process has ended: its variables are gone]" in hung
+    assert after == "False"
+
+
+@pytest.mark.fault("F18")
+def test_endless_output_is_cut_with_a_marker(sandbox: Sandbox):
+    for persistent in (False, True):
+        (text,) = answers("while True: print('x' * 1000)", persistent=persistent)
+        assert "[... " in text and "[stopped: it printed more than 65536 bytes]" in text and len(text) < 9000
+
+
+def test_a_session_that_is_ended_from_inside_says_so(sandbox: Sandbox):
+    ended, after = answers("import os; os._exit(0)", "print(1)", persistent=True)
+    assert "variables are gone" in ended and after == "1"
+
+
+def test_a_session_bears_whatever_its_code_does_to_it(sandbox: Sandbox):
+    with sandbox.session(Limits(wall_s=60.0)) as session:
+        assert session.execute("import sys; sys.stdout = None; sys.stderr = open('/dev/null')").killed_by is None
+        assert session.execute("sys.stdout = sys.__stdout__; print('back')").stdout == "back\n"
+        assert session.execute("x = '" + "é" * 200_000 + "'; print(len(x))").stdout == "200000\n"
+        assert session.execute("print('\ud800')").killed_by is None
+        assert session.execute("import os; os.write(4, b'..'); os.write(5, b'..')").killed_by is None
+        session.close()
+
+
+def test_the_sandbox_is_checked_when_a_run_starts(sandbox: Sandbox):
+    PythonTool.check(sandbox={})
+    with pytest.raises(ConfigError, match="i_know_this_runs_model_code"):
+        PythonTool.check(sandbox={"kind": "unsafe_local"})
+
+
+def test_closing_in_the_middle_of_a_call_leaves_nothing(sandbox: Sandbox):
+    async def run() -> None:
+        tool = PythonTool(persistent=True, wall_s=2.0)
+        call = asyncio.create_task(tool.call({"code": "import time; time.sleep(1000)"}))
+        await asyncio.sleep(0.5)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await tool.close()
+
+    asyncio.run(run())

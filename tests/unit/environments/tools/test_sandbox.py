@@ -1,0 +1,379 @@
+"""Programs in a real sandbox, trying to get out of it. F23 is held by the tests of code graders."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from skyrl_train.environments.tools import sandbox as module
+from skyrl_train.environments.tools.sandbox import PYTHON, Limits, Outcome, Sandbox
+from skyrl_train.errors import ConfigError, EnvironmentFailure
+
+PATIENT = Limits(wall_s=60.0, cpu_s=60.0)
+"""For programs that end by themselves, however busy the machine is."""
+
+
+def run(sandbox: Sandbox, code: str, limits: Limits = PATIENT, stdin: bytes = b"", **files: bytes) -> Outcome:
+    return sandbox.run({"main.py": code, **files}, [PYTHON, "-I", "main.py"], stdin, limits)
+
+
+def mine(marker: str) -> list[int]:
+    """Processes on this machine whose command line has `marker`."""
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if marker in " ".join(p.info["cmdline"] or ())]
+
+
+def test_a_program_reads_its_files_and_input_and_its_streams_are_kept_apart(sandbox: Sandbox):
+    code = "import sys; print(open('data/in.txt').read() + input()); print('oops', file=sys.stderr); sys.exit(3)"
+    outcome = sandbox.run({"main.py": code, "data/in.txt": b"a"}, [PYTHON, "main.py"], b"b\nc", PATIENT)
+    assert outcome == Outcome("ab\n", "oops\n", 3)
+
+
+def test_output_that_is_no_text_is_replaced(sandbox: Sandbox):
+    outcome = run(sandbox, "import sys; sys.stdout.buffer.write(b'a\\xff\\x00')")
+    assert outcome.stdout == "a\ufffd\0"
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "", "a/../../x", "a\0b"])
+def test_files_stay_in_the_folder(sandbox: Sandbox, name: str):
+    with pytest.raises(ValueError, match="does not stay inside"):
+        sandbox.run({name: ""}, [PYTHON, "-c", ""])
+
+
+def test_a_sandbox_that_cannot_be_made_is_no_verdict_on_the_program(sandbox: Sandbox):
+    with pytest.raises(EnvironmentFailure) as caught:
+        sandbox.run({"big": b"x" * 3_000_000}, [PYTHON, "-c", ""], limits=replace(PATIENT, file_mb=2))
+    assert caught.value.kind == "sandbox"
+
+
+@pytest.mark.fault("F17")
+@pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(10**6)", "9**9**9"])
+def test_what_does_not_end_is_killed_at_the_wall_limit(sandbox: Sandbox, code: str):
+    outcome = run(sandbox, code, Limits(wall_s=0.7, cpu_s=600))
+    assert (outcome.timed_out, outcome.killed_by) == (True, "wall")
+
+
+@pytest.mark.fault("F17")
+def test_what_computes_too_long_is_killed_by_the_processors_clock(sandbox: Sandbox):
+    outcome = run(sandbox, "while True: pass", replace(PATIENT, cpu_s=1))
+    assert (outcome.timed_out, outcome.killed_by) == (True, "cpu")
+
+
+@pytest.mark.fault("F17")
+def test_output_before_a_timeout_is_kept_and_closed_streams_change_nothing(sandbox: Sandbox):
+    code = "import os, time; print('so far', flush=True); os.close(1); os.close(2); time.sleep(10**6)"
+    outcome = run(sandbox, code, Limits(wall_s=2))
+    assert outcome.timed_out
+    assert outcome.stdout in ("so far\n", "")  # "" where the machine is too busy to come that far
+
+
+@pytest.mark.fault("F18")
+def test_a_fork_bomb_finds_its_limit_and_hurts_nobody_outside(sandbox: Sandbox):
+    code = """
+import os, time
+count = 0
+try:
+    while True:
+        if os.fork() == 0:
+            time.sleep(1000)
+        count += 1
+except OSError as error:
+    print(count, error.errno)
+"""
+    outcome = run(sandbox, code)
+    count, errno = map(int, outcome.stdout.split())
+    assert 4 <= count <= 16 and errno == 11
+    endless = "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass"
+    assert run(sandbox, endless, Limits(wall_s=1, cpu_s=600)).killed_by == "wall"
+    assert run(sandbox, "print('fine')").stdout == "fine\n"
+
+
+@pytest.mark.fault("F18")
+def test_memory_and_files_have_limits(sandbox: Sandbox):
+    code = """
+def attempt(name, action):
+    try:
+        action()
+        print(name, "passed")
+    except (MemoryError, OSError) as error:
+        print(name, type(error).__name__)
+
+def fill(folder):
+    for number in range(100):
+        with open(f"{folder}/{number}", "wb") as file:
+            file.write(bytes(2**20))
+
+attempt("list", lambda: [0] * (10 * 2**30 // 8))
+attempt("one file", lambda: open("/tmp/large", "wb").write(bytes(2**20) * 1024))
+attempt("files", lambda: fill("/tmp"))
+attempt("root", lambda: open("/x", "w"))
+attempt("devices", lambda: open("/dev/x", "w"))
+attempt("shared memory", lambda: open("/dev/shm/x", "w"))
+attempt("memory files", lambda: __import__("os").memfd_create("x"))
+attempt("programs", lambda: open("/usr/bin/python3", "w"))
+"""
+    lines = dict(line.rsplit(" ", 1) for line in run(sandbox, code).stdout.splitlines())
+    assert lines.pop("list") == "MemoryError"
+    assert lines.pop("one file") in ("MemoryError", "OSError")
+    assert set(lines.values()) <= {"OSError", "PermissionError"} and len(lines) == 6
+
+
+@pytest.mark.fault("F18")
+def test_endless_output_is_cut_and_our_memory_stays_flat(sandbox: Sandbox):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for stream in ("stdout", "stderr"):
+        outcome = run(sandbox, f"import sys\nwhile True: sys.{stream}.write('x' * 100_000)")
+        assert outcome.killed_by == "output" and not outcome.timed_out
+        assert len(getattr(outcome, stream)) == PATIENT.output
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
+
+
+@pytest.mark.fault("F19")
+@pytest.mark.parametrize("end", ["print('done')", "os._exit(1)", "time.sleep(10**6)"])
+def test_no_descendant_survives(sandbox: Sandbox, end: str):
+    marker = f"daemon-{os.getpid()}-{abs(hash(end))}"
+    code = f"""
+import os, subprocess, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for fd in range(3):
+            os.close(fd)
+        time.sleep(10**6)
+    os._exit(0)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10**6)", "{marker}"], start_new_session=True,
+                 stdin=-3, stdout=-3, stderr=-3)
+time.sleep(0.2)
+{end}
+"""
+    before = {p.pid for p in psutil.process_iter()}
+    outcome = run(sandbox, code, Limits(wall_s=3, cpu_s=60))
+    assert outcome.timed_out == ("sleep" in end) or outcome.killed_by == "wall"
+    assert mine(marker) == []
+    left = [p for p in psutil.process_iter(["name", "uids"]) if p.pid not in before and p.info["name"] == "bwrap"]
+    assert [p.pid for p in left if os.getpid() in {parent.pid for parent in p.parents()}] == []
+
+
+@pytest.mark.fault("F19")
+def test_a_sandbox_dies_with_the_process_that_started_it():
+    marker = f"orphan-{os.getpid()}"
+    script = f"""
+import threading
+from skyrl_train.environments.tools.sandbox import Sandbox, Limits
+command = ["/usr/bin/python3", "-c", "import time; print('up', flush=True); time.sleep(10**6)", "{marker}"]
+Sandbox().run({{}}, command, limits=Limits(wall_s=600))
+"""
+    if not Path("/usr/bin/bwrap").exists():
+        pytest.skip("bubblewrap is not installed: scripts/sandbox_tools installs it")
+    starter = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        deadline = time.monotonic() + 60
+        while len(mine(marker)) < 3 and time.monotonic() < deadline:  # the starter, bubblewrap, the program...
+            time.sleep(0.05)
+        assert len(mine(marker)) >= 3
+    finally:
+        starter.kill()
+        starter.wait()
+    deadline = time.monotonic() + 60
+    while mine(marker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert mine(marker) == []
+
+
+@pytest.mark.fault("F20")
+def test_nothing_of_ours_can_be_read(sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    secret = tmp_path / "secret"
+    secret.write_text("planted")
+    inherited = os.open(secret, os.O_RDONLY)
+    os.set_inheritable(inherited, True)
+    monkeypatch.setenv("API_KEY", "planted")
+    paths = [str(secret), "/etc/shadow", "/etc/passwd", "/root", "/home", "/var", "/sys", "/run", str(Path(__file__))]
+    code = f"""
+import json, os
+def read(path):
+    try:
+        return open(path, "rb").read().decode("latin-1")
+    except OSError:
+        return ""
+print(json.dumps(dict(
+    there=[path for path in {paths!r} if os.path.exists(path)],
+    descriptors=sorted(map(int, os.listdir("/proc/self/fd"))),
+    links=[os.readlink(f"/proc/self/fd/{{fd}}") for fd in range(3)],
+    environ=sorted(os.environ),
+    first=read("/proc/1/environ"),
+    processes=[read(f"/proc/{{pid}}/cmdline") for pid in os.listdir("/proc") if pid.isdigit()],
+    tmp=os.listdir("/tmp"), uid=os.getuid(), groups=os.getgroups(), name=os.uname().nodename,
+    caps=[line.split()[1] for line in open("/proc/self/status") if line.startswith("Cap")],
+    no_new=[line.split()[1] for line in open("/proc/self/status") if line.startswith(("NoNewPrivs", "Seccomp:"))],
+)))
+"""
+    try:
+        found = json.loads(run(sandbox, code, stdin=b"x").stdout)
+    finally:
+        os.close(inherited)
+    assert found["there"] == []
+    assert found["descriptors"] == [0, 1, 2, 3]  # the last one lists them
+    assert all("pipe:" in link or "memfd:" in link for link in found["links"])
+    assert found["environ"] == ["HOME", "LANG", "PATH", "PWD", "PYTHONDONTWRITEBYTECODE"]
+    assert found["first"] == "" and "planted" not in json.dumps(found)
+    assert len(found["processes"]) == 2 and "pytest" not in "".join(found["processes"])
+    assert found["tmp"] == ["main.py"]
+    assert found["uid"] == 1000 and found["name"] == "sandbox" and os.getgid() not in found["groups"]
+    assert set(found["caps"]) == {"0" * 16} and found["no_new"] == ["1", "2"]
+
+
+@pytest.mark.fault("F20")
+def test_the_kernels_doors_are_closed(sandbox: Sandbox):
+    code = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+def call(number, *arguments):
+    ctypes.set_errno(0)
+    libc.syscall(number, *arguments)
+    return ctypes.get_errno()
+NEWUSER = 0x10000000
+print(dict(unshare=call(272, NEWUSER), mount=call(165, 0, 0, 0, 0, 0), ptrace=call(101, 0, 0, 0, 0),
+    bpf=call(321, 0, 0, 0), keyctl=call(250, 0, 0), io_uring=call(425, 1, 0), userfaultfd=call(323, 0), perf=call(298, 0, 0, 0, 0, 0),
+    clone=call(56, NEWUSER | 17, 0, 0, 0, 0), setns=call(308, 0, 0), shmget=call(29, 0, 4096, 0o1600)))
+try:
+    open("/proc/sys/kernel/core_pattern", "w")
+    print("core pattern written")
+except OSError:
+    pass
+"""
+    if os.uname().machine != "x86_64":
+        code = code[code.index("try:") :]
+    output = run(sandbox, code).stdout
+    assert "written" not in output
+    if os.uname().machine == "x86_64":
+        assert set(eval(output).values()) == {1}, output  # EPERM, and not what the kernel itself would have said
+
+
+@pytest.mark.fault("F21")
+def test_no_network_of_any_kind_is_reached(sandbox: Sandbox):
+    name = f"\0skyrl-{os.getpid()}"
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
+        abstract.bind(name)
+        abstract.listen()
+        port = server.getsockname()[1]
+        code = f"""
+import socket
+targets = [(socket.AF_INET, ("127.0.0.1", {port})), (socket.AF_INET, ("169.254.169.254", 80)),
+           (socket.AF_INET6, ("::1", {port})), (socket.AF_UNIX, {name!r})]
+for family, address in targets:
+    try:
+        made = socket.socket(family)
+        made.settimeout(5)
+        made.connect(address)
+        print("reached", address)
+    except OSError as error:
+        print("refused")
+for family in (socket.AF_INET, socket.AF_NETLINK, socket.AF_PACKET):
+    try:
+        socket.socketpair(family)
+        print("paired", family)
+    except OSError:
+        pass
+socket.socketpair()  # what asyncio needs
+print([line.split(":")[0].strip() for line in open("/proc/net/dev").readlines()[2:]])
+"""
+        assert run(sandbox, code).stdout.splitlines() == ["refused"] * 4 + ["['lo']"]
+
+
+@pytest.mark.fault("F21")
+def test_without_its_filter_the_network_is_still_another_one(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch):
+    """Namespaces alone refuse too: neither layer rests on the other."""
+    import pyseccomp
+
+    with open(os.memfd_create("allow"), "w+b") as file:
+        pyseccomp.SyscallFilter(defaction=pyseccomp.ALLOW).export_bpf(file)
+        file.seek(0)
+        everything = file.read()
+    monkeypatch.setattr(module, "denied_program", lambda: everything)
+    name = f"\0skyrl-open-{os.getpid()}"
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
+        abstract.bind(name)
+        abstract.listen()
+        code = f"""
+import socket
+for family, address in ((socket.AF_INET, {server.getsockname()!r}), (socket.AF_UNIX, {name!r})):
+    made = socket.socket(family)
+    made.settimeout(5)
+    try:
+        made.connect(address)
+        print("reached")
+    except OSError:
+        print("refused")
+"""
+        assert run(sandbox, code).stdout == "refused\nrefused\n"
+
+
+@pytest.mark.fault("F22")
+def test_without_bubblewrap_it_refuses_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for action in (Sandbox().check, lambda: run(Sandbox(), ""), Sandbox().session):
+        with pytest.raises(ConfigError, match=r"bwrap is not installed.*apt-get install bubblewrap.*unsafe_local"):
+            action()
+
+
+@pytest.mark.fault("F22")
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo 'No permissions to create new namespace' >&2; exit 1", "No permissions to create new namespace"),
+        ('while [ "$1" != -- ]; do shift; done; exec "$@"', "cannot run programs here"),
+    ],
+)
+def test_a_bubblewrap_that_does_not_box_in_is_refused(monkeypatch: pytest.MonkeyPatch, script: str, reason: str):
+    """The second one is a bubblewrap that runs the program and does nothing else."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        program = Path(folder, "bwrap")
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+        with pytest.raises(ConfigError, match=reason):
+            Sandbox().check()
+
+
+@pytest.mark.fault("F22")
+def test_unsafe_local_needs_a_second_key_and_prints_a_banner(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(ConfigError, match="i_know_this_runs_model_code_on_this_machine=true"):
+        Sandbox.of({"kind": "unsafe_local"})
+    with pytest.raises(ConfigError, match="kind='docker' is not one of bubblewrap, unsafe_local"):
+        Sandbox.of({"kind": "docker"})
+    unsafe = Sandbox.of({"kind": "unsafe_local", "i_know_this_runs_model_code_on_this_machine": True})
+    unsafe.check()
+    assert "RUNS ON THIS MACHINE" in capsys.readouterr().err
+    assert run(unsafe, "print(open('data').read() + input())", stdin=b"b", data=b"a").stdout == "ab\n"
+    assert run(unsafe, "import time; time.sleep(10**6)", Limits(wall_s=0.5)).timed_out
+    with unsafe.session(PATIENT) as session:
+        session.execute("x = 1")
+        assert session.execute("print(x)").stdout == "1\n"
+
+
+def test_runs_of_many_threads_do_not_disturb_each_other(sandbox: Sandbox):
+    outcomes: dict[int, Any] = {}
+
+    def one(number: int) -> None:
+        outcomes[number] = run(sandbox, f"print({number})").stdout
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == {number: f"{number}\n" for number in range(6)}
