@@ -244,7 +244,8 @@ def call(number, *arguments):
     return ctypes.get_errno()
 NEWUSER = 0x10000000
 print(dict(unshare=call(272, NEWUSER), mount=call(165, 0, 0, 0, 0, 0), ptrace=call(101, 0, 0, 0, 0),
-    bpf=call(321, 0, 0, 0), keyctl=call(250, 0, 0), io_uring=call(425, 1, 0), userfaultfd=call(323, 0), perf=call(298, 0, 0, 0, 0, 0),
+    bpf=call(321, 0, 0, 0), keyctl=call(250, 0, 0), io_uring=call(425, 1, 0), userfaultfd=call(323, 0),
+    perf=call(298, 0, 0, 0, 0, 0),
     clone=call(56, NEWUSER | 17, 0, 0, 0, 0), setns=call(308, 0, 0), shmget=call(29, 0, 4096, 0o1600)))
 try:
     open("/proc/sys/kernel/core_pattern", "w")
