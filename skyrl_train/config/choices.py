@@ -77,6 +77,8 @@ ENVIRONMENTS = {
     "gsm8k": "skyrl_train.environments.gsm8k:GSM8KEnv",
     "gsm8k_multi_turn": "skyrl_train.environments.gsm8k_multi_turn:GSM8KMultiTurnEnv",
     "ifeval": "skyrl_train.environments.ifeval:IFEvalEnv",
+    "lcb": "skyrl_train.environments.lcb:LCBEnv",
+    "text2sql": "skyrl_train.environments.text2sql:Text2SQLEnv",
     "tool_use": "skyrl_train.environments.tool_use:ToolUseEnv",
     "llm_as_a_judge": "skyrl_train.environments.judge:LLMJudgeEnv",
     "math": "skyrl_train.environments.math:MathEnv",

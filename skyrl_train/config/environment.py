@@ -69,6 +69,18 @@ class IFEvalConfig(Section):
 
 
 @dataclass
+class LCBConfig(Section):
+    """Settings of the lcb environment."""
+
+    test_timeout_s: float = 6.0
+    """Seconds of one test, of wall and of processor time."""
+    timeout_s: float = 45.0
+    """Seconds of all tests of one answer; those that have not run by then have failed."""
+    max_tests: int = 20
+    """Tests of a row that are run: its first ones."""
+
+
+@dataclass
 class JudgeConfig(Section):
     """Settings of the llm_as_a_judge environment."""
 
@@ -187,6 +199,7 @@ class SkyRLGymConfig(Section):
     math: MathConfig = field(default_factory=MathConfig)
     countdown: CountdownConfig = field(default_factory=CountdownConfig)
     ifeval: IFEvalConfig = field(default_factory=IFEvalConfig)
+    lcb: LCBConfig = field(default_factory=LCBConfig)
     text2sql: Text2SQLConfig = field(default_factory=Text2SQLConfig)
     llm_as_a_judge: JudgeConfig = field(default_factory=JudgeConfig)
     search: SearchConfig = field(default_factory=SearchConfig)

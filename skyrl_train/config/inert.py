@@ -398,6 +398,7 @@ ROWS = (
         for name in ("gsm8k", "gsm8k_multi_turn", "multiply", "math", "countdown")
     ),
     Inert(("environment.skyrl_gym.ifeval",), "It belongs to env_class=ifeval.", _environment_is_not("ifeval")),
+    Inert(("environment.skyrl_gym.lcb",), "It belongs to env_class=lcb.", _environment_is_not("lcb")),
     Inert(("environment.skyrl_gym.search",), "It belongs to env_class=search.", _environment_is_not("search")),
     Inert(
         ("environment.skyrl_gym.searchcode",), "It belongs to env_class=searchcode.", _environment_is_not("searchcode")

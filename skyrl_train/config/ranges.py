@@ -195,6 +195,9 @@ RANGES: dict[str, Range] = {
         POSITIVE,
     ),
     "environment.skyrl_gym.searchcode.topk": AT_LEAST_ONE,
+    "environment.skyrl_gym.lcb.test_timeout_s": POSITIVE,
+    "environment.skyrl_gym.lcb.timeout_s": POSITIVE,
+    "environment.skyrl_gym.lcb.max_tests": AT_LEAST_ONE,
 }
 
 

@@ -19,7 +19,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "environment.env_class": {
         name: f"{name} is not available in this version: register your own in a module of trainer.plugins."
-        for name in ("lcb", "searchcode", "text2sql")
+        for name in ("searchcode",)
     },
 }
 """Known names of choices that cannot be made: key -> name -> what to do."""

@@ -75,6 +75,9 @@ OPEN_TO_PLUGINS = frozenset(
 )
 """Names that modules of `trainer.plugins` may register: checked when those are imported."""
 
+SANDBOX_END_S = 10.0
+"""Seconds that a killed sandbox may take to be gone."""
+
 GROUP_BASELINES = frozenset({"grpo", "dr_grpo", "rloo", "reinforce++_baseline", "maxrl", "opo"})
 """Estimators that compare the responses of one prompt with each other."""
 
@@ -132,6 +135,7 @@ def _combinations(config: Config) -> Iterator[Problem]:
     yield from _engine_shape(config)
     yield from _servers(config)
     yield from _environment_deadlines(config)
+    yield from _environment(config)
     if trainer.export_path.rstrip("/") == trainer.ckpt_path.rstrip("/"):
         allowed = "another folder than trainer.ckpt_path"
         yield Problem("trainer.export_path", trainer.export_path, allowed, "Both get folders called global_step_N.")
@@ -227,6 +231,18 @@ def _servers(config: Config) -> Iterator[Problem]:
         yield Problem(f"generator.{key}", urls, "host:port of at least one server")
     elif len(set(urls)) < len(urls):
         yield Problem(f"generator.{key}", urls, "each server once", "A server has one engine.")
+
+
+def _environment(config: Config) -> Iterator[Problem]:
+    if config.environment.env_class == "lcb":
+        lcb, step = config.environment.skyrl_gym.lcb, config.trainer.timeouts.environment_step_s
+        if lcb.test_timeout_s > lcb.timeout_s:
+            allowed = f"at most environment.skyrl_gym.lcb.timeout_s={lcb.timeout_s:g}"
+            yield Problem("environment.skyrl_gym.lcb.test_timeout_s", lcb.test_timeout_s, allowed)
+        if lcb.timeout_s + SANDBOX_END_S > step:
+            allowed = f"at most {step - SANDBOX_END_S:g} with trainer.timeouts.environment_step_s={step:g}"
+            advice = f"Its sandbox may take {SANDBOX_END_S:g} s to end; then the step is killed, and nothing is scored."
+            yield Problem("environment.skyrl_gym.lcb.timeout_s", lcb.timeout_s, allowed, advice)
 
 
 def _engine_shape(config: Config) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from skyrl_train.data.trajectory import Message
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.ifeval_instructions import INSTRUCTIONS, NEED_LANGUAGE, arguments_of
+from skyrl_train.environments.ifeval_instructions import INSTRUCTIONS, arguments_of
 from skyrl_train.environments.ifeval_instructions_language import language_of
 
 REWARDS = ("fraction", "all")
@@ -72,6 +72,10 @@ class IFEvalEnv(TextEnv):
     The row's ground truth is {"instruction_id_list": [...], "kwargs": [...]} of google/IFEval, as JSON or as columns.
     """
 
+    @classmethod
+    def check(cls, env_config: Mapping[str, Any]) -> None:
+        language_of("a")
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
         self.reward = self.env_config.get("reward", "fraction")
@@ -82,8 +86,6 @@ class IFEvalEnv(TextEnv):
         self.prompt = ""
         for id, given in zip(self.instructions, self.kwargs, strict=True):
             arguments_of(id, given, "the request")
-        if NEED_LANGUAGE.intersection(self.instructions):
-            language_of("a")  # the model is loaded now, not while a response is scored
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         asked = [message["content"] for message in prompt if message["role"] == "user"]

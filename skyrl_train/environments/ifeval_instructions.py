@@ -233,9 +233,6 @@ def no_comma(text: str) -> bool:
     return "," not in text
 
 
-NEED_LANGUAGE = frozenset(
-    {"language:response_language", "change_case:english_capital", "change_case:english_lowercase"}
-)
 INSTRUCTIONS: Mapping[str, Callable[..., bool]] = {
     "keywords:existence": existence,
     "keywords:frequency": frequency,

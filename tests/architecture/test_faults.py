@@ -32,6 +32,7 @@ DUE = {
     "F20": "reads of home, /etc/shadow, descriptors, /proc/1/environ, a planted secret: absent",
     "F21": "loopback, link-local addresses, abstract sockets: refused",
     "F22": "no sandbox on the machine: refused at start; unsafe_local needs a second key and prints a banner",
+    "F23": "a program that leaves, patches or prints its way past the tests: 0, the verdict is reached outside of it",
     "F24": "escapes, markup, NUL in output: console and files survive",
     "F25": "MCP: a server or tool not allowed, a changing list, 50 MB, a hang: refused, pinned, cut, timed out",
     "F26": "file:, odd spellings, user-info, redirects, rebinding, gzip bombs: refused at every hop, addresses pinned",

@@ -261,11 +261,10 @@ def test_every_check_takes_linear_time_on_hostile_text():
 
 
 def test_loose_scores_forgive_a_first_line_a_last_line_and_asterisks():
-    quoted = {"ids": ["startend:quotation"], "kwargs": [{}]}
     for text in ('Sure:\n"a"', '"a"\nBye', 'Sure:\n"a"\nBye', '**"a"**', 'Sure:\n**"a"**\nBye'):
-        assert score(quoted["ids"], quoted["kwargs"], "", text) == IFEvalScores((False,), (True,)), text
+        assert score(["startend:quotation"], [{}], "", text) == IFEvalScores((False,), (True,)), text
     for text in ('Sure:\nwell\n"a"', "a", "Sure:\nBye"):
-        assert score(quoted["ids"], quoted["kwargs"], "", text) == IFEvalScores((False,), (False,)), text
+        assert score(["startend:quotation"], [{}], "", text) == IFEvalScores((False,), (False,)), text
 
 
 def test_scores_keep_the_order_of_the_instructions_and_give_both_accuracies():
