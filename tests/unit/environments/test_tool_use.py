@@ -3,10 +3,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from skyrl_train.build.environments import check_environments
+from skyrl_train.config.prepare import prepare
+from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.data.trajectory import Prompt
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.environments.host import EnvironmentHost
@@ -160,6 +164,17 @@ def test_settings_are_checked_when_a_run_starts():
     for settings, message in wrong:
         with pytest.raises(ConfigError, match=message):
             ToolUseEnv.check(settings)
+
+
+@pytest.mark.fault("F22")
+def test_a_run_is_refused_before_it_starts_where_there_is_no_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    settings = ["trainer.policy.model.path=model", "environment.env_class=tool_use"]
+    cfg = prepare(settings, has_accelerator=False).config
+    rows = PromptDataset((Prompt("0", QUESTION, "tool_use", ROW),), too_long=0)
+    with pytest.raises(ConfigError, match="bwrap is not installed"):
+        check_environments(cfg, rows, None)
+    check_environments(cfg, PromptDataset((Prompt("0", QUESTION, "gsm8k", ROW),), too_long=0))
 
 
 @pytest.mark.parametrize("extras", [{}, {"reward_spec": None}, {"reward_spec": {"ground_truth": None}}])
