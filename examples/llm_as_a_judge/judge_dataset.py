@@ -1,0 +1,29 @@
+"""Questions with reference answers as train.parquet and validation.parquet, for answers that a language model judges.
+
+python examples/llm_as_a_judge/judge_dataset.py --output ~/data/judge                   GSM8K from the hub
+python examples/llm_as_a_judge/judge_dataset.py --input FOLDER --output ~/data/judge    FOLDER/train.jsonl, test.jsonl
+
+Rows of the source have `question` and `answer`; of an answer with a line "#### 42", as GSM8K's, that is the reference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skyrl_train.data.conversion import conversion_main, text_column
+
+
+def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
+    """A row of the source as one of SkyRL's. Raises DataError for a row without a question or an answer."""
+    question, answer = text_column(where, row, "question"), text_column(where, row, "answer")
+    return {
+        "data_source": "llm_as_a_judge",
+        "prompt": [{"role": "user", "content": question}],
+        "env_class": "llm_as_a_judge",
+        "reward_spec": {"method": "judge", "ground_truth": answer.rpartition("#### ")[2].strip()},
+        "extra_info": {"split": split, "index": index, "answer": answer},
+    }
+
+
+if __name__ == "__main__":
+    conversion_main(convert, doc=__doc__, hub="openai/gsm8k", hub_config="main")

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# GRPO with a judge. Data first: uv run examples/llm_as_a_judge/judge_dataset.py --output $HOME/data/judge
+#   OPENAI_API_KEY=... NUM_GPUS=4 LOGGER=wandb examples/llm_as_a_judge/run_judge.sh [key=value ...]
+set -euo pipefail
+DATA_DIR="${DATA_DIR:-$HOME/data/judge}"
+NUM_GPUS="${NUM_GPUS:-1}"
+
+uv run -m skyrl_train.entrypoints.main_base \
+  --config-dir "$(dirname "$0")" --config-name llm_as_a_judge \
+  data.train_data="['$DATA_DIR/train.parquet']" \
+  data.val_data="['$DATA_DIR/validation.parquet']" \
+  trainer.placement.policy_num_gpus_per_node="$NUM_GPUS" \
+  trainer.placement.ref_num_gpus_per_node="$NUM_GPUS" \
+  generator.num_inference_engines="$NUM_GPUS" \
+  trainer.logger="${LOGGER:-console}" \
+  "$@"
