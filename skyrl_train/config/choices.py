@@ -83,6 +83,7 @@ ENVIRONMENTS = {
     "llm_as_a_judge": "skyrl_train.environments.judge:LLMJudgeEnv",
     "math": "skyrl_train.environments.math:MathEnv",
     "multiply": "skyrl_train.environments.multiply:MultiplyEnv",
+    "searchcode": "skyrl_train.environments.searchcode:SearchCodeEnv",
     "search": "skyrl_train.environments.search:SearchEnv",
     "openenv": "skyrl_train.environments.adapters.openenv:OpenEnvEnv",
     "reasoning_gym": "skyrl_train.environments.adapters.reasoning_gym:ReasoningGymEnv",

@@ -16,9 +16,10 @@ from skyrl_train.environments import registry
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SCRIPTS: dict[str, tuple[str, dict[str, Any]]] = {
     "search": ("search/search_dataset.py", {"question": "Where?", "golden_answers": ["The hill"]}),
+    "searchcode": ("searchcode/searchcode_dataset.py", {"question": "6 * 7?", "answer": "so\n#### 42"}),
     "llm_as_a_judge": ("llm_as_a_judge/judge_dataset.py", {"question": "6 * 7?", "answer": "so\n#### 42"}),
 }
-TRUTHS = {"search": {"target": ["The hill"]}, "llm_as_a_judge": "42"}
+TRUTHS = {"search": {"target": ["The hill"]}, "searchcode": "42", "llm_as_a_judge": "42"}
 
 
 def convert(name: str, folder: Path, row: dict[str, Any]) -> subprocess.CompletedProcess[str]:
