@@ -26,6 +26,7 @@ DUE = {
     "F13": "answer spam: one stated rule, guessing is never rewarded",
     "F14": "expressions that never end, deep nesting, 1 MB of text: scored within the deadline or killed",
     "F15": "a truncated or empty completion: flagged, by a stated policy",
+    "F16": "nearly all rollouts of a step fail: a stop that says so, no step trained on zeros",
     "F17": "code that never ends: killed at the wall limit, told as a text",
     "F18": "fork bomb, much memory, large files, endless print: limits hold, output cut with a marker, our memory flat",
     "F19": "a daemonised grandchild: none survives",

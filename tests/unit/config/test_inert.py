@@ -39,6 +39,9 @@ def test_defaults_warn_about_nothing_also_when_spelt_out():
     [
         "generator.async_engine=false",
         "generator.batched=true",
+        "generator.step_wise_trajectories=true",
+        "generator.use_conversation_multi_turn=false",
+        "generator.rate_limit.max_concurrency=4",
         "generator.weight_sync_check=off",
         "generator.max_num_batched_tokens=16",
         "trainer.policy.optimizer_config.offload_after_step=false",
@@ -78,6 +81,7 @@ def test_key_without_effect_is_named_once_with_what_to_use(override: str):
     ("setting", "override"),
     [
         ("generator.backend=vllm", "generator.gpu_memory_utilization=0.5"),
+        ("generator.rate_limit.enabled=true", "generator.batched=true"),
         ("trainer.algorithm.dynamic_sampling.type=filter", "trainer.algorithm.dynamic_sampling.min_replace_ratio=0.5"),
         ("generator.run_engines_locally=false", "generator.num_inference_engines=3"),
         ("trainer.algorithm.use_kl_loss=false", "trainer.update_ref_every_epoch=true"),
@@ -105,6 +109,7 @@ def test_key_without_effect_beside_another_setting_is_named(setting: str, overri
 @pytest.mark.parametrize(
     "overrides",
     [
+        ["generator.max_turns=3", "generator.batched=true", "generator.step_wise_trajectories=true"],
         ["trainer.algorithm.use_entropy_loss=true", "trainer.algorithm.entropy_loss_coef=0.1"],
         ["trainer.algorithm.loss_reduction=seq_mean_token_sum_norm", "trainer.algorithm.max_seq_len=100"],
         ["trainer.placement.ref_num_gpus_per_node=2", "trainer.placement.policy_num_gpus_per_node=2"],

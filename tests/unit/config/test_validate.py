@@ -98,6 +98,9 @@ def test_defaults_are_valid():
             "two numbers",
         ),
         (["trainer.timeouts.rollout_s=0"], "trainer.timeouts.rollout_s", "more than 0"),
+        (["generator.chat_template.name_or_path=qwen4"], "generator.chat_template.name_or_path", "source=file"),
+        (["generator.retokenize_chat_history=true"], "generator.retokenize_chat_history", "step_wise_trajectories"),
+        (["generator.rate_limit.max_concurrency=0"], "generator.rate_limit.max_concurrency", "at least 1"),
         (["trainer.max_failed_fraction=1.1"], "trainer.max_failed_fraction", "at most 1"),
         (
             ["trainer.algorithm.kl_estimator_type=k4"],
