@@ -1,0 +1,68 @@
+"""Two-turn episodes of a plugin's environment, from the command line to what was trained on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.trainer.batch_dump import read_batch
+
+from .conftest import Run, metrics_of
+
+PLUGIN = """
+from skyrl_train.environments.base import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_train.environments.registry import register
+
+
+class TwiceEnv(BaseTextEnv):
+    def step(self, action):
+        self.turns += 1
+        reward = sum(c.isascii() and c.islower() for c in action) / max(len(action), 1)
+        done = self.turns >= self.extras["max_turns"]
+        said = [] if done else [{"role": "user", "content": "again"}]
+        return BaseTextEnvStepOutput(observations=said, reward=reward, done=done, metadata={"turn": self.turns})
+
+
+register("twice", "twice_plugin:TwiceEnv")
+"""
+
+
+@pytest.fixture
+def twice(small: Callable[[Path], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Two steps of 4 prompts x 4 samples x 2 turns."""
+    (tmp_path / "twice_plugin.py").write_text(PLUGIN)
+    rows = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    return [
+        *(one for one in small(tmp_path) if not one.startswith(("environment.", "data."))),
+        f"data.train_data=['{tmp_path / 'rows.jsonl'}']",
+        f"data.val_data=['{tmp_path / 'rows.jsonl'}']",
+        "trainer.plugins=[twice_plugin]",
+        "environment.env_class=twice",
+        "generator.max_turns=2",
+        "generator.max_input_length=120",
+        "trainer.dump_data_batch=true",
+        "trainer.max_steps=2",
+    ]
+
+
+def test_two_turns_are_trained_on_as_one_sequence_with_a_reward_each(run: Run, twice: list[str], tmp_path: Path):
+    run("main_base", *twice, "generator.batched=true", "trainer.algorithm.advantage_estimator=reinforce++")
+    found = metrics_of(tmp_path)
+    for step in (1, 2):
+        assert found[step]["episode/turns"] == found[step]["environment/turn"] == 2
+        assert found[step]["rollouts/failed"] == 0
+        assert found[step]["rollouts/trajectories"] == 16
+        # fp32 on a CPU: what was trained on is what was sampled, in its context
+        assert found[step]["rollout/logprob_diff_max"] < 1e-4
+    assert "eval/unknown/avg_score" in found[0]
+    batch, uids = read_batch(next((tmp_path / "exports").rglob("global_step_1_training_input.safetensors")))
+    assert len(batch) == len(uids) == 16 and batch.episode_ids is None
+    assert batch.token_rewards is not None
+    rewarded = batch.per_sequence_sum((batch.token_rewards != 0).long())
+    assert int(rewarded.max()) == 2, "each turn has its own"
