@@ -34,7 +34,7 @@ STEPWISE = 0.4
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    arguments = parse_arguments(__doc__)
     run = Path(arguments.output).resolve()
     if run.exists():
         sys.exit(f"--output {run} exists already: choose another folder, or remove it.")
@@ -51,8 +51,8 @@ def main() -> None:
     print(f"quickstart: eval accuracy {scores[0]:.3f} -> {scores[-1]:.3f} in {seconds:.0f} s, run at {run}")
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_arguments(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default=f"runs/quickstart-{time.strftime('%Y%m%d-%H%M%S')}", help="a new folder")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

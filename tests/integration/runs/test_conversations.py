@@ -29,12 +29,19 @@ class TwiceEnv(BaseTextEnv):
 
 register("twice", "twice_plugin:TwiceEnv")
 """
+FORGETFUL = (
+    "{% for message in messages %}{% set again = message['role'] == 'assistant' and not loop.last %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + ('...' if again else message['content']) + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Keeps nothing of earlier answers."""
 
 
 @pytest.fixture
 def twice(small: Callable[[Path], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Two steps of 4 prompts x 4 samples x 2 turns."""
     (tmp_path / "twice_plugin.py").write_text(PLUGIN)
+    (tmp_path / "forgetful.jinja").write_text(FORGETFUL)
     rows = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
@@ -66,3 +73,23 @@ def test_two_turns_are_trained_on_as_one_sequence_with_a_reward_each(run: Run, t
     assert batch.token_rewards is not None
     rewarded = batch.per_sequence_sum((batch.token_rewards != 0).long())
     assert int(rewarded.max()) == 2, "each turn has its own"
+
+
+def test_a_template_that_rewrites_history_is_refused_and_trained_on_step_by_step(
+    run: Run, twice: list[str], tmp_path: Path
+):
+    template = [
+        "generator.chat_template.source=file",
+        f"generator.chat_template.name_or_path={tmp_path}/forgetful.jinja",
+    ]
+    refused = run("main_base", *twice, *template, expect=2)
+    assert "generator.step_wise_trajectories=true" in refused.stderr
+    assert not (tmp_path / "ckpts" / "metrics.jsonl").exists()
+
+    run("main_base", *twice, *template, "generator.step_wise_trajectories=true")
+    found = metrics_of(tmp_path)
+    assert found[2]["rollouts/trajectories"] == 16 and found[2]["episode/sequences"] == 2
+    assert max(found[step]["rollout/logprob_diff_max"] for step in (1, 2)) < 1e-4
+    batch, uids = read_batch(next((tmp_path / "exports").rglob("global_step_1_training_input.safetensors")))
+    assert len(batch) == len(uids) == 32 and batch.episode_ids is not None
+    assert batch.episode_ids.unique(return_counts=True)[1].tolist() == [2] * 16

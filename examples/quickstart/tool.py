@@ -1,0 +1,90 @@
+"""A model of a million parameters learns to use a tool, because only then is it right.
+
+The task is to multiply numbers of two digits, which such a model cannot do in its head. Demonstrations (`main_sft`) are
+of two kinds: some have Python do it and read its answer off, most blurt out a number. Imitation therefore blurts. GRPO
+(`main_base`, environment `tool_use`, two turns, every call in a sandbox) rewards right answers and nothing else.
+
+    python examples/quickstart/tool.py --output runs/tool
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from model import save_model
+from quickstart import launch, parse_arguments, write_jsonl
+
+from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
+
+WITH_TOOL = 0.3
+"""Share of demonstrations that ask Python."""
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__)
+    run = Path(arguments.output).resolve()
+    if run.exists():
+        sys.exit(f"--output {run} exists already: choose another folder, or remove it.")
+    texts = write_data(run / "data", arguments.seed)
+    parameters = save_model(run / "model", texts, arguments.seed)
+    print(f"tool: {parameters:,} parameters, warming up on {len(texts):,} demonstrations", flush=True)
+    files = {split: f"['{run / 'data' / split}.jsonl']" for split in ("demonstrations", "train", "validation")}
+    launch("main_sft", "warm_up", given(run, "sft", run / "model", files["demonstrations"], arguments.seed))
+    warm = next((run / "sft" / "export").glob("global_step_*/policy"))
+    overrides = given(run, "grpo", warm, files["train"], arguments.seed)
+    launch("main_base", "tool", [*overrides, f"data.val_data={files['validation']}", *arguments.overrides])
+    key = "eval/products/avg_score"
+    scores = [line[key] for line in read_jsonl(run / "grpo" / METRICS_FILE) if key in line]
+    print(f"tool: eval accuracy {scores[0]:.3f} -> {scores[-1]:.3f}, run at {run}")
+
+
+def given(run: Path, name: str, model: Path, data: str, seed: int) -> list[str]:
+    return [
+        f"data.train_data={data}",
+        f"trainer.policy.model.path={model}",
+        f"trainer.ckpt_path={run / name}",
+        f"trainer.export_path={run / name / 'export'}",
+        f"trainer.seed={seed}",
+    ]
+
+
+def write_data(folder: Path, seed: int) -> list[str]:
+    """Demonstrations, and problems that none of them has; returns the texts that a tokenizer must know."""
+    folder.mkdir(parents=True)
+    rng = random.Random(seed)
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    rng.shuffle(pairs)
+    shown, train, held_out = pairs[:6_000], pairs[6_000:7_800], pairs[7_800:]
+    demonstrations = [demonstration(a, b, with_tool=rng.random() < WITH_TOOL) for a, b in shown]
+    write_jsonl(folder / "demonstrations.jsonl", [{"messages": messages} for messages in demonstrations])
+    write_jsonl(folder / "train.jsonl", [problem(a, b) for a, b in train])
+    write_jsonl(folder / "validation.jsonl", [problem(a, b) for a, b in held_out[:256]])
+    return ["\n".join(f"{message['role']}\n{message['content']}" for message in item) for item in demonstrations]
+
+
+def demonstration(a: int, b: int, with_tool: bool) -> list[dict[str, str]]:
+    messages = [question(a, b)]
+    if with_tool:
+        messages.append({"role": "assistant", "content": f"<python>print({a} * {b})</python>"})
+        messages.append({"role": "tool", "content": str(a * b)})
+    return [*messages, {"role": "assistant", "content": f"#### {a * b}"}]
+
+
+def problem(a: int, b: int) -> dict[str, Any]:
+    return {
+        "prompt": [question(a, b)],
+        "env_class": "tool_use",
+        "data_source": "products",
+        "reward_spec": {"method": "rule", "ground_truth": str(a * b)},
+    }
+
+
+def question(a: int, b: int) -> dict[str, str]:
+    return {"role": "user", "content": f"{a} * {b} = ?"}
+
+
+if __name__ == "__main__":
+    main()
