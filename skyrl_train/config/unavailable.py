@@ -10,17 +10,11 @@ from skyrl_train.config.problems import Problem, show
 from skyrl_train.config.schema import Config
 
 NAMES: dict[str, dict[str, str]] = {
-    **{
-        f"trainer.{role}.model.lora.init_method": {
-            name: f"{name} is not available in this version: it changes the frozen weights, or reads data first."
-            for name in ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
-        }
-        for role in ("policy", "critic")
-    },
-    "environment.env_class": {
-        name: f"{name} is not available in this version: register your own in a module of trainer.plugins."
-        for name in ("searchcode",)
-    },
+    f"trainer.{role}.model.lora.init_method": {
+        name: f"{name} is not available in this version: it changes the frozen weights, or reads data first."
+        for name in ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
+    }
+    for role in ("policy", "critic")
 }
 """Known names of choices that cannot be made: key -> name -> what to do."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -96,8 +98,8 @@ def test_advantages_are_of_the_episode(estimator: object, kl: bool):
 
 
 @pytest.mark.parametrize("reduction", [token_mean, sequence_mean, seq_mean_token_sum_norm, prompt_mean])
-def test_weights_are_of_the_episode(reduction: object):
-    whole, cut = (weigh(one, partial(reduction, max_seq_len=16)).loss_weights for one in (WHOLE, CUT))  # type: ignore[arg-type]
+def test_weights_are_of_the_episode(reduction: Callable[..., Any]):
+    whole, cut = (weigh(one, partial(reduction, max_seq_len=16)).loss_weights for one in (WHOLE, CUT))
     assert torch.equal(cut[CUT.loss_mask], whole[WHOLE.loss_mask])  # type: ignore[index]
 
 
@@ -109,7 +111,7 @@ def test_weights_are_of_the_episode(reduction: object):
         {"outlier_token_is_threshold_high": 1.1},
     ],
 )
-def test_corrections_of_sequences_take_all_that_an_episode_sampled(settings: dict[str, object]):
+def test_corrections_of_sequences_take_all_that_an_episode_sampled(settings: dict[str, Any]):
     step = OffPolicyCorrection(replace(OffPolicyCorrectionConfig(), **settings))
     whole, cut = step(WHOLE, Metrics()), step(CUT, Metrics())
     assert torch.equal(cut.loss_mask[CUT.loss_mask], whole.loss_mask[WHOLE.loss_mask])
