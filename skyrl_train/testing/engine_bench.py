@@ -64,7 +64,7 @@ class Bench:
         model: PreTrainedModel,
         loop: BackgroundLoop,
         folder: Path,
-        head_start_s: float = 0.2,
+        head_start_s: float = 0.05,
     ):
         """`model` has the shape of the engine's; `folder` is for the `checkpoint` route.
 

@@ -175,7 +175,7 @@ def started(request: pytest.FixtureRequest, starter: Starter) -> Iterator[Bench]
         yield Bench(embedded.engine, embedded.model, starter.loop, starter.folder, head_start_s)
         return
     with starter.behind_http(embedded.engine) as remote:
-        yield Bench(remote, embedded.model, starter.loop, starter.folder)
+        yield Bench(remote, embedded.model, starter.loop, starter.folder, head_start_s=0.2)
 
 
 @pytest.fixture
