@@ -208,13 +208,13 @@ def test_a_call_to_all_that_leaves_no_engine_names_the_last():
 
 def test_tokens_per_second_are_of_the_time_in_which_requests_were_under_way():
     async def run():
-        client = EngineClient(_engines(2, delay_s=0.05), deadline_s=5)
+        client = EngineClient(_engines(2, delay_s=0.05), deadline_s=60)
         completions = await client.generate([_request(f"r{n}") for n in range(4)])
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(3)
         return sum(len(one.token_ids) for one in completions), await client.metrics(), await client.metrics()
 
     tokens, metrics, later = asyncio.run(run())
-    assert tokens / 0.2 < metrics["engines/tokens_per_s"] <= tokens / 0.05
+    assert tokens / 2 < metrics["engines/tokens_per_s"] <= tokens / 0.05
     assert metrics["engines/dead"] == metrics["engines/running"] == 0
     assert later["engines/tokens_per_s"] == 0
 
