@@ -65,7 +65,7 @@ class RolloutSettings:
     max_prompt_tokens: int
     """Of a whole conversation, before a turn of it is sampled."""
     deadline_s: float
-    """For all turns of a group, environments apart, which have one for every step."""
+    """For all turns of a group, from when its environments are open; a step of theirs has one of its own too."""
     chat_template_kwargs: dict[str, object] = field(default_factory=dict)
     max_turns: int = 1
     one_message: bool = False
