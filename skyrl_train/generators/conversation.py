@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
@@ -64,7 +65,7 @@ class RolloutSettings:
     max_prompt_tokens: int
     """Of a whole conversation, before a turn of it is sampled."""
     deadline_s: float
-    """For all turns of a group, environments apart, which have one for every step."""
+    """For all turns of a group, from when its environments are open; a step of theirs has one of its own too."""
     chat_template_kwargs: dict[str, object] = field(default_factory=dict)
     max_turns: int = 1
     one_message: bool = False
@@ -106,22 +107,25 @@ class ConversationGenerator:
         temperature = self._settings.sampling.temperature
         rows = [_Row.empty(prompt, sample, temperature) for sample in range(self._settings.num_samples)]
         await self._limiter.admit(len(rows))
-        plays: list[asyncio.Task[None]] = []
+        tasks: list[asyncio.Task[None]] = []
         try:
             async with self._sampler.episode():
-                await asyncio.gather(*(self._start(row) for row in rows))
+                tasks += [asyncio.create_task(self._start(row)) for row in rows]
+                await asyncio.gather(*tasks)
                 began = asyncio.get_running_loop().time()
                 first = await self._sample([row for row in rows if row.episode is not None], position, began)
-                plays += [asyncio.create_task(self._play(row, done, position, began)) for row, done in first]
+                tasks += [asyncio.create_task(self._play(row, done, position, began)) for row, done in first]
                 await asyncio.sleep(0)  # in this order each has become an episode of its own
-            await asyncio.gather(*plays)
+            await asyncio.gather(*tasks)
         finally:
-            for play in plays:
-                play.cancel()
-            await asyncio.gather(*plays, return_exceptions=True)
-            for row in rows:
-                await row.close()
-                self._limiter.release()
+            for task in tasks:
+                task.cancel()
+            try:  # where one has raised, others may still open environments or talk to them
+                await asyncio.gather(*tasks, return_exceptions=True)
+            finally:
+                for row in rows:
+                    await row.close()
+                self._limiter.release(len(rows))
         return TrajectoryGroup(prompt, [row.trajectory for row in rows])
 
     async def _start(self, row: _Row) -> None:
@@ -299,8 +303,9 @@ def _max_turns(prompt: Prompt, most: int) -> int:
 
 
 def _numbers(metadata: dict[str, object]) -> dict[str, float]:
-    """What of an environment's metadata can be averaged."""
-    return {key: float(value) for key, value in metadata.items() if isinstance(value, int | float)}
+    """What of an environment's metadata can be averaged: not what a model wrote of a thousand digits, or NaN."""
+    found = {key: value for key, value in metadata.items() if isinstance(value, int | float)}
+    return {key: float(value) for key, value in found.items() if abs(value) <= sys.float_info.max}
 
 
 def _transcript(messages: Sequence[Message]) -> str:

@@ -22,7 +22,7 @@ class RateLimiter:
         self._left = asyncio.Event()
 
     async def admit(self, episodes: int) -> None:
-        """Wait until so many may begin; each then needs one `release`."""
+        """Wait until so many may begin; then they need a `release`."""
         async with self._turn:
             while self._most is not None and self._running and self._running + episodes > self._most:
                 self._left.clear()
@@ -32,6 +32,6 @@ class RateLimiter:
             self._next_start = max(clock.time(), self._next_start) + episodes * self._seconds_each
             self._running += episodes
 
-    def release(self) -> None:
-        self._running -= 1
+    def release(self, episodes: int) -> None:
+        self._running -= episodes
         self._left.set()

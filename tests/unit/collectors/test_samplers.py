@@ -185,7 +185,7 @@ def test_a_dropped_group_releases_its_slot_before_its_turn_comes():
         collector = RolloutCollector(rollout, prompt_at, lambda step: 2, 1, 0.5, Samplers(dynamic=DynamicSampling()))
         collector.start(0)
         collector.admit()
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
         await collector.close()
 
     asyncio.run(go())
@@ -315,7 +315,7 @@ def test_over_provisioning_does_not_wait_for_useful_groups():
         collector.start(0)
         return [group.prompt.uid for group in await collector.next_groups(0, Metrics())]
 
-    assert asyncio.run(asyncio.wait_for(go(), 5)) == ["1", "4"]
+    assert asyncio.run(asyncio.wait_for(go(), 60)) == ["1", "4"]
 
 
 def test_an_exception_of_an_over_provisioned_rollout_reaches_the_trainer():

@@ -61,12 +61,12 @@ def test_a_session_stays_where_its_history_is():
 
 
 def test_without_ties_the_least_loaded_engine_is_taken():
-    engines = _engines(2, delay_s=lambda request: 0.1 if request.request_id == "long" else 0.0)
+    engines = _engines(2, delay_s=lambda request: 2.0 if request.request_id == "long" else 0.0)
 
     async def run():
         client = EngineClient(engines, deadline_s=5)
         long = asyncio.ensure_future(client.generate([_request("long")]))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
         for name in ("x", "y"):
             await client.generate([_request(name)])
         await long
@@ -99,20 +99,20 @@ def test_requests_of_a_dead_engine_go_to_another_once(death):
 
 @pytest.mark.fault("F29")
 def test_an_engine_that_hangs_is_left_after_the_requests_deadline(monkeypatch):
-    monkeypatch.setattr("skyrl_train.engines.client._GRACE_S", 0.05)
+    monkeypatch.setattr("skyrl_train.engines.client._GRACE_S", 1.0)
     hung, sound = _engines(2)
     hung.abort = hung.generate = _never  # type: ignore[method-assign,assignment]
 
     async def run():
         client = EngineClient([hung, sound], deadline_s=60)
-        completions = await client.generate([replace(_request(f"r{n}"), deadline_s=0.05) for n in range(2)])
+        completions = await client.generate([replace(_request(f"r{n}"), deadline_s=1.0) for n in range(2)])
         dead = client.dead
         await client.close()
         return completions, dead
 
     completions, dead = asyncio.run(run())
     assert [c.stop_reason for c in completions] == ["stop", "stop"]
-    assert "e0.generate did not finish within 0.1 s" in dead["e0"]
+    assert "e0.generate did not finish within 2 s" in dead["e0"]
 
 
 async def _never(*_: Any) -> Any:
@@ -156,11 +156,11 @@ def test_cancelling_aborts_on_the_engines():
     async def run():
         client = EngineClient(engines, deadline_s=120)
         call = asyncio.ensure_future(client.generate([_request("a"), _request("b")]))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
 
     asyncio.run(run())
     assert [engine.calls for engine in engines] == [["generate", "abort"]] * 2
@@ -193,10 +193,10 @@ def test_calls_to_all_reach_every_live_engine():
 def test_an_engine_that_hangs_in_a_call_to_all_is_given_up_and_the_others_go_on():
     engines = _engines(2)
     engines[1].resume = _never  # type: ignore[method-assign,assignment]
-    client = EngineClient(engines, deadline_s=0.05)
+    client = EngineClient(engines, deadline_s=1)
     asyncio.run(client.resume())
     assert engines[0].calls == ["resume"]
-    assert "e1.resume did not finish within 0.05 s" in client.dead["e1"]
+    assert "e1.resume did not finish within 1 s" in client.dead["e1"]
 
 
 def test_a_call_to_all_that_leaves_no_engine_names_the_last():
@@ -208,13 +208,13 @@ def test_a_call_to_all_that_leaves_no_engine_names_the_last():
 
 def test_tokens_per_second_are_of_the_time_in_which_requests_were_under_way():
     async def run():
-        client = EngineClient(_engines(2, delay_s=0.05), deadline_s=5)
+        client = EngineClient(_engines(2, delay_s=0.05), deadline_s=60)
         completions = await client.generate([_request(f"r{n}") for n in range(4)])
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(3)
         return sum(len(one.token_ids) for one in completions), await client.metrics(), await client.metrics()
 
     tokens, metrics, later = asyncio.run(run())
-    assert tokens / 0.2 < metrics["engines/tokens_per_s"] <= tokens / 0.05
+    assert tokens / 2 < metrics["engines/tokens_per_s"] <= tokens / 0.05
     assert metrics["engines/dead"] == metrics["engines/running"] == 0
     assert later["engines/tokens_per_s"] == 0
 
@@ -253,19 +253,19 @@ def test_a_failure_of_a_whole_engine_kills_none_and_the_request_goes_to_another_
 
 
 def test_a_late_failure_of_a_replaced_engine_leaves_the_new_one_alone():
-    old, new = ScriptedEngine(name="e0", delay_s=0.1), ScriptedEngine(name="e0")
+    old, new = ScriptedEngine(name="e0", delay_s=60.0), ScriptedEngine(name="e0")
 
     async def run():
-        client = EngineClient([old], deadline_s=5)
+        client = EngineClient([old], deadline_s=120)
         slow = asyncio.ensure_future(client.generate([_request("slow")]))
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.3)
         client.replace("e0", new)
         old.failures["health"] = EngineError("gone")
         old.torn = True
         slow.cancel()
         await asyncio.gather(slow, return_exceptions=True)
         old.failures["abort"] = EngineError("gone")
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.3)
         await client.generate([_request("next")])
         return client.dead
 

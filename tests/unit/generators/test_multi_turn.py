@@ -89,9 +89,9 @@ def play(
     **settings: Any,
 ) -> tuple[TrajectoryGroup, ScriptedEngine]:
     engine = engine or ScriptedEngine(answer)
-    settings = {"max_prompt_tokens": 1000, "deadline_s": 10.0, "max_turns": 5} | settings
+    settings = {"max_prompt_tokens": 1000, "deadline_s": 60.0, "max_turns": 5} | settings
     options = RolloutSettings(SamplingParams(max_tokens, stop=stop), samples, 3, **settings)
-    generator = ConversationGenerator(EngineClient([engine], deadline_s=10.0), environments, tokenizer, options)
+    generator = ConversationGenerator(EngineClient([engine], deadline_s=60.0), environments, tokenizer, options)
     return asyncio.run(generator.rollout(prompt, position=11)), engine
 
 
@@ -244,9 +244,29 @@ def test_an_environment_that_fails_in_a_later_turn_fails_its_episode_alone(kind:
 
 def test_an_engine_that_gives_up_in_a_later_turn_fails_the_episode():
     engine = ScriptedEngine(says("ab"), delay_s=lambda request: 0.0 if len(request.token_ids) < 30 else 3600.0)
-    (item,) = play(lambda _: [], Talks(until(3)), engine=engine, deadline_s=0.3)[0].trajectories
+    (item,) = play(lambda _: [], Talks(until(3)), engine=engine, deadline_s=3.0)[0].trajectories
     assert (item.status, item.error) == (FAILED, "timeout")
     assert len(item.turns) == 2
+
+
+def test_a_turn_that_would_begin_after_the_deadline_fails_the_episode():
+    class Slow(Talks):
+        async def start(self, env_class: str, prompt: Prompt) -> Talk:
+            episode = await super().start(env_class, prompt)
+            step = episode.step
+
+            async def slow(text: str) -> StepOutput:
+                await asyncio.sleep(2.1)
+                return await step(text)
+
+            episode.step = slow  # type: ignore[method-assign]
+            return episode
+
+    environments = Slow(until(3))
+    group, engine = play(says("ab"), environments, deadline_s=2.0)
+    (item,) = group.trajectories
+    assert (item.status, item.error, len(engine.batches)) == (FAILED, "timeout", 1)
+    assert environments.episodes[0].closed
 
 
 @pytest.mark.fault("F15")
@@ -288,6 +308,41 @@ def test_a_template_that_rewrites_history_after_all_fails_the_episode():
     assert (item.status, item.error) == (FAILED, "history_rewritten")
 
 
+def test_a_row_that_ends_the_run_leaves_no_environment_behind():
+    """Its neighbour is still being opened when the first one is refused."""
+    given_up: list[str] = []
+
+    class Opening(Talks):
+        async def start(self, env_class: str, prompt: Prompt) -> Talk:
+            if self.episodes:
+                try:
+                    await asyncio.sleep(3600)
+                finally:
+                    given_up.append(prompt.uid)
+            episode = await super().start(env_class, prompt)
+            await asyncio.sleep(0)  # the neighbour has begun
+            episode.messages = [{"role": "user"}]  # no template takes it
+            return episode
+
+    environments = Opening(until(2))
+
+    async def run() -> None:
+        client = EngineClient([ScriptedEngine(says("ab"))], deadline_s=60.0)
+        options = RolloutSettings(SamplingParams(9), 2, 3, max_prompt_tokens=900, deadline_s=60.0)
+        with pytest.raises(DataError):
+            await ConversationGenerator(client, environments, TOKENIZER, options).rollout(PROMPT, 0)
+        assert environments.episodes[0].closed and given_up == ["7"]
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("number", [10**4000, float("nan"), float("inf")])
+def test_numbers_that_cannot_be_averaged_are_left_out(number: float):
+    environments = Talks(lambda turn, text: StepOutput([], 1.0, True, {"odd": number, "fine": 2, "right": True}))
+    assert play(says("ab"), environments)[0].trajectories[0].env_metrics == {"fine": 2.0, "right": 1.0}
+
+
 def test_no_episode_waits_for_another_of_its_prompt():
     """The first sample's second turn is never answered before the second sample is through."""
     done = asyncio.Event()
@@ -295,7 +350,7 @@ def test_no_episode_waits_for_another_of_its_prompt():
     class Engine(ScriptedEngine):
         async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
             if any(request.request_id.endswith(".0.1") for request in requests):
-                await asyncio.wait_for(done.wait(), 5)
+                await asyncio.wait_for(done.wait(), 60)
             return await super().generate(requests)
 
     environments = Talks(until(3))
@@ -332,8 +387,8 @@ def test_together_every_turn_is_one_call_in_the_order_of_the_data():
             return episode
 
     async def run() -> None:
-        sampler = Lockstep(EngineClient([engine], deadline_s=10.0))
-        options = RolloutSettings(SamplingParams(9), 2, 3, max_prompt_tokens=900, deadline_s=10.0, max_turns=5)
+        sampler = Lockstep(EngineClient([engine], deadline_s=60.0))
+        options = RolloutSettings(SamplingParams(9), 2, 3, max_prompt_tokens=900, deadline_s=60.0, max_turns=5)
         generator = ConversationGenerator(sampler, Slow(until(3)), TOKENIZER, options)
         prompts = [Prompt(str(uid), PROMPT.messages, "toy") for uid in range(3)]
         await asyncio.gather(*(generator.rollout(prompt, place) for place, prompt in enumerate(prompts)))
@@ -364,8 +419,8 @@ def test_a_limit_lets_no_more_episodes_run_than_it_says_and_loses_none():
             return episode
 
     async def run() -> list[TrajectoryGroup]:
-        client = EngineClient([ScriptedEngine(says("ab"))], deadline_s=10.0)
-        options = RolloutSettings(SamplingParams(9), 2, 3, max_prompt_tokens=900, deadline_s=10.0, max_turns=5)
+        client = EngineClient([ScriptedEngine(says("ab"))], deadline_s=60.0)
+        options = RolloutSettings(SamplingParams(9), 2, 3, max_prompt_tokens=900, deadline_s=60.0, max_turns=5)
         limiter = RateLimiter(per_second=1e6, max_concurrency=5)
         generator = ConversationGenerator(client, Counted(until(2)), TOKENIZER, options, limiter=limiter)
         prompts = [Prompt(str(uid), PROMPT.messages, "toy") for uid in range(6)]

@@ -195,10 +195,10 @@ def test_groups_go_to_whichever_replica_is_free_one_at_a_time_each():
         replicas = [Replica(1.0), Replica(2.0)]
         model = RewardModel(replicas)
         waiting = [asyncio.ensure_future(model.score([ANSWERS[0]])) for _ in range(6)]
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
         assert [one.running for one in replicas] == [1, 1]
         replicas[1].gate.set()  # the first one hangs: the other does the rest
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
         assert [one.calls for one in replicas] == [1, 5]
         replicas[0].gate.set()
         return replicas, await asyncio.gather(*waiting)
@@ -213,9 +213,9 @@ def test_a_replica_whose_caller_was_cancelled_is_free_only_when_it_is_done():
         replica = Replica(1.0)
         model = RewardModel([replica])
         first, second = (asyncio.ensure_future(model.score([ANSWERS[0]])) for _ in range(2))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
         first.cancel()
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
         assert replica.calls == 1
         replica.gate.set()
         assert await second == [1.0]
@@ -234,7 +234,7 @@ def test_nobody_waits_for_a_replica_that_hangs():
         replica = Hangs(1.0)
         model = RewardModel([replica])
         waiting = [asyncio.ensure_future(model.score([ANSWERS[0]])) for _ in range(3)]
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
         replica.gate.set()
         found = await asyncio.gather(*waiting, model.score([ANSWERS[0]]), return_exceptions=True)
         assert [type(one) for one in found] == [RewardModelLost] * 4
