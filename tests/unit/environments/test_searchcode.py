@@ -60,6 +60,7 @@ def test_a_question_is_answered_with_a_search_and_a_program_that_runs_in_the_san
         ("<solution>#### 41 or 42</solution>", 0.0),
         ("#### 42 <solution>#### 41</solution>", 0.0),
         ("<solution>42</solution>", 0.0),
+        ("<think><solution>#### 41</solution></think><solution>#### 42</solution>", 1.0),
         ("<solution></solution>", 0.0),
     ],
 )

@@ -106,6 +106,19 @@ def test_an_answer_is_never_run_as_code(task: str, tmp_path: Path):
 
 
 @needs_library
+def test_an_answer_on_which_the_scorer_raises_is_worth_nothing(monkeypatch: pytest.MonkeyPatch):
+    row = one("chain_sum")
+
+    class Raises:
+        def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
+            raise ZeroDivisionError(answer)
+
+    monkeypatch.setattr(reasoning_gym, "_scorer", lambda task: Raises())
+    assert score(row, "<answer>1/0</answer>") == 0.0
+    assert score(row, "<think><answer>1</answer></think> no block") == 0.0
+
+
+@needs_library
 @pytest.mark.parametrize("task", ["composite", "simple_integration", "os.path", "no_such_task"])
 def test_a_row_names_only_what_is_allowed(task: str):
     row = {"reasoning_gym": {"task": task, "entry": "{}"}}
