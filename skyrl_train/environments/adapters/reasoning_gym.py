@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 SECTION = "environment.skyrl_gym.reasoning_gym"
 INSTRUCTION = "Think step by step, then give the final answer, and nothing else, between <answer> and </answer>."
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # to the next one: in linear time
 MAX_ANSWER = 20_000
 """Characters; a longer answer scores 0."""
 
