@@ -101,7 +101,7 @@ def test_a_failure_is_named_and_fails_its_episode_only(text: str, kind: str):
         assert await asyncio.gather(*pending) == [kind, 1.0, 1.0, 1.0]
         assert (await neighbour.step("two")).metadata["told"] == ["one", "two"]
 
-    run_with_host(scenario, deadline_s=0.5 if kind == "timeout" else 30.0)
+    run_with_host(scenario, deadline_s=2.0 if kind == "timeout" else 30.0)
 
 
 def test_a_failure_says_what_was_raised_and_where():
@@ -143,7 +143,7 @@ def test_other_episodes_of_a_killed_process_are_rebuilt_from_their_texts():
             assert output.metadata["pid"] != episode.metadata["pid"]
         assert episodes[1].messages[-1]["content"] == "start b"
 
-    run_with_host(scenario, deadline_s=0.5)
+    run_with_host(scenario, deadline_s=2.0)
 
 
 def test_episodes_that_must_not_be_replayed_fail_with_their_process():
@@ -160,7 +160,7 @@ def test_episodes_that_must_not_be_replayed_fail_with_their_process():
                 await call
         assert await not_begun == 1.0
 
-    run_with_host(scenario, deadline_s=0.5)
+    run_with_host(scenario, deadline_s=2.0)
 
 
 def test_settings_that_no_episode_can_start_with_stop_the_run():
@@ -331,7 +331,7 @@ def test_what_a_killed_environment_had_started_dies_with_it(tmp_path: Path):
         kind = await outcome(host, "Misbehaving", "starts a child and hangs", pid_file=str(pid_file))
         assert kind == "timeout"
 
-    run_with_host(scenario, deadline_s=1.0)
+    run_with_host(scenario, deadline_s=5.0)
     assert gone(int(pid_file.read_text()))
 
 
