@@ -100,6 +100,7 @@ def test_what_a_model_gets_wrong_is_a_text(name: Any, arguments: Any, error: str
         (raises(TimeoutError("its own")), "TimeoutError", "its own"),
         (raises(SystemExit(3)), "SystemExit", "3"),
         (raises(KeyboardInterrupt()), "KeyboardInterrupt", "failed"),
+        (raises(asyncio.CancelledError()), "CancelledError", "was cancelled"),
         (lambda: None, "TypeError", "returned NoneType, not text"),
     ],
 )
