@@ -154,8 +154,9 @@ def _environment_deadlines(config: Config) -> Iterator[Problem]:
         key = f"environment.skyrl_gym.{config.environment.env_class}.{name}"
         if (value := value_at(config, key)) >= limit:
             yield Problem(key, value, f"less than trainer.timeouts.environment_step_s={limit:g}", LATE)
-    tool_use = config.environment.skyrl_gym.tool_use
-    for tool, settings in tool_use.tool_settings.items() if config.environment.env_class == "tool_use" else ():
+    if config.environment.env_class != "tool_use":
+        return
+    for tool, settings in config.environment.skyrl_gym.tool_use.tool_settings.items():
         for name in ("wall_s", "timeout"):
             value = settings.get(name) if isinstance(settings, Mapping) else None
             if isinstance(value, int | float) and value >= limit:
