@@ -5,7 +5,7 @@ set -euo pipefail
 DATA_DIR="${DATA_DIR:-$HOME/data/ifeval}"
 NUM_GPUS="${NUM_GPUS:-1}"
 
-uv run -m skyrl_train.entrypoints.main_base \
+uv run --extra ifeval -m skyrl_train.entrypoints.main_base \
   --config-dir "$(dirname "$0")" --config-name ifeval \
   data.train_data="['$DATA_DIR/train.parquet']" \
   data.val_data="['$DATA_DIR/validation.parquet']" \

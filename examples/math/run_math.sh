@@ -5,7 +5,7 @@ set -euo pipefail
 DATA_DIR="${DATA_DIR:-$HOME/data/math}"
 NUM_GPUS="${NUM_GPUS:-1}"
 
-uv run -m skyrl_train.entrypoints.main_base \
+uv run --extra math -m skyrl_train.entrypoints.main_base \
   --config-dir "$(dirname "$0")" --config-name math \
   data.train_data="['$DATA_DIR/train.parquet']" \
   data.val_data="['$DATA_DIR/validation.parquet']" \

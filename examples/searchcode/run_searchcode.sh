@@ -5,7 +5,7 @@ set -euo pipefail
 DATA_DIR="${DATA_DIR:-$HOME/data/searchcode}"
 NUM_GPUS="${NUM_GPUS:-1}"
 
-uv run --extra search -m skyrl_train.entrypoints.main_base \
+uv run --extra search --extra sandbox -m skyrl_train.entrypoints.main_base \
   --config-dir "$(dirname "$0")" --config-name searchcode \
   data.train_data="['$DATA_DIR/train.parquet']" \
   data.val_data="['$DATA_DIR/validation.parquet']" \

@@ -78,6 +78,8 @@ OPEN_TO_PLUGINS = frozenset(
 SANDBOX_END_S = 10.0
 """Seconds that a killed sandbox may take to be gone."""
 
+LATE = "Episodes would fail as timeouts, and their processes be killed."
+
 GROUP_BASELINES = frozenset({"grpo", "dr_grpo", "rloo", "reinforce++_baseline", "maxrl", "opo"})
 """Estimators that compare the responses of one prompt with each other."""
 
@@ -146,12 +148,20 @@ def _combinations(config: Config) -> Iterator[Problem]:
 def _environment_deadlines(config: Config) -> Iterator[Problem]:
     """What an environment waits for must give up before its process is killed for waiting."""
     limit = config.trainer.timeouts.environment_step_s
-    deadlines = {"search": ["timeout"], "searchcode": ["timeout", "python_timeout"], "llm_as_a_judge": ["timeout"]}
+    deadlines = {name: ["timeout"] for name in ("search", "searchcode", "llm_as_a_judge", "math", "openenv")}
+    deadlines["searchcode"].append("python_timeout")
     for name in deadlines.get(config.environment.env_class, []):
         key = f"environment.skyrl_gym.{config.environment.env_class}.{name}"
         if (value := value_at(config, key)) >= limit:
-            advice = "Episodes would fail as timeouts, and their processes be killed."
-            yield Problem(key, value, f"less than trainer.timeouts.environment_step_s={limit:g}", advice)
+            yield Problem(key, value, f"less than trainer.timeouts.environment_step_s={limit:g}", LATE)
+    if config.environment.env_class != "tool_use":
+        return
+    for tool, settings in config.environment.skyrl_gym.tool_use.tool_settings.items():
+        for name in ("wall_s", "timeout"):
+            value = settings.get(name) if isinstance(settings, Mapping) else None
+            if isinstance(value, int | float) and value >= limit:
+                key = f"environment.skyrl_gym.tool_use.tool_settings.{tool}.{name}"
+                yield Problem(key, value, f"less than trainer.timeouts.environment_step_s={limit:g}", LATE)
 
 
 def _zero(config: Config) -> Iterator[Problem]:

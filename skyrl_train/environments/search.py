@@ -24,13 +24,22 @@ HINT = "Write <search>a query</search> to search, or <answer>the answer</answer>
 
 
 def normalised(text: str) -> str:
-    """An answer without case, punctuation, articles and runs of spaces: "The  Eiffel Tower!" -> "eiffel tower"."""
-    return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
+    """An answer without case, punctuation, articles and runs of spaces: "The  Eiffel Tower!" -> "eiffel tower".
+
+    What is nothing else ("A", "+") is only without case and runs of spaces.
+    """
+    plain = ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split()
+    return " ".join(plain or text.lower().split())
+
+
+def without_thinking(text: str) -> str:
+    """What follows the last "</think>": drafts before it are neither answers nor queries."""
+    return text.rpartition("</think>")[2]
 
 
 def answer_of(text: str) -> str | None:
     """The normalised answer in `text`; None where there is none, and where there are several that differ."""
-    found = {normalised(match[1]) for match in ANSWER.finditer(text)}
+    found = {normalised(match[1]) for match in ANSWER.finditer(without_thinking(text))}
     return found.pop() if len(found) == 1 else None
 
 
@@ -73,9 +82,9 @@ class SearchEnv(TextEnv):
     """`<search>query</search>` is answered with `<information>...</information>`; `<answer>...</answer>` is the end.
 
     Reward: 1 in the turn with the answer where it matches one of the row's targets exactly after normalisation (case,
-    punctuation, articles and spaces do not count), else 0. Only the model's own text of that turn is read. Several
-    answers that differ are no answer. An episode whose turns run out without an answer is worth 0. Nothing is given or
-    taken for the format.
+    punctuation, articles and spaces do not count), else 0. Only the model's own text of that turn is read, from the
+    last "</think>" on. Several answers that differ are no answer. An episode whose turns run out without an answer is
+    worth 0. Nothing is given or taken for the format.
 
     Settings: `config.environment.SearchConfig`. An episode whose search fails (see `told`) is masked, "search_failed".
     """
@@ -93,6 +102,7 @@ class SearchEnv(TextEnv):
 
     def step(self, action: str) -> StepOutput:
         self.turns += 1
+        action = without_thinking(action)
         answered = ANSWER.search(action) is not None
         if answered or self.turns >= self.max_turns:
             counts = {"searches": self.searches, "answered": answered}

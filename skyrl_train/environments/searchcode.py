@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.gsm8k import score
-from skyrl_train.environments.search import DEFAULT_MAX_TURNS, check_search, search_tool, told
+from skyrl_train.environments.search import DEFAULT_MAX_TURNS, check_search, search_tool, told, without_thinking
 from skyrl_train.environments.tools.base import ToolBox
 from skyrl_train.environments.tools.registry import check_tool, make_tool
 
@@ -25,8 +25,9 @@ HINT = (
 class SearchCodeEnv(TextEnv):
     """`<tool><search>query</search></tool>` and `<tool><python>code</python></tool>`, until `<solution>...</solution>`.
 
-    Reward: that of gsm8k's strict rule (`gsm8k.strict_answer`: "#### 42") for the solutions in the model's text, in the
-    turn that has one; solutions that differ are no answer. Turns that run out are worth 0.
+    Reward: that of gsm8k's strict rule (`gsm8k.strict_answer`: "#### 42") for the solutions in the model's text, from
+    the last "</think>" on, in the turn that has one; solutions that differ are no answer. Turns that run out are
+    worth 0.
 
     Programs run in the sandbox, each by itself. Settings: `config.environment.SearchCodeConfig`, and the sandbox. An
     episode whose search fails (see `search.told`) is masked, "search_failed".
@@ -51,6 +52,7 @@ class SearchCodeEnv(TextEnv):
 
     def step(self, action: str) -> StepOutput:
         self.turns += 1
+        action = without_thinking(action)
         solutions = SOLUTION.findall(action)
         if solutions or self.turns >= self.max_turns:
             reward = score("\n".join(solutions), self.ground_truth)

@@ -65,7 +65,7 @@ class Text2SQLEnv(TextEnv):
     1.0 where the one <solution>query</solution> gives the same result as the row's gold query: the same rows equally
     often, in the same order where the gold query orders them (see `same_result`); 0.0 where it gives another one or
     fails; -1.0 without exactly one solution, so several solutions in a turn are no answer, nor is none when the turns
-    end or the response is truncated.
+    end or the response is truncated. What stands before a turn's last "</think>" is thinking, and neither.
 
     Before, a turn's first <sql>query</sql> is run and its rows, or SQLite's error, are the observation. Queries only
     read, one database, with a deadline each. The row names it by `db_id`, and by `data` where it is of SkyRL-SQL's
@@ -94,6 +94,7 @@ class Text2SQLEnv(TextEnv):
 
     def step(self, action: str) -> StepOutput:
         self.turns += 1
+        action = action.rpartition("</think>")[2]
         solutions = between(action, "solution")
         if solutions or self.turns >= self.max_turns:
             reward = self._score(solutions[0]) if len(solutions) == 1 else -1.0

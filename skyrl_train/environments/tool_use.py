@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -17,6 +18,10 @@ from skyrl_train.errors import ConfigError
 
 DEFAULT_MAX_TURNS = 5
 """Where neither the row nor the run says."""
+BEGIN_S = 20.0
+"""After so long no further call of a message is begun: calls that are slow, one after the other, would take the step
+past trainer.timeouts.environment_step_s, which costs the process and the other episodes in it."""
+NOT_RUN = f"Not run: the calls of one message must begin within {BEGIN_S:g} s."
 
 
 class ToolUseEnv(TextEnv):
@@ -73,16 +78,20 @@ class ToolUseEnv(TextEnv):
             return StepOutput([], reward, done=True, metadata=self._counts(answered=True))
         if self.turns >= self.max_turns:  # nobody would read the results
             return StepOutput([], 0.0, done=True, metadata=self._counts(answered=False))
-        texts = [self._result(call) for call in calls]
+        late = time.monotonic() + BEGIN_S
+        texts = [self._result(call, late) for call in calls]
         return StepOutput(self._observations(texts), 0.0, done=False)
 
     def close(self) -> None:
         self.box.close()
 
-    def _result(self, call: ToolCall | ParseError) -> str:
+    def _result(self, call: ToolCall | ParseError, late: float) -> str:
         if isinstance(call, ParseError):
             self.failed += 1
             return call.reason
+        if time.monotonic() > late:
+            self.failed += 1
+            return NOT_RUN
         result = self.box.call(call.name, call.arguments)
         self.worked += result.error is None
         self.failed += result.error is not None

@@ -6,6 +6,7 @@ The only importer of the library.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +16,11 @@ from typing import Any
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 SECTION = "environment.skyrl_gym.reasoning_gym"
 INSTRUCTION = "Think step by step, then give the final answer, and nothing else, between <answer> and </answer>."
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # to the next one: in linear time
 MAX_ANSWER = 20_000
 """Characters; a longer answer scores 0."""
 
@@ -46,8 +49,9 @@ REFUSED = {
 class ReasoningGymEnv(TextEnv):
     """One turn. The reward is the library's own score of what stands between <answer> and </answer>, 0 to 1.
 
-    0 without such a block, and when several blocks differ. With `partial_credit=false`, whatever is below 1 is 0: many
-    scorers give some credit to a text that contains the answer. A row names a dataset of the library that
+    0 without such a block after the last "</think>", and when several differ. With `partial_credit=false`, whatever is
+    below 1 is 0: many scorers give some credit to a text that contains the answer. An answer on which the scorer raises
+    is worth 0: it is no failure to be masked. A row names a dataset of the library that
     `environment.skyrl_gym.reasoning_gym.tasks` allows, and holds the entry to score by.
     """
 
@@ -68,7 +72,7 @@ class ReasoningGymEnv(TextEnv):
         allowed(env_config.get("tasks"))
 
     def step(self, action: str) -> StepOutput:
-        answers = {text.strip() for text in ANSWER.findall(action)}
+        answers = {text.strip() for text in ANSWER.findall(action.rpartition("</think>")[2])}
         score = self._score(answers.pop()) if len(answers) == 1 else 0.0
         if score < 1 and not self.env_config.get("partial_credit", True):
             score = 0.0
@@ -78,7 +82,12 @@ class ReasoningGymEnv(TextEnv):
         harmless = RUNS_THE_ANSWER.get(self.task)
         if len(answer) > MAX_ANSWER or (harmless is not None and not harmless.fullmatch(answer)):
             return 0.0
-        return float(_scorer(self.task).score_answer(answer, self.entry))
+        scorer = _scorer(self.task)
+        try:
+            return float(scorer.score_answer(answer, self.entry))
+        except Exception as error:  # of what a model wrote: the row's own answer was scored when the row was made
+            log.debug("%s cannot score %.200r: %r", self.task, answer, error)
+            return 0.0
 
 
 def allowed(tasks: Sequence[str] | None) -> frozenset[str]:

@@ -8,7 +8,7 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +129,8 @@ class ToolBox:
         running = self._submit(_outcome(tool, arguments))
         try:
             return running.result(tool.deadline_s)
+        except CancelledError:  # by the tool itself, or a library under it
+            return ToolResult(f"{tool.name} failed: it was cancelled.", "CancelledError")
         except TimeoutError:
             running.cancel()
         try:

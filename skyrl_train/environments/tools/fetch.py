@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
+import contextlib
 import re
 import socket
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html.parser import HTMLParser
+from html import unescape
 from typing import Any
 from urllib.parse import urljoin
 
@@ -23,7 +25,14 @@ MAX_BYTES = 2 * 2**20
 READ_SIZE = 2**16
 REDIRECTS = (301, 302, 303, 307, 308)
 WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
-SILENT = frozenset({"script", "style", "noscript", "template", "svg", "head"})
+SILENT = {
+    name: re.compile(f"</{name}" if name != "head" else "</head|<body", re.IGNORECASE)
+    for name in ("script", "style", "noscript", "template", "svg", "head")
+}
+"""Elements whose content nobody sees -> where that ends."""
+CHARSETS = re.compile(r"utf|iso|cp\d|koi8|gb|big5|euc|shift_jis|ascii|mac")
+TAG = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9]*)")
+HREF = re.compile(r"\shref\s*=\s*(\"[^\"]*\"|'[^']*'|[^\s\"'>]+)", re.IGNORECASE)
 BREAKS = frozenset({"p", "div", "br", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "section", "article", "pre"})
 
 
@@ -38,45 +47,53 @@ class Page:
 
     def text(self) -> str:
         """The body as text; of HTML what a reader sees, with the targets of links."""
-        charset = re.search(r"charset=[\"']?([\w-]+)", self.content_type)
-        try:
-            content = self.body.decode(charset[1] if charset else "utf-8", errors="replace")
-        except LookupError:
-            content = self.body.decode("utf-8", errors="replace")
+        content = self.body.decode(_charset(self.content_type), errors="replace")
         if "html" not in self.content_type:
             return content
-        reader = _Reader()
-        reader.feed(content)
-        reader.close()
-        return re.sub(r"[ \t]*\n\s*", "\n", re.sub(r"[ \t]+", " ", "".join(reader.pieces))).strip()
+        shown = "".join(_shown(content))
+        return re.sub(r"[ \t]*\n\s*", "\n", re.sub(r"[ \t]+", " ", shown)).strip()
 
 
-class _Reader(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.pieces: list[str] = []
-        self.links: list[str] = []
-        self.silent: list[str] = []
+def _charset(content_type: str) -> str:
+    """The one that the server names, if it is one of the web's: of Python's others, some take quadratic time."""
+    named = re.search(r"charset=[\"']?([\w-]+)", content_type)
+    with contextlib.suppress(LookupError, ValueError):
+        if named and CHARSETS.match(name := codecs.lookup(named[1]).name):
+            return name
+    return "utf-8"
 
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        if tag in SILENT:
-            self.silent.append(tag)
-        elif tag in BREAKS:
-            self.pieces.append("\n")
-        elif tag == "a":
-            self.links.append(dict(attributes).get("href") or "")
 
-    def handle_endtag(self, tag: str) -> None:
-        if tag in self.silent:
-            del self.silent[self.silent.index(tag) :]
-        elif tag in BREAKS:
-            self.pieces.append("\n")
-        elif tag == "a" and self.links and (link := self.links.pop()):
-            self.pieces.append(f" ({link[:300]})")
-
-    def handle_data(self, data: str) -> None:
-        if not self.silent:
-            self.pieces.append(data)
+def _shown(page: str) -> Iterator[str]:
+    """What a reader sees of HTML, with the targets of links. Every search goes on where the last one ended, and one
+    that finds nothing ends the page: `html.parser` takes quadratic time, hours for a hostile page."""
+    links: list[str] = []
+    at = 0
+    while (begun := page.find("<", at)) >= 0:
+        yield unescape(page[at:begun])
+        if (tag := TAG.match(page, begun)) is None and not page.startswith(("<!", "<?"), begun):  # 1 < 2
+            yield "<"
+            at = begun + 1
+            continue
+        end = "-->" if page.startswith("<!--", begun) else ">"
+        if (ends := page.find(end, begun + 1)) < 0:
+            return
+        at = ends + len(end)
+        if tag is None:
+            continue
+        closes, name = bool(tag[1]), tag[2].lower()
+        if name in BREAKS:
+            yield "\n"
+        elif name == "a" and not closes:
+            href = HREF.search(page, begun, at)
+            links.append(unescape(href[1].strip("\"'")) if href else "")
+        elif name == "a" and links and (link := links.pop()):
+            yield f" ({link[:300]})"
+        elif name in SILENT and not closes:
+            over = SILENT[name].search(page, at)
+            if over is None:
+                return
+            at = over.start()
+    yield unescape(page[at:])
 
 
 class _CheckedResolver(AbstractResolver):

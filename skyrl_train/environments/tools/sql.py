@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from skyrl_train.errors import ConfigError, DataError
 
 START_S = 30.0
 """For the process of a query to start on a machine that has much to do; part of no query's time."""
+CPU_GRACE_S = 10
+"""On top of a query's time, for one that SQLite does not interrupt."""
 MEMORY_MB = 1024
 _INSIDE = Path(__file__).with_name("sql_inside.py")
 SUFFIXES = (".sqlite", ".sqlite3", ".db")
@@ -72,7 +75,10 @@ def query(database: Path, sql: str, limits: QueryLimits | None = None) -> Rows:
     immutable = not Path(f"{database}-wal").exists()
     request = {"database": str(database), "sql": sql, "immutable": immutable, **vars(limits)}
     limiter = shutil.which("prlimit")
-    cage = [limiter, f"--as={MEMORY_MB * 2**20}", "--core=0", "--nofile=32", "--"] if limiter else []
+    # the processor's clock is for a query whose environment was killed: nobody else would end it
+    cpu_s = int(limits.wall_s) + CPU_GRACE_S
+    options = [f"--as={MEMORY_MB * 2**20}", f"--cpu={cpu_s}", "--core=0", "--nofile=32", "--"]
+    cage = [limiter, *options] if limiter else []
     try:
         done = subprocess.run(
             [*cage, sys.executable, "-I", "-S", str(_INSIDE)],
@@ -86,6 +92,8 @@ def query(database: Path, sql: str, limits: QueryLimits | None = None) -> Rows:
     except subprocess.TimeoutExpired:
         raise QueryError("timed out") from None
     except ValueError:
+        if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+            raise QueryError("timed out") from None
         raise QueryError("the query ended its process: it needs too much memory") from None
     if "error" in answer:
         raise QueryError(answer["error"])

@@ -327,7 +327,7 @@ def test_closing_waits_for_no_environment_beyond_its_grace(started: Callable[[],
 
 def test_closing_fails_the_calls_that_are_still_waiting():
     async def scenario() -> None:
-        async with EnvironmentHost({}, 1, 0.3, ("misbehaving_envs",)) as host:
+        async with EnvironmentHost({}, 1, 3.0, ("misbehaving_envs",)) as host:
             tasks = [asyncio.create_task(outcome(host, "Misbehaving", "hangs")) for _ in range(3)]
             await asyncio.sleep(0.2)
         assert await asyncio.gather(*tasks) == ["host_closed"] * 3

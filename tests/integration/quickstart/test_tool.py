@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ LAST_LINE = re.compile(r"tool: eval accuracy ([\d.]+) -> ([\d.]+), run at (.+)")
 @pytest.mark.slow
 @pytest.mark.timeout(960)
 def test_a_model_learns_to_call_python_and_to_read_its_answer_off(tmp_path: Path):
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed: scripts/sandbox_tools installs it")
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     command = [sys.executable, str(SCRIPT), "--output", str(tmp_path / "run")]
     done = subprocess.run(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -32,7 +33,13 @@ ADD = [CodeTest("1 2\n", "3\n"), CodeTest("20 22\n", "42\n")]
 METHOD = [CodeTest("[1, 2]\n4", "7", "total"), CodeTest("[]\n0", "0", "total")]
 
 
+def needs_bubblewrap() -> None:
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed: scripts/sandbox_tools installs it")
+
+
 def verdict(code: str, tests: list[CodeTest], test_timeout_s: float = 30.0, timeout_s: float = 120.0) -> Verdict:
+    needs_bubblewrap()
     return grade(code, tests, Sandbox(), test_timeout_s, timeout_s)
 
 
@@ -224,6 +231,7 @@ def test_a_row_without_tests_is_refused(truth: Any):
 
 
 def test_the_reward_is_all_or_nothing():
+    needs_bubblewrap()
     row = {"reward_spec": {"ground_truth": [{"input": "1 2", "output": "3"}, {"input": "2 2", "output": "4"}]}}
     right, half = "print(sum(map(int, input().split())))", "print(3)"
     outputs = [LCBEnv({}, row).step(f"So:\n```python\n{code}\n```") for code in (right, half)]
@@ -266,6 +274,7 @@ def convert(folder: Path, *rows: dict[str, Any]) -> subprocess.CompletedProcess[
 
 
 def test_local_rows_are_converted_and_graded(tmp_path: Path):
+    needs_bubblewrap()
     hidden = packed(json.dumps([{"input": "2", "output": "4", "testtype": "stdin"}]))
     own = {
         "question_content": "Double it.",

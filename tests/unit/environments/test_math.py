@@ -106,7 +106,7 @@ def test_digits_side_by_side_are_not_added():
 )
 def test_a_comparison_that_never_ends_scores_0_within_its_deadline_and_a_second(grader: Grader, answer: str):
     took = []
-    for _ in range(2):  # the second time, should the machine have been busy with something else the first
+    for _ in range(4):  # again, should the machine have been busy with something else
         assert grader.grade("42.0", "42") == (True, "graded")
         start = time.monotonic()
         grader.deadline_s = DEADLINE_S

@@ -64,6 +64,8 @@ def test_turns_that_run_out_are_worth_nothing_and_search_nothing(retriever: WebS
         ("<answer>Eiffel Tower or the Louvre</answer>", 0.0),
         ("<answer>not the Eiffel Tower</answer>", 0.0),
         ("<answer></answer>", 0.0),
+        ("<think><answer>the Louvre</answer>? No.</think> <answer>Eiffel Tower</answer>", 1.0),
+        ("<think><answer>Eiffel Tower</answer>.</think> <answer>the Louvre</answer>", 0.0),
     ],
 )
 def test_an_answer_is_right_when_it_matches_exactly_after_normalisation(text: str, reward: float):
@@ -86,11 +88,22 @@ def test_several_answers_are_no_answer_and_only_the_model_answers(retriever: Web
 )
 def test_a_megabyte_of_tags_is_scored_in_linear_time(unit: str):
     score(unit * (2**20 // len(unit)), ["x"])
-    assert answer_of("<answer>" * 1000 + "a</answer>") == "" or answer_of("<answer>" * 1000 + "a</answer>") is not None
+    assert answer_of("<answer>" * 1000 + "x</answer>") == "x"
 
 
 def test_normalisation_is_that_of_search_r1():
     assert normalised("  The U.S.A. -- an  answer! ") == "usa answer"
+
+
+def test_an_answer_that_is_all_article_or_punctuation_can_be_right():
+    assert score("<answer> A </answer>", ["A"]) == 1.0
+    assert score("<answer>+</answer>", ["-"]) == 0.0
+
+
+def test_queries_and_answers_in_thinking_do_nothing(retriever: WebServer):
+    hinted, searched = play(retriever, "<think><search>a</search></think>", "<think>hm</think><search>b</search>")
+    assert (hinted.done, "Write <search>" in hinted.observations[0]["content"]) == (False, True)
+    assert "about b" in searched.observations[0]["content"] and len(retriever.requests) == 1
 
 
 @pytest.mark.parametrize("truth", [None, {}, {"target": []}, {"target": [1]}, 3])
@@ -128,13 +141,16 @@ def test_a_start_refuses_a_corpus_that_is_not_there_and_an_address_that_is_none(
     ("name", "key"),
     [
         ("search", "search.timeout"),
+        ("math", "math.timeout"),
+        ("openenv", "openenv.timeout"),
+        ("tool_use", "tool_use.tool_settings.python.wall_s"),
         ("searchcode", "searchcode.timeout"),
         ("searchcode", "searchcode.python_timeout"),
         ("llm_as_a_judge", "llm_as_a_judge.timeout"),
     ],
 )
 def test_a_deadline_beyond_that_of_the_step_is_refused_for_the_environment_that_has_it(name: str, key: str):
-    overrides = [f"environment.skyrl_gym.{key}=60", "trainer.timeouts.environment_step_s=60"]
-    with pytest.raises(ConfigError, match=rf"skyrl_gym\.{key}=60\.0: must be less than .*environment_step_s"):
+    overrides = [f"++environment.skyrl_gym.{key}=60", "trainer.timeouts.environment_step_s=60"]
+    with pytest.raises(ConfigError, match=rf"skyrl_gym\.{key}=60(\.0)?: must be less than .*environment_step_s"):
         prepare([f"environment.env_class={name}", *overrides], has_accelerator=False)
     prepare(["environment.env_class=gsm8k", *overrides], has_accelerator=False)

@@ -12,6 +12,7 @@ from skyrl_train.build.environments import check_environments
 from skyrl_train.config.prepare import prepare
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.data.trajectory import Prompt
+from skyrl_train.environments import tool_use
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.environments.tool_use import ToolUseEnv
@@ -116,6 +117,14 @@ def test_several_calls_of_one_message_are_answered_in_order(episode: Any):
         assert [message["role"] for message in messages] == [role] * count
         text = "".join(message["content"] for message in messages)
         assert text.index("3") < text.index("4")
+
+
+def test_calls_that_slow_ones_kept_waiting_are_not_begun(episode: Any, monkeypatch: pytest.MonkeyPatch):
+    """Else sixteen programs that sleep would take the step past its deadline, and cost its process."""
+    monkeypatch.setattr(tool_use, "BEGIN_S", -1.0)
+    environment = episode()
+    told = step(environment, call(1) + "<tool_call>{</tool_call>").observations[0]["content"]
+    assert "Not run" in told and "not valid JSON" in told
 
 
 def test_a_call_that_nobody_would_read_is_not_run_and_is_no_answer(episode: Any):

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,29 @@ def test_an_answer_is_never_run_as_code(task: str, tmp_path: Path):
     ):
         assert score(row, f"<answer>{code}</answer>") < 0.1
     assert not target.exists()
+
+
+@needs_library
+def test_an_answer_on_which_the_scorer_raises_is_worth_nothing(monkeypatch: pytest.MonkeyPatch):
+    row = one("chain_sum")
+
+    class Raises:
+        def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
+            raise ZeroDivisionError(answer)
+
+    monkeypatch.setattr(reasoning_gym, "_scorer", lambda task: Raises())
+    assert score(row, "<answer>1/0</answer>") == 0.0
+    assert score(row, "<think><answer>1</answer></think> no block") == 0.0
+
+
+@needs_library
+@pytest.mark.fault("F14")
+@pytest.mark.parametrize("unit", ["<answer>", "</answer>", "<answer></answer>"])
+def test_a_megabyte_of_tags_is_read_in_linear_time(unit: str):
+    row = one("chain_sum")
+    start = time.process_time()
+    assert score(row, unit * (2**20 // len(unit))) == 0.0
+    assert time.process_time() - start < 20.0
 
 
 @needs_library

@@ -31,10 +31,10 @@ class Does(Echo):
     """Does what it was made with."""
 
     name = "does"
-    deadline_s = 0.2
 
-    def __init__(self, action: Any):
+    def __init__(self, action: Any, deadline_s: float = 60.0):
         self.action = action
+        self.deadline_s = deadline_s
 
     async def call(self, arguments: dict[str, Any]) -> Any:
         result = self.action()
@@ -100,6 +100,7 @@ def test_what_a_model_gets_wrong_is_a_text(name: Any, arguments: Any, error: str
         (raises(TimeoutError("its own")), "TimeoutError", "its own"),
         (raises(SystemExit(3)), "SystemExit", "3"),
         (raises(KeyboardInterrupt()), "KeyboardInterrupt", "failed"),
+        (raises(asyncio.CancelledError()), "CancelledError", "was cancelled"),
         (lambda: None, "TypeError", "returned NoneType, not text"),
     ],
 )
@@ -123,7 +124,8 @@ def test_a_tool_that_waits_too_long_is_cancelled():
             raise
         return ""
 
-    box = ToolBox([Does(wait), Echo()])
+    box = ToolBox([Does(wait, deadline_s=1.0), Echo()])
+    assert box.call("echo", {"text": "its loop runs"}).error is None
     assert box.call("does", {"text": ""}).error == "timeout"
     assert box.call("echo", {"text": "still here"}).text == "still here"
     assert box.call("does", {"text": ""}).error == "timeout"
@@ -133,7 +135,7 @@ def test_a_tool_that_waits_too_long_is_cancelled():
 
 def test_a_tool_that_blocks_its_loop_is_given_up_and_the_others_go_on():
     free = threading.Event()
-    box = ToolBox([Does(lambda: free.wait(600)), Echo()])
+    box = ToolBox([Does(lambda: free.wait(600), deadline_s=0.2), Echo()])
     thread = None
     try:
         result = box.call("does", {"text": ""})

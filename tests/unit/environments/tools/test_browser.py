@@ -101,7 +101,7 @@ PAGES = {
     "<form action='/found'><input name='q' placeholder='your name'><button>Go</button></form>",
     "/two": "<title>Two</title>second page",
     "/new": "<title>New</title>in a tab of its own",
-    "/loop": "<title>Loop</title>before <script>setTimeout(() => { for (;;) {} }, 50)</script>",
+    "/loop": "<title>Loop</title><button onclick='for (;;) {}'>Go</button>",
     "/long": "<p>" + "word " * 100_000,
 }
 
@@ -184,10 +184,9 @@ def test_a_real_browser_reads_pages_and_is_refused_everything_else():
 @needs_chromium
 def test_a_page_that_never_lets_go_costs_the_browser_and_not_the_episode():
     with web_server(pages()) as server, browser(server) as (box, tool):
-        assert do(box, "goto", url=f"{server.url}/two").error is None
+        assert do(box, "goto", url=f"{server.url}/loop").text.startswith("Loop\n")
         tool.deadline_s = 3.0
-        do(box, "goto", url=f"{server.url}/loop")
-        assert do(box, "read").error == "timeout"
+        assert do(box, "click", element=1).error == "timeout"
         tool.deadline_s = 120.0
         assert do(box, "goto", url=f"{server.url}/two").text.startswith("Two\n")
 
@@ -217,7 +216,7 @@ def test_a_browser_ends_with_the_process_of_its_environment_also_when_that_is_ki
             children = psutil.Process(process.pid).children(recursive=True)
             assert any("--headless" in " ".join(child.cmdline()) for child in children)
             os.killpg(process.pid, signal.SIGKILL)  # as the host of environments does
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import threading
+import time
 import zlib
 from collections.abc import Sequence
 
@@ -270,3 +271,27 @@ def test_the_fetch_tool_reads_a_page_as_a_person_would():
         missing = box.call("fetch", {"url": f"{server.url}/none"})
         assert (missing.error, "status 404" in missing.text) == ("tool_error", True)
         box.close()
+
+
+def html(text: str, content_type: str = "text/html; charset=utf-8") -> str:
+    return Page("http://wiki.test/", 200, content_type, text.encode()).text()
+
+
+def test_a_page_is_read_without_what_nobody_sees():
+    page = "<!DOCTYPE html><!-- a > b --><HEAD><title>no<body>1 < 2 &lt; 3<SCRIPT>if (a < b) {}</script><br/>"
+    assert html(f"{page}<A class=x HREF='/a?b&amp;c'>go</A> <b>on</b><svg><p>no</p></svg>.<style>p") == (
+        "1 < 2 < 3\ngo (/a?b&c) on."
+    )
+    assert Page("u", 200, "text/html; charset=iso-8859-1", b"caf\xe9").text() == "café"
+    assert Page("u", 200, "text/html; charset=punycode", "café".encode()).text() == "café"
+    assert html("<b>as it is</b>", "text/plain") == "<b>as it is</b>"
+
+
+@pytest.mark.fault("F26")
+@pytest.mark.parametrize(
+    "unit", ["<!--", "<a ", "</", "<", "<a href='", "< ", "<svg></p>", "<a>", "</a>", "&", "<?", " \n"]
+)
+def test_a_megabyte_of_a_hostile_page_is_read_in_linear_time(unit: str):
+    start = time.process_time()
+    html(unit * (2**20 // len(unit)) + ">")
+    assert time.process_time() - start < 20.0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.environments.tools import sql
 from skyrl_train.environments.tools.base import ToolBox
 from skyrl_train.environments.tools.sql import QueryError, QueryLimits, SQLTool, find_database, query
 from skyrl_train.errors import ConfigError, DataError
@@ -104,6 +106,18 @@ def test_memory_has_a_limit(shop: Path, sql: str):
     with pytest.raises(QueryError):
         query(shop, sql, QueryLimits(wall_s=20.0))
     assert time.monotonic() - started < 120
+
+
+def test_a_query_that_sqlite_does_not_interrupt_ends_by_the_processors_clock(
+    shop: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Also where the environment that waited for it was killed."""
+    if shutil.which("prlimit") is None:
+        pytest.skip("needs prlimit")
+    monkeypatch.setattr(sql, "CPU_GRACE_S", 1)
+    monkeypatch.setattr(sql, "START_S", 3600.0)
+    with pytest.raises(QueryError, match="timed out"):
+        query(shop, "select instr(hex(zeroblob(8000000)), hex(zeroblob(4000000)) || '1')", QueryLimits(wall_s=0.5))
 
 
 def test_results_are_cut(shop: Path):
