@@ -125,7 +125,7 @@ class Reader:
                 return [int(one) for one in tokens[mask.bool()]]
         ids: list[int] = tokens.tolist()
         padded = lookup(row, (self.tokens_key, "padded"), bare=False)
-        if padded is not None and not padded or self.tokenizer is None:
+        if (padded is not None and not padded) or self.tokenizer is None:
             return ids
         pad, start, end = pad_id(self.tokenizer), 0, len(ids)
         while start < end and ids[start] == pad:

@@ -67,7 +67,7 @@ def scored(rows: Sequence[Row], logprobs: Sequence[Sequence[float]], tokenizer: 
         }
         for row in rows
     ]
-    left = {name: "left" for name in ("full", "all_attention_mask", "all_assistant_mask")}
+    left = dict.fromkeys(("full", "all_attention_mask", "all_assistant_mask"), "left")
     out = {
         "tokens": _container(Tokens, tokens, at, at.pad, left),
         "log_probs": _container(LogProbs, values, at, 0.0, left),

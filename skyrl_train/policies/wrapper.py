@@ -24,8 +24,6 @@ from skyrl_train.policies.loop import call
 from skyrl_train.policies.outputs import Answer, Layout, generated, scored
 from skyrl_train.policies.parameters import Generation, read_generate_kwargs
 
-_FILTERS = ("return_text", "return_tokens", "return_masks", "return_history")
-
 
 class LLMWrapperBase(TensorDictModuleBase):
     """Prompts in, continuations out; with `generate=False` whole sequences in, their log-probs out.
@@ -44,7 +42,7 @@ class LLMWrapperBase(TensorDictModuleBase):
     - timeout: seconds for a call, then DeadlineExceeded.
     - return_text, return_tokens, return_masks, return_history, return_log_probs: False leaves a container out.
 
-    Raises ConfigError (a ValueError) for settings, and for inputs that are missing; TypeError for those of another type.
+    Raises ConfigError (a ValueError) for settings and for inputs that are missing, TypeError for inputs of other types.
     """
 
     def __init__(
@@ -85,10 +83,10 @@ class LLMWrapperBase(TensorDictModuleBase):
         super().__init__()
         self._given = given
         self.model = model
-        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-        self.input_mode, self.generate, self.pad_output, self.timeout = input_mode, generate, pad_output, timeout
         self.history_key, self.text_key, self.tokens_key = history_key, text_key, tokens_key
         self.masks_key, self.log_probs_key, self._device = masks_key, log_probs_key, device
+        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self.input_mode, self.generate, self.pad_output, self.timeout = input_mode, generate, pad_output, timeout
         self.generation = read_generate_kwargs(generate_kwargs, num_samples)
         self.num_samples = self.generation.num_samples
         self.inplace = (self.num_samples is None) if inplace is None else inplace
@@ -97,22 +95,14 @@ class LLMWrapperBase(TensorDictModuleBase):
         self._reader = self._make_reader(given)
         self._names = itertools.count()
         self._id = uuid.uuid4().hex[:12]
+        self._collector: Any = None
         self.in_keys = [self._reader.key]
-        keep = {name for name in _FILTERS if given[name]}
-        outputs = [
-            (text_key, "return_text" in keep and self.tokenizer is not None),
-            (masks_key, "return_masks" in keep),
-            (tokens_key, "return_tokens" in keep),
-            (log_probs_key, self.return_log_probs),
-            (history_key, "return_history" in keep and input_mode == "history"),
-        ]
-        self.out_keys = [key for key, wanted in outputs if wanted]
+        self.out_keys = self._written(given)
         sizes = min_batch_size is not None or max_batch_size is not None
         self.batching = sizes if batching is None else batching
         self._dispatcher = (
             Dispatcher(self._answer, min_batch_size, max_batch_size, batching_timeout) if self.batching else None
         )
-        self._collector: Any = None
 
     # -- the engine -------------------------------------------------------------------------------------------------
 
@@ -277,6 +267,17 @@ class LLMWrapperBase(TensorDictModuleBase):
             raise ConfigError(f"input_mode={self.input_mode!r} needs a tokenizer: pass tokenizer=.")
         if not self.timeout > 0:
             raise ConfigError(f"timeout={self.timeout}: give seconds above 0.")
+
+    def _written(self, given: dict[str, Any]) -> list[str]:
+        """Keys of the containers in the output."""
+        outputs = [
+            (self.text_key, given["return_text"] and self.tokenizer is not None),
+            (self.masks_key, given["return_masks"]),
+            (self.tokens_key, given["return_tokens"]),
+            (self.log_probs_key, self.return_log_probs),
+            (self.history_key, given["return_history"] and self.input_mode == "history"),
+        ]
+        return [key for key, wanted in outputs if wanted]
 
     def _make_reader(self, given: dict[str, Any]) -> Reader:
         key = given["input_key"]

@@ -81,7 +81,7 @@ class TransformersWrapper(_MadeWrapper):
         return TransformersEngine(model, tokenizer, **options)
 
 
-class vLLMWrapper(_MadeWrapper):  # noqa: N801 - the name that TorchRL's users know
+class vLLMWrapper(_MadeWrapper):
     """vLLM in this process; keywords beyond the settings are those of VLLMEngine and vLLM's EngineArgs."""
 
     def _start(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> InferenceEngine:
