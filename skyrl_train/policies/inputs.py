@@ -47,6 +47,8 @@ class Reader:
 
     def read(self, rows: list[TensorDictBase]) -> list[Row]:
         """Raises ConfigError for a key that is missing, TypeError for a value of another kind."""
+        if not rows:
+            raise ConfigError("the tensordict has a batch of 0; there is nothing to answer.")
         read = {"history": self._history, "text": self._text, "tokens": self._tokens}[self.mode]
         found = [read(row) for row in rows]
         for place, row in enumerate(found):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
 from skyrl_train.data.chat import is_control
@@ -197,10 +197,10 @@ class LLMWrapperBase(TensorDictModuleBase):
                 raise ConfigError(f"num_samples gives one dimension more: inplace={self.inplace!r} must be False.")
             if self.inplace is True:
                 out = given
-            else:
+            elif self.inplace == "empty":
                 out = given.empty()
-                if samples:
-                    out = out.unsqueeze(-1).expand(*given.batch_size, *samples).clone()
+            else:
+                out = TensorDict(batch_size=(*given.batch_size, *samples), device=given.device)
         names = {"text": self.text_key, "tokens": self.tokens_key, "masks": self.masks_key}
         names |= {"log_probs": self.log_probs_key, "history": self.history_key}
         for name, container in containers.items():

@@ -79,6 +79,8 @@ class TransformersWrapper(_MadeWrapper):
         if isinstance(model, nn.Module) and not generate:
             model = ModuleScorer(model)
         super().__init__(model, generate=generate, **options)
+        if isinstance(model, ModuleScorer):
+            self.network = model.module  # its parameters are this module's
 
     def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:
         if isinstance(model, nn.Module):
