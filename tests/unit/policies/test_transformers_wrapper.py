@@ -108,9 +108,8 @@ def test_a_seed_repeats_and_a_version_shares_the_engine(wrapper: Any):
     again = wrapper.get_new_version(pad_output=True)
     assert again.engine is wrapper.engine
     first, second = wrapper(chats()), again(chats())
-    assert [row.tolist() for row in first.get(("tokens", "response"), as_list=True)] == second[
-        "tokens"
-    ].response.tolist()
+    responses = [row.tolist() for row in first.get(("tokens", "response"), as_list=True)]
+    assert responses == second["tokens"].response.tolist()
 
 
 def test_a_masked_categorical_of_tokens_and_of_positions():
