@@ -48,7 +48,7 @@ def column(tensordict: TensorDictBase, key: Key) -> Column | None:
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Where the tokens of B rows lie in a rectangle; ragged rows stand to the right, as a left-padding policy puts them.
+    """Where the tokens of B rows lie in a rectangle; ragged rows stand to the right, as left-padding policies put them.
 
     Example: rows (5 6 7) and (8 9) give present=[[1,1,1],[0,1,1]], widths=[3,2], sequence_ids=[0,0,0,1,1].
     """

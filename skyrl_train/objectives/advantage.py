@@ -48,9 +48,9 @@ class MCAdvantage(GroupTransform):
     ):
         """trajectory_return: "sum" (None is the same), "max" or "mean" of the steps' rewards.
         keep_return_bounds: groups whose mean return is outside are not stored (dynamic sampling).
-        candidate_group_size: as many trajectories of a prompt may come, of which `candidate_selector` (`most_different`)
-        picks grpo_size as soon as there are `candidate_selection_min_size` (grpo_size) and the picked differ and keep to
-        the bounds; when all have come and do not, they are dropped.
+        candidate_group_size: as many trajectories of a prompt may come. `candidate_selector` (`most_different`) picks
+        grpo_size of them as soon as there are `candidate_selection_min_size` (grpo_size), and the group is stored when
+        the picked differ and keep to the bounds; when all have come and do not, they are dropped.
         """
         super().__init__(prompt_key, rewards_key, done_key, verbose, version_key, max_staleness, max_pending)
         self.grpo_size, self.advantage_key = grpo_size, advantage_key

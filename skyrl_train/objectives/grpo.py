@@ -33,7 +33,7 @@ AGGREGATIONS = {"token_mean": token_mean, "prompt_mean": sequence_mean}
 REDUCTIONS = (None, "mean", "sum", "none")
 
 
-class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[misc]
+class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
     """Scalars, float64; those whose term was not asked for are None. Means are over the tokens that count.
 
     With aggregation or reduction "none" the loss_* are rectangles [B, L], 0 on tokens that do not count.

@@ -65,7 +65,7 @@ def check_actor(actor: Any) -> None:
     """ValueError for a wrapper that would generate instead of scoring."""
     if getattr(actor, "generate", None) is True:
         raise ValueError(
-            "The actor generates (generate=True); a loss scores given tokens: use actor.get_new_version(generate=False)."
+            "The actor has generate=True; a loss scores given tokens: use actor.get_new_version(generate=False)."
         )
 
 

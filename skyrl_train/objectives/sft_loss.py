@@ -22,7 +22,7 @@ LOSS_FUNCTIONS = ("sft", "minor_sft")
 REDUCTIONS = ("mean", "sum", "none")
 
 
-class SFTLossOutput(TensorClass["nocast"]):  # type: ignore[misc]
+class SFTLossOutput(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
     """Float64."""
 
     loss_sft: Tensor
