@@ -124,7 +124,10 @@ class GRPOLoss(TensorDictModuleBase):
         self.kl_to_ref_coeff = kl_to_ref_coeff
         self.kl_to_inference_coeff = kl_to_inference_coeff
         self.masking_strategy = masking_strategy
-        self.out_keys = [name for name in GRPOLossOutput.fields() if not _absent(self, name)]
+        self.out_keys = ["loss_objective", "clip_fraction", "kl_approx", "ESS"]
+        self.out_keys += ["entropy", "loss_entropy"] if entropy_bonus else []
+        self.out_keys += ["loss_kl_to_ref", "kl_to_ref"] if kl_to_ref_coeff is not None else []
+        self.out_keys += ["loss_kl_to_inference", "kl_to_inference"] if kl_to_inference_coeff is not None else []
         self.set_keys()
         if device is not None:
             self.to(device)
@@ -237,15 +240,6 @@ class CISPO(GRPOLoss):
 
 CISPOLoss = CISPO
 """TorchRL's name."""
-
-
-def _absent(loss: GRPOLoss, name: str) -> bool:
-    asked = {
-        "entropy": loss.entropy_bonus,
-        "kl_to_ref": loss.kl_to_ref_coeff is not None,
-        "kl_to_inference": loss.kl_to_inference_coeff is not None,
-    }
-    return not asked.get(name.removeprefix("loss_"), True)
 
 
 def mean_over(values: Tensor, mask: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from skyrl_train.objectives.grouping import Episode, GroupTransform
 class TopKRewardSelector(GroupTransform):
     """Of `total_dialog_turns` trajectories of a prompt, the `topk_size` with the largest returns (sums of rewards).
 
-    Earlier ones where returns tie, in order of arrival; whole trajectories. A group of equal returns is dropped: it says
-    nothing.
+    Earlier ones where returns tie, in order of arrival; whole trajectories. A group of equal returns says nothing, and
+    is dropped.
     """
 
     def __init__(

@@ -129,7 +129,7 @@ class SFTLoss(TensorDictModuleBase):
     def _loss(self, logprobs: Tensor, reference: Tensor | None, mask: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
         if self.loss_function == "minor_sft":
             assert reference is not None
-            share = 1 / lengths[ids] if self.normalize_by_seq_length else torch.ones_like(logprobs)
+            share = 1 / lengths[ids].double() if self.normalize_by_seq_length else torch.ones_like(logprobs)
             values = minor_sft(
                 logprobs * share, mask, ref_logprobs=reference * share, sequence_ids=ids, minor_beta=self.beta
             )
@@ -162,10 +162,9 @@ class SFTLoss(TensorDictModuleBase):
         settings |= {"return_dict": True, "return_tensors": "pt", "return_assistant_tokens_mask": True}
         made = []
         for row in rows.unbind(0):
-            history = row.get(self.tensor_keys.history, None)
-            if history is None:
+            if row.get(self.tensor_keys.history, None) is None:
                 raise ValueError(f"No conversation at {self.tensor_keys.history!r}, and no tokens.")
-            found = history.apply_chat_template(tokenizer=self.tokenizer, **settings)
+            found = row[self.tensor_keys.history].apply_chat_template(tokenizer=self.tokenizer, **settings)
             row = row.copy()
             row.set(self.tensor_keys.tokens, torch.as_tensor(found["input_ids"]).reshape(-1))
             row.set(ASSISTANT, torch.as_tensor(found["assistant_masks"]).reshape(-1).bool())
