@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 
 from skyrl_train.data.tensordict_rows import Column, Key, TokenLayout, column
@@ -19,7 +19,7 @@ MASKING_STRATEGIES = ("sft", "rlhf", "generic")
 
 
 class TokenDistribution(Protocol):
-    """Over the vocabulary at [B, L] positions, L being those of the tokens: ragged ones padded on the left."""
+    """Over the vocabulary at [B, L] positions, L being the tokens of the longest row; others padded on the left."""
 
     def log_prob(self, value: Tensor) -> Tensor:
         """[B, L] int64 to nats [B, L]; a row's first token and padding may have any."""
@@ -39,7 +39,7 @@ class DistributionPolicy(Protocol):
 class ScoringPolicy(Protocol):
     """The second: called, it returns a tensordict with ("log_probs", "full"), with a gradient where one is wanted.
 
-    Entries have the layout of what it was given, or come with ("tokens", "full") and an attention mask of their own.
+    Rows as given, or padded in some way, with ("tokens", "full") and an attention mask that tell which.
     """
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase: ...
@@ -81,7 +81,7 @@ def read(tensordict: TensorDictBase, key: Key, what: str, error: type[Exception]
 def score(
     actor: Any, tensordict: TensorDictBase, action: Key, strategy: str, *, entropy: bool, mc_samples: int = 1
 ) -> Scored:
-    """The tokens at `action` of a tensordict [B] under `actor`, which is given a copy.
+    """The tokens at `action` of a tensordict [B] under `actor`, which is given a copy without padding.
 
     ValueError: no actor, tokens or masks, other shapes, or an entropy asked of a policy that has log-probs alone.
     """
@@ -90,14 +90,15 @@ def score(
     tokens = read(tensordict, action, "action")
     layout = TokenLayout.of(tokens, column(tensordict, ATTENTION))
     mask = token_mask(tensordict, tokens, layout, strategy)
-    distribution = _distribution(actor, tensordict.copy())
+    ids = list(layout.flat(tokens, action).split(layout.present.sum(1).tolist()))
+    distribution = _distribution(actor, _unpadded(tensordict, ids, layout, action))
     if distribution is None:
         if entropy:
             raise ValueError("The policy gives log-probs alone, which have no entropy; use entropy_bonus=False.")
-        return Scored(layout, mask, _called(actor, tensordict, tokens, layout, action), None)
-    values = torch.where(layout.present, layout.rectangle(tokens, action), 0)
-    logprobs = layout.flat(distribution.log_prob(values), "log-probs of the policy")
-    spread = layout.flat(_entropy(distribution, mc_samples), "entropy of the policy") if entropy else None
+        return Scored(layout, mask, _called(actor, _unpadded(tensordict, ids, layout, action), ids, action), None)
+    theirs = TokenLayout.of(ids, None)
+    logprobs = theirs.flat(distribution.log_prob(theirs.rectangle(ids, action)), "log-probs of the policy")
+    spread = theirs.flat(_entropy(distribution, mc_samples), "entropy of the policy") if entropy else None
     return Scored(layout, mask, logprobs, spread)
 
 
@@ -135,6 +136,21 @@ def scored_texts(actor: Any, tensordict: TensorDictBase, action: Key) -> tuple[T
     return result, layout.flat(read(result, LOG_PROBS, "log-probs of the policy", KeyError), LOG_PROBS), layout
 
 
+def _unpadded(tensordict: TensorDictBase, ids: list[Tensor], layout: TokenLayout, action: Key) -> TensorDictBase:
+    """The rows without padding, and without the log-probs of sampling, which are not to be taken for the policy's."""
+    assistant = column(tensordict, ASSISTANT)
+    said = None if assistant is None else layout.flat(assistant, ASSISTANT).split([len(row) for row in ids])
+    result = []
+    for index, (row, tokens) in enumerate(zip(tensordict.unbind(0), ids, strict=True)):
+        plain = row.exclude("tokens", "masks", "log_probs").copy()
+        plain.set(action, tokens)
+        plain.set(ATTENTION, torch.ones_like(tokens, dtype=torch.bool))
+        if said is not None:
+            plain.set(ASSISTANT, said[index])
+        result.append(plain)
+    return lazy_stack(result)
+
+
 def _distribution(actor: Any, tensordict: TensorDictBase) -> TokenDistribution | None:
     # TorchRL's `get_dist` masks with the wrong shape; its `_get_generic_dist` is what its own loss calls.
     for name in ("_get_generic_dist", "get_dist"):
@@ -164,17 +180,17 @@ def _entropy(distribution: Any, samples: int) -> Tensor:
     return exact
 
 
-def _called(actor: Any, tensordict: TensorDictBase, tokens: Column, layout: TokenLayout, action: Key) -> Tensor:
+def _called(actor: Any, tensordict: TensorDictBase, ids: list[Tensor], action: Key) -> Tensor:
     """[T] log-probs of an actor that is called."""
-    result = actor(tensordict.exclude(LOG_PROBS).copy())  # those of sampling are not to be taken for the policy's
+    result = actor(tensordict)
     values = read(result, LOG_PROBS, "log-probs of the policy", KeyError)
     theirs = column(result, action)
-    if theirs is None or theirs is tokens:
-        return layout.flat(values, LOG_PROBS)
-    other = TokenLayout.of(theirs, column(result, ATTENTION))
-    if not torch.equal(other.flat(theirs, action), layout.flat(tokens, action)):
+    if theirs is None:
+        return TokenLayout.of(ids, None).flat(values, LOG_PROBS)
+    layout = TokenLayout.of(theirs, column(result, ATTENTION))
+    if not torch.equal(layout.flat(theirs, action), torch.cat(ids)):
         raise ValueError(
             "The policy scored other tokens than those that were sampled (a template made them anew); "
-            'use input_mode="tokens" or prefer_tokens=True.'
+            'use input_mode="tokens".'
         )
-    return other.flat(values, LOG_PROBS)
+    return layout.flat(values, LOG_PROBS)
