@@ -42,7 +42,7 @@ class ScoringPolicy(Protocol):
     Rows as given, or padded in some way, with ("tokens", "full") and an attention mask that tell which.
     """
 
-    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase: ...
+    def __call__(self, tensordict: TensorDictBase, /) -> TensorDictBase: ...
 
 
 Actor = DistributionPolicy | ScoringPolicy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def test_from_rewards_to_the_loss_the_numbers_are_the_trainers():
         row["next", "reward"] = batch.rewards[index].reshape(1, 1)
         row["next", "done"] = torch.ones(1, 1, dtype=torch.bool)
         buffers[min(group, 1)].add(row)
-    stored = torch.cat([buffer.sample() for buffer in buffers])
+    stored: Any = torch.cat([buffer.sample() for buffer in buffers])  # type: ignore[misc]
     assert expected.advantages is not None
     per_row = torch.stack([expected.advantages[batch.loss_mask & (batch.sequence_ids == i)][0] for i in range(5)])
     assert torch.equal(stored["advantage"].flatten(), per_row.float())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_gradients_match_finite_differences():
 def test_the_rectangle_is_what_a_reduction_would_add():
     batch = hard_batch("regular")
     data = as_tensordict(batch, "all left")
-    settings = {"entropy_bonus": False, "masking_strategy": "rlhf"}
+    settings: dict[str, Any] = {"entropy_bonus": False, "masking_strategy": "rlhf"}
     each = GRPOLoss(table_of(batch), reduction="none", **settings)(data).loss_objective
     assert each.shape == data["tokens", "full"].shape
     assert not each[~data["masks", "all_assistant_mask"]].any()
@@ -138,6 +139,7 @@ def test_statistics_are_means_over_the_tokens_that_count(layout: str):
         table_of(batch), entropy_bonus=False, kl_to_ref_coeff=1.0, kl_to_inference_coeff=0.5, masking_strategy="rlhf"
     )
     output = objective(as_tensordict(batch, layout))
+    assert batch.ref_logprobs is not None and batch.old_logprobs is not None
     back = (batch.ref_logprobs - logprobs)[chosen]
     to_sampler = (batch.old_logprobs - logprobs)[chosen]
     ratio = (-to_sampler).exp()
@@ -197,13 +199,14 @@ def chosen(data: TensorDictBase, strategy: str, batch: TrainBatch) -> Tensor:
     policy = table_of(batch)
     GRPOLoss(policy, entropy_bonus=False, masking_strategy=strategy, clip_epsilon=99.0)(data).loss.backward()
     assert policy.table.grad is not None
-    return policy.table.grad != 0
+    return policy.table.grad.bool()
 
 
 def test_tokens_far_from_the_sampling_policy_can_be_masked():
     policy = TablePolicy(torch.tensor([0.0, -1.1, -3.5, -0.9], dtype=torch.float64))
     GRPOLoss(policy, entropy_bonus=False, kl_mask_threshold=2.0)(one_sequence()).loss.backward()
-    assert (policy.table.grad != 0).tolist() == [False, True, False, True]
+    assert policy.table.grad is not None
+    assert policy.table.grad.bool().tolist() == [False, True, False, True]
 
 
 def test_the_input_stays_as_it_is_and_2d_batches_are_flattened():
@@ -269,13 +272,14 @@ def test_what_a_policy_cannot_do_is_said():
     other = GRPOLoss(lambda rows: policy(rows.set(("tokens", "full"), rows["tokens", "full"] + 1)), entropy_bonus=False)
     with pytest.raises(ValueError, match="other tokens than those that were sampled"):
         other(one_sequence())
-    policy.generate = True
+    policy.generate = True  # type: ignore[assignment]
     with pytest.raises(ValueError, match="generate=False"):
         GRPOLoss(policy)
 
 
 def test_a_rectangle_without_an_attention_mask_is_not_guessed_at():
-    data = torch.cat([one_sequence(), one_sequence()]).exclude(("masks", "all_attention_mask"))
+    twice: Any = torch.cat([one_sequence(), one_sequence()])  # type: ignore[list-item]
+    data = twice.exclude(("masks", "all_attention_mask"))
     for strategy in ("sft", "generic"):
         objective = GRPOLoss(TablePolicy(torch.zeros(4)), entropy_bonus=False, masking_strategy=strategy)
         with pytest.raises(ValueError, match="does not tell tokens from padding"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -121,7 +122,8 @@ def test_histories_are_tokenised_without_touching_the_settings():
 
 
 def test_settings_are_checked():
-    for settings in ({"reduction": "median"}, {"loss_function": "dpo"}):
+    wrong: list[dict[str, Any]] = [{"reduction": "median"}, {"loss_function": "dpo"}]
+    for settings in wrong:
         with pytest.raises(ValueError, match="must be one of"):
             SFTLoss(policy(), **settings)
     with pytest.raises(ValueError, match="no actor_network"):
