@@ -1,0 +1,153 @@
+"""Token-level values of a tensordict as the ragged [T] tensors that all algorithms work on.
+
+A tensordict has one row a sequence. Its token-level entries are rectangles [B, L], whose padding a mask tells (left of
+a prompt, right of a response, or all on the left), or ragged: lazy stacks of rows of different lengths, or nested
+tensors. Both come to the same flat values, so that no result depends on how a batch was padded.
+
+Legend: B sequences, L positions of the widest row, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDictBase, lazy_stack
+from torch import Tensor
+from torch.nn.functional import pad
+
+Key = str | tuple[str, ...]
+Column = Tensor | list[Tensor]
+"""One entry of all rows: [B, ...], or B tensors of different shapes."""
+
+
+def rows_of(tensordict: TensorDictBase) -> list[TensorDictBase]:
+    """Rows (batch size ()) of a tensordict of any batch size, the last dimension running fastest."""
+    if tensordict.ndim == 0:
+        return [tensordict]
+    return [row for part in tensordict.unbind(0) for row in rows_of(part)]
+
+
+def flattened(tensordict: TensorDictBase) -> TensorDictBase:
+    """The same rows with batch size [B]."""
+    return tensordict if tensordict.ndim == 1 else lazy_stack(rows_of(tensordict))
+
+
+def column(tensordict: TensorDictBase, key: Key) -> Column | None:
+    """An entry of a tensordict of batch size [B]; None where it has none."""
+    value = tensordict.get(key, None, as_list=True)
+    if isinstance(value, Tensor) and value.is_nested:
+        return list(value.unbind())
+    if isinstance(value, list) and any(row is None for row in value):
+        return None
+    if value is None or isinstance(value, Tensor | list):
+        return value
+    raise TypeError(f"{key!r} holds {type(value).__name__}; it must be a tensor, a nested tensor or a stack of them.")
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """Where the tokens of B rows lie in a rectangle; ragged rows stand to the right, as left-padding policies put them.
+
+    Example: rows (5 6 7) and (8 9) give present=[[1,1,1],[0,1,1]], widths=[3,2], sequence_ids=[0,0,0,1,1].
+    """
+
+    present: Tensor
+    """[B, L] bool: a token, not padding."""
+    widths: tuple[int, ...]
+    """Positions of each row, L in a rectangle."""
+    padding_known: bool = True
+    """False for a rectangle without an attention mask: `present` is then all True, padding included."""
+
+    @classmethod
+    def of(cls, tokens: Column, attention: Column | None) -> TokenLayout:
+        """tokens and attention mask as rectangles, or as rows."""
+        rows = list(tokens)
+        widths = tuple(len(row) for row in rows)
+        device = rows[0].device if rows else None
+        everything = cls(torch.ones(len(rows), max(widths, default=0), dtype=torch.bool, device=device), widths)
+        if attention is not None:
+            return cls(everything.rectangle(attention, "the attention mask").bool(), widths)
+        if isinstance(tokens, Tensor):
+            return cls(everything.present, widths, padding_known=len(rows) == 1)
+        ones = [torch.ones_like(row, dtype=torch.bool) for row in rows]
+        return cls(everything.rectangle(ones, "tokens"), widths)
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """[T] int64, the row of each token."""
+        return self.present.nonzero()[:, 0]
+
+    @property
+    def first_tokens(self) -> Tensor:
+        """[T] bool: nothing precedes them, so they have no log-prob."""
+        ids = self.sequence_ids
+        return torch.cat([ids.new_ones(1), ids.diff()])[: len(ids)].bool()
+
+    def rectangle(self, values: Column, name: Key, fill: float = 0) -> Tensor:
+        """[B, L], or rows, to [B, L]; a trailing dimension of 1 is dropped.
+
+        A row may have all positions of its tokens' row, or only those that are no padding. ValueError otherwise.
+        """
+        if isinstance(values, Tensor):
+            if values.ndim == 3 and values.shape[-1] == 1:
+                values = values.squeeze(-1)
+            if values.shape == self.present.shape:
+                return values
+            raise ValueError(f"{name!r} has shape {list(values.shape)}; tokens have {list(self.present.shape)}.")
+        if len(values) != len(self.widths):
+            raise ValueError(f"{name!r} has {len(values)} rows; tokens have {len(self.widths)}.")
+        rows = [self._row(index, row.reshape(-1), name, fill) for index, row in enumerate(values)]
+        return torch.stack(rows) if rows else self.present.new_zeros(self.present.shape)
+
+    def _row(self, index: int, row: Tensor, name: Key, fill: float) -> Tensor:
+        if len(row) == self.widths[index]:
+            return pad(row, (self.present.shape[1] - len(row), 0), value=fill)
+        present = self.present[index]
+        if len(row) == int(present.sum()):
+            return torch.full_like(present, fill, dtype=row.dtype).index_put((present,), row)
+        raise ValueError(f"{name!r} has {len(row)} values in row {index}; its tokens have {self.widths[index]}.")
+
+    def flat(self, values: Column, name: Key) -> Tensor:
+        """[B, L], or rows, to [T]."""
+        return self.rectangle(values, name)[self.present]
+
+    def spread(self, values: Column, name: Key) -> Tensor:
+        """[T] from one value a row ([B], [B, 1], [B, 1, 1]) or one a token."""
+        if isinstance(values, list):
+            values = [row.reshape(-1) for row in values]
+            if all(row.numel() == 1 for row in values):
+                values = torch.cat(values)
+        if isinstance(values, Tensor) and values.numel() == len(self.widths):
+            return values.reshape(-1)[self.sequence_ids]
+        return self.flat(values, name)
+
+    def unflat(self, values: Tensor) -> Tensor:
+        """[T] to [B, L], 0 in padding."""
+        return values.new_zeros(self.present.shape).index_put((self.present,), values)
+
+    def after(self, tokens: Column, prompts: Column) -> Tensor:
+        """[T] bool: tokens behind the prompt that their row begins with. ValueError where a row does not."""
+        whole, result = self.rectangle(tokens, "tokens"), self.present.clone()
+        if isinstance(prompts, Tensor) and torch.equal(whole[:, : prompts.shape[1]], prompts):
+            result[:, : prompts.shape[1]] = False  # left-padded prompts, as rectangles hold them
+            return result[self.present]
+        for index, prompt in enumerate(prompts):
+            begin, length = whole.shape[1] - self.widths[index], len(prompt)
+            places = self.present[index].nonzero()[:length, 0]
+            if torch.equal(whole[index, begin : begin + length], prompt):
+                result[index, begin : begin + length] = False
+            elif torch.equal(whole[index, places], prompt):
+                result[index, places] = False
+            else:
+                raise ValueError(
+                    f"Row {index} does not begin with its prompt of {length} tokens, so its response is not known; "
+                    "give the assistant mask and masking_strategy='rlhf'."
+                )
+        return result[self.present]
+
+
+def stacked(rows: Sequence[TensorDictBase]) -> TensorDictBase:
+    """Rows to one tensordict [B] which nothing written into it reaches back from: tensors are shared, dicts are not."""
+    return lazy_stack([row.copy() for row in rows])
