@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NonTensorData, TensorDictBase
 
 from skyrl_train.data.chat import plain_text
 from skyrl_train.data.trajectory import Message
@@ -38,14 +38,12 @@ def history_of(messages: Sequence[Message]) -> History:
 
 def messages_of(history: History) -> list[Message]:
     """The messages of a History [turns]."""
-    roles, contents = _listed(history.role), _listed(history.content)
-    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+    return list(history.to_chats())
 
 
-def _listed(value: Any) -> list[Any]:
-    if isinstance(value, str):
-        return [value]
-    return list(value.tolist() if hasattr(value, "tolist") else value)
+def rendered_form(messages: Sequence[Message]) -> list[Message]:
+    """Messages as chat templates have them."""
+    return [{name: value for name, value in message.items() if name != "is_complete"} for message in messages]
 
 
 def conversation(prompt: Sequence[Message]) -> ChatHistory:
@@ -56,7 +54,7 @@ def conversation(prompt: Sequence[Message]) -> ChatHistory:
 def part(row: TensorDictBase, mode: str, name: str) -> Any:
     """A container's field (prompt, response or full) of a row, or None."""
     container = row.get(mode, None)
-    if container is None or isinstance(container, str | torch.Tensor):
+    if container is None or isinstance(container, str | torch.Tensor | NonTensorData):
         return None
     found = container.get(name, None)
     return getattr(found, "data", found) if mode == "text" else found

@@ -87,7 +87,7 @@ class RetrieveLogProb(_Scores):
 def scored_by(model: Any, root: TensorDictBase, mode: str, *, with_gradient: bool = False) -> TensorDictBase:
     """The model's output over the whole sequences of `root`, which stays as it is."""
     with torch.set_grad_enabled(with_gradient):
-        found: TensorDictBase = model(root.select(mode).copy())
+        found: TensorDictBase = model(root.select(mode, "masks", strict=False).copy())
     return found
 
 

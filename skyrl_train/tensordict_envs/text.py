@@ -12,7 +12,7 @@ from tensordict.utils import NestedKey
 from skyrl_train.data.chat import is_control, render_continuation, render_prompt
 from skyrl_train.policies.containers import Tokens
 from skyrl_train.tensordict_envs.base import Transform
-from skyrl_train.tensordict_envs.conversation import full_messages, messages_of, part, text_of, unpadded
+from skyrl_train.tensordict_envs.conversation import full_messages, messages_of, part, rendered_form, text_of, unpadded
 
 HEADER = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
@@ -140,7 +140,7 @@ class IncrementalTokenizer(Transform):
     def after_reset(self, given: TensorDictBase, root: TensorDictBase) -> TensorDictBase:
         rows = []
         for row in root.unbind(0):
-            messages = messages_of(part(row, "history", "prompt"))
+            messages = rendered_form(messages_of(part(row, "history", "prompt")))
             rows.append(self._with(row, render_prompt(self.tokenizer, messages, self.template_kwargs)))
         return lazy_stack(rows)
 
@@ -149,8 +149,8 @@ class IncrementalTokenizer(Transform):
         return lazy_stack([self._with(after, self._ids(before, after)) for before, after in pairs])
 
     def _ids(self, before: TensorDictBase, after: TensorDictBase) -> list[int]:
-        messages = messages_of(part(after, "history", "prompt"))
-        full, answered = part(before, "tokens", "full"), full_messages(before)
+        messages = rendered_form(messages_of(part(after, "history", "prompt")))
+        full, answered = part(before, "tokens", "full"), rendered_form(full_messages(before) or [])
         if full is not None and answered and messages[: len(answered)] == answered:
             ids = unpadded(before, full, response=False).tolist()
             places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
