@@ -8,13 +8,14 @@ from types import TracebackType
 from typing import Self
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 DONE_KEYS = ("done", "terminated", "truncated")
 ACTION_KEYS = ("text_response", "tokens_response")
-OF_ONE_STEP = frozenset({"next", "_reset", "masks", "log_probs", "reward", "ref_log_probs", *ACTION_KEYS, *DONE_KEYS})
-"""Root keys that the next step does not begin with."""
+CONTAINERS = ("history", "text", "tokens", "masks", "log_probs", "ref_log_probs")
+OF_ONE_STEP = frozenset({"next", "_reset", "reward", "action", *ACTION_KEYS, *DONE_KEYS, *CONTAINERS})
+"""Root keys that the next step does not begin with, unless the environment says them anew."""
 
 
 def keys_of(tensordict: TensorDictBase) -> set[str]:
@@ -147,12 +148,13 @@ class TensorDictEnv:
         return _same_keys(rows)
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """`tensordict` [B] (observations and actions) with "next" in it."""
-        root = tensordict
-        if "episode" not in keys_of(root):
+        """`tensordict` [B], observations and actions, with "next" in it: one that has rows is changed and returned."""
+        if "episode" not in keys_of(tensordict):
             raise RuntimeError("step needs what reset returned (with the policy's keys in it): there is no 'episode'")
-        if root.batch_dims != 1:
-            raise ValueError(f"step needs one batch dimension, got batch_size={tuple(root.batch_size)}")
+        if tensordict.batch_dims != 1:
+            raise ValueError(f"step needs one batch dimension, got batch_size={tuple(tensordict.batch_size)}")
+        lazy = isinstance(tensordict, LazyStackedTensorDict)
+        root: TensorDictBase = tensordict if lazy else lazy_stack(list(tensordict.unbind(0)))
         for transform in reversed(self.transforms):
             root = transform.before_step(root)
         following = self._stacked([self._completed(row, self._step_row(row)) for row in root.unbind(0)])
@@ -160,7 +162,9 @@ class TensorDictEnv:
             following = transform.after_step(root, following)
         if over := following["episode"][following["done"].reshape(len(following), -1).any(-1)].tolist():
             self.end_episodes(over)
-        return tensordict.set("next", following)
+        if root is not tensordict:
+            tensordict.set("next", following)
+        return root.set("next", following)
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """(`step`, the observations to go on with): rows that are done begin a new episode."""
@@ -222,7 +226,7 @@ class TensorDictEnv:
 
     def _rows_given(self, tensordict: TensorDictBase | None) -> TensorDictBase:
         if tensordict is None:
-            return TensorDict({}, batch_size=self.batch_size)
+            return lazy_stack([TensorDict({}, batch_size=[]) for _ in range(self.batch_size[0])])
         given = tensordict.exclude("next")
         if given.batch_dims == 0:
             return lazy_stack([given.clone() for _ in range(self.batch_size[0])])
@@ -230,7 +234,7 @@ class TensorDictEnv:
             raise ValueError(
                 f"reset got batch_size={tuple(given.batch_size)}; this environment has {tuple(self.batch_size)}"
             )
-        return given.copy()
+        return lazy_stack([row.copy() for row in given.unbind(0)])
 
     def _fresh(self, given: TensorDictBase) -> TensorDictBase:
         for transform in self.transforms:

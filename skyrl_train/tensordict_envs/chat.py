@@ -71,6 +71,8 @@ class ChatEnv(TensorDictEnv):
         self.template_kwargs = dict(template_kwargs or {})
         self.system_role, self.user_role, self.policy_role = system_role, user_role, policy_role
         self.data_key = data_key or QUESTION_KEYS[0]
+        self.kept_key = QUESTION_KEYS[0] if self.data_key == "text" else self.data_key
+        """Where the question stays: policies write a container under "text"."""
         if with_tokenizer:
             self.append_transform(IncrementalTokenizer(tokenizer, template_kwargs=template_kwargs))
 
@@ -86,15 +88,13 @@ class ChatEnv(TensorDictEnv):
         question = self._question(given)
         messages = self.opening(question)
         row = TensorDict({}, batch_size=[])
-        row.set_non_tensor(self.data_key, question)
+        row.set_non_tensor(self.kept_key, question)
         return row.set(self.input_mode, self._prompt(messages))
 
     def _question(self, given: TensorDictBase) -> str:
         for key in dict.fromkeys((self.data_key, *QUESTION_KEYS)):
             question = text_of(given, key)
             if question is not None:
-                if key == "text" and self.data_key != "text":  # a policy writes its container there
-                    given.pop("text")
                 return question
         raise RuntimeError(
             f"ChatEnv.reset expects a tensordict with a string under {self.data_key!r} (or 'text'), got the keys "

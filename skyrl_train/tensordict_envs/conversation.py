@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
 from skyrl_train.data.chat import plain_text
 from skyrl_train.data.trajectory import Message
@@ -21,6 +21,11 @@ def text_of(given: TensorDictBase, key: Any) -> str | None:
     value = given.get(key, None)
     value = getattr(value, "data", value)
     return value if isinstance(value, str) else None
+
+
+def set_texts(tensordict: TensorDictBase, key: Any, texts: Sequence[str]) -> None:
+    """Write a string for every row of [B]."""
+    tensordict.set(key, NonTensorStack(*(NonTensorData(text) for text in texts)))
 
 
 def value_of(given: TensorDictBase, key: Any) -> Any:

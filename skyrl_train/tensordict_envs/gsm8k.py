@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tensordict import NonTensorData, TensorDictBase
+from tensordict import TensorDictBase
 
 from skyrl_train.environments.gsm8k import NUMBER, canonical, strict_answer
 from skyrl_train.tensordict_envs.base import StepCounter, Transform
 from skyrl_train.tensordict_envs.chat import DatasetChatEnv
-from skyrl_train.tensordict_envs.conversation import last_response, text_of
+from skyrl_train.tensordict_envs.conversation import last_response, set_texts, text_of
 from skyrl_train.tensordict_envs.rewards import add_rewards, answers_in, end, thoughts_in
 
 REWARD_KEYS = ("reward_answer", "reward_think", "reward_right", "reward", "success")
@@ -142,10 +142,9 @@ class GSM8KPrepareQuestion(Transform):
             raise ValueError(f"in_keys={self.in_keys} and out_keys={self.out_keys} must be as many")
 
     def before_reset(self, given: TensorDictBase) -> TensorDictBase:
-        for row in given.unbind(0):
-            for source, out in zip(self.in_keys, self.out_keys, strict=True):
-                question = text_of(row, source)
-                if question is None:
-                    raise KeyError(f"GSM8KPrepareQuestion: there is no text under {source!r}")
-                row.set(out, NonTensorData(BASE_PROMPT % question))
+        for source, out in zip(self.in_keys, self.out_keys, strict=True):
+            questions = [text_of(row, source) for row in given.unbind(0)]
+            if None in questions:
+                raise KeyError(f"GSM8KPrepareQuestion: there is no text under {source!r}")
+            set_texts(given, out, [BASE_PROMPT % question for question in questions])
         return given

@@ -6,13 +6,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 
 from skyrl_train.data.chat import is_control, render_continuation, render_prompt
 from skyrl_train.policies.containers import Tokens
 from skyrl_train.tensordict_envs.base import Transform
-from skyrl_train.tensordict_envs.conversation import full_messages, messages_of, part, rendered_form, text_of, unpadded
+from skyrl_train.tensordict_envs.conversation import (
+    full_messages,
+    messages_of,
+    part,
+    rendered_form,
+    set_texts,
+    text_of,
+    unpadded,
+)
 
 HEADER = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
@@ -95,9 +103,9 @@ class Tokenizer(Transform):
             if source not in root.keys(include_nested=True):
                 self._missing(source)
                 continue
-            for row in root.unbind(0):
-                ids = row.get(source).tolist()
-                row.set(out, NonTensorData(self.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)))
+            rows = [row.get(source).tolist() for row in root.unbind(0)]
+            options = {"skip_special_tokens": self.skip_special_tokens}
+            set_texts(root, out, [str(self.tokenizer.decode(ids, **options)) for ids in rows])
         return root
 
     def _missing(self, key: NestedKey) -> None:
@@ -210,20 +218,21 @@ class TemplateTransform(Transform):
         return self._apply(root, self.keys, self.wrapped)
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
-        said = [[text_of(row, out) for _, out in self.keys] for row in root.unbind(0)]
-        for row, before in zip(following.unbind(0), said, strict=True):
-            for (source, out), old in zip(self.keys, before, strict=True):
-                text = text_of(row, source)
-                if text is not None and text != old:  # else the environment has said nothing new
-                    row.set(out, NonTensorData(self.wrapped(text)))
+        said = {out: [text_of(row, out) for row in root.unbind(0)] for _, out in self.keys}
+        for source, out in self.keys:
+            texts = [text_of(row, source) for row in following.unbind(0)]
+            if None not in texts and texts != said[out]:  # else the environment has said nothing new
+                pairs = zip(texts, said[out], strict=True)
+                wrapped = [str(text) if text == old else self.wrapped(str(text)) for text, old in pairs]
+                set_texts(following, out, wrapped)
         return following
 
     def before_step(self, root: TensorDictBase) -> TensorDictBase:
         return self._apply(root, self.keys_inv, self.unwrapped)
 
     def _apply(self, tensordict: TensorDictBase, keys: Sequence[tuple[str, str]], change: Any) -> TensorDictBase:
-        for row in tensordict.unbind(0):
-            for source, out in keys:
-                if (text := text_of(row, source)) is not None:
-                    row.set(out, NonTensorData(change(text)))
+        for source, out in keys:
+            texts = [text_of(row, source) for row in tensordict.unbind(0)]
+            if None not in texts:
+                set_texts(tensordict, out, [change(text) for text in texts])
         return tensordict

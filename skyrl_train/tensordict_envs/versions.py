@@ -7,9 +7,10 @@ import uuid
 from dataclasses import dataclass
 
 import torch
-from tensordict import NonTensorData, TensorDictBase
+from tensordict import TensorDictBase
 
 from skyrl_train.tensordict_envs.base import Transform
+from skyrl_train.tensordict_envs.conversation import set_texts
 
 Version = int | str
 
@@ -55,6 +56,5 @@ class PolicyVersion(Transform):
     def _write(self, tensordict: TensorDictBase) -> TensorDictBase:
         if isinstance(self.version, int):
             return tensordict.set("policy_version", torch.full(tensordict.batch_size, self.version))
-        for row in tensordict.unbind(0):
-            row.set("policy_version", NonTensorData(self.version))
+        set_texts(tensordict, "policy_version", [self.version] * len(tensordict))
         return tensordict

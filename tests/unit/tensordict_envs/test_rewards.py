@@ -97,17 +97,16 @@ def test_make_gsm8k_env_puts_questions_into_the_base_prompt_and_rewards_text():
 IFEVAL = [
     {
         "key": 1,
-        "prompt": "Write in lower case, without commas.",
-        "instruction_id_list": ["change_case:english_lowercase", "punctuation:no_comma"],
-        "kwargs": [{}, {}],
+        "prompt": "Write without commas and end with over.",
+        "instruction_id_list": ["startend:end_checker", "punctuation:no_comma"],
+        "kwargs": [{"end_phrase": "over"}, {}],
     }
 ]
 
 
 def test_instructions_that_are_followed_are_rewarded_by_weight_and_form():
-    pytest.importorskip("py3langid")
     env = IFEvalEnv(dataset=IFEVAL, num_envs=3)
-    texts = ("<think>A, B</think><answer>all good here</answer>", "<answer>all good, here</answer>", "all good here")
+    texts = ("<think>A, B</think><answer>all good over</answer>", "<answer>all good, over</answer>", "all good over")
     following = env.step(answered(env.reset(), *texts))["next"]
     half = 0.3 * 0.5 + 0.1 * 0.5  # no prompt level, half of the instructions, strict and loose
     torch.testing.assert_close(following["reward"].flatten(), torch.tensor([1.15, half + 0.1, 1.0]))
