@@ -1,0 +1,171 @@
+"""Calls of many threads answered in batches: grouped by identical parameters, by the threads themselves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import CancelledError
+from typing import Any
+
+from skyrl_train.errors import ConfigError, DeadlineExceeded
+
+Run = Callable[[list[Any], Any], Sequence[Any]]
+
+
+class _Call:
+    """What one caller waits for. Guarded by the dispatcher's lock."""
+
+    def __init__(self, items: Sequence[Any], due: float, lock: threading.Lock):
+        self.items = items
+        self.results: list[Any] = [None] * len(items)
+        self.missing = len(items)
+        self.error: BaseException | None = None
+        self.due = due
+        """time.monotonic() from which it no longer waits for company."""
+        self.changed = threading.Condition(lock)
+
+    @property
+    def finished(self) -> bool:
+        return self.error is not None or not self.missing
+
+    def fail(self, error: BaseException) -> None:
+        if not self.finished:
+            self.error = error
+        self.changed.notify()
+
+
+Item = tuple[_Call, int]
+
+
+class Dispatcher:
+    """`run(items, parameters)` answers a batch, in order; it is called by whichever caller finds a batch ready.
+
+    A batch is ready when `min_size` items with equal parameters wait, or when its oldest has waited `wait_s`. There is
+    no thread that could die or leak, and `run` is never called with the lock held. A batch that fails is tried once
+    more, each caller's items apart, so that only those whose items are to blame see the error.
+    """
+
+    def __init__(self, run: Run, min_size: int | None = None, max_size: int | None = None, wait_s: float = 10.0):
+        """Raises ConfigError for sizes below 1, min_size > max_size and a negative wait."""
+        self.min_size, self.max_size, self.wait_s = 1 if min_size is None else min_size, max_size, wait_s
+        if self.min_size < 1 or (max_size is not None and max_size < self.min_size):
+            raise ConfigError(f"min_batch_size={min_size}, max_batch_size={max_size}: give 1 <= min <= max.")
+        if not wait_s >= 0:
+            raise ConfigError(f"batching_timeout={wait_s}: give seconds of at least 0.")
+        self._run = run
+        self._lock = threading.Lock()
+        self._groups: dict[Hashable, deque[Item]] = {}
+        self._running = 0
+
+    def submit(self, items: Sequence[Any], parameters: Hashable, deadline_s: float) -> list[Any]:
+        """Answers to `items`, in order.
+
+        Raises what `run` raised for them, DeadlineExceeded after `deadline_s`, CancelledError after `cleanup`.
+        """
+        end = time.monotonic() + deadline_s
+        call = _Call(items, time.monotonic() + self.wait_s, self._lock)
+        with self._lock:
+            self._groups.setdefault(parameters, deque()).extend((call, place) for place in range(len(items)))
+            while not call.finished:
+                if batch := self._take(parameters):
+                    self._lead(batch, parameters)
+                    continue
+                now = time.monotonic()
+                if now >= end:
+                    self._withdraw(call, parameters)
+                    raise DeadlineExceeded("an answer from the batching dispatcher", deadline_s)
+                waiting = any(other is call for other, _ in self._groups.get(parameters, ()))
+                call.changed.wait(max(0.0, (min(end, call.due) if waiting else end) - now))
+        if call.error is not None:
+            raise call.error
+        return call.results
+
+    def cleanup(self, flush: bool = False, deadline_s: float = 60.0) -> None:
+        """Empty the queue: callers get CancelledError, or with `flush` their answers now instead of with company.
+
+        With `flush` it returns once those calls are answered, at the latest after `deadline_s`. New calls are served.
+        """
+        with self._lock:
+            calls = list(dict.fromkeys(call for queue in self._groups.values() for call, _ in queue))
+            if not flush:
+                self._groups.clear()
+            for call in calls:
+                call.due = 0.0
+                if flush:
+                    call.changed.notify()
+                else:
+                    call.fail(CancelledError("the batching queue was cleaned up; call again"))
+        end = time.monotonic() + deadline_s
+        while flush and time.monotonic() < end:
+            with self._lock:
+                if all(call.finished for call in calls):
+                    return
+            time.sleep(0.001)
+
+    def state(self) -> dict[str, Any]:
+        with self._lock:
+            return {
+                "min_batch_size": self.min_size,
+                "max_batch_size": self.max_size,
+                "batching_timeout": self.wait_s,
+                "pending_items": sum(map(len, self._groups.values())),
+                "pending_groups": len(self._groups),
+                "running_batches": self._running,
+            }
+
+    def _take(self, parameters: Hashable) -> list[Item]:
+        queue = self._groups.get(parameters)
+        if not queue or (len(queue) < self.min_size and queue[0][0].due > time.monotonic()):
+            return []
+        batch = [queue.popleft() for _ in range(min(len(queue), self.max_size or len(queue)))]
+        if not queue:
+            del self._groups[parameters]
+        return batch
+
+    def _withdraw(self, call: _Call, parameters: Hashable) -> None:
+        left = deque(item for item in self._groups.pop(parameters, ()) if item[0] is not call)
+        if left:
+            self._groups[parameters] = left
+
+    def _lead(self, batch: list[Item], parameters: Hashable) -> None:
+        """Answer a batch; called and left with the lock held."""
+        self._running += 1
+        self._lock.release()
+        outcomes: list[tuple[list[Item], Sequence[Any] | BaseException]] = []
+        try:
+            outcomes = self._outcomes(batch, parameters)
+        except BaseException as error:  # an interrupt of this thread: the others must not wait for it
+            outcomes = [(batch, error)]
+            raise
+        finally:
+            self._lock.acquire()
+            self._running -= 1
+            for items, outcome in outcomes:
+                for place, (call, index) in enumerate(items):
+                    if isinstance(outcome, BaseException):
+                        call.fail(outcome)
+                    else:
+                        call.results[index] = outcome[place]
+                        call.missing -= 1
+                        if call.finished:
+                            call.changed.notify()
+
+    def _outcomes(self, batch: list[Item], parameters: Any) -> list[tuple[list[Item], Sequence[Any] | BaseException]]:
+        error = self._try(batch, parameters)
+        if not isinstance(error, Exception):
+            return [(batch, error)]
+        callers = list(dict.fromkeys(call for call, _ in batch))
+        if len(callers) == 1 or isinstance(error, TimeoutError):
+            return [(batch, error)]
+        apart = [[item for item in batch if item[0] is call] for call in callers]
+        return [(items, self._try(items, parameters)) for items in apart]
+
+    def _try(self, batch: list[Item], parameters: Any) -> Sequence[Any] | Exception:
+        try:
+            results = self._run([call.items[index] for call, index in batch], parameters)
+            assert len(results) == len(batch), f"{len(results)} answers to {len(batch)} items"
+            return results
+        except Exception as error:
+            return error

@@ -1,0 +1,265 @@
+"""Conversations as tensor classes: one batch dimension, the last, is the turns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorClass, lazy_stack
+
+from skyrl_train.data.chat import render_conversation, render_messages, render_prompt
+from skyrl_train.data.chat_templates import TEMPLATES
+from skyrl_train.errors import ConfigError, DataError
+
+NO_MESSAGE = "<none>"
+"""The role of a place that only fills a stack."""
+Parser = Callable[[str], list[dict[str, Any]]]
+_ADDED: dict[str, str] = {}
+_PARSERS: dict[str, Parser] = {}
+
+
+class ContentBase(TensorClass["nocast", "shadow"]):
+    """One part of a message of several parts."""
+
+    type: str  # text | image | audio | video | file | function_call
+    text: str | None = None
+    url: str | None = None
+    data: str | None = None
+    mime_type: str | None = None
+    name: str | None = None
+    size: int | None = None
+    function_name: str | None = None
+    function_args: dict | None = None
+
+
+class History(TensorClass["nocast"]):
+    role: str
+    content: str
+    is_complete: bool = True
+    tool_calls: list[dict] | None = None
+    tool_responses: list[str] | None = None
+
+    @classmethod
+    def from_chats(cls, chats: Sequence[Any]) -> History:
+        """list[dict] -> [turns]; list[list[dict]] -> [B, turns]. A message has role, content, maybe tool_calls."""
+        if not chats:
+            raise DataError("History.from_chats got no message.")
+        if not isinstance(chats[0], Mapping):
+            return lazy_stack([cls.from_chats(chat) for chat in chats])  # type: ignore[no-any-return]
+        columns: dict[str, list[Any]] = {
+            "role": [message["role"] for message in chats],
+            "content": [message["content"] for message in chats],
+            "is_complete": [message.get("is_complete", True) for message in chats],
+        }
+        for name in ("tool_calls", "tool_responses"):
+            if any(message.get(name) is not None for message in chats):
+                columns[name] = [message.get(name) for message in chats]
+        turns = [
+            cls(**{name: column[place] for name, column in columns.items()}, batch_size=())
+            for place in range(len(chats))
+        ]
+        return lazy_stack(turns)  # type: ignore[no-any-return]
+
+    def to_chats(self) -> list[Any]:
+        """The messages again: list[dict], or a list of those; places that only fill a stack are left out."""
+        if self.ndim > 1:
+            return [history.to_chats() for history in self.unbind(0)]
+        if self.ndim == 0:
+            raise RuntimeError("a History without a batch dimension is one message, not a conversation.")
+        chat: list[dict[str, Any]] = []
+        for turn in self.unbind(0):
+            if turn.role == NO_MESSAGE:
+                continue
+            message = {"role": turn.role, "content": turn.content}
+            for name in ("tool_calls", "tool_responses"):
+                if (value := getattr(turn, name)) is not None:
+                    message[name] = value
+            if turn.is_complete is not None and not turn.is_complete:
+                message["is_complete"] = False
+            chat.append(message)
+        return chat
+
+    def append(self, history: History, inplace: bool = True, dim: int = -1) -> History:
+        """One message more. RuntimeError unless `history` has one dimension less."""
+        if history.ndim != self.ndim - 1:
+            raise RuntimeError(f"append takes a History of {self.ndim - 1} dimensions, got {history.ndim}.")
+        return self.extend(history.unsqueeze(dim), inplace, dim)
+
+    def extend(self, history: History, inplace: bool = True, dim: int = 0) -> History:
+        """All of another History along `dim`. RuntimeError unless both have the same number of dimensions, above 0."""
+        if not self.ndim or history.ndim != self.ndim:
+            raise RuntimeError(f"extend: {self.ndim} and {history.ndim} dimensions; both need the same, above 0.")
+        joined = _joined(self, history, dim % self.ndim)
+        if not inplace:
+            return joined  # type: ignore[no-any-return]
+        self.__dict__["_tensordict"] = joined._tensordict
+        return self
+
+    def apply_chat_template(
+        self,
+        *,
+        tokenizer: Any,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        chat_template_name: str | None = None,
+        continue_final_message: bool = False,
+        tokenize: bool | None = None,
+        padding: bool = False,
+        truncation: bool = False,
+        return_tensors: str | None = None,
+        return_dict: bool | None = None,
+        return_assistant_tokens_mask: bool = False,
+        **template_kwargs: Any,
+    ) -> Any:
+        """Text, ids, or with `return_dict` or a mask {"input_ids", "attention_mask", "assistant_masks"}.
+
+        [turns] gives one, [B, turns] a list of them (padded on the left with `padding`). Control tokens come from the
+        template alone: spelt in a message they are its characters. Masks need no {% generation %} blocks; the token
+        that ends an answer belongs to it. Raises ConfigError for a missing template, DataError for refused messages.
+        """
+        options = template_options(tokenizer, chat_template, chat_template_name) | template_kwargs
+        tensors = return_tensors is not None
+        if not (tokenize or (tokenize is None and (return_assistant_tokens_mask or tensors or return_dict))):
+            return _texts(self, tokenizer, add_generation_prompt, continue_final_message, options)
+        if truncation:
+            raise ConfigError("truncation=True would cut a conversation silently; shorten the messages instead.")
+        if continue_final_message:
+            raise ConfigError("continue_final_message=True gives text only; pass tokenize=False.")
+        chats = self.to_chats() if self.ndim > 1 else [self.to_chats()]
+        if self.ndim > 2:
+            raise ConfigError(f"apply_chat_template takes [turns] or [B, turns], got {tuple(self.batch_size)}.")
+        rows = [_encoded(tokenizer, c, options, add_generation_prompt, return_assistant_tokens_mask) for c in chats]
+        columns = _columns(rows, tokenizer, padding, tensors, return_assistant_tokens_mask)
+        if self.ndim == 1:
+            columns = {name: values[0] for name, values in columns.items()}
+        return columns if return_dict or return_assistant_tokens_mask else columns["input_ids"]
+
+    @classmethod
+    def from_text(
+        cls,
+        text: str | list[str],
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+        tokenizer: Any = None,
+    ) -> History:
+        """The conversation that a rendered text shows: for looking at texts. Wrappers never need it.
+
+        A last turn without an end is not complete. ConfigError for a template without a parser, RuntimeError when
+        nothing is recognised.
+        """
+        if isinstance(text, list):
+            return lazy_stack([cls.from_text(one, chat_template_name, chat_template, tokenizer) for one in text])  # type: ignore[no-any-return]
+        name = chat_template_name or "chatml"
+        if name not in _PARSERS:
+            raise ConfigError(f"chat_template_name={name!r} has no parser; known: {sorted(_PARSERS)}.")
+        messages = _PARSERS[name](text)
+        if not messages:
+            raise RuntimeError(f"no turn of template {name!r} was found in {text[:80]!r}.")
+        return cls.from_chats(messages)
+
+
+def add_chat_template(
+    template_name: str,
+    template: str,
+    inverse_parser: Parser | None = None,
+    model_family_keywords: Sequence[str] | None = None,
+) -> None:
+    """Know a template under a name, for this process. The template need not mark {% generation %}.
+
+    Raises ConfigError for a name that stands for another template, and for keywords: models are never told by paths.
+    """
+    if model_family_keywords:
+        raise ConfigError("model_family_keywords: a path says nothing about a model; pass chat_template_name instead.")
+    if template_name in TEMPLATES or _ADDED.get(template_name, template) != template:
+        raise ConfigError(f"template_name={template_name!r} stands for another template; choose a new name.")
+    _ADDED[template_name] = template
+    if inverse_parser is not None:
+        _PARSERS[template_name] = inverse_parser
+
+
+def template_options(tokenizer: Any, template: str | None, name: str | None) -> dict[str, Any]:
+    """Keywords for rendering: the explicit template, else the named one, else the tokenizer's own, else ConfigError."""
+    if template is not None:
+        return {"chat_template": template}
+    if name is not None:
+        known = {**TEMPLATES, **_ADDED, "qwen": TEMPLATES["chatml"], "llama": TEMPLATES["llama3"]}
+        if name not in known:
+            raise ConfigError(f"chat_template_name={name!r} is not one of {sorted(known)}; see add_chat_template.")
+        return {"chat_template": known[name]}
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError("the tokenizer has no chat template: pass chat_template_name or chat_template.")
+    return {}
+
+
+def _joined(first: Any, second: Any, dim: int) -> Any:
+    if dim == 0:
+        return lazy_stack([*first.unbind(0), *second.unbind(0)])
+    pairs = zip(first.unbind(0), second.unbind(0), strict=True)
+    return lazy_stack([_joined(one, other, dim - 1) for one, other in pairs])
+
+
+def _texts(history: History, tokenizer: Any, open_answer: bool, go_on: bool, options: Mapping[str, Any]) -> Any:
+    if history.ndim > 1:
+        return [_texts(one, tokenizer, open_answer, go_on, options) for one in history.unbind(0)]
+    messages = history.to_chats()
+    return tokenizer.apply_chat_template(
+        messages,
+        tokenize=False,
+        add_generation_prompt=open_answer and not go_on,
+        continue_final_message=go_on,
+        **options,
+    )
+
+
+def _encoded(
+    tokenizer: Any, messages: list[Any], options: dict[str, Any], open_answer: bool, masked: bool
+) -> tuple[list[int], list[bool]]:
+    if not masked:
+        ids = render_prompt(tokenizer, messages, options) if open_answer else None
+        if ids is None and not options:
+            ids = render_messages(tokenizer, messages)
+        if ids is not None:
+            return ids, [False] * len(ids)
+    ids, mask = render_conversation(tokenizer, messages, options)
+    if masked and open_answer:
+        longer = render_prompt(tokenizer, messages, options)
+        return longer, mask + [False] * (len(longer) - len(mask))
+    return ids, mask
+
+
+def _columns(rows: Any, tokenizer: Any, padding: bool, tensors: bool, masked: bool) -> dict[str, list[Any]]:
+    width = max(len(ids) for ids, _ in rows) if padding else 0
+    out: dict[str, list[Any]] = {"input_ids": [], "attention_mask": []} | ({"assistant_masks": []} if masked else {})
+    for ids, mask in rows:
+        pad = max(0, width - len(ids))
+        out["input_ids"].append([pad_id(tokenizer)] * pad + ids)
+        out["attention_mask"].append([0] * pad + [1] * len(ids))
+        if masked:
+            out["assistant_masks"].append([0] * pad + [int(one) for one in mask])
+    return {name: [torch.tensor(row) for row in value] for name, value in out.items()} if tensors else out
+
+
+def pad_id(tokenizer: Any) -> int:
+    """What fills a padded tensor; masks tell what is padding, so any id will do."""
+    for name in ("pad_token_id", "eos_token_id"):
+        if (found := getattr(tokenizer, name, None)) is not None:
+            return int(found)
+    return 0
+
+
+_CHATML_TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(<\|im_end\|>|\Z)", re.DOTALL)
+_LLAMA_TURN = re.compile(r"<\|start_header_id\|>(\w+)<\|end_header_id\|>\n\n(.*?)(<\|eot_id\|>|\Z)", re.DOTALL)
+
+
+def _parser(turn: re.Pattern[str]) -> Parser:
+    def parse(text: str) -> list[dict[str, Any]]:
+        turns = [(found[1], found[2], bool(found[3])) for found in turn.finditer(text)]
+        return [{"role": role, "content": content, "is_complete": ended} for role, content, ended in turns]
+
+    return parse
+
+
+_PARSERS |= {name: _parser(_CHATML_TURN) for name in ("chatml", "qwen", "qwen3_with_thinking")}
+_PARSERS |= {name: _parser(_LLAMA_TURN) for name in ("llama3", "llama")}

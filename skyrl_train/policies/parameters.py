@@ -1,0 +1,80 @@
+"""generate_kwargs: the names of Hugging Face, vLLM and SGLang, with one meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_train.engines.base import SamplingParams
+from skyrl_train.engines.sampling import normalise
+from skyrl_train.errors import ConfigError
+
+DEFAULT_MAX_NEW_TOKENS = 128
+_SAME = {
+    "max_tokens": "max_new_tokens",
+    "max_generate_length": "max_new_tokens",
+    "n": "num_return_sequences",
+    "stop_sequences": "stop",
+}
+"""Other names of one thing: giving two of them with different values is refused."""
+_ONLY_OFF = {"num_beams": (None, 1), "length_penalty": (None, 1, 1.0), "early_stopping": (None, False)}
+"""Beam search, which no engine here does: accepted where it is off."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a call asks for; equal ones may share a batch."""
+
+    sampling: SamplingParams
+    num_samples: int | None
+    """None: no dimension of samples."""
+    seed: int | None
+    skip_special_tokens: bool
+
+
+def read_generate_kwargs(given: Mapping[str, Any] | None, num_samples: int | None) -> Generation:
+    """Raises ConfigError, a ValueError, with every unknown name, wrong value and contradiction; top_k -1 is off."""
+    key = "generate_kwargs"
+    values: dict[str, Any] = {}
+    for name, value in (given or {}).items():
+        if value is None:
+            continue
+        same = _SAME.get(name, name)
+        if same in values and values[same] != value:
+            raise ConfigError(f"{key}.{name}={value!r} contradicts {same}={values[same]!r}; give one of them.")
+        values[same] = value
+    for name, off in _ONLY_OFF.items():
+        if (value := values.pop(name, None)) not in off:
+            raise ConfigError(f"{key}.{name}={value!r} is beam search, which no engine does; leave it out.")
+    samples = _samples(key, values.pop("num_return_sequences", None), num_samples)
+    seed, skip = values.pop("seed", None), values.pop("skip_special_tokens", False)
+    if seed is not None and (type(seed) is not int or seed < 0):
+        raise ConfigError(f"{key}.seed={seed!r}: give a whole number of at least 0.")
+    if not isinstance(skip, bool):
+        raise ConfigError(f"{key}.skip_special_tokens={skip!r}: give true or false.")
+    _greedy(key, values)
+    values["max_tokens"] = values.pop("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+    return Generation(normalise(values, key), samples, seed, skip)
+
+
+def _samples(key: str, asked: int | None, num_samples: int | None) -> int | None:
+    if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
+        raise ConfigError(f"num_samples={num_samples!r}: give a whole number of at least 1.")
+    if asked is None:
+        return num_samples
+    if type(asked) is not int or asked < 1:
+        raise ConfigError(f"{key}['n']={asked!r}: give a whole number of at least 1.")
+    if num_samples not in (None, asked):
+        raise ConfigError(f"num_samples={num_samples} differs from {key}['n']={asked}; give one of them.")
+    return num_samples if num_samples is not None or asked == 1 else asked
+
+
+def _greedy(key: str, values: dict[str, Any]) -> None:
+    sample = values.pop("do_sample", None)
+    if sample not in (None, True, False):
+        raise ConfigError(f"{key}.do_sample={sample!r}: give true or false.")
+    if sample is False:
+        if values.get("temperature", 0) != 0:
+            raise ConfigError(f"{key}.do_sample=False is greedy: temperature={values['temperature']!r} must be 0.")
+        values["temperature"] = 0.0

@@ -1,0 +1,303 @@
+"""A language model as a tensordict module: one forward for every engine."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+
+from skyrl_train.data.chat import is_control
+from skyrl_train.engines.base import InferenceEngine, SampleRequest
+from skyrl_train.engines.sampling import check_supported, end_tokens, request_seed
+from skyrl_train.errors import ConfigError, UnsupportedParameter
+from skyrl_train.models.loading import load_tokenizer
+from skyrl_train.policies.dispatcher import Dispatcher
+from skyrl_train.policies.history import pad_id
+from skyrl_train.policies.inputs import MODES, Reader, Row, rows_of
+from skyrl_train.policies.loop import call
+from skyrl_train.policies.outputs import Answer, Layout, generated, scored
+from skyrl_train.policies.parameters import Generation, read_generate_kwargs
+
+
+class LLMWrapperBase(TensorDictModuleBase):
+    """Prompts in, continuations out; with `generate=False` whole sequences in, their log-probs out.
+
+    `model` is an engine (skyrl_train.engines), or what a subclass makes one of. Keys: `(mode, "prompt")` or `(mode,
+    "full")` are read, and the containers `text`, `tokens`, `masks`, `log_probs`, `history` written, each under its key.
+    A bare key (`history`, `text`, `tokens` without a container) is read too. Output has the input's batch size, with
+    `num_samples` one dimension more, the samples.
+
+    - generate_kwargs: see policies/parameters.py; log-probs are at its temperature, before truncation.
+    - pad_output: tensors instead of ragged rows, see policies/containers.py.
+    - inplace: True writes into the input, False returns a new tensordict of the outputs, "empty" one made by
+      `input.empty()`; default True, False with num_samples.
+    - prefer_tokens: in history mode, continue `(tokens, "prompt")`, else `(tokens, "full")`, where there is one.
+    - batching, min_batch_size, max_batch_size, batching_timeout: calls of several threads answered together.
+    - timeout: seconds for a call, then DeadlineExceeded.
+    - return_text, return_tokens, return_masks, return_history, return_log_probs: False leaves a container out.
+
+    Raises ConfigError (a ValueError) for settings and for inputs that are missing, TypeError for inputs of other types.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        input_mode: str = "history",
+        input_key: str | tuple[str, ...] | None = None,
+        attention_mask_key: str | None = "attention_mask",
+        generate: bool = True,
+        generate_kwargs: Mapping[str, Any] | None = None,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
+        pad_output: bool = False,
+        inplace: bool | str | None = None,
+        device: torch.device | str | None = None,
+        num_samples: int | None = None,
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+        return_log_probs: bool | None = None,
+        return_text: bool = True,
+        return_tokens: bool = True,
+        return_masks: bool = True,
+        return_history: bool = True,
+        history_key: str = "history",
+        text_key: str = "text",
+        tokens_key: str = "tokens",
+        masks_key: str = "masks",
+        log_probs_key: str = "log_probs",
+        batching: bool | None = None,
+        min_batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        batching_timeout: float = 10.0,
+        prefer_tokens: bool = False,
+        timeout: float = 600.0,
+    ):
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "model")}
+        super().__init__()
+        self._given = given
+        self.model = model
+        self.history_key, self.text_key, self.tokens_key = history_key, text_key, tokens_key
+        self.masks_key, self.log_probs_key, self._device = masks_key, log_probs_key, device
+        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self.input_mode, self.generate, self.pad_output, self.timeout = input_mode, generate, pad_output, timeout
+        self.generation = read_generate_kwargs(generate_kwargs, num_samples)
+        self.num_samples = self.generation.num_samples
+        self.inplace = (self.num_samples is None) if inplace is None else inplace
+        self._refuse(return_log_probs, batching, min_batch_size, max_batch_size)
+        self.return_log_probs = not generate or return_log_probs is not False
+        self._reader = self._make_reader(given)
+        self._names = itertools.count()
+        self._id = uuid.uuid4().hex[:12]
+        self._collector: Any = None
+        self.in_keys = [self._reader.key]
+        self.out_keys = self._written(given)
+        sizes = min_batch_size is not None or max_batch_size is not None
+        self.batching = sizes if batching is None else batching
+        self._dispatcher = (
+            Dispatcher(self._answer, min_batch_size, max_batch_size, batching_timeout) if self.batching else None
+        )
+
+    # -- the engine -------------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> InferenceEngine:
+        return self.model  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Close the engine, where this wrapper or the one it is a version of made it."""
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, tensordict: TensorDictBase, *, tensordict_out: TensorDictBase | None = None, **generate_kwargs: Any
+    ) -> TensorDictBase:
+        """Answer a tensordict of any batch size. `generate_kwargs` are for this call, over those of the wrapper."""
+        rows = self._reader.read(rows_of(tensordict))
+        generation = self._generation(generate_kwargs)
+        answers = (
+            self._dispatcher.submit(rows, generation, self.timeout)
+            if self._dispatcher is not None
+            else self._answer(rows, generation)
+        )
+        containers = self._containers(rows, answers, generation, tuple(tensordict.batch_size))
+        samples = () if generation.num_samples is None or not self.generate else (generation.num_samples,)
+        return self._place(tensordict, tensordict_out, containers, samples)
+
+    def _generation(self, given: Mapping[str, Any]) -> Generation:
+        if not given:
+            return self.generation
+        return read_generate_kwargs({**self._generate_kwargs_without(given), **given}, self.num_samples)
+
+    def _generate_kwargs_without(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The wrapper's own, less those that the call gives under another name."""
+        twins = ({"max_tokens", "max_new_tokens", "max_generate_length"}, {"stop", "stop_sequences"})
+        twins += ({"n", "num_return_sequences"},)
+        gone = set(given).union(*(twin for twin in twins if twin & set(given)))
+        if "temperature" in given:
+            gone.add("do_sample")
+        return {k: v for k, v in (self._given["generate_kwargs"] or {}).items() if k not in gone}
+
+    def _answer(self, rows: Sequence[Row], generation: Generation) -> list[Any]:
+        """For each row its samples, or when scoring its log-probs: the only place that calls the engine."""
+        what = f"engine {self.engine.capabilities.name!r}"
+        if not self.generate:
+            scoring = self.engine.score([row.ids for row in rows], generation.sampling.temperature or 1.0)
+            return call(scoring, f"{what}.score", self.timeout)
+        check_supported(generation.sampling, self.engine.capabilities)
+        if generation.seed is not None and not self.engine.capabilities.seeds:
+            raise UnsupportedParameter(f"Engine {what} cannot honour seed={generation.seed}; leave it out.")
+        base = int(torch.randint(1 << 62, ())) if generation.seed is None else generation.seed
+        count = generation.num_samples or 1
+        requests = []
+        for place, row in enumerate(rows):
+            group = f"{self._id}-{next(self._names)}"
+            text = str(place) if generation.seed is None else ",".join(map(str, row.ids))
+            for sample in range(count):
+                seed = request_seed(base, text, sample, 0, 0)
+                name = f"{group}-{sample}"
+                ids = tuple(row.ids)
+                requests.append(SampleRequest(name, ids, generation.sampling, seed, session=group, group=group))
+        done = call(self.engine.generate(requests), f"{what}.generate", self.timeout)
+        answers = [Answer(c.token_ids, c.full_logprobs, c.stop_reason == "stop") for c in done]
+        return [answers[start : start + count] for start in range(0, len(answers), count)]
+
+    def _containers(
+        self, rows: list[Row], answers: list[Any], generation: Generation, shape: tuple[int, ...]
+    ) -> dict[str, Any]:
+        padded, pad = self.pad_output, pad_id(self.tokenizer)
+        skip = generation.skip_special_tokens
+        if not self.generate:
+            return scored(rows, answers, self.tokenizer, Layout(shape, padded, pad, True, skip))  # type: ignore[no-any-return]
+        if generation.num_samples is not None:
+            shape = (*shape, generation.num_samples)
+            rows = [row for row in rows for _ in range(generation.num_samples)]
+        layout = Layout(shape, padded, pad, self.return_log_probs, skip)
+        flat = [answer for samples in answers for answer in samples]
+        return generated(rows, flat, self.tokenizer, self._ends(flat), layout)  # type: ignore[no-any-return]
+
+    def _ends(self, answers: Sequence[Answer]) -> frozenset[int]:
+        """Ids that end a turn: what the tokenizer names, and a control token that an answer stopped at."""
+        last = {answer.ids[-1] for answer in answers if answer.ended and answer.ids}
+        controls = {i for i in last if self.tokenizer is not None and is_control(self.tokenizer, i)}
+        return end_tokens(self.tokenizer) | controls
+
+    def _place(
+        self, given: TensorDictBase, out: TensorDictBase | None, containers: dict[str, Any], samples: tuple[int, ...]
+    ) -> TensorDictBase:
+        if out is None:
+            if samples and self.inplace is not False:
+                raise ConfigError(f"num_samples gives one dimension more: inplace={self.inplace!r} must be False.")
+            if self.inplace is True:
+                out = given
+            else:
+                out = given.empty()
+                if samples:
+                    out = out.unsqueeze(-1).expand(*given.batch_size, *samples).clone()
+        names = {"text": self.text_key, "tokens": self.tokens_key, "masks": self.masks_key}
+        names |= {"log_probs": self.log_probs_key, "history": self.history_key}
+        for name, container in containers.items():
+            if names[name] in self.out_keys:
+                moved = container if self._device is None else container.to(self._device)
+                out.set(names[name], moved)
+        return out
+
+    # -- versions, batching ----------------------------------------------------------------------------------------
+
+    def get_new_version(self, **changes: Any) -> LLMWrapperBase:
+        """The same engine with some settings changed and all others kept, in the words they were given.
+
+        Changing `generate` or `input_mode` takes the input key along, unless `input_key` is given.
+        """
+        known = set(self._given)
+        if unknown := set(changes) - known:
+            raise TypeError(f"{type(self).__name__} has no settings {sorted(unknown)}; known: {sorted(known)}.")
+        given = dict(self._given)
+        if {"generate", "input_mode"} & set(changes):
+            given["input_key"] = None
+            if changes.get("generate") is True or self._given["return_log_probs"] is None:
+                given["return_log_probs"] = None
+            if changes.get("generate") is False:
+                given["return_log_probs"] = None
+        return type(self)(self._model_of_versions(), **{**given, "tokenizer": self.tokenizer, **changes})
+
+    def _model_of_versions(self) -> Any:
+        return self.model
+
+    def cleanup_batching(self, flush: bool = False) -> None:
+        """See Dispatcher.cleanup; nothing without batching."""
+        if self._dispatcher is not None:
+            self._dispatcher.cleanup(flush)
+
+    def get_batching_state(self) -> dict[str, Any]:
+        return {"batching": self.batching, **(self._dispatcher.state() if self._dispatcher is not None else {})}
+
+    def register_collector(self, collector: Any) -> None:
+        """`collector` is a weakref.ref; `self.collector` is what it points to."""
+        self._collector = collector
+
+    @property
+    def collector(self) -> Any:
+        return self._collector() if self._collector is not None else None
+
+    @property
+    def log_prob_keys(self) -> list[tuple[str, str]]:
+        return [(self.log_probs_key, "response"), (self.log_probs_key, "full")]
+
+    # -- settings ---------------------------------------------------------------------------------------------------
+
+    def _refuse(self, log_probs: bool | None, batching: bool | None, least: int | None, most: int | None) -> None:
+        if self.input_mode not in MODES:
+            raise ConfigError(f"input_mode={self.input_mode!r} is not one of {list(MODES)}.")
+        if self.inplace not in (True, False, "empty"):
+            raise ConfigError(f"inplace={self.inplace!r} is not True, False or 'empty'.")
+        if self.num_samples is not None and self.inplace is not False:
+            raise ConfigError(f"num_samples={self.num_samples} needs inplace=False, got {self.inplace!r}.")
+        if not self.generate and log_probs is False:
+            raise ConfigError("return_log_probs=False with generate=False leaves nothing to do.")
+        if batching is False and (least is not None or most is not None):
+            raise ConfigError(f"batching=False contradicts min_batch_size={least}, max_batch_size={most}.")
+        if self.tokenizer is None and self.input_mode != "tokens":
+            raise ConfigError(f"input_mode={self.input_mode!r} needs a tokenizer: pass tokenizer=.")
+        if not self.timeout > 0:
+            raise ConfigError(f"timeout={self.timeout}: give seconds above 0.")
+
+    def _written(self, given: dict[str, Any]) -> list[str]:
+        """Keys of the containers in the output."""
+        outputs = [
+            (self.text_key, given["return_text"] and self.tokenizer is not None),
+            (self.masks_key, given["return_masks"]),
+            (self.tokens_key, given["return_tokens"]),
+            (self.log_probs_key, self.return_log_probs),
+            (self.history_key, given["return_history"] and self.input_mode == "history"),
+        ]
+        return [key for key, wanted in outputs if wanted]
+
+    def _make_reader(self, given: dict[str, Any]) -> Reader:
+        key = given["input_key"]
+        if key is None:
+            container = {"history": self.history_key, "text": self.text_key, "tokens": self.tokens_key}[self.input_mode]
+            key = (container, "prompt" if self.generate else "full")
+        return Reader(
+            self.input_mode,
+            (key,) if isinstance(key, str) else tuple(key),
+            self.tokenizer,
+            self.masks_key,
+            given["attention_mask_key"],
+            self.tokens_key,
+            given["chat_template"],
+            given["chat_template_name"],
+            given["tokenizer_kwargs"] or {},
+            given["prefer_tokens"],
+            whole=not self.generate,
+        )
+
+
+SETTINGS = frozenset(inspect.signature(LLMWrapperBase.__init__).parameters) - {"self", "model"}
+"""Names of what every wrapper takes; anything else goes to the engine it makes."""

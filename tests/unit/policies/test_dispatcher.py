@@ -1,0 +1,182 @@
+"""Calls of many threads in batches: everyone gets their own answer, nobody hangs."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import pytest
+
+from skyrl_train.errors import ConfigError, DeadlineExceeded
+from skyrl_train.policies.dispatcher import Dispatcher
+
+
+def double(items: list[Any], parameters: Any) -> list[Any]:
+    return [(item, parameters) for item in items]
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.mark.defect("D10")
+def test_64_threads_200_calls_with_failures_and_timeouts_get_their_own_answers():
+    batches: list[int] = []
+
+    def run(items: list[Any], parameters: Any) -> list[Any]:
+        batches.append(len(items))
+        assert len(items) <= 32
+        assert all(item[1] == parameters for item in items)  # nobody is answered with another's parameters
+        if any(item[2] == "bad" for item in items):
+            raise ValueError("bad item")
+        if any(item[2] == "slow" for item in items):
+            time.sleep(0.002)
+        return [("answer", *item) for item in items]
+
+    dispatcher = Dispatcher(run, min_size=4, max_size=32, wait_s=0.01)
+
+    def caller(thread: int) -> dict[str, int]:
+        dice, seen = random.Random(thread), {"good": 0, "bad": 0, "late": 0}
+        for number in range(200):
+            parameters = dice.randrange(3)
+            kind = dice.choices(["good", "bad", "slow"], [90, 5, 5])[0]
+            deadline = 0.0 if dice.random() < 0.03 else 60.0
+            items = [((thread, number, i), parameters, kind) for i in range(dice.randint(1, 6))]
+            try:
+                assert dispatcher.submit(items, parameters, deadline) == [("answer", *item) for item in items]
+                assert kind != "bad"
+                seen["good"] += 1
+            except ValueError:
+                assert kind == "bad"
+                seen["bad"] += 1
+            except DeadlineExceeded:
+                assert deadline == 0.0
+                seen["late"] += 1
+        return seen
+
+    started = time.process_time()
+    with ThreadPoolExecutor(64) as pool:
+        results = list(pool.map(caller, range(64)))
+    assert sum(sum(seen.values()) for seen in results) == 64 * 200
+    assert all(sum(seen[kind] for seen in results) > 0 for kind in ("good", "bad", "late"))
+    assert dispatcher.state()["pending_items"] == dispatcher.state()["running_batches"] == 0
+    assert time.process_time() - started < 60
+    assert max(batches) > 6  # calls do share batches
+
+
+@pytest.mark.defect("D11")
+def test_a_lone_caller_is_answered_when_the_wait_for_company_is_over():
+    assert Dispatcher(double, min_size=4, wait_s=0.05).submit(["x"], "p", 60.0) == [("x", "p")]
+
+
+@pytest.mark.defect("D12")
+def test_a_batch_that_fails_spoils_neither_its_neighbours_nor_what_follows():
+    def run(items: list[Any], _: Any) -> list[Any]:
+        if "bad" in items:
+            raise RuntimeError("bad item")
+        return items
+
+    dispatcher = Dispatcher(run, min_size=2, wait_s=60.0)
+    with ThreadPoolExecutor(2) as pool:
+        good, bad = pool.submit(dispatcher.submit, ["good"], 0, 60.0), pool.submit(dispatcher.submit, ["bad"], 0, 60.0)
+        assert good.result(60) == ["good"]
+        assert isinstance(bad.exception(60), RuntimeError)
+    assert dispatcher.submit(["a", "b"], 0, 60.0) == ["a", "b"]
+
+
+def pending(dispatcher: Dispatcher, pool: ThreadPoolExecutor) -> list[Future[list[Any]]]:
+    futures = [pool.submit(dispatcher.submit, [name], 0, 120.0) for name in ("a", "b")]
+    until(lambda: dispatcher.state()["pending_items"] == 2)
+    return futures
+
+
+@pytest.mark.defect("D13")
+def test_cleanup_answers_or_cancels_whoever_waits_and_never_deadlocks():
+    dispatcher = Dispatcher(double, min_size=100, wait_s=100.0)
+    with ThreadPoolExecutor(2) as pool:
+        flushed = pending(dispatcher, pool)
+        dispatcher.cleanup(flush=True)
+        assert [future.result(60) for future in flushed] == [[("a", 0)], [("b", 0)]]
+        cancelled = pending(dispatcher, pool)
+        dispatcher.cleanup()
+        wait(cancelled, 60)
+        errors = [future.exception(0) for future in cancelled]
+        assert all(isinstance(error, CancelledError) for error in errors)
+    assert dispatcher.state()["pending_items"] == 0
+
+
+def test_cleanup_from_inside_a_batch_returns():
+    def run(items: list[Any], _: Any) -> list[Any]:
+        dispatcher.cleanup(flush=True)
+        return items
+
+    dispatcher = Dispatcher(run)
+    assert dispatcher.submit(["x"], 0, 60.0) == ["x"]
+
+
+@pytest.mark.defect("D14")
+def test_only_a_largest_size_means_batches_of_one_and_more():
+    sizes: list[int] = []
+
+    def run(items: list[Any], _: Any) -> list[Any]:
+        sizes.append(len(items))
+        return items
+
+    assert Dispatcher(run, max_size=2).submit(list("abcde"), 0, 60.0) == list("abcde")
+    assert sizes == [2, 2, 1]
+
+
+@pytest.mark.defect("D14")
+def test_calls_with_other_parameters_are_other_batches():
+    seen: list[tuple[Any, ...]] = []
+
+    def run(items: list[Any], parameters: Any) -> list[Any]:
+        seen.append((parameters, *items))
+        return items
+
+    dispatcher = Dispatcher(run, min_size=2, wait_s=60.0)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda one: dispatcher.submit([one], one[0], 60.0), ["p1", "q1", "p2", "q2"]))
+    assert sorted(parameters for parameters, *_ in seen) == ["p", "q"]
+    assert all(item[0] == parameters for parameters, *items in seen for item in items)
+
+
+def test_a_caller_that_waits_too_long_leaves_the_queue():
+    dispatcher = Dispatcher(double, min_size=4, wait_s=100.0)
+    with pytest.raises(DeadlineExceeded):
+        dispatcher.submit(["x"], 0, 0.01)
+    assert dispatcher.state()["pending_items"] == 0
+
+
+def test_an_interrupt_of_the_leader_reaches_those_who_wait_for_it():
+    def run(items: list[Any], _: Any) -> list[Any]:
+        raise KeyboardInterrupt
+
+    dispatcher = Dispatcher(run, min_size=2, wait_s=60.0)
+    errors: list[BaseException] = []
+
+    def caller() -> None:
+        try:
+            dispatcher.submit(["x"], 0, 60.0)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=caller) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(errors) == 2
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (3, 2), (None, 0)])
+def test_sizes_that_cannot_be_are_refused(sizes: tuple[Any, Any]):
+    with pytest.raises(ConfigError, match="min_batch_size"):
+        Dispatcher(double, *sizes)
