@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -57,9 +57,10 @@ class MLGymWrapper(ChatEnv):
             device=device,
             with_tokenizer=with_tokenizer,
         )
-        self._make: Callable[[], Episode] = (lambda: env) if hasattr(env, "step") else env  # type: ignore[assignment, return-value]
-        if hasattr(env, "step") and self.batch_size[0] != 1:
+        single = hasattr(env, "step") and not isinstance(env, type)
+        if single and self.batch_size[0] != 1:
             raise ValueError(f"batch_size={tuple(self.batch_size)} of one environment object: give a factory")
+        self._make = cast(Callable[[], Episode], (lambda: env) if single else env)
         self.reward_wrong_format = reward_wrong_format
         self._running: dict[int, Episode] = {}
 
