@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorClass, lazy_stack
+from tensordict import NonTensorData, TensorClass, lazy_stack
 
 from skyrl_train.data.chat import render_conversation, render_messages, render_prompt
 from skyrl_train.data.chat_templates import TEMPLATES
@@ -48,18 +48,14 @@ class History(TensorClass["nocast"]):
             raise DataError("History.from_chats got no message.")
         if not isinstance(chats[0], Mapping):
             return lazy_stack([cls.from_chats(chat) for chat in chats])  # type: ignore[no-any-return]
-        columns: dict[str, list[Any]] = {
-            "role": [message["role"] for message in chats],
-            "content": [message["content"] for message in chats],
-            "is_complete": [message.get("is_complete", True) for message in chats],
-        }
-        for name in ("tool_calls", "tool_responses"):
-            if any(message.get(name) is not None for message in chats):
-                columns[name] = [message.get(name) for message in chats]
-        turns = [
-            cls(**{name: column[place] for name, column in columns.items()}, batch_size=())
-            for place in range(len(chats))
-        ]
+        turns = []
+        for message in chats:
+            fields = {"role": message["role"], "content": message["content"]}
+            fields["is_complete"] = bool(message.get("is_complete", True))
+            for name in ("tool_calls", "tool_responses"):
+                if message.get(name) is not None:
+                    fields[name] = NonTensorData(message[name])
+            turns.append(cls(**fields, batch_size=()))
         return lazy_stack(turns)  # type: ignore[no-any-return]
 
     def to_chats(self) -> list[Any]:

@@ -47,6 +47,8 @@ class Reader:
 
     def read(self, rows: list[TensorDictBase]) -> list[Row]:
         """Raises ConfigError for a key that is missing, TypeError for a value of another kind."""
+        if not rows:
+            raise ConfigError("the tensordict has a batch of 0; there is nothing to answer.")
         read = {"history": self._history, "text": self._text, "tokens": self._tokens}[self.mode]
         found = [read(row) for row in rows]
         for place, row in enumerate(found):
@@ -113,6 +115,16 @@ class Reader:
             if ids[: len(before)] == before:
                 return [False] * len(before) + [True] * (len(ids) - len(before))
         return [False] * len(ids)
+
+    def response(self, record: TensorDictBase, row: Row) -> list[bool]:
+        """Which of a whole sequence's ids follow its prompt; the assistant's where no prompt is told."""
+        prompt = lookup(record, (self.tokens_key, "prompt"), bare=False)
+        if not isinstance(prompt, Tensor):
+            return row.assistant
+        before = self._real(prompt, record, False)
+        if row.ids[: len(before)] != before:
+            raise ConfigError(f"({self.tokens_key!r}, 'prompt') is not what the sequence begins with.")
+        return [False] * len(before) + [True] * (len(row.ids) - len(before))
 
     def _real(self, tokens: Tensor, row: TensorDictBase, both_sides: bool) -> list[int]:
         """Token ids without padding: by a mask of this length, else a run of the pad id on the padded side.

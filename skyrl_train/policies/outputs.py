@@ -120,7 +120,7 @@ def _container(kind: type, rows: list[dict[str, Tensor]], at: Layout, fill: Any,
         out.padded = False
         return out
     columns = {name: _padded([row[name] for row in rows], fill, sides.get(name, "right")) for name in rows[0]}
-    return kind(**{k: v.reshape(*at.shape, -1) for k, v in columns.items()}, padded=True, batch_size=at.shape)
+    return kind(**{k: v.reshape(*at.shape, v.shape[-1]) for k, v in columns.items()}, padded=True, batch_size=at.shape)
 
 
 def _padded(rows: list[Tensor], fill: Any, side: str) -> Tensor:

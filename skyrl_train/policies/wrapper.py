@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
 from skyrl_train.data.chat import is_control
@@ -18,6 +18,7 @@ from skyrl_train.engines.sampling import check_supported, end_tokens, request_se
 from skyrl_train.errors import ConfigError, UnsupportedParameter
 from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.policies.dispatcher import Dispatcher
+from skyrl_train.policies.distributions import LLMMaskedCategorical
 from skyrl_train.policies.history import pad_id
 from skyrl_train.policies.inputs import MODES, Reader, Row, rows_of
 from skyrl_train.policies.loop import call
@@ -196,10 +197,10 @@ class LLMWrapperBase(TensorDictModuleBase):
                 raise ConfigError(f"num_samples gives one dimension more: inplace={self.inplace!r} must be False.")
             if self.inplace is True:
                 out = given
-            else:
+            elif self.inplace == "empty":
                 out = given.empty()
-                if samples:
-                    out = out.unsqueeze(-1).expand(*given.batch_size, *samples).clone()
+            else:
+                out = TensorDict(batch_size=(*given.batch_size, *samples), device=given.device)
         names = {"text": self.text_key, "tokens": self.tokens_key, "masks": self.masks_key}
         names |= {"log_probs": self.log_probs_key, "history": self.history_key}
         for name, container in containers.items():
@@ -207,6 +208,50 @@ class LLMWrapperBase(TensorDictModuleBase):
                 moved = container if self._device is None else container.to(self._device)
                 out.set(names[name], moved)
         return out
+
+    # -- distributions ---------------------------------------------------------------------------------------------
+
+    def get_dist(self, tensordict: TensorDictBase, mask: torch.Tensor | str = "generic") -> LLMMaskedCategorical:
+        """The distributions of a [B] batch of whole sequences, padded on the left; `mask` says which positions count.
+
+        "sft": the assistant's tokens; "rlhf": what follows `(tokens, "prompt")`, else the assistant's; "generic": all
+        but padding; or a bool tensor [B, T] or [B, T, V]. NotImplementedError where there are no logits.
+        """
+        if self.generate:
+            raise NotImplementedError("get_dist needs generate=False.")
+        records = rows_of(tensordict)
+        rows = self._reader.read(records)
+        logits = self._logits([row.ids for row in rows]) / (self.generation.sampling.temperature or 1.0)
+        if isinstance(mask, torch.Tensor):
+            return LLMMaskedCategorical(logits, mask.to(logits.device))
+        if mask not in ("sft", "rlhf", "generic"):
+            raise ConfigError(f"mask={mask!r} is not one of ['generic', 'rlhf', 'sft'] or a tensor.")
+        length = logits.shape[1]
+        counts = torch.zeros(len(rows), length, dtype=torch.bool)
+        for place, (record, row) in enumerate(zip(records, rows, strict=True)):
+            own = {
+                "sft": lambda row=row: row.assistant,
+                "rlhf": lambda row=row, record=record: self._reader.response(record, row),
+                "generic": lambda row=row: [True] * len(row.ids),
+            }[mask]()
+            if mask == "sft" and not any(own):
+                raise ConfigError(f"row {place} has no token of the assistant; its loss would be 0 unseen.")
+            counts[place, length - len(row.ids) :] = torch.tensor(own)
+        return LLMMaskedCategorical(logits, counts.to(logits.device))
+
+    def log_prob(self, tensordict: TensorDictBase) -> torch.Tensor:
+        """Log-probs [B, T] (nats) of a batch's tokens, padded on the left with 0; with a gradient as `get_dist`."""
+        rows = self._reader.read(rows_of(tensordict))
+        length = max(len(row.ids) for row in rows)
+        ids = torch.tensor([[0] * (length - len(row.ids)) + row.ids for row in rows])
+        distribution = self.get_dist(tensordict)
+        first = (distribution.positions.cumsum(-1) == 1) & distribution.positions
+        return distribution.log_prob(ids.to(distribution.logits.device)).masked_fill(first, 0.0)
+
+    def _logits(self, rows: list[list[int]]) -> torch.Tensor:
+        """[B, T, V], padded on the left, shifted right by one."""
+        name = type(self).__name__
+        raise NotImplementedError(f"{name} has no logits: use TransformersWrapper(module, generate=False).")
 
     # -- versions, batching ----------------------------------------------------------------------------------------
 

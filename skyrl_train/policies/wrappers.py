@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from skyrl_train.engines.base import InferenceEngine
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.policies.loop import call
+from skyrl_train.policies.module import ModuleScorer
 from skyrl_train.policies.wrapper import SETTINGS, LLMWrapperBase
 
 
@@ -68,12 +69,28 @@ class _MadeWrapper(LLMWrapperBase):
 
 
 class TransformersWrapper(_MadeWrapper):
-    """The engine in this process. Also takes a Hugging Face model, which the engine then owns."""
+    """The engine in this process. Also takes a Hugging Face model.
+
+    With `generate` the engine owns the model, and nobody else may run it. With `generate=False` it stays yours to
+    train: log-probs are those of its weights at the time, and `get_dist` has a gradient.
+    """
+
+    def __init__(self, model: Any, *, generate: bool = True, **options: Any):
+        if isinstance(model, nn.Module) and not generate:
+            model = ModuleScorer(model)
+        super().__init__(model, generate=generate, **options)
+        if isinstance(model, ModuleScorer):
+            self.network = model.module  # its parameters are this module's
 
     def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:
         if isinstance(model, nn.Module):
             return _Owned(self._start(model, tokenizer, options), tokenizer)
         return super()._made(model, tokenizer, options)
+
+    def _logits(self, rows: list[list[int]]) -> Tensor:
+        if not isinstance(self.model, ModuleScorer):
+            return super()._logits(rows)
+        return self.model.logits(rows)
 
     def _start(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> InferenceEngine:
         from skyrl_train.engines.transformers.engine import TransformersEngine

@@ -13,6 +13,7 @@ from tensordict import TensorDict, lazy_stack
 from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.policies.containers import Text, Tokens
 from skyrl_train.policies.history import History
+from skyrl_train.policies.loop import call
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -75,7 +76,7 @@ def test_an_answer_that_was_cut_is_not_complete(wrap: Any, chats: Any):
 @pytest.mark.defect("D20")
 def test_padded_output_has_prompts_left_responses_right_and_masks_that_tell(wrap: Any):
     answers = {"hello": [END, 7, END], "hi": [END]}
-    wrapper = wrap(lambda request: answers[TOKENIZER.decode(request.token_ids)], input_mode="text", pad_output=True)
+    wrapper = wrap(lambda r: answers[TOKENIZER.decode(list(r.token_ids))], input_mode="text", pad_output=True)
     out = wrapper(texts("hello", "hi"))
     assert out["tokens"].prompt.tolist() == [ids("hello"), [PAD] * 3 + ids("hi")]
     assert out["tokens"].response.tolist() == [[END, 7, END], [END, PAD, PAD]]
@@ -261,10 +262,14 @@ def test_threads_through_one_wrapper_get_their_own_answers(wrap: Any):
 def test_the_wrapper_costs_less_than_half_a_millisecond_a_prompt(wrap: Any):
     chat = [{"role": "user", "content": "hello there"}]
     wrapper = wrap("answer", inplace=False)
-    best = 1.0
+    whole = raw = 1.0
     for _ in range(5):
         td = TensorDict(history=History.from_chats([chat] * 64), batch_size=(64,))
         started = time.process_time()
         wrapper(td)
-        best = min(best, (time.process_time() - started) / 64)
-    assert best < 0.5e-3 * 3  # a busy machine's slower clock; see benchmarks for the number
+        whole = min(whole, (time.process_time() - started) / 64)
+        requests = wrapper.engine.batches[-1]
+        started = time.process_time()
+        call(wrapper.engine.generate(requests), "the engine alone", 60.0)
+        raw = min(raw, (time.process_time() - started) / 64)
+    assert whole - raw < 0.5e-3, (whole, raw)

@@ -1,0 +1,72 @@
+"""What a sequence's tokens were drawn from, with a mask of which of them count."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+
+
+class LogProbDistribution(Distribution):
+    """Knows only the log-probs (nats) [..., T] of the tokens that were scored."""
+
+    def __init__(self, log_probs: Tensor, mask: Tensor | None = None, tokens: Tensor | None = None):
+        """`tokens` [..., T], where known: other tokens are then refused instead of answered wrong."""
+        super().__init__(batch_shape=log_probs.shape[:-1], validate_args=False)
+        self.log_probs, self.mask, self.tokens = log_probs, mask, tokens
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """0 where masked out. ValueError for another shape than was scored, or other tokens."""
+        if value.shape != self.log_probs.shape:
+            raise ValueError(f"tokens of shape {tuple(value.shape)}; scored were {tuple(self.log_probs.shape)}.")
+        counts = torch.ones_like(value, dtype=torch.bool) if self.mask is None else self.mask
+        if self.tokens is not None and not torch.equal(self.tokens[counts], value[counts]):
+            raise ValueError("these are not the tokens that were scored; their log-probs are not known.")
+        return self.log_probs.masked_fill(~counts, 0.0)
+
+    def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008
+        raise NotImplementedError("log-probs of given tokens are nothing to sample from.")
+
+    def entropy(self) -> Tensor:
+        raise NotImplementedError("log-probs of given tokens have no entropy; use get_dist where logits exist.")
+
+
+class LLMMaskedCategorical(Distribution):
+    """A categorical at every position of logits [B, T, V].
+
+    mask [B, T]: positions that count; elsewhere log-prob and entropy are 0. mask [B, T, V]: tokens that can be drawn;
+    a position without any counts for nothing. `ignore_index` as a value counts for nothing either.
+    """
+
+    def __init__(self, logits: Tensor, mask: Tensor | None = None, ignore_index: int = -100):
+        if mask is not None and mask.shape not in (logits.shape[:-1], logits.shape):
+            raise ValueError(f"mask {tuple(mask.shape)} fits neither [B, T] nor [B, T, V] of {tuple(logits.shape)}.")
+        super().__init__(batch_shape=logits.shape[:-1], validate_args=False)
+        self.ignore_index, self.mask = ignore_index, mask
+        if mask is not None and mask.shape == logits.shape:
+            self.positions = mask.any(-1)
+            logits = logits.masked_fill(~mask & self.positions.unsqueeze(-1), float("-inf"))
+        else:
+            self.positions = torch.ones_like(logits[..., 0], dtype=torch.bool) if mask is None else mask
+        self.logits = logits
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """[B, T]"""
+        counts = self.positions & (value != self.ignore_index)
+        chosen = self.logits.gather(-1, value.masked_fill(~counts, 0).unsqueeze(-1)).squeeze(-1)
+        return torch.where(counts, chosen - self.logits.logsumexp(-1), 0.0)
+
+    def entropy(self) -> Tensor:
+        """nats, [B, T]"""
+        logs = self.logits.log_softmax(-1)
+        terms = torch.where(logs.isfinite(), logs.exp() * logs, 0.0)
+        return torch.where(self.positions, -terms.sum(-1), 0.0)
+
+    def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008
+        """`ignore_index` where a position does not count."""
+        drawn = torch.distributions.Categorical(logits=self.logits).sample(sample_shape)
+        return drawn.masked_fill(~self.positions, self.ignore_index)
+
+    @property
+    def mode(self) -> Tensor:
+        return self.logits.argmax(-1).masked_fill(~self.positions, self.ignore_index)

@@ -1,0 +1,47 @@
+"""A Hugging Face model whose logits are wanted: to train it, or to score with the weights that it has right now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyrl_train.engines.base import Capabilities, Completion, SampleRequest
+from skyrl_train.errors import EngineError
+
+
+class ModuleScorer:
+    """The part of an engine that a plain module can be; the module stays its owner's, and trainable."""
+
+    def __init__(self, module: Any):
+        self.module = module
+        self.capabilities = Capabilities(name="module")
+
+    def logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """[B, T, V], rows padded on the left; [b, t] is what token t was drawn from, 0 at a row's first token."""
+        device = next(self.module.parameters()).device
+        length = max(map(len, rows))
+        ids = torch.tensor([[0] * (length - len(row)) + list(row) for row in rows], device=device)
+        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=device)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        out = self.module(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        shifted = torch.cat([torch.zeros_like(out[:, :1]), out[:, :-1]], 1)
+        return shifted.masked_fill((positions == 0).unsqueeze(-1), 0.0)
+
+    async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        """See InferenceEngine; a forward over one row at a time, without a gradient."""
+        found = []
+        with torch.inference_mode():
+            for row in token_ids:
+                logs = (self.logits([row])[0, 1:].float() / temperature).log_softmax(-1)
+                chosen = torch.tensor(row[1:], dtype=torch.int64, device=logs.device)
+                found.append(logs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1).tolist())
+        return found
+
+    async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        raise EngineError("a module given with generate=False only scores; make a wrapper with generate=True.")
+
+    async def close(self) -> None:
+        """It owns nothing."""

@@ -1,0 +1,131 @@
+"""The wrapper over the engine in this process: log-probs are the model's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.policies.containers import ChatHistory, Tokens
+from skyrl_train.policies.distributions import LLMMaskedCategorical, LogProbDistribution
+from skyrl_train.policies.history import History
+from skyrl_train.policies.wrappers import TransformersWrapper
+from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
+
+TOKENIZER = byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def wrapper(model: Any) -> Iterator[TransformersWrapper]:
+    kwargs = {"max_new_tokens": 6, "seed": 1, "ignore_eos": True}
+    made = TransformersWrapper(copy.deepcopy(model), tokenizer=TOKENIZER, generate_kwargs=kwargs, inplace=False)
+    yield made
+    made.close()
+
+
+def chats() -> TensorDict:
+    chat = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+    history = History.from_chats([chat, chat[1:]])
+    return TensorDict(history=ChatHistory(prompt=history, batch_size=(2,)), batch_size=(2,))
+
+
+def one_by_one(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return logs.gather(-1, torch.tensor(ids[1:]).unsqueeze(-1)).squeeze(-1)
+
+
+@pytest.mark.defect("D01")
+@pytest.mark.defect("D18")
+def test_generated_log_probs_are_the_models_the_first_included(wrapper: Any, model: Any):
+    out = wrapper(chats())
+    for row in out.unbind(0):
+        expected = one_by_one(model, row["tokens"].full.tolist())[len(row["tokens"].prompt) - 1 :]
+        torch.testing.assert_close(row["log_probs"].response, expected, atol=1e-4, rtol=0)
+        assert row["log_probs"].response[0] < 0
+
+
+@pytest.mark.defect("D19")
+def test_scores_of_engine_and_module_agree_with_a_forward_of_each_alone(wrapper: Any, model: Any):
+    rows = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
+    td = lazy_stack([TensorDict(tokens=torch.tensor(row)) for row in rows])
+    engine = wrapper.get_new_version(generate=False, input_mode="tokens", generate_kwargs=None)
+    module = TransformersWrapper(model, tokenizer=TOKENIZER, generate=False, input_mode="tokens", inplace=False)
+    for scorer in (engine, module):
+        found = scorer(td).get(("log_probs", "full"), as_list=True)
+        for row, logs in zip(rows, found, strict=True):
+            assert logs[0] == 0
+            torch.testing.assert_close(logs[1:], one_by_one(model, row), atol=1e-4, rtol=0)
+    padded = module.log_prob(td)
+    assert padded.requires_grad
+    torch.testing.assert_close(padded[1].detach()[-1:], one_by_one(model, rows[1]), atol=1e-4, rtol=0)
+    assert padded[1].tolist()[:3] == [0, 0, 0]
+
+
+@pytest.mark.defect("D15")
+def test_distributions_count_what_the_mask_says(model: Any):
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    td = TensorDict(history=History.from_chats([chat]), batch_size=(1,))
+    scorer = TransformersWrapper(model, tokenizer=TOKENIZER, generate=False)
+    sft = scorer.get_dist(td, "sft")
+    assert int(sft.positions.sum()) == 4  # yes and the end of its turn
+    assert scorer.get_dist(td).positions.all()
+    custom = torch.zeros_like(sft.positions)
+    assert scorer.get_dist(td, custom).entropy().sum() == 0
+    assert sft.entropy()[~sft.positions].sum() == 0
+    prompt = scorer.get_dist(td.clone().set("tokens", Tokens(prompt=torch.tensor([[1]]), batch_size=(1,))), "rlhf")
+    assert int(prompt.positions.sum()) == prompt.positions.numel() - 1
+    with pytest.raises(ConfigError, match="mask"):
+        scorer.get_dist(td, "some")
+
+
+@pytest.mark.defect("D28")
+def test_one_row_without_the_assistant_is_refused(model: Any):
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    td = TensorDict(history=History.from_chats([talk, talk[:1]]), batch_size=(2,))
+    with pytest.raises(ConfigError, match="row 1"):
+        TransformersWrapper(model, tokenizer=TOKENIZER, generate=False).get_dist(td, "sft")
+
+
+def test_there_is_no_distribution_without_logits(wrapper: Any):
+    with pytest.raises(NotImplementedError, match="generate"):
+        wrapper.get_dist(chats())
+    with pytest.raises(NotImplementedError, match="logits"):
+        wrapper.get_new_version(generate=False, input_mode="tokens").get_dist(TensorDict(tokens=torch.tensor([1, 2])))
+
+
+def test_a_seed_repeats_and_a_version_shares_the_engine(wrapper: Any):
+    again = wrapper.get_new_version(pad_output=True)
+    assert again.engine is wrapper.engine
+    first, second = wrapper(chats()), again(chats())
+    responses = [row.tolist() for row in first.get(("tokens", "response"), as_list=True)]
+    assert responses == second["tokens"].response.tolist()
+
+
+def test_a_masked_categorical_of_tokens_and_of_positions():
+    logits = torch.tensor([[[0.0, 0.0, 9.0], [0.0, 0.0, 0.0]]])
+    tokens = LLMMaskedCategorical(logits, torch.tensor([[[True, True, False], [False, False, False]]]))
+    torch.testing.assert_close(tokens.log_prob(torch.tensor([[0, 0]])), torch.tensor([[0.5, 1.0]]).log())
+    torch.testing.assert_close(tokens.entropy(), torch.tensor([[2.0, 1.0]]).log())
+    positions = LLMMaskedCategorical(logits, torch.tensor([[False, True]]))
+    assert positions.sample().tolist()[0][0] == -100
+    assert positions.log_prob(torch.tensor([[0, -100]])).tolist() == [[0.0, 0.0]]
+    with pytest.raises(ValueError, match="mask"):
+        LLMMaskedCategorical(logits, torch.ones(3, dtype=torch.bool))
+
+
+def test_stored_log_probs_answer_for_their_own_tokens_only():
+    stored = LogProbDistribution(torch.tensor([[-1.0, -2.0]]), torch.tensor([[True, False]]), torch.tensor([[4, 5]]))
+    assert stored.log_prob(torch.tensor([[4, 9]])).tolist() == [[-1.0, 0.0]]
+    with pytest.raises(ValueError, match="tokens"):
+        stored.log_prob(torch.tensor([[3, 5]]))
