@@ -289,6 +289,11 @@ async def listing_of(client: Any) -> Listing:
     raise ToolError(f"the server's list of tools has more than {MAX_PAGES} pages.")
 
 
+def shown_tools(name: str, entry: Mapping[str, Any]) -> list[str]:
+    """The names of all tools of a server that an entry without `tools` describes, for who allows whatever it shows."""
+    return sorted(_first_listing(Server.read(name, {**entry, "tools": ["all"]})))
+
+
 def pinned(server: Server) -> Listing:
     """The list that `server` showed first in this process. Raises ConfigError where it is not what was asked for."""
     with _pinning:

@@ -52,15 +52,15 @@ class PythonTool(Tool):
 
     def _run(self, code: str) -> str:
         source = code.encode("utf-8", "replace")
-        return self._told(self._sandbox.run({"main.py": source}, [PYTHON, "-I", "-u", "main.py"]))
+        return self.told(self._sandbox.run({"main.py": source}, [PYTHON, "-I", "-u", "main.py"]))
 
     def _continue(self, code: str) -> str:
         if self._session is None or not self._session.alive:
             self._session = self._sandbox.session()
-        text = self._told(self._session.execute(code))
-        return text if self._session.alive else f"{text}\n[the Python process has ended: its variables are gone]"
+        return self.told(self._session.execute(code))
 
-    def _told(self, outcome: Outcome) -> str:
+    def told(self, outcome: Outcome) -> str:
+        """What the model reads of a run. Subclasses raise ToolError for the runs that they call failed."""
         parts = [text.rstrip("\n") for text in (outcome.stdout, outcome.stderr) if text.strip("\n")]
         if outcome.timed_out:
             parts.append(f"[timed out after {self._sandbox.limits.wall_s:g} s]")
@@ -68,4 +68,8 @@ class PythonTool(Tool):
             parts.append(f"[stopped: it printed more than {self._sandbox.limits.output} bytes]")
         elif outcome.returncode and not outcome.stderr:
             parts.append(f"[exit status {outcome.returncode}]")
-        return "\n".join(parts) or "[no output]"
+        if not parts:
+            parts.append("[no output]")
+        if self._session is not None and not self._session.alive:
+            parts.append("[the Python process has ended: its variables are gone]")
+        return "\n".join(parts)

@@ -1,0 +1,278 @@
+"""What an environment on tensordicts is, and the transforms that are put around one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
+
+Policy = Callable[[TensorDictBase], TensorDictBase]
+DONE_KEYS = ("done", "terminated", "truncated")
+ACTION_KEYS = ("text_response", "tokens_response")
+CONTAINERS = ("history", "text", "tokens", "masks", "log_probs", "ref_log_probs")
+OF_ONE_STEP = frozenset({"next", "_reset", "reward", "action", *ACTION_KEYS, *DONE_KEYS, *CONTAINERS})
+"""Root keys that the next step does not begin with, unless the environment says them anew."""
+
+
+def keys_of(tensordict: TensorDictBase) -> set[str]:
+    """First-level keys; of a lazy stack those that all rows have."""
+    return set(tensordict.keys())
+
+
+class Transform:
+    """Something between an environment and its policy. Every method gets and returns tensordicts of batch [B].
+
+    `environment` is the one it was appended to. A transform may serve only one.
+    """
+
+    last: bool = False
+    """Whether it runs after all transforms that are not, whenever they were appended."""
+    environment: TensorDictEnv | None = None
+
+    def attach(self, environment: TensorDictEnv) -> None:
+        """Called by `append_transform`. Raises for an environment it cannot work with."""
+        if self.environment is not None:
+            raise RuntimeError(f"{type(self).__name__} belongs to an environment already; make another one.")
+        self.environment = environment
+
+    def before_reset(self, given: TensorDictBase) -> TensorDictBase:
+        """What the environment is reset with."""
+        return given
+
+    def after_reset(self, given: TensorDictBase, root: TensorDictBase) -> TensorDictBase:
+        """The first observation."""
+        return root
+
+    def before_step(self, root: TensorDictBase) -> TensorDictBase:
+        """What the environment sees of observation and action."""
+        return root
+
+    def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        """What is stored under "next"."""
+        return following
+
+    def end_episodes(self, episodes: Sequence[int] | None) -> None:
+        """Release what is held for these episodes; None: for all."""
+
+    def close(self) -> None:
+        """Called once, with the environment's `close`."""
+        self.end_episodes(None)
+
+
+class StepCounter(Transform):
+    """Counts steps in "step_count" [B, 1]; `max_steps` of them truncate an episode."""
+
+    def __init__(self, max_steps: int | None = None):
+        if max_steps is not None and max_steps < 1:
+            raise ValueError(f"max_steps={max_steps} must be at least 1, or None for no limit")
+        self.max_steps = max_steps
+
+    def after_reset(self, given: TensorDictBase, root: TensorDictBase) -> TensorDictBase:
+        return root.set("step_count", torch.zeros(*root.batch_size, 1, dtype=torch.int64))
+
+    def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        count = root["step_count"] + 1
+        following.set("step_count", count)
+        if self.max_steps is not None:
+            cut = count >= self.max_steps
+            following.set("truncated", following["truncated"] | cut)
+            following.set("done", following["done"] | cut)
+        return following
+
+
+class TensorDictEnv:
+    """A batch of episodes: `reset` gives observations, `step` adds "next" to observations with actions.
+
+    Rows may have different lengths: batches are lazy stacks of rows, nothing is padded. "episode" [B] numbers the
+    episodes, so that what is held for one (a browser, a session) follows its row; "done", "terminated" and "truncated"
+    are [B, 1]. Subclasses define `_reset_row` and `_step_row`.
+
+    `batch_size` is [B]; None stands for [1], and takes any other number of rows that a reset gives.
+    """
+
+    def __init__(self, batch_size: Sequence[int] | int | None = None, device: torch.device | str | None = None):
+        self._any_batch = batch_size is None
+        size = (1,) if batch_size is None else (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
+        if len(size) != 1 or size[0] < 1:
+            raise ValueError(f"batch_size={size} must have one dimension of at least 1, e.g. (1,)")
+        self.batch_size = torch.Size(size)
+        self.device = torch.device(device) if device is not None else None
+        self.transforms: list[Transform] = []
+        self._episodes = itertools.count()
+        self._closed = False
+
+    # --------------------------------------------------------------------------------------- for subclasses
+
+    def _reset_row(self, given: TensorDictBase) -> TensorDictBase:
+        """The first observation of one episode, batch []."""
+        raise NotImplementedError
+
+    def _step_row(self, root: TensorDictBase) -> TensorDictBase:
+        """What follows an observation and its action, batch []; "reward", and of DONE_KEYS what is not False."""
+        raise NotImplementedError
+
+    def _end_episodes(self, episodes: Sequence[int] | None) -> None:
+        """As `Transform.end_episodes`."""
+
+    # ---------------------------------------------------------------------------------------------- for users
+
+    def append_transform(self, transform: Transform) -> Self:
+        """Put `transform` around the ones before it; returns the environment."""
+        transform.attach(self)
+        self.transforms.append(transform)
+        self.transforms.sort(key=lambda each: each.last)
+        return self
+
+    def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """First observations [B]. A mask "_reset" ([B] or [B, 1]) leaves the other rows as they are.
+
+        A tensordict without batch dimension is one row, or the same for every row of the environment.
+        """
+        given = self._rows_given(tensordict)
+        mask = given.pop("_reset", None)
+        if mask is None or mask.all():
+            self.end_episodes(given["episode"].flatten().tolist() if "episode" in keys_of(given) else None)
+            return self._fresh(given)
+        chosen = mask.reshape(len(mask), -1).any(-1).tolist()
+        rows = [row.exclude("next") for row in given.unbind(0)]
+        again = [place for place, reset in enumerate(chosen) if reset]
+        if again:
+            part = lazy_stack([rows[place] for place in again])
+            self.end_episodes(part["episode"].flatten().tolist())
+            for place, row in zip(again, self._fresh(part).unbind(0), strict=True):
+                rows[place] = row
+        return _same_keys(rows)
+
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """`tensordict` [B], observations and actions, with "next" in it: one that has rows is changed and returned."""
+        if "episode" not in keys_of(tensordict):
+            raise RuntimeError("step needs what reset returned (with the policy's keys in it): there is no 'episode'")
+        if tensordict.batch_dims != 1:
+            raise ValueError(f"step needs one batch dimension, got batch_size={tuple(tensordict.batch_size)}")
+        lazy = isinstance(tensordict, LazyStackedTensorDict)
+        root: TensorDictBase = tensordict if lazy else lazy_stack(list(tensordict.unbind(0)))
+        for transform in reversed(self.transforms):
+            root = transform.before_step(root)
+        following = self._stacked([self._completed(row, self._step_row(row)) for row in root.unbind(0)])
+        for transform in self.transforms:
+            following = transform.after_step(root, following)
+        if over := following["episode"][following["done"].reshape(len(following), -1).any(-1)].tolist():
+            self.end_episodes(over)
+        if root is not tensordict:
+            tensordict.set("next", following)
+        return root.set("next", following)
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """(`step`, the observations to go on with): rows that are done begin a new episode."""
+        stepped = self.step(tensordict)
+        following = stepped["next"]
+        done = following["done"]
+        if not done.any():
+            return stepped, self._observations(following)
+        return stepped, self.reset(self._observations(following).set("_reset", done))
+
+    def rollout(
+        self,
+        max_steps: int,
+        policy: Policy | None = None,
+        *,
+        auto_reset: bool = True,
+        break_when_any_done: bool = True,
+        tensordict: TensorDictBase | None = None,
+    ) -> TensorDictBase:
+        """Up to `max_steps` steps, [B, T]. `policy` fills in the action; None: the observation already has it.
+
+        Args:
+            auto_reset: Begin with `reset(tensordict)`; else `tensordict` is the first observation.
+            break_when_any_done: Stop with the first row that is done; else rows that are begin a new episode.
+        """
+        if not auto_reset and tensordict is None:
+            raise RuntimeError("auto_reset=False needs tensordict=, the observation to begin with")
+        root: TensorDictBase = self.reset(tensordict) if auto_reset else tensordict  # type: ignore[assignment]
+        steps: list[TensorDictBase] = []
+        for _ in range(max_steps):
+            root = root if policy is None else policy(root)
+            stepped, root = self._advance(root, break_when_any_done)
+            steps.append(stepped)
+            if break_when_any_done and stepped["next", "done"].any():
+                break
+        return lazy_stack(steps, dim=1)
+
+    def close(self) -> None:
+        """Release what the environment and its transforms hold."""
+        if not self._closed:
+            self._closed = True
+            self._end_episodes(None)
+            for transform in self.transforms:
+                transform.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def end_episodes(self, episodes: Sequence[int] | None) -> None:
+        """Release what is held for these episodes; None: for all."""
+        self._end_episodes(episodes)
+        for transform in self.transforms:
+            transform.end_episodes(episodes)
+
+    # ------------------------------------------------------------------------------------------------- within
+
+    def _rows_given(self, tensordict: TensorDictBase | None) -> TensorDictBase:
+        if tensordict is None:
+            return lazy_stack([TensorDict({}, batch_size=[]) for _ in range(self.batch_size[0])])
+        given = tensordict.exclude("next")
+        if given.batch_dims == 0:
+            return lazy_stack([given.clone() for _ in range(self.batch_size[0])])
+        if given.batch_dims != 1 or (given.batch_size != self.batch_size and not self._any_batch):
+            raise ValueError(
+                f"reset got batch_size={tuple(given.batch_size)}; this environment has {tuple(self.batch_size)}"
+            )
+        return lazy_stack([row.copy() for row in given.unbind(0)])
+
+    def _fresh(self, given: TensorDictBase) -> TensorDictBase:
+        for transform in self.transforms:
+            given = transform.before_reset(given)
+        rows = []
+        for row in given.unbind(0):
+            row.set("episode", torch.tensor(next(self._episodes)))
+            rows.append(self._completed(row, self._reset_row(row)))
+        root = self._stacked(rows)
+        for transform in self.transforms:
+            root = transform.after_reset(given, root)
+        return root
+
+    def _advance(self, root: TensorDictBase, stops: bool) -> tuple[TensorDictBase, TensorDictBase]:
+        if not stops:
+            return self.step_and_maybe_reset(root)
+        stepped = self.step(root)
+        return stepped, self._observations(stepped["next"])
+
+    def _observations(self, following: TensorDictBase) -> TensorDictBase:
+        return following.exclude("reward")
+
+    def _stacked(self, rows: list[TensorDictBase]) -> TensorDictBase:
+        stacked = lazy_stack(rows)
+        return stacked.to(self.device) if self.device is not None else stacked
+
+    def _completed(self, before: TensorDictBase, row: TensorDictBase) -> TensorDictBase:
+        """`row` with what is carried over from `before` and what it leaves unsaid."""
+        for key in keys_of(before) - keys_of(row):
+            if key not in OF_ONE_STEP:
+                row.set(key, before.get(key))
+        for key in DONE_KEYS[1:]:
+            row.setdefault(key, torch.zeros(1, dtype=torch.bool))
+        row.set("done", row["terminated"] | row["truncated"])
+        return row
+
+
+def _same_keys(rows: Sequence[TensorDictBase]) -> TensorDictBase:
+    """A lazy stack of rows, with the keys that all of them have."""
+    common = set.intersection(*(set(row.keys()) for row in rows))
+    return lazy_stack([row.select(*common) for row in rows])

@@ -1,0 +1,200 @@
+"""Log-probs of another model over what was said, and a reward that is reduced where the policy leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from skyrl_train.policies.containers import LogProbs
+from skyrl_train.tensordict_envs.base import Transform
+
+FullKey = tuple[str, str]
+
+
+def check_scores(model: Any, what: str) -> None:
+    """Raises ValueError for a model that generates, or gives no log-probs."""
+    if getattr(model, "generate", False) is not False:
+        raise ValueError(f"{what} needs a model made with generate=False: it scores what is there")
+    if getattr(model, "return_log_probs", True) is False:
+        raise ValueError(f"{what} needs a model with return_log_probs=True")
+
+
+class _Scores(Transform):
+    """What both transforms share: a model run over whole sequences, row by row behind the batch."""
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """On data that has "next" already, [B] or [B, T]: as in a step of the environment."""
+        for part in tensordict.unbind(0) if tensordict.batch_dims > 1 else ():
+            self(part)
+        if tensordict.batch_dims == 1:
+            self.after_step(tensordict, tensordict["next"])
+        return tensordict
+
+    forward = __call__
+
+
+class RetrieveLogProb(_Scores):
+    """Writes `model`'s log-probs of every step into "next", under `log_probs_full_key`: [L] a row, nats.
+
+    With `assistant_only` tokens that the assistant did not write have 0; the model reads the history then, as the
+    assistant's tokens are known from its template.
+
+    Args:
+        model: A policy wrapper with generate=False, of its own `log_probs_key`, e.g. "ref_log_probs".
+        log_probs_full_key: (container, "full"); the model's own by default.
+        detach: Without gradient.
+        device: Where the result is kept; the model's by default.
+        tokenizer_kwargs, tokenizer, padding_side: Accepted for TorchRL's sake: the model has its own tokenizer, and
+            rows are not padded.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        log_probs_full_key: FullKey | None = None,
+        assistant_only: bool = True,
+        tokenizer_kwargs: Any = None,
+        detach: bool = True,
+        device: torch.device | str | None = None,
+        tokenizer: Any = None,
+        padding_side: str = "left",
+    ):
+        check_scores(model, "RetrieveLogProb")
+        mode = getattr(model, "input_mode", "history")
+        if assistant_only and mode != "history":
+            raise ValueError(f"assistant_only=True needs a model of input_mode='history', not {mode!r}")
+        self.model, self.mode = model, mode
+        self.source: FullKey = (getattr(model, "log_probs_key", "log_probs"), "full")
+        self.log_probs_full_key: FullKey = log_probs_full_key or self.source
+        self.assistant_only, self.detach, self.device = assistant_only, detach, device
+
+    def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        scored = scored_by(self.model, root, self.mode, with_gradient=not self.detach)
+        for row, out in zip(scored.unbind(0), following.unbind(0), strict=True):
+            values = row.get(self.source)
+            if self.assistant_only:
+                values = values.masked_fill(~row.get(("masks", "all_assistant_mask")), 0.0)
+            values = values.detach() if self.detach else values
+            values = values if self.device is None else values.to(self.device)
+            out.set(self.log_probs_full_key[0], LogProbs(full=values, batch_size=[]))
+        return following
+
+
+def scored_by(model: Any, root: TensorDictBase, mode: str, *, with_gradient: bool = False) -> TensorDictBase:
+    """The model's output over the whole sequences of `root`, which stays as it is."""
+    with torch.set_grad_enabled(with_gradient):
+        found: TensorDictBase = model(root.select(mode, "masks", strict=False).copy())
+    return found
+
+
+class KLRewardTransform(_Scores):
+    """Takes `coef` × KL(policy ‖ reference) off the reward, token by token.
+
+    The estimate for a token is log π(token) − log π_ref(token), on the tokens of the assistant (`assistant_only`), or
+    on all after the prompt, and 0 elsewhere. Writes into "next", a row [L, 1] each over the tokens of
+    ("tokens", "full"): "kl_penalty", and the reward on every token less coef × kl; and the reference's log-probs [L]
+    under ("ref_log_probs", "full").
+
+    Args:
+        ref_model, ref_model_factory: A policy wrapper of tokens mode with generate=False, or what makes one at the
+            first use; exactly one of them.
+        out_keys: Reward, penalty and container of the log-probs.
+        log_prob_key: The policy's log-probs: (container, "full").
+        add_to_reward: False leaves the reward as it is.
+        tokenizer, padding_side: Accepted for TorchRL's sake: rows are not padded.
+    """
+
+    def __init__(
+        self,
+        ref_model: Any = None,
+        *,
+        ref_model_factory: Callable[[], Any] | None = None,
+        coef: float = 1.0,
+        in_keys: Sequence[str] = ("reward",),
+        out_keys: Sequence[str] | None = None,
+        log_prob_key: FullKey = ("log_probs", "full"),
+        device: torch.device | str | None = None,
+        add_to_reward: bool = True,
+        tokenizer: Any = None,
+        assistant_only: bool = True,
+        padding_side: str = "left",
+        use_ray_service: bool = False,
+    ):
+        if (ref_model is None) == (ref_model_factory is None):
+            raise ValueError("KLRewardTransform needs exactly one of ref_model and ref_model_factory")
+        if use_ray_service:
+            raise ValueError("use_ray_service=True: give ref_model_factory a remote wrapper instead")
+        self._made, self._factory = None, ref_model_factory
+        if ref_model is not None:
+            self._made = _checked(ref_model)
+        self.coef, self.device = coef, device
+        self.reward_key = in_keys[0]
+        self.out_keys = tuple(out_keys or (in_keys[0], "kl_penalty", "ref_log_probs"))
+        if len(self.out_keys) != 3:
+            raise ValueError(f"out_keys={out_keys!r} must name reward, penalty and reference log-probs")
+        self.log_prob_key = log_prob_key
+        self.add_to_reward, self.assistant_only = add_to_reward, assistant_only
+
+    @property
+    def ref_model(self) -> Any:
+        if self._made is None:
+            assert self._factory is not None
+            self._made = _checked(self._factory())
+        return self._made
+
+    def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        model = self.ref_model
+        scored = scored_by(model, root, "tokens")
+        source = (getattr(model, "log_probs_key", "log_probs"), "full")
+        for row, ref, out in zip(root.unbind(0), scored.unbind(0), following.unbind(0), strict=True):
+            reference = ref.get(source).to(self.device) if self.device is not None else ref.get(source)
+            kl = self._kl(row, reference)
+            reward_key, penalty_key, ref_key = self.out_keys
+            out.set(penalty_key, kl)
+            out.set(ref_key, LogProbs(full=reference, batch_size=[]))
+            if self.add_to_reward:
+                reward = out.get(self.reward_key, None)
+                if reward is None:
+                    raise KeyError(f"KLRewardTransform: there is no {self.reward_key!r}; append it after the reward")
+                out.set(reward_key, reward.reshape(-1, 1) - self.coef * kl)
+        return following
+
+    def _kl(self, row: TensorDictBase, reference: torch.Tensor) -> torch.Tensor:
+        """[L, 1], 0 outside the mask."""
+        own = row.get(self.log_prob_key, None)
+        if own is None:
+            own = row.get((self.log_prob_key[0], "response"), None)
+        if own is None:
+            raise KeyError(f"KLRewardTransform: the policy wrote no log-probs under {self.log_prob_key}")
+        if len(own) > len(reference):
+            raise ValueError(f"{len(own)} log-probs of the policy over {len(reference)} tokens of the reference")
+        mask = self._mask(row, len(reference))
+        mask[: len(reference) - len(own)] = False
+        kl = torch.zeros_like(reference)
+        kl[mask] = (own - reference[len(reference) - len(own) :])[mask[len(reference) - len(own) :]]
+        return kl.unsqueeze(-1)
+
+    def _mask(self, row: TensorDictBase, length: int) -> torch.Tensor:
+        masks = row.get("masks", None)
+        assistant = None if masks is None else masks.get("all_assistant_mask", None)
+        if self.assistant_only and assistant is not None:
+            return assistant.clone()
+        prompt = row.get("tokens").get("prompt", None)
+        if prompt is None:
+            raise KeyError("KLRewardTransform needs ('masks', 'all_assistant_mask') or ('tokens', 'prompt')")
+        attention = None if masks is None else masks.get("all_attention_mask", None)
+        mask = torch.ones(length, dtype=torch.bool) if attention is None else attention.clone()
+        mask[: len(prompt)] = False
+        return mask
+
+
+def _checked(model: Any) -> Any:
+    check_scores(model, "KLRewardTransform")
+    mode = getattr(model, "input_mode", "tokens")
+    if mode != "tokens":
+        raise ValueError(f"KLRewardTransform needs a model of input_mode='tokens', not {mode!r}")
+    return model

@@ -1,0 +1,42 @@
+"""Rewards that transforms give, in the shapes of TorchRL: [B, 1, 1], one number for the tokens of a step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from tensordict import TensorDictBase
+
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
+
+
+def answers_in(text: str) -> list[str]:
+    """What stands in <answer> blocks after the reasoning."""
+    return [found.strip() for found in ANSWER.findall(text.rpartition("</think>")[2])]
+
+
+def thoughts_in(text: str) -> int:
+    """Closed <think> blocks."""
+    return len(THINK.findall(text))
+
+
+def column(values: Sequence[float]) -> torch.Tensor:
+    """[B, 1, 1]"""
+    return torch.tensor(values, dtype=torch.float32).reshape(-1, 1, 1)
+
+
+def add_rewards(following: TensorDictBase, rewards: Mapping[str, Sequence[float]], total: str) -> None:
+    """Write columns under their names; `total` is added to what other transforms gave in the same step."""
+    for name, values in rewards.items():
+        given = column(values)
+        before = following.get(name, None) if name == total else None
+        following.set(name, given if before is None else before.reshape(given.shape) + given)
+
+
+def end(following: TensorDictBase, over: Sequence[bool]) -> None:
+    """Terminate rows."""
+    ended = torch.tensor(over).reshape(-1, 1)
+    following.set("terminated", following["terminated"] | ended)
+    following.set("done", following["done"] | ended)

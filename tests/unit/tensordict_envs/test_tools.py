@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tensordict import TensorDict, TensorDictBase
+
+from skyrl_train.environments.countdown import CountdownEnv
+from skyrl_train.environments.tools.browser import PROGRAMS
+from skyrl_train.environments.tools.guard import Guard, Refused
+from skyrl_train.tensordict_envs.base import StepCounter
+from skyrl_train.tensordict_envs.chat import ChatEnv
+from skyrl_train.tensordict_envs.conversation import messages_of
+from skyrl_train.tensordict_envs.tools import BrowserTransform, MCPToolTransform, PythonInterpreter, ToolTransform
+from skyrl_train.testing.web_server import Response, web_server
+
+SERVER = str(Path(__file__).parents[1] / "environments" / "tools" / "mcp_server.py")
+needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: scripts/sandbox_tools")
+needs_chromium = pytest.mark.skipif(
+    not any(map(shutil.which, PROGRAMS)), reason="needs Chromium: scripts/browser_tools"
+)
+
+
+def blocks(*codes: str) -> str:
+    return "\n".join(f"```python\n{code}\n```" for code in codes)
+
+
+class Talk:
+    """An environment with one tool, and what follows answers of its rows."""
+
+    def __init__(self, transform: ToolTransform, rows: int = 1):
+        self.env = ChatEnv(batch_size=(rows,))
+        self.env.append_transform(transform)
+        self.root: TensorDictBase = self.env.reset(TensorDict(query=["?"] * rows, batch_size=[rows]))
+        self.before = self.messages()
+
+    def messages(self) -> list[list[dict[str, Any]]]:
+        return [messages_of(row["history"].prompt) for row in self.root.unbind(0)]
+
+    def say(self, *answers: str) -> list[list[str]]:
+        """The messages of tools that follow, for each row."""
+        self.root["text_response"] = list(answers)
+        self.root = self.env.step(self.root)["next"]
+        following = []
+        for messages in self.messages():
+            last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
+            assert {message["role"] for message in messages[last + 1 :]} <= {"tool"}
+            following.append([message["content"] for message in messages[last + 1 :]])
+        return following
+
+
+@needs_bubblewrap
+@pytest.mark.defect("D36")
+def test_blocks_of_python_run_apart_from_this_machine_with_limits(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("A_SECRET", "hunter2")
+    talk = Talk(PythonInterpreter(timeout=60.0), rows=3)
+    spy = "import os; print(os.environ.get('A_SECRET'), os.path.exists('/root'))"
+    warns = "import warnings; warnings.warn('careful'); print(6 * 7)"
+    spied, failed, none = talk.say(blocks(spy, warns), blocks("print('a' * 100_000)", "1 / 0"), "no code")
+    assert spied[0].startswith("Code block 1 executed successfully:\nNone")
+    assert spied[1].startswith("Code block 2 executed successfully:\n42") and "careful" in spied[1]
+    assert failed[0].startswith("Code block 1 ") and len(failed[0]) < 10_000
+    assert failed[1].startswith("Code block 2 failed:\nTraceback") and none == []
+    talk.env.close()
+
+
+@needs_bubblewrap
+@pytest.mark.defect("D36")
+def test_a_session_keeps_functions_and_no_line_it_prints_ends_it():
+    transform = PythonInterpreter(persistent=True, timeout=60.0)
+    talk = Talk(transform, rows=2)
+    first = "def f(n):\n    return 1 if n < 2 else n * f(n - 1)\nprint('---END---')"
+    talk.say(blocks(first), blocks("x = 1"))
+    again, other = talk.say(blocks("print(f(5))\nfor i in range(600): print(i)"), blocks("print(f(5))"))
+    assert again[0].startswith("Code block 1 executed successfully:\n120\n0\n1")
+    assert other[0].startswith("Code block 1 failed:") and "NameError" in other[0]
+    children = len(psutil.Process().children(recursive=True))
+    assert children > 0
+    talk.env.reset(TensorDict(query=["?"] * 2, batch_size=[2]))
+    assert transform._boxes == {}
+    talk.env.close()
+
+
+@needs_bubblewrap
+@pytest.mark.defect("D36")
+def test_a_block_that_does_not_end_is_stopped_with_its_children():
+    talk = Talk(PythonInterpreter(timeout=1.0))
+    code = "import subprocess\nsubprocess.Popen(['sleep', '987'])\nwhile True: pass"
+    assert talk.say(blocks(code))[0][0].startswith("Code block 1 failed:\n[timed out after 1 s]")
+    assert not any("987" in process.cmdline() for process in psutil.Process().children(recursive=True))
+
+
+def test_thoughts_are_not_run_and_a_row_that_is_over_gets_no_message():
+    talk = Talk(PythonInterpreter())
+    assert talk.say(f"<think>{blocks('1')}</think> done") == [[]]
+    env = ChatEnv()
+    env.append_transform(StepCounter(1))
+    env.append_transform(PythonInterpreter())
+    root = env.reset(TensorDict(query=["?"], batch_size=[1]))
+    root["text_response"] = [blocks("1")]
+    following = env.step(root)["next"]
+    assert [message["role"] for message in messages_of(following[0]["history"].prompt)] == ["user", "assistant"]
+
+
+def test_tools_need_a_conversation():
+    for mode in ("text",):
+        with pytest.raises(RuntimeError, match="history"):
+            ChatEnv(input_mode=mode).append_transform(PythonInterpreter())
+    with pytest.raises(ValueError, match="ray"):
+        PythonInterpreter(services="ray")
+
+
+@pytest.mark.defect("D38")
+def test_tools_of_a_server_are_described_called_by_any_name_and_read_as_text():
+    pytest.importorskip("mcp")
+    transform = MCPToolTransform({"my-server": {"command": sys.executable, "args": [SERVER, "stdio"]}}, timeout=60.0)
+    talk = Talk(transform, rows=2)
+    system, asked = talk.before[0]
+    assert system["role"] == "system" and asked["content"] == "?"
+    assert "my-server.add: Add two numbers." in system["content"] and '"integer"' in system["content"]
+    called = '<tool>my-server.add\n{"a": 2, "b": 3}</tool><tool>add\n{"a": 1, "b": 1}</tool>'
+    wrong = "<tool>my-server.fail\n{}</tool><tool>my-server.add\nnot json</tool><tool>my-server.no-tool\n{}</tool>"
+    right, failed = talk.say(called, wrong)
+    names = ["my-server.add", "my-server.add"]
+    assert right == [f"Tool {name} executed successfully:\n{sum}" for name, sum in zip(names, "52", strict=True)]
+    assert [text.partition(":")[0] for text in failed] == [
+        "Tool my-server.fail failed",
+        "Tool my-server.add failed",
+        "Tool my-server.no-tool failed",
+    ]
+    talk.env.close()
+
+
+@pytest.mark.defect("D38")
+def test_a_server_that_cannot_be_reached_is_told_at_once():
+    pytest.importorskip("mcp")
+    with pytest.raises(ValueError, match=r"servers\.s"):
+        MCPToolTransform({"s": {"command": sys.executable, "args": ["-c", "raise SystemExit(3)"]}})
+
+
+@pytest.mark.defect("D37")
+def test_domains_are_compared_by_their_labels_and_ports():
+    guard = Guard(["example.com", "example.org:8080"])
+    for url in ("http://example.com/", "https://www.example.com/a", "http://example.org:8080/"):
+        guard.target(url)
+    for url in ("http://evilexample.com/", "http://example.com:8080/", "http://example.com@other.org/"):
+        with pytest.raises(Refused):
+            guard.target(url)
+
+
+@needs_chromium
+@pytest.mark.defect("D37")
+def test_every_row_has_a_browser_of_its_own_and_redirects_are_checked():
+    pytest.importorskip("playwright")
+    with web_server(lambda request: Response(b"<title>Inside</title>secret")) as inside:
+
+        def answer(request: Any) -> Response:
+            if request.path == "/away":
+                return Response(status=302, headers={"Location": f"{inside.url}/"})
+            return Response(f"<title>Page</title>at {request.path}".encode())
+
+        with web_server(answer) as outside:
+            transform = BrowserTransform(["example.com"], timeout=60.0, allow_private=[outside.at])
+            talk = Talk(transform, rows=2)
+            goto = '<tool>browser\n{{"action": "navigate", "url": "{}"}}</tool>'
+            talk.say(*(goto.format(f"{outside.url}/{row}") for row in range(2)))
+            read = '<tool>browser\n{"action": "extract"}</tool>'
+            shown = talk.say(read, read)
+            assert ["at /0" in shown[0][0], "at /1" in shown[1][0]] == [True, True]
+            away = talk.say(
+                goto.format(f"{outside.url}/away"), '<tool>browser\n{"action": "click", "selector": "a"}</tool>'
+            )
+            assert away[0][0].startswith("Tool browser failed:") and "number" in away[1][0]
+            talk.env.close()
+        assert inside.requests == []
+
+
+@pytest.mark.defect("D39")
+def test_an_expression_of_towers_is_refused_without_being_calculated():
+    env = CountdownEnv({}, {"reward_spec": {"ground_truth": {"target": 1, "numbers": [9, 9, 9, 9]}}})
+    assert env.step("<answer>9**9**9**9</answer>").reward == 0.0
