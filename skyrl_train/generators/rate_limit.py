@@ -23,6 +23,8 @@ class RateLimiter:
 
     async def admit(self, episodes: int) -> None:
         """Wait until so many may begin; then they need a `release`."""
+        if self._most is None and not self._seconds_each:
+            return  # without a turn of the event loop: what begins together goes to the engines together
         async with self._turn:
             while self._most is not None and self._running and self._running + episodes > self._most:
                 self._left.clear()

@@ -68,6 +68,7 @@ def train_again(first: Outcome, tmp_path: Path) -> Callable[..., list[float]]:
             f"trainer.policy.model.path={warm}",
             f"trainer.ckpt_path={run}",
             f"trainer.export_path={run / 'export'}",
+            "trainer.eval_interval=40",
         ]
         finished([*entrypoint, "--config-dir", str(SCRIPT.parent), *given, *overrides])
         lines = read_jsonl(run / METRICS_FILE)
