@@ -66,13 +66,14 @@ class History(TensorClass["nocast"]):
             raise RuntimeError("a History without a batch dimension is one message, not a conversation.")
         chat: list[dict[str, Any]] = []
         for turn in self.unbind(0):
-            if turn.role == NO_MESSAGE:
+            role, complete = turn.role, turn.is_complete
+            if role == NO_MESSAGE:
                 continue
-            message = {"role": turn.role, "content": turn.content}
+            message = {"role": role, "content": turn.content}
             for name in ("tool_calls", "tool_responses"):
                 if (value := getattr(turn, name)) is not None:
                     message[name] = value
-            if turn.is_complete is not None and not turn.is_complete:
+            if complete is not None and not complete:
                 message["is_complete"] = False
             chat.append(message)
         return chat

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorStack, TensorDict, lazy_stack
 from torch import Tensor
 
 from skyrl_train.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens, nested_stack, ragged
@@ -151,20 +151,9 @@ def _histories(rows: Sequence[Row], answers: Sequence[Answer], tokenizer: Any, e
     found = []
     for row, answer in zip(rows, answers, strict=True):
         ids = answer.ids[:-1] if answer.ids and answer.ids[-1] in ends else answer.ids
-        message = {
-            "role": at.policy_role,
-            "content": tokenizer.decode(ids, skip_special_tokens=at.skip_special_tokens),
-            "is_complete": answer.ended,
-        }
-        response = History.from_chats([message])
+        said = tokenizer.decode(ids, skip_special_tokens=at.skip_special_tokens)
+        turn = History(role=at.policy_role, content=said, is_complete=answer.ended, batch_size=())
         assert row.history is not None
-        found.append(
-            TensorDict(
-                {
-                    "prompt": row.history,
-                    "response": response,
-                    "full": row.history.append(response[0], inplace=False),
-                }
-            )
-        )
+        full = lazy_stack([*row.history.unbind(0), turn])
+        found.append(TensorDict({"prompt": row.history, "response": lazy_stack([turn]), "full": full}))
     return ChatHistory.from_tensordict(nested_stack(found, at.shape))
