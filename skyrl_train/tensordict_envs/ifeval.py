@@ -17,7 +17,7 @@ from skyrl_train.tensordict_envs.rewards import add_rewards, answers_in, end, th
 ONE_ANSWER, ONE_THOUGHT = 0.1, 0.05
 
 
-class IFEvalScoreData(TensorClass["nocast"]):
+class IFEvalScoreData(TensorClass["nocast"]):  # type: ignore[name-defined]
     """Accuracies of a response, [B, 1] each: whether it follows all instructions, and the share that it follows."""
 
     prompt_level_strict_acc: torch.Tensor
