@@ -95,8 +95,8 @@ class IfEvalScorer(Transform):
         if not names or kwargs is None or prompt is None:
             wanted = (self.instruction_ids_key, self.keyword_args_key, self.prompt_keys[0])
             raise ValueError(f"IfEvalScorer: the row needs {wanted}, got {sorted(map(str, row.keys()))}")
-        found = score(names, kwargs, prompt, text).metrics()
-        return IFEvalScoreData(**{name: torch.tensor([value]) for name, value in found.items()}, batch_size=[])
+        metrics = score(names, kwargs, prompt, text).metrics()
+        return IFEvalScoreData(**{name: torch.tensor([value]) for name, value in metrics.items()}, batch_size=[])
 
     def _reward(self, found: IFEvalScoreData, one_answer: bool, one_thought: bool) -> float:
         if callable(self.aggregate_reward):

@@ -27,7 +27,7 @@ def policy(answer: Callable[[str], str], asked: list[list[int]] | None = None, *
     def sampled(request: SampleRequest) -> list[int]:
         if asked is not None:
             asked.append(list(request.token_ids))
-        return [*TOKENIZER(answer(TOKENIZER.decode(request.token_ids)))["input_ids"], TOKENIZER.eos_token_id]
+        return [*TOKENIZER(answer(str(TOKENIZER.decode(list(request.token_ids)))))["input_ids"], TOKENIZER.eos_token_id]
 
     return LLMWrapperBase(ScriptedEngine(sampled), tokenizer=TOKENIZER, **settings)
 
