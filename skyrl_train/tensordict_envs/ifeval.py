@@ -17,7 +17,7 @@ from skyrl_train.tensordict_envs.rewards import add_rewards, answers_in, end, th
 ONE_ANSWER, ONE_THOUGHT = 0.1, 0.05
 
 
-class IFEvalScoreData(TensorClass["nocast"]):
+class IFEvalScoreData(TensorClass["nocast"]):  # type: ignore[name-defined]
     """Accuracies of a response, [B, 1] each: whether it follows all instructions, and the share that it follows."""
 
     prompt_level_strict_acc: torch.Tensor
@@ -95,8 +95,8 @@ class IfEvalScorer(Transform):
         if not names or kwargs is None or prompt is None:
             wanted = (self.instruction_ids_key, self.keyword_args_key, self.prompt_keys[0])
             raise ValueError(f"IfEvalScorer: the row needs {wanted}, got {sorted(map(str, row.keys()))}")
-        found = score(names, kwargs, prompt, text).metrics()
-        return IFEvalScoreData(**{name: torch.tensor([value]) for name, value in found.items()}, batch_size=[])
+        metrics = score(names, kwargs, prompt, text).metrics()
+        return IFEvalScoreData(**{name: torch.tensor([value]) for name, value in metrics.items()}, batch_size=[])
 
     def _reward(self, found: IFEvalScoreData, one_answer: bool, one_thought: bool) -> float:
         if callable(self.aggregate_reward):

@@ -86,7 +86,7 @@ def test_text_mode_renders_the_template_and_goes_on_with_the_full_text():
     tokenizer = byte_tokenizer()
     env = ChatEnv(input_mode="text", tokenizer=tokenizer, batch_size=(2,))
     root = env.reset(TensorDict(query=QUESTIONS, batch_size=[2]))
-    wanted = [
+    wanted: list[Any] = [
         tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
         for text in QUESTIONS
     ]

@@ -67,7 +67,8 @@ def test_ragged_rows_are_nested_or_padded_on_the_left():
 
 
 def test_a_primer_takes_exactly_one_loader_and_only_rows():
-    for settings in ({}, {"dataloader": [], "dataloader_factory": list}):
+    cases: list[dict[str, Any]] = [{}, {"dataloader": [], "dataloader_factory": list}]
+    for settings in cases:
         with pytest.raises(ValueError, match="exactly one"):
             DataLoadingPrimer(**settings)
     with pytest.raises(TypeError, match="int"):
@@ -79,7 +80,7 @@ def test_a_primer_takes_exactly_one_loader_and_only_rows():
 
 
 def test_a_factory_makes_the_loader_of_every_pass_and_stacks_are_chosen_by_name():
-    passes = []
+    passes: list[int] = []
 
     def loader() -> list[TensorDict]:
         passes.append(len(passes))

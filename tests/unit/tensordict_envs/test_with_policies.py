@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tensordict import TensorDict, TensorDictBase
@@ -20,13 +21,13 @@ from skyrl_train.testing.tiny_models import byte_tokenizer
 TOKENIZER = byte_tokenizer()
 
 
-def policy(answer: Callable[[str], str], asked: list[list[int]] | None = None, **settings: bool) -> LLMWrapperBase:
+def policy(answer: Callable[[str], str], asked: list[list[int]] | None = None, **settings: Any) -> LLMWrapperBase:
     """A wrapper over an engine that answers the text of a prompt."""
 
     def sampled(request: SampleRequest) -> list[int]:
         if asked is not None:
             asked.append(list(request.token_ids))
-        return [*TOKENIZER(answer(TOKENIZER.decode(request.token_ids)))["input_ids"], TOKENIZER.eos_token_id]
+        return [*TOKENIZER(answer(str(TOKENIZER.decode(list(request.token_ids)))))["input_ids"], TOKENIZER.eos_token_id]
 
     return LLMWrapperBase(ScriptedEngine(sampled), tokenizer=TOKENIZER, **settings)
 
