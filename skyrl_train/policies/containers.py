@@ -17,7 +17,7 @@ from torch import Tensor
 from skyrl_train.policies.history import History
 
 
-class Tokens(TensorClass["nocast"]):
+class Tokens(TensorClass["nocast"]):  # type: ignore[name-defined]
     """int64 token ids: prompt [B, Lp], response [B, Lr], full [B, L]."""
 
     prompt: Tensor | None = None
@@ -26,7 +26,7 @@ class Tokens(TensorClass["nocast"]):
     padded: bool | None = None
 
 
-class LogProbs(TensorClass["nocast"]):
+class LogProbs(TensorClass["nocast"]):  # type: ignore[name-defined]
     """nats, of the same shapes as Tokens, after temperature and before truncation.
 
     When generating, `prompt` is None (nobody computed it) and `full` is 0 wherever the token was not sampled. When only
@@ -39,7 +39,7 @@ class LogProbs(TensorClass["nocast"]):
     padded: bool | None = None
 
 
-class Masks(TensorClass["nocast"]):
+class Masks(TensorClass["nocast"]):  # type: ignore[name-defined]
     """bool, as long as Tokens.full: which are no padding, and which the assistant wrote (the end of turn included)."""
 
     all_attention_mask: Tensor | None = None
@@ -47,13 +47,13 @@ class Masks(TensorClass["nocast"]):
     padded: bool | None = None
 
 
-class Text(TensorClass["nocast"]):
+class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
     prompt: str | None = None
     response: str | None = None
     full: str | None = None
 
 
-class ChatHistory(TensorClass["nocast"]):
+class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
     """Conversations; each History has one batch dimension more, its turns."""
 
     prompt: History | None = None
@@ -72,7 +72,7 @@ class ChatHistory(TensorClass["nocast"]):
                 setattr(self, name, lazy_stack([history], -1))
 
 
-class LLMData(TensorClass["nocast"]):
+class LLMData(TensorClass["nocast"]):  # type: ignore[name-defined]
     """The flat container of TorchRL before Text, Tokens and LogProbs."""
 
     tokens: Tensor | None = None

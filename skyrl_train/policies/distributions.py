@@ -24,7 +24,7 @@ class LogProbDistribution(Distribution):
             raise ValueError("these are not the tokens that were scored; their log-probs are not known.")
         return self.log_probs.masked_fill(~counts, 0.0)
 
-    def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008
+    def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # type: ignore[override]  # noqa: B008
         raise NotImplementedError("log-probs of given tokens are nothing to sample from.")
 
     def entropy(self) -> Tensor:
@@ -62,7 +62,7 @@ class LLMMaskedCategorical(Distribution):
         terms = torch.where(logs.isfinite(), logs.exp() * logs, 0.0)
         return torch.where(self.positions, -terms.sum(-1), 0.0)
 
-    def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008
+    def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # type: ignore[override]  # noqa: B008
         """`ignore_index` where a position does not count."""
         drawn = torch.distributions.Categorical(logits=self.logits).sample(sample_shape)
         return drawn.masked_fill(~self.positions, self.ignore_index)

@@ -20,7 +20,7 @@ _ADDED: dict[str, str] = {}
 _PARSERS: dict[str, Parser] = {}
 
 
-class ContentBase(TensorClass["nocast", "shadow"]):
+class ContentBase(TensorClass["nocast", "shadow"]):  # type: ignore[name-defined]
     """One part of a message of several parts."""
 
     type: str  # text | image | audio | video | file | function_call
@@ -34,7 +34,7 @@ class ContentBase(TensorClass["nocast", "shadow"]):
     function_args: dict | None = None
 
 
-class History(TensorClass["nocast"]):
+class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     role: str
     content: str
     is_complete: bool = True

@@ -138,8 +138,11 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     def _generate_kwargs_without(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The wrapper's own, less those that the call gives under another name."""
-        twins = ({"max_tokens", "max_new_tokens", "max_generate_length"}, {"stop", "stop_sequences"})
-        twins += ({"n", "num_return_sequences"},)
+        twins = (
+            {"max_tokens", "max_new_tokens", "max_generate_length"},
+            {"stop", "stop_sequences"},
+            {"n", "num_return_sequences"},
+        )
         gone = set(given).union(*(twin for twin in twins if twin & set(given)))
         if "temperature" in given:
             gone.add("do_sample")
@@ -229,11 +232,9 @@ class LLMWrapperBase(TensorDictModuleBase):
         length = logits.shape[1]
         counts = torch.zeros(len(rows), length, dtype=torch.bool)
         for place, (record, row) in enumerate(zip(records, rows, strict=True)):
-            own = {
-                "sft": lambda row=row: row.assistant,
-                "rlhf": lambda row=row, record=record: self._reader.response(record, row),
-                "generic": lambda row=row: [True] * len(row.ids),
-            }[mask]()
+            own = [True] * len(row.ids)
+            if mask != "generic":
+                own = row.assistant if mask == "sft" else self._reader.response(record, row)
             if mask == "sft" and not any(own):
                 raise ConfigError(f"row {place} has no token of the assistant; its loss would be 0 unseen.")
             counts[place, length - len(row.ids) :] = torch.tensor(own)

@@ -76,7 +76,7 @@ def test_an_answer_that_was_cut_is_not_complete(wrap: Any, chats: Any):
 @pytest.mark.defect("D20")
 def test_padded_output_has_prompts_left_responses_right_and_masks_that_tell(wrap: Any):
     answers = {"hello": [END, 7, END], "hi": [END]}
-    wrapper = wrap(lambda r: answers[TOKENIZER.decode(list(r.token_ids))], input_mode="text", pad_output=True)
+    wrapper = wrap(lambda r: answers[str(TOKENIZER.decode(list(r.token_ids)))], input_mode="text", pad_output=True)
     out = wrapper(texts("hello", "hi"))
     assert out["tokens"].prompt.tolist() == [ids("hello"), [PAD] * 3 + ids("hi")]
     assert out["tokens"].response.tolist() == [[END, 7, END], [END, PAD, PAD]]
