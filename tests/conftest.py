@@ -74,7 +74,7 @@ class _Lanes(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         if engine := _ENGINE.search(nodeid):
             return engine[1]
-        if nodeid.endswith(("on_held_out_problems[1]", "on_held_out_problems[2]")):
+        if nodeid.endswith("on_held_out_problems[1]"):
             return nodeid
         return nodeid.split("::", 1)[0]
 
