@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class _Lanes(LoadScopeScheduling):
-    """Tests that share what is costly to make run in one lane: a file, an engine, the first quickstart.
+    """Tests that share what is costly to make run in one lane: a file, an engine.
 
     Scopes keep the order of collection (`--no-loadscope-reorder`): long ones of tests/integration come first.
     """
@@ -74,8 +74,6 @@ class _Lanes(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         if engine := _ENGINE.search(nodeid):
             return engine[1]
-        if nodeid.endswith("on_held_out_problems[1]"):
-            return nodeid
         return nodeid.split("::", 1)[0]
 
 
