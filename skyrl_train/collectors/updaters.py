@@ -43,7 +43,7 @@ class WeightUpdaterBase(ABC):
         takes = engine is not None and "in_process" in engine.capabilities.weight_routes
         return EngineUpdater(engine) if engine is not None and takes else None
 
-    def init(self, model_metadata: Any = None) -> None:
+    def init(self, model_metadata: Any = None) -> None:  # noqa: B027 - there may be nothing to open
         """Open what is needed once the workers are there; `model_metadata` is what a subclass wants to know."""
 
     def register_post_hook(self, hook: Callable[[], Any]) -> None:
@@ -86,6 +86,7 @@ class WeightUpdaterBase(ABC):
 
     def close(self) -> None:
         """Leave what `init` opened."""
+        self.post_hooks.clear()
 
     def _get_server_weights(self) -> Any:
         """The weights to push when none are given."""
@@ -132,13 +133,14 @@ class EngineUpdater(WeightUpdaterBase):
         for engine in self.engines:
             if route not in engine.capabilities.weight_routes:
                 allowed = sorted(engine.capabilities.weight_routes)
-                raise ConfigError(f"engine {engine.capabilities.name!r} has no weight route {route!r}; it has {allowed}.")
+                raise ConfigError(
+                    f"engine {engine.capabilities.name!r} has no weight route {route!r}; it has {allowed}."
+                )
         self.source, self.timeout = source, timeout
-        self._senders = [_Sender(wire_dtype, bucket_bytes) for _ in self.engines]
-        self._publishers = [
-            WeightPublisher(sender, _only(engine), route=route, deadline_s=timeout, folder=folder)
-            for sender, engine in zip(self._senders, self.engines, strict=True)
-        ]
+        self._sender = _Sender(wire_dtype, bucket_bytes)
+        self._publisher = WeightPublisher(
+            self._sender, lambda: self.engines, route=route, deadline_s=timeout, folder=folder
+        )
         self._pushes = 0
 
     def all_worker_ids(self) -> Sequence[int]:
@@ -152,8 +154,7 @@ class EngineUpdater(WeightUpdaterBase):
     __call__ = push_weights
 
     def close(self) -> None:
-        for sender in self._senders:
-            sender.disconnect_weights()
+        self._sender.disconnect_weights()
 
     def _get_server_weights(self) -> Weights:
         if self.source is None:
@@ -164,12 +165,14 @@ class EngineUpdater(WeightUpdaterBase):
         return weights_of(server_weights)
 
     def _sync_weights_with_worker(self, *, worker_id: int, server_weights: Mapping[str, Tensor]) -> None:
-        self._senders[worker_id].weights = server_weights
+        engine = self.engines[worker_id]
+        self._sender.weights = server_weights
         try:
-            publishing = self._publishers[worker_id].publish(self._version())
-            call(publishing, f"weights to {self.engines[worker_id].capabilities.name!r}", self.timeout + 5.0)
+            # A connection of its own each time: a push that failed, or went to some workers, may come again.
+            publishing = self._publisher.publish_to(engine, self._version())
+            call(publishing, f"weights to engine {engine.capabilities.name!r}", self.timeout + 5.0)
         finally:
-            self._senders[worker_id].weights = {}
+            self._sender.weights = {}
 
     def _version(self) -> int:
         live = None if self.collector is None else self.collector.policy_version
@@ -218,7 +221,3 @@ class _Sender:
 
     def disconnect_weights(self) -> None:
         self._sender.disconnect()
-
-
-def _only(engine: InferenceEngine) -> Callable[[], Sequence[InferenceEngine]]:
-    return lambda: [engine]
