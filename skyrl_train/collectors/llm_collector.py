@@ -136,7 +136,7 @@ class LLMCollector(Delivery):
 
         Waits for the turn under way. Raises what ended the thread of `start`.
         """
-        self._raise_failure()
+        self._check_open()
         chosen = one_source(policy_or_weights, weights, policy, weights_dict, model_id)
         if self.weight_updater is None:
             raise ConfigError(f"no updater fits {type(self.policy).__name__}: give the collector a weight_updater.")

@@ -112,6 +112,7 @@ class RayLLMCollector(Delivery):
 
     @property
     def policy_version(self) -> Version:
+        self._check_open()
         version: Version = self._ask("policy_version")
         return version
 
@@ -120,6 +121,7 @@ class RayLLMCollector(Delivery):
 
     def increment_version(self) -> None:
         """The policy has new weights; an updater says so itself."""
+        self._check_open()
         self._ask("increment_version")
         self._pushes += 1
 
@@ -134,7 +136,7 @@ class RayLLMCollector(Delivery):
         weights_dict: Mapping[str, Weights] | None = None,
     ) -> None:
         """See LLMCollector: a copy of the weights goes to the actor, where its updater pushes them."""
-        self._raise_failure()
+        self._check_open()
         chosen = one_source(policy_or_weights, weights, policy, weights_dict, model_id)
         tensors = None if chosen is None else {name: tensor.cpu() for name, tensor in weights_of(chosen).items()}
         self._ask("update", tensors, worker_ids)
@@ -177,8 +179,6 @@ class RayLLMCollector(Delivery):
         return actor
 
     def _ask(self, method: str, *args: Any) -> Any:
-        if self._closed:
-            raise RuntimeError("the collector was shut down.")
         return call(getattr(self._actor, method)(*args), f"the collector's actor ({method})", self.timeout + 5.0)
 
     def _end(self, method: str, *args: Any) -> None:
