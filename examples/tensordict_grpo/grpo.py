@@ -21,7 +21,7 @@ from skyrl_train.policies.wrappers import TransformersWrapper
 from skyrl_train.tensordict_envs.gsm8k import GSM8KEnv
 
 PROMPTS, SAMPLES, RATE, SEED = 16, 8, 5e-4, 0
-SAMPLING = {"max_new_tokens": 28, "temperature": 1.0}
+SAMPLING = {"max_new_tokens": 24, "temperature": 1.0}
 
 
 def train(run: Path, steps: int, warm_up_steps: int = 220, prompts: int = PROMPTS) -> tuple[float, float]:

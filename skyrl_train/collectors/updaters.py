@@ -184,7 +184,8 @@ def weights_of(source: Weights) -> dict[str, Tensor]:
     if isinstance(source, LLMWrapperBase):
         source = getattr(source, "network", source)
     if isinstance(source, TensorDictBase):
-        source = dict(source.flatten_keys(".").items())
+        leaves = dict(source.flatten_keys(".").items())
+        source = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, nn.Parameter)} or leaves  # no buffers
     found = dict(source.named_parameters()) if isinstance(source, nn.Module) else source
     if not isinstance(found, Mapping) or not found:
         raise ConfigError(

@@ -65,8 +65,8 @@ def test_one_batch_ahead_is_at_most_one_update_old(ray_runtime: None, tiny_model
         assert ages[:2] == [0, 0]
         assert set(ages) <= {0, 1}
         assert list(collects) == []
-        with pytest.raises(WeightSyncError, match=r"model\.norm\.weight is held by the engine"):
-            collects.update_policy_weights_({"lm_head.weight": torch.zeros(320, 64)})
+        with pytest.raises(WeightSyncError, match="is held by the engine, but the trainer does not send it"):
+            collects.update_policy_weights_({"model.norm.weight": torch.ones(64)})
         assert collects.policy_version == 3
     collects.shutdown()
     with pytest.raises(RuntimeError, match="was shut down"):
