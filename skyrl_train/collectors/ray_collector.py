@@ -99,8 +99,7 @@ class RayLLMCollector(Delivery):
     def increment_version(self) -> None:
         """The policy has new weights; an updater says so itself."""
         self._check_open()
-        self._ask("increment_version")
-        self._pushes += 1
+        self._pushes = self._ask("increment_version")
 
     def update_policy_weights_(
         self,
@@ -116,8 +115,7 @@ class RayLLMCollector(Delivery):
         self._check_open()
         chosen = one_source(policy_or_weights, weights, policy, weights_dict, model_id)
         tensors = None if chosen is None else {name: tensor.cpu() for name, tensor in weights_of(chosen).items()}
-        self._ask("update", tensors, worker_ids)
-        self._pushes += 1
+        self._pushes = self._ask("update", tensors, worker_ids)
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
@@ -190,11 +188,14 @@ class _Hosted:
         self._collector._ahead = trained_at
         return asyncio.ensure_future(asyncio.to_thread(self._collector.rollout))
 
-    async def update(self, weights: dict[str, Any] | None, worker_ids: Any) -> None:
+    async def update(self, weights: dict[str, Any] | None, worker_ids: Any) -> int:
+        """How many updates there were so far."""
         await asyncio.to_thread(self._collector.update_policy_weights_, weights, worker_ids=worker_ids)
+        return self._collector._updates()
 
-    async def increment_version(self) -> None:
+    async def increment_version(self) -> int:
         await asyncio.to_thread(self._collector.increment_version)
+        return self._collector._updates()
 
     def policy_version(self) -> Version:
         return self._collector.policy_version
@@ -210,7 +211,7 @@ class _Hosted:
 
 
 def _check(settings: Mapping[str, Any], sync_iter: bool) -> bool:
-    """Whether whole trajectories are yielded. Raises for what LLMCollector refuses, and for what an actor cannot have."""
+    """Whether whole trajectories are yielded. Raises for what LLMCollector, or an actor, cannot have."""
     env, turns = settings["env"], settings["dialog_turns_per_batch"]
     inspect.signature(LLMCollector).bind(**settings)  # TypeError for a name that it has not
     only_last = bool(settings.get("yield_only_last_steps"))
