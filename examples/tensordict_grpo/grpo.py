@@ -36,7 +36,7 @@ def train(run: Path, steps: int, warm_up_steps: int = 220, prompts: int = PROMPT
         optimizer.load_state_dict(saved["optimizer"])
     loss = GRPOLoss(TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False))
     buffer = ReplayBuffer(rows, batch_size=rows // 2, transform=MCAdvantage(SAMPLES, prompt_key="question"))
-    data = {"system_prompt": None, "num_envs": rows, "repeats": SAMPLES, "seed": begun}
+    data: dict[str, Any] = {"system_prompt": None, "num_envs": rows, "repeats": SAMPLES, "seed": begun}
     with LLMCollector(
         GSM8KEnv(dataset=problems(4_000, SEED + 1, "train"), **data),
         policy_factory=lambda: TransformersWrapper(copy.deepcopy(model), tokenizer=tokenizer, generate_kwargs=SAMPLING),

@@ -33,11 +33,11 @@ def ray_runtime() -> Iterator[None]:
 
 def collector(model: str, **settings: Any) -> RayLLMCollector:
     """One-turn conversations, two at a time."""
-    sampling = {"max_new_tokens": 4}
+    given: dict[str, Any] = {"dialog_turns_per_batch": 2, "track_policy_version": True, "timeout": DEADLINE_S}
     return RayLLMCollector(
         partial(GSM8KEnv, dataset=ROWS, num_envs=2, system_prompt=None),
-        policy_factory=partial(TransformersWrapper, model, generate_kwargs=sampling),
-        **{"dialog_turns_per_batch": 2, "track_policy_version": True, "timeout": DEADLINE_S, **settings},
+        policy_factory=partial(TransformersWrapper, model, generate_kwargs={"max_new_tokens": 4}),
+        **{**given, **settings},
     )
 
 
@@ -51,7 +51,13 @@ def gap(row: TensorDictBase, model: torch.nn.Module) -> float:
 @pytest.mark.defect("D34")
 @pytest.mark.timeout(600)
 def test_one_batch_ahead_is_at_most_one_update_old(ray_runtime: None, tiny_model_path: str):
-    settings = {"sync_iter": False, "remote_config": None, "num_gpus": 0, "num_cpus": 0.5, "total_dialog_turns": 6}
+    settings: dict[str, Any] = {
+        "sync_iter": False,
+        "remote_config": None,
+        "num_gpus": 0,
+        "num_cpus": 0.5,
+        "total_dialog_turns": 6,
+    }
     with collector(tiny_model_path, **settings) as collects:
         assert collects.policy_version == 0
         ages = []
@@ -120,6 +126,11 @@ def test_what_cannot_travel_is_refused(ray_runtime: None):
     ],
 )
 def test_what_cannot_be_had_is_refused(settings: dict[str, Any], error: type[Exception], says: str):
-    given = {"env": lambda: None, "policy_factory": lambda: None, "dialog_turns_per_batch": 1, **settings}
+    given: dict[str, Any] = {
+        "env": lambda: None,
+        "policy_factory": lambda: None,
+        "dialog_turns_per_batch": 1,
+        **settings,
+    }
     with pytest.raises(error, match=says):
         RayLLMCollector(**given)

@@ -129,7 +129,8 @@ def test_an_update_that_waits_too_long_for_a_turn_says_so():
 def test_versions_may_be_names():
     names = PolicyVersion("uuid")
     collects = collector(conversations(1), dialog_turns_per_batch=1, track_policy_version=names, weight_updater=None)
-    first, _ = next(iter(collects)), collects.increment_version()
+    first = next(iter(collects))
+    collects.increment_version()
     second = next(iter(collects))
     assert first is not None and second is not None
     assert [first[0]["policy_version"], second[0]["policy_version"]] == [

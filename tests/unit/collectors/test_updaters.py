@@ -100,7 +100,8 @@ class _Collector:
 
 def test_a_version_is_what_all_workers_have():
     engines = [ScriptedEngine(name="one"), ScriptedEngine(name="two")]
-    updater, collector, hooked = EngineUpdater(engines, source={"weight": torch.ones(2)}), _Collector(), []
+    updater, collector = EngineUpdater(engines, source={"weight": torch.ones(2)}), _Collector()
+    hooked: list[int] = []
     updater.init()
     updater.register_collector(collector)
     updater.register_post_hook(lambda: hooked.append(collector.policy_version))
