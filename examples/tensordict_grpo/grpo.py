@@ -21,10 +21,10 @@ from skyrl_train.policies.wrappers import TransformersWrapper
 from skyrl_train.tensordict_envs.gsm8k import GSM8KEnv
 
 PROMPTS, SAMPLES, RATE, SEED = 16, 8, 5e-4, 0
-SAMPLING = {"max_new_tokens": 24, "temperature": 1.0}
+SAMPLING = {"max_new_tokens": 28, "temperature": 1.0}
 
 
-def train(run: Path, steps: int, warm_up_steps: int = 220, prompts: int = PROMPTS) -> tuple[float, float]:
+def train(run: Path, steps: int, warm_up_steps: int = 350, prompts: int = PROMPTS) -> tuple[float, float]:
     """Greedy accuracy on held-out problems before and after, from the checkpoint in `run` where there is one."""
     checkpoint, rows = run / "checkpoint.pt", prompts * SAMPLES
     saved = torch.load(checkpoint) if checkpoint.exists() else None

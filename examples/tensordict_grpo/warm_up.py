@@ -14,7 +14,7 @@ from skyrl_train.environments.arithmetic import generate
 sys.path.append(str(Path(__file__).resolve().parents[1] / "quickstart"))
 from model import make_model, make_tokenizer
 
-OPERATIONS, MAX_VALUE = 2, 4
+OPERATIONS, MAX_VALUE = 3, 2
 STEPWISE = 0.4
 """Share of demonstrations that work step by step."""
 BATCH = 32
