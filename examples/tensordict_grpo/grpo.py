@@ -24,7 +24,7 @@ PROMPTS, SAMPLES, RATE, SEED = 16, 8, 5e-4, 0
 SAMPLING = {"max_new_tokens": 28, "temperature": 1.0}
 
 
-def train(run: Path, steps: int, warm_up_steps: int = 350, prompts: int = PROMPTS) -> tuple[float, float]:
+def train(run: Path, steps: int, warm_up_steps: int = 400, prompts: int = PROMPTS) -> tuple[float, float]:
     """Greedy accuracy on held-out problems before and after, from the checkpoint in `run` where there is one."""
     checkpoint, rows = run / "checkpoint.pt", prompts * SAMPLES
     saved = torch.load(checkpoint) if checkpoint.exists() else None
