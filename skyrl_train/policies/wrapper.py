@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import uuid
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -156,7 +157,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             return call(scoring, f"{what}.score", self.timeout)
         check_supported(generation.sampling, self.engine.capabilities)
         if generation.seed is not None and not self.engine.capabilities.seeds:
-            raise UnsupportedParameter(f"Engine {what} cannot honour seed={generation.seed}; leave it out.")
+            raise UnsupportedParameter(f"{what.capitalize()} cannot honour seed={generation.seed}; leave it out.")
         base = int(torch.randint(1 << 62, ())) if generation.seed is None else generation.seed
         count = generation.num_samples or 1
         requests = []
@@ -217,8 +218,8 @@ class LLMWrapperBase(TensorDictModuleBase):
     def get_dist(self, tensordict: TensorDictBase, mask: torch.Tensor | str = "generic") -> LLMMaskedCategorical:
         """The distributions of a [B] batch of whole sequences, padded on the left; `mask` says which positions count.
 
-        "sft": the assistant's tokens; "rlhf": what follows `(tokens, "prompt")`, else the assistant's; "generic": all
-        but padding; or a bool tensor [B, T] or [B, T, V]. NotImplementedError where there are no logits.
+        "sft": what follows `(tokens, "prompt")`, else the assistant's tokens; "rlhf": the assistant's, in all turns;
+        "generic": all but padding; or a bool tensor [B, T] or [B, T, V]. NotImplementedError where there are no logits.
         """
         if self.generate:
             raise NotImplementedError("get_dist needs generate=False.")
@@ -234,7 +235,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         for place, (record, row) in enumerate(zip(records, rows, strict=True)):
             own = [True] * len(row.ids)
             if mask != "generic":
-                own = row.assistant if mask == "sft" else self._reader.response(record, row)
+                own = row.assistant if mask == "rlhf" else self._reader.response(record, row)
             if mask == "sft" and not any(own):
                 raise ConfigError(f"row {place} has no token of the assistant; its loss would be 0 unseen.")
             counts[place, length - len(row.ids) :] = torch.tensor(own)
@@ -285,8 +286,8 @@ class LLMWrapperBase(TensorDictModuleBase):
         return {"batching": self.batching, **(self._dispatcher.state() if self._dispatcher is not None else {})}
 
     def register_collector(self, collector: Any) -> None:
-        """`collector` is a weakref.ref; `self.collector` is what it points to."""
-        self._collector = collector
+        """`self.collector` is it, as long as somebody else keeps it; a weakref.ref to it does as well."""
+        self._collector = collector if isinstance(collector, weakref.ref) else weakref.ref(collector)
 
     @property
     def collector(self) -> Any:

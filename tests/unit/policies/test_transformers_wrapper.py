@@ -10,8 +10,10 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
+from skyrl_train.data.tensordict_rows import TokenLayout
 from skyrl_train.errors import ConfigError
-from skyrl_train.policies.containers import ChatHistory, Tokens
+from skyrl_train.objectives.scoring import token_mask
+from skyrl_train.policies.containers import ChatHistory, Masks, Tokens
 from skyrl_train.policies.distributions import LLMMaskedCategorical, LogProbDistribution
 from skyrl_train.policies.history import History
 from skyrl_train.policies.wrappers import TransformersWrapper
@@ -72,6 +74,27 @@ def test_scores_of_engine_and_module_agree_with_a_forward_of_each_alone(wrapper:
     assert padded[1].tolist()[:3] == [0, 0, 0]
 
 
+@pytest.mark.defect("D19")
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_texts_of_different_lengths_are_scored_as_alone_whatever_the_attention(attention: str):
+    own = tiny_model()
+    own.set_attn_implementation(attention)
+    scorer = TransformersWrapper(own, tokenizer=TOKENIZER, generate=False, input_mode="text", inplace=False)
+    out = scorer(TensorDict(text=["what follows", "hi", "a bit longer than that"], batch_size=(3,)))
+    distributions = scorer.get_dist(TensorDict(text=["what follows", "hi"], batch_size=(2,)))
+    for row in out.unbind(0):
+        ids = row["tokens"].full.tolist()
+        assert row["log_probs"].full[0] == 0
+        torch.testing.assert_close(row["log_probs"].full[1:], one_by_one(own, ids), atol=1e-5, rtol=0)
+    short = out[1]["tokens"].full  # in a padded batch
+    torch.testing.assert_close(
+        distributions.logits[1, -1:].log_softmax(-1).gather(-1, short[-1:, None]).squeeze(-1),
+        one_by_one(own, short.tolist())[-1:],
+        atol=1e-5,
+        rtol=0,
+    )
+
+
 @pytest.mark.defect("D15")
 def test_distributions_count_what_the_mask_says(model: Any):
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
@@ -83,10 +106,33 @@ def test_distributions_count_what_the_mask_says(model: Any):
     custom = torch.zeros_like(sft.positions)
     assert scorer.get_dist(td, custom).entropy().sum() == 0
     assert sft.entropy()[~sft.positions].sum() == 0
-    prompt = scorer.get_dist(td.clone().set("tokens", Tokens(prompt=torch.tensor([[1]]), batch_size=(1,))), "rlhf")
-    assert int(prompt.positions.sum()) == prompt.positions.numel() - 1
+    drawable = torch.ones_like(sft.logits, dtype=torch.bool)
+    drawable[..., 100:] = False  # tokens that cannot be drawn, everywhere
+    assert int(scorer.get_dist(td, drawable).sample().max()) < 100
     with pytest.raises(ConfigError, match="mask"):
         scorer.get_dist(td, "some")
+    scored = scorer(td)
+    assert [scored.get(key, None) is not None for key in scorer.log_prob_keys] == [False, True]
+    torch.testing.assert_close(scorer.log_prob(td)[0].detach(), scored[0]["log_probs"].full)
+
+
+@pytest.mark.defect("D25")
+def test_the_strategies_of_distributions_are_those_of_the_losses(model: Any):
+    td = lazy_stack([TensorDict(tokens=Tokens(prompt=torch.tensor([1]), full=torch.tensor([1, 2, 3, 4])))])
+    assistant = torch.tensor([[False, False, True, False]])
+    td["masks"] = Masks(all_assistant_mask=assistant, batch_size=(1,))
+    scorer = TransformersWrapper(model, tokenizer=TOKENIZER, generate=False, input_mode="tokens")
+    masks = {
+        name: token_mask(td, [torch.tensor([1, 2, 3, 4])], TokenLayout.of([torch.arange(4)], None), name)
+        for name in ("sft", "rlhf", "generic")
+    }
+    assert [mask.tolist() for mask in masks.values()] == [
+        [False, True, True, True],
+        [False, False, True, False],
+        [False, True, True, True],
+    ]
+    for name in ("sft", "rlhf"):
+        assert scorer.get_dist(td, name).positions[0].tolist() == masks[name].tolist(), name
 
 
 @pytest.mark.defect("D28")
