@@ -8,6 +8,7 @@ import torch
 from tensordict import NonTensorData, TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from skyrl_train.data.tensordict_rows import column
 from skyrl_train.policies.containers import ChatHistory
@@ -47,10 +48,10 @@ class ForTorchRL(TensorDictModuleBase):
         ours = tensordict.exclude(key)
         ours.set(key, ChatHistory(**{field: converted(given, History)}, batch_size=tensordict.batch_size))
         out = wrapper(ours, **generate_kwargs)
-        found = out.get(key)
-        parts = {name: found.get(name, None) for name in ("prompt", "response", "full")}
-        chats = {name: converted(part, type(given)) for name, part in parts.items() if part is not None}
-        out.set(key, type(theirs)(**chats, batch_size=out.batch_size))
+        if (found := out.get(key, None)) is not None:
+            parts = {name: found.get(name, None) for name in ("prompt", "response", "full")}
+            chats = {name: converted(part, type(given)) for name, part in parts.items() if part is not None}
+            out.set(key, type(theirs)(**chats, batch_size=out.batch_size))
         if wrapper.inplace is not True:
             return out  # type: ignore[no-any-return]
         for name in self.out_keys:
@@ -61,15 +62,17 @@ class ForTorchRL(TensorDictModuleBase):
         """The wrapper's, in the layout of the batch; TorchRL's further keywords say where it would look for logits."""
         found = self.wrapper.get_dist(tensordict, mask)
         attention = column(tensordict, (self.wrapper.masks_key, "all_attention_mask"))
-        if not isinstance(attention, Tensor) or isinstance(mask, Tensor):
+        if attention is None or isinstance(mask, Tensor):
             return found
         assert found.mask is not None
+        rows = [row.bool() for row in attention]
+        present = pad_sequence(rows, batch_first=True, padding_value=False, padding_side="left")  # [B, L]
         width = found.logits.shape[1]
-        filled = torch.arange(width) >= width - attention.sum(1, keepdim=True)  # [B, T], left-padded
-        logits = found.logits.new_zeros(*attention.shape, found.logits.shape[-1])
-        counts = torch.zeros_like(attention, dtype=torch.bool)
-        counts[attention.bool()] = found.mask[filled]
-        return LLMMaskedCategorical(logits.index_put((attention.bool(),), found.logits[filled]), counts)
+        filled = torch.arange(width) >= width - present.sum(1, keepdim=True)  # [B, T], padded on the left
+        logits = found.logits.new_zeros(*present.shape, found.logits.shape[-1])
+        counts = torch.zeros_like(present)
+        counts[present] = found.mask[filled]
+        return LLMMaskedCategorical(logits.index_put((present,), found.logits[filled]), counts)
 
     # What TorchRL's losses call, by masking_strategy.
     def _get_sft_dist(self, tensordict: TensorDictBase, **_: Any) -> LLMMaskedCategorical:

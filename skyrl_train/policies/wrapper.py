@@ -157,7 +157,8 @@ class LLMWrapperBase(TensorDictModuleBase):
             return call(scoring, f"{what}.score", self.timeout)
         check_supported(generation.sampling, self.engine.capabilities)
         if generation.seed is not None and not self.engine.capabilities.seeds:
-            raise UnsupportedParameter(f"{what.capitalize()} cannot honour seed={generation.seed}; leave it out.")
+            name = self.engine.capabilities.name
+            raise UnsupportedParameter(f"Engine {name!r} cannot honour seed={generation.seed}; leave it out.")
         base = int(torch.randint(1 << 62, ())) if generation.seed is None else generation.seed
         count = generation.num_samples or 1
         requests = []
