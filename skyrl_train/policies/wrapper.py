@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import itertools
 import uuid
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -157,8 +157,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             return call(scoring, f"{what}.score", self.timeout)
         check_supported(generation.sampling, self.engine.capabilities)
         if generation.seed is not None and not self.engine.capabilities.seeds:
-            name = self.engine.capabilities.name
-            raise UnsupportedParameter(f"Engine {name!r} cannot honour seed={generation.seed}; leave it out.")
+            raise UnsupportedParameter(f"Engine {what} cannot honour seed={generation.seed}; leave it out.")
         base = int(torch.randint(1 << 62, ())) if generation.seed is None else generation.seed
         count = generation.num_samples or 1
         requests = []
@@ -288,7 +287,7 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     def register_collector(self, collector: Any) -> None:
         """`self.collector` is it, as long as somebody else keeps it; a weakref.ref to it does as well."""
-        self._collector = collector if isinstance(collector, weakref.ref) else weakref.ref(collector)
+        self._collector = collector if isinstance(collector, ref) else ref(collector)
 
     @property
     def collector(self) -> Any:
