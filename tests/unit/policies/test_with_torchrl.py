@@ -6,6 +6,8 @@ import copy
 import importlib.util
 import multiprocessing
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,12 +25,19 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchrl") is None, rea
 TOKENIZER = byte_tokenizer()
 
 
-@pytest.fixture(scope="module")
-def theirs() -> SimpleNamespace:
-    """What is used of torchrl. Importing it warns of its own deprecations, and chooses how processes start."""
-    method = multiprocessing.get_start_method(allow_none=True)
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without TorchRL's warnings of its own deprecations."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture(scope="module")
+def theirs() -> SimpleNamespace:
+    """What is used of torchrl. Importing it chooses how processes start."""
+    method = multiprocessing.get_start_method(allow_none=True)
+    with quietly():
         import torchrl.collectors.llm
         import torchrl.envs.llm
         import torchrl.objectives.llm
@@ -45,15 +54,16 @@ def theirs() -> SimpleNamespace:
 
 def collected(theirs: SimpleNamespace, policy: Any, mode: str, turns: int) -> TensorDictBase:
     """[2, turns / 2] from TorchRL's collector over its ChatEnv, two turns an episode."""
-    env = theirs.DatasetChatEnv.from_dataloader(
-        [{"query": ["1 + 1?", "20 + 1?"]}], batch_size=(2,), tokenizer=TOKENIZER, input_mode=mode, system_prompt="Be brief."
-    )
-    env = env.append_transform(theirs.StepCounter(max_steps=2))
-    collector = theirs.LLMCollector(env, policy=policy, dialog_turns_per_batch=turns, total_dialog_turns=turns)
-    try:
-        (played,) = list(collector)
-    finally:
-        collector.shutdown()
+    questions = [{"query": ["1 + 1?", "20 + 1?"]}]
+    settings = {"batch_size": (2,), "tokenizer": TOKENIZER, "input_mode": mode, "system_prompt": "Be brief."}
+    with quietly():
+        env = theirs.DatasetChatEnv.from_dataloader(questions, **settings)
+        env = env.append_transform(theirs.StepCounter(max_steps=2))
+        collector = theirs.LLMCollector(env, policy=policy, dialog_turns_per_batch=turns, total_dialog_turns=turns)
+        try:
+            (played,) = list(collector)
+        finally:
+            collector.shutdown()
     return played  # type: ignore[no-any-return]
 
 
@@ -111,7 +121,8 @@ def test_their_loss_takes_our_batches_and_says_what_ours_says(theirs: SimpleName
     actor = TransformersWrapper(model, tokenizer=TOKENIZER, input_mode="tokens", generate=False)
     settings: dict[str, Any] = {"clip_epsilon": (0.2, 0.28), "masking_strategy": strategy, "entropy_coeff": 0.05}
     ours = GRPOLoss(actor, **settings)(batch)
-    other = theirs.GRPOLoss(ForTorchRL(actor), **settings)(batch)
+    with quietly():
+        other = theirs.GRPOLoss(ForTorchRL(actor), **settings)(batch)
     assert float(ours.clip_fraction) > 0
     for name in ("loss_objective", "loss_entropy", "ESS"):
         torch.testing.assert_close(getattr(other, name).squeeze().double(), getattr(ours, name), rtol=1e-5, atol=1e-7)
