@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import NonTensorStack, TensorDict, lazy_stack
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from skyrl_train.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens, nested_stack, ragged
@@ -152,8 +152,19 @@ def _histories(rows: Sequence[Row], answers: Sequence[Answer], tokenizer: Any, e
     for row, answer in zip(rows, answers, strict=True):
         ids = answer.ids[:-1] if answer.ids and answer.ids[-1] in ends else answer.ids
         said = tokenizer.decode(ids, skip_special_tokens=at.skip_special_tokens)
-        turn = History(role=at.policy_role, content=said, is_complete=answer.ended, batch_size=())
         assert row.history is not None
-        full = lazy_stack([*row.history.unbind(0), turn])
-        found.append(TensorDict({"prompt": row.history, "response": lazy_stack([turn]), "full": full}))
+        turn = _turn(at.policy_role, said, answer.ended)
+        before = row.history._tensordict.unbind(0)
+        histories = {"prompt": row.history, "response": _conversation([turn]), "full": _conversation([*before, turn])}
+        found.append(TensorDict(histories))
     return ChatHistory.from_tensordict(nested_stack(found, at.shape))
+
+
+def _turn(role: str, content: str, complete: bool) -> TensorDict:
+    """What a History of one message has inside: several times faster than its constructor."""
+    fields = {"role": role, "content": content, "is_complete": complete}
+    return TensorDict({name: NonTensorData(data=value) for name, value in fields.items()})
+
+
+def _conversation(turns: Sequence[TensorDict]) -> History:
+    return History.from_tensordict(LazyStackedTensorDict(*turns, stack_dim=0))  # type: ignore[no-any-return]
