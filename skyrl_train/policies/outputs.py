@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
+from torch.nested import nested_tensor
 
+from skyrl_train.errors import ConfigError
 from skyrl_train.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens, nested_stack, ragged
 from skyrl_train.policies.history import History
 from skyrl_train.policies.inputs import Row, as_tensor
@@ -34,6 +36,8 @@ class Layout:
     log_probs: bool
     skip_special_tokens: bool
     policy_role: str = "assistant"
+    jagged: bool = False
+    """Rows that are not padded as nested tensors."""
 
 
 def generated(rows: Sequence[Row], answers: Sequence[Answer], tokenizer: Any, ends: frozenset[int], at: Layout) -> Any:
@@ -115,6 +119,11 @@ def _generated(kind: type, rows: list[dict[str, Tensor]], at: Layout, fill: Any)
 
 
 def _container(kind: type, rows: list[dict[str, Tensor]], at: Layout, fill: Any, sides: dict[str, str]) -> Any:
+    if at.jagged:
+        if len(at.shape) != 1:
+            raise ConfigError(f"layout=torch.jagged needs one batch dimension, got {list(at.shape)}.")
+        nested = {name: nested_tensor([row[name] for row in rows], layout=torch.jagged) for name in rows[0]}
+        return kind(**nested, padded=False, batch_size=at.shape)
     if not at.padded:
         out = ragged(kind, rows, at.shape)
         out.padded = False
