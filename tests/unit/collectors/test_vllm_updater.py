@@ -104,9 +104,9 @@ def test_an_updater_that_could_reach_nobody_says_so(sampler: TransformersWrapper
     updater.init({"lm_head.weight": (torch.float32, torch.Size([1]))})
     with pytest.raises(ConfigError, match=r"lm_head\.weight"):
         updater.push_weights(model)
+    other = vLLMUpdater(vllm_tp_size=2, model_metadata={"a": (torch.float32, torch.Size([1]))})
+    other.register_collector(collector)
     with pytest.raises(ConfigError, match="vllm_tp_size=2"):
-        other = vLLMUpdater(vllm_tp_size=2, model_metadata={"a": (torch.float32, torch.Size([1]))})
-        other.register_collector(collector)
         other.init()
     updater.close()
     with pytest.raises(TypeError, match="vllm_engine"):

@@ -77,7 +77,7 @@ def test_scores_of_engine_and_module_agree_with_a_forward_of_each_alone(wrapper:
 @pytest.mark.defect("D15")
 @pytest.mark.defect("D25")
 def test_distributions_count_what_the_losses_count(model: Any):
-    """Two turns of the assistant, the first of them in the prompt: the masks differ, and mean the same in both places."""
+    """Two turns of the assistant, the first in the prompt: the masks differ, and mean the same in both places."""
     chat = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "yes"},
