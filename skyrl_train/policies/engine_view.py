@@ -78,7 +78,12 @@ class EngineView:
     # -- from a process group ---------------------------------------------------------------------------------------
 
     def init_weight_update_group(
-        self, master_address: str, master_port: int | str, rank_offset: int = 1, world_size: int = 2
+        self,
+        master_address: str,
+        master_port: int | str,
+        rank_offset: int = 1,
+        world_size: int = 2,
+        device: torch.device | str | None = None,
     ) -> None:
         """Be rank `rank_offset` of the trainer's group (stateless_init_process_group), whose rank 0 has the weights.
 
@@ -86,7 +91,7 @@ class EngineView:
         """
         self.destroy_weight_update_group()
         self._group = stateless_init_process_group(
-            master_address, master_port, rank_offset, world_size, self._device(), self.timeout
+            master_address, master_port, rank_offset, world_size, device, self.timeout
         )
 
     def update_weights_from_distributed(
@@ -112,9 +117,6 @@ class EngineView:
             raise RuntimeError("no process group is joined; call init_weight_update_group first.")
         kind = dtype if isinstance(dtype, torch.dtype) else dtype_of(str(dtype).removeprefix("torch."))
         return self._group.broadcast(torch.empty(tuple(shape), dtype=kind, device=self._group.device))
-
-    def _device(self) -> str:
-        return "cuda" if torch.cuda.is_available() else "cpu"
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

@@ -180,7 +180,7 @@ class _Rank:
 
 
 def _check_adapter(layer: Any, name: str) -> None:
-    for option in ("use_dora", "lora_bias"):
+    for option in ("use_dora", "lora_bias", "lora_variant"):
         values = getattr(layer, option, None) or {}
         if any(values.values()):
             raise ConfigError(f"{name} has an adapter with {option}, which is no sum with the weight; train without.")

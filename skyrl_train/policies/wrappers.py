@@ -59,7 +59,12 @@ class _MadeWrapper(LLMWrapperBase):
         engine = model if self_made is None else self_made.engine
         if tokenizer is None and self_made is not None:
             tokenizer = self_made.tokenizer
-        super().__init__(engine, tokenizer=tokenizer, **settings)
+        try:
+            super().__init__(engine, tokenizer=tokenizer, **settings)
+        except BaseException:
+            if self_made is not None and self_made is not model:
+                self_made.close()
+            raise
         self._owned = self_made
 
     def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:

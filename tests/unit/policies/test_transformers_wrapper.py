@@ -123,8 +123,6 @@ def test_a_distribution_of_a_mask_of_ones_own_and_of_rows_read_alone(model: Any)
     torch.testing.assert_close(alone.logits[sft.positions], sft.logits[sft.positions], atol=1e-4, rtol=0)
     with pytest.raises(ConfigError, match="mask"):
         scorer.get_dist(td, "some")
-    with pytest.raises(ConfigError, match="pad_model_input"):
-        TransformersWrapper(model, tokenizer=TOKENIZER, pad_model_input=True)
 
 
 @pytest.mark.defect("D28")

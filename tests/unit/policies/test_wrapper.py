@@ -200,6 +200,8 @@ def test_a_missing_key_or_another_type_is_named(wrap: Any):
     [
         {"input_mode": "speech"},
         {"inplace": "maybe"},
+        {"pad_model_input": True},
+        {"layout": torch.sparse_coo},
         {"num_samples": 2, "inplace": True},
         {"num_samples": 2, "generate_kwargs": {"n": 3}},
         {"generate": False, "return_log_probs": False},
