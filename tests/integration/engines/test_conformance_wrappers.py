@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
+from skyrl_train.collectors.vllm_updater import vLLMUpdater
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.policies.containers import ChatHistory, Text, Tokens
@@ -173,6 +174,22 @@ def test_a_policy_steps_an_environment(reference: Reference, wrap: Any):
     assert chat[-1]["content"] == said
     again = policy(following)
     assert again[0]["history"].full.to_chats()[:3] == chat
+
+
+@pytest.mark.defect("D35")
+def test_what_an_updater_sends_is_what_samples(bench: Bench, reference: Reference, wrap: Any):
+    trained, rows = bench.random_model(7), [[5, 9, 77, 30, 12, 44], [8, 250]]
+    before = bench.run(bench.engine.health()).version
+    updater = vLLMUpdater(v2=True, vllm_engine=wrap())
+    try:
+        updater.push_weights(trained)
+    finally:
+        updater.close()
+        bench.model = trained  # for whoever wants other weights
+    out = wrap(input_mode="tokens", generate=False)(lazy_stack([TensorDict(tokens=torch.tensor(row)) for row in rows]))
+    for found, wanted in zip(listed(out, "log_probs", "full"), trainers(trained, rows), strict=True):
+        assert_close(found[1:], wanted)
+    assert bench.run(bench.engine.health()).version == before + 1
 
 
 @pytest.mark.defect("D20")
