@@ -176,4 +176,4 @@ def _turn(role: str, content: str, complete: bool) -> TensorDict:
 
 
 def _conversation(turns: Sequence[TensorDict]) -> History:
-    return History.from_tensordict(LazyStackedTensorDict(*turns, stack_dim=0))  # type: ignore[no-any-return]
+    return History._from_tensordict(LazyStackedTensorDict(*turns, stack_dim=0))  # type: ignore[no-any-return]

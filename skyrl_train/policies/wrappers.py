@@ -96,7 +96,8 @@ class TransformersWrapper(_MadeWrapper):
     def __init__(self, model: Any, *, generate: bool = True, pad_model_input: bool | None = None, **options: Any):
         """`pad_model_input`: how a module reads rows in `get_dist`, all in one rectangle (True, the default) or each
         in a forward of its own; engines read what they are given without padding."""
-        if isinstance(model, nn.Module) and not generate and not isinstance(model, LLMWrapperBase):
+        model = _engine_of(model)
+        if isinstance(model, nn.Module) and not generate:
             model = ModuleScorer(model)
         super().__init__(model, generate=generate, pad_model_input=pad_model_input, **options)
         if isinstance(model, ModuleScorer):
@@ -217,9 +218,6 @@ class RemoteTransformersWrapper(_MadeWrapper):
             ENGINES["transformers"], wanted, name=name or f"transformers of {model}", start_ray=True
         )
         return _Owned(engine, tokenizer, closing)
-
-    def _model_of_versions(self) -> Any:
-        return self._owned
 
 
 def _is_engine(model: Any) -> bool:
