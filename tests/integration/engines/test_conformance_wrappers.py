@@ -94,7 +94,9 @@ def test_a_wrapper_in_every_mode_with_log_probs_that_are_the_trainers(
     assert responses == [reference.greedy(ids, COUNT) for ids in IDS]
     full = listed(out, "tokens", "full")
     assert full == [ids + response for ids, response in zip(IDS, responses, strict=True)]
-    for row, logprobs, wanted in zip(IDS, listed(out, "log_probs", "response"), trainers(bench.model, full), strict=True):
+    for row, logprobs, wanted in zip(
+        IDS, listed(out, "log_probs", "response"), trainers(bench.model, full), strict=True
+    ):
         assert_close(logprobs, wanted[len(row) - 1 :])  # the first generated token's included
     assert list(out["text"].prompt) == RENDERED
     assert list(out["text"].response) == [TOKENIZER.decode(response) for response in responses]

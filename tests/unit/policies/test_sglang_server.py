@@ -103,7 +103,10 @@ def test_weights_of_a_group_come_as_lists_and_are_proven(monkeypatch: pytest.Mon
     monkeypatch.setattr(sglang_server, "load_object", lambda _: start)
     trained, port = tiny_model(seed=5), free_port()
     rows = [[5, 9, 77, 30], [8, 8, 250]]
-    with AsyncSGLang(model_path=tiny_model_path, dtype="float32", device="cpu") as server, ThreadPoolExecutor(1) as pool:
+    with (
+        AsyncSGLang(model_path=tiny_model_path, dtype="float32", device="cpu") as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
         joining = pool.submit(stateless_init_process_group, "127.0.0.1", port, 0, 2, "cpu", 60.0)
         server.init_weight_update_group("127.0.0.1", port, device="cpu")
         group = joining.result(60)
