@@ -139,3 +139,18 @@ def spawn(
     ).remote(target, dict(kwargs), cluster.plugins, devices)
     cluster.owns_actor(handle)
     return Remote(handle, name, deadline_s, died)
+
+
+def spawn_apart(
+    cluster: Cluster,
+    target: str,
+    kwargs: Mapping[str, Any],
+    *,
+    options: Mapping[str, Any],
+    name: str,
+    deadline_s: float,
+) -> Remote:
+    """As `spawn`, with coroutine methods, wherever Ray finds room for `options` (`ray.remote`'s: num_cpus, ...)."""
+    handle: Any = ray.remote(_AsyncShell).options(**options).remote(target, dict(kwargs), cluster.plugins, None)
+    cluster.owns_actor(handle)
+    return Remote(handle, name, deadline_s)

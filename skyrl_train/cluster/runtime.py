@@ -41,6 +41,11 @@ _OWN_CLUSTER_ENV = {
 }
 OBJECT_STORE_BYTES = 2 << 30
 """Batches pass through it one by one; Ray's own default is 30 % of memory."""
+_OWN_SETTINGS = {
+    "include_dashboard": False,
+    "object_store_memory": OBJECT_STORE_BYTES,
+    "logging_level": logging.WARNING,
+}
 LONGEST_START_S = 60.0
 """After which the next one does not wait for it."""
 STARTS = 4
@@ -57,11 +62,11 @@ def importing(module: str) -> Iterator[None]:
         imported.result()
 
 
-def _start_own() -> None:
+def _start_own(settings: Mapping[str, Any]) -> None:
     """Start Ray on this machine, again where it was too slow. Raises what Ray raised the last time."""
     before = psutil.Process().children(recursive=True)
     for attempt in range(1, STARTS + 1):
-        failure = _start()
+        failure = _start(settings)
         if failure is None:
             return
         _remove_what_was_started(before)
@@ -70,16 +75,11 @@ def _start_own() -> None:
         log.warning("Ray did not start in time; starting it again, %d of %d.", attempt + 1, STARTS)
 
 
-def _start() -> Exception | None:
+def _start(settings: Mapping[str, Any]) -> Exception | None:
     """Why it failed, without the frames that hold on to what was started."""
     try:
         with _one_at_a_time():
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                logging_level=logging.WARNING,
-            )
+            ray.init(address="local", **(_OWN_SETTINGS | dict(settings)))
     except Exception as error:
         return error.with_traceback(None)
     return None
@@ -119,8 +119,10 @@ class Cluster:
     A cluster that we started ourselves ends with its driver, also after kill -9; see guard.py.
     """
 
-    def __init__(self, plugins: Sequence[str] = ()):
+    def __init__(self, plugins: Sequence[str] = (), settings: Mapping[str, Any] | None = None):
+        """`settings`: arguments of `ray.init`, over ours; its "address" over RAY_ADDRESS."""
         self._plugins = tuple(plugins)
+        self._settings = dict(settings or {})
         self._actors: list[ActorHandle] = []
         self._groups: list[PlacementGroup] = []
         self._connected_here = False
@@ -135,12 +137,14 @@ class Cluster:
         if ray.is_initialized():
             return
         self._connected_here = True
-        address = os.environ.get("RAY_ADDRESS")
-        if address:
-            ray.init(address=address, runtime_env=self._runtime_env(), logging_level=logging.WARNING)
+        settings = dict(self._settings)
+        address = settings.pop("address", None) or os.environ.get("RAY_ADDRESS")
+        if address and address != "local":
+            given = {"runtime_env": self._runtime_env(), "logging_level": logging.WARNING} | settings
+            ray.init(address=address, **given)
         else:
             os.environ.update({key: os.environ.get(key, value) for key, value in _OWN_CLUSTER_ENV.items()})
-            _start_own()
+            _start_own(settings)
             self._guard = Guard()
 
     def __exit__(
@@ -156,6 +160,11 @@ class Cluster:
             ray.shutdown()
         if self._guard is not None:
             self._guard.close()
+
+    @property
+    def connected(self) -> bool:
+        """Whether Ray is there, whoever started it."""
+        return bool(ray.is_initialized())
 
     @property
     def cpus(self) -> float:

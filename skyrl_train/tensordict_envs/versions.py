@@ -40,6 +40,8 @@ class PolicyVersion(Transform):
         self.counts = version_type in (int, "int")
         self.version: Version = 0 if self.counts else str(uuid.uuid4())
         self.version_history = [VersionChange(time.time(), None, self.version)]
+        self.acting: Version | None = None
+        """What sampled the actions of the next step, where a collector knows; None: `version` did."""
 
     def increment_version(self) -> None:
         """The policy has new weights."""
@@ -48,13 +50,14 @@ class PolicyVersion(Transform):
         self.version_history.append(VersionChange(time.time(), old, self.version))
 
     def after_reset(self, given: TensorDictBase, root: TensorDictBase) -> TensorDictBase:
-        return self._write(root)
+        return _written(root, self.version)
 
     def before_step(self, root: TensorDictBase) -> TensorDictBase:
-        return self._write(root)
+        return _written(root, self.version if self.acting is None else self.acting)
 
-    def _write(self, tensordict: TensorDictBase) -> TensorDictBase:
-        if isinstance(self.version, int):
-            return tensordict.set("policy_version", torch.full(tensordict.batch_size, self.version))
-        set_texts(tensordict, "policy_version", [self.version] * len(tensordict))
-        return tensordict
+
+def _written(tensordict: TensorDictBase, version: Version) -> TensorDictBase:
+    if isinstance(version, int):
+        return tensordict.set("policy_version", torch.full(tensordict.batch_size, version))
+    set_texts(tensordict, "policy_version", [version] * len(tensordict))
+    return tensordict

@@ -13,7 +13,7 @@ from tensordict import TensorDict, lazy_stack
 from skyrl_train.data.tensordict_rows import TokenLayout
 from skyrl_train.errors import ConfigError
 from skyrl_train.objectives.scoring import token_mask
-from skyrl_train.policies.containers import ChatHistory, Masks, Tokens
+from skyrl_train.policies.containers import ChatHistory, Tokens
 from skyrl_train.policies.distributions import LLMMaskedCategorical, LogProbDistribution
 from skyrl_train.policies.history import History
 from skyrl_train.policies.wrappers import TransformersWrapper
@@ -96,43 +96,60 @@ def test_texts_of_different_lengths_are_scored_as_alone_whatever_the_attention(a
 
 
 @pytest.mark.defect("D15")
-def test_distributions_count_what_the_mask_says(model: Any):
+@pytest.mark.defect("D25")
+def test_distributions_count_what_the_losses_count(model: Any):
+    """Two turns of the assistant, the first in the prompt: the masks differ, and mean the same in both places."""
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "more"},
+        {"role": "assistant", "content": "no"},
+    ]
+    scorer = TransformersWrapper(model, tokenizer=TOKENIZER, generate=False, inplace=False)
+    scored = scorer(TensorDict(history=History.from_chats([chat, chat[:2]]), batch_size=(2,)))
+    lengths = [len(ids) for ids in scored.get(("tokens", "full"), as_list=True)]
+    prompts = [lengths[1] + 10, 5]
+    rows = [
+        TensorDict(
+            tokens=Tokens(full=row["tokens"].full, prompt=row["tokens"].full[:length]),
+            masks=row["masks"].to_tensordict(),
+        )
+        for row, length in zip(scored.unbind(0), prompts, strict=True)
+    ]
+    td = lazy_stack(rows)
+    policy = scorer.get_new_version(input_mode="tokens")
+    layout = TokenLayout.of([row["tokens"].full for row in rows], None)
+    counted = {}
+    for strategy in ("sft", "rlhf", "generic"):
+        wanted = token_mask(td, [row["tokens"].full for row in rows], layout, strategy)
+        positions = policy.get_dist(td, strategy).positions
+        assert torch.equal(positions, layout.unflat(wanted.int()).bool()), strategy
+        assert torch.equal(getattr(policy, f"_get_{strategy}_dist")(td).positions, positions)
+        counted[strategy] = positions.sum(1).tolist()
+    assert counted["rlhf"] == [4 + 3, 4]  # yes, no, and the ends of their turns
+    assert counted["sft"] == [length - prompt for length, prompt in zip(lengths, prompts, strict=True)]
+    assert counted["generic"] == [length - 1 for length in lengths]
+
+
+def test_a_distribution_of_a_mask_of_ones_own_and_of_rows_read_alone(model: Any):
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    td = TensorDict(history=History.from_chats([chat]), batch_size=(1,))
+    td = TensorDict(history=History.from_chats([chat, [*chat, *chat]]), batch_size=(2,))
     scorer = TransformersWrapper(model, tokenizer=TOKENIZER, generate=False)
     sft = scorer.get_dist(td, "sft")
-    assert int(sft.positions.sum()) == 4  # yes and the end of its turn
-    assert scorer.get_dist(td).positions.all()
+    assert sft.positions.sum(1).tolist() == [4, 8]  # no prompt is told: the assistant's
     custom = torch.zeros_like(sft.positions)
     assert scorer.get_dist(td, custom).entropy().sum() == 0
     assert sft.entropy()[~sft.positions].sum() == 0
     drawable = torch.ones_like(sft.logits, dtype=torch.bool)
     drawable[..., 100:] = False  # tokens that cannot be drawn, everywhere
     assert int(scorer.get_dist(td, drawable).sample().max()) < 100
+    alone = scorer.get_new_version(pad_model_input=False).get_dist(td, "sft")
+    torch.testing.assert_close(alone.logits[sft.positions], sft.logits[sft.positions], atol=1e-4, rtol=0)
     with pytest.raises(ConfigError, match="mask"):
         scorer.get_dist(td, "some")
     scored = scorer(td)
     assert [scored.get(key, None) is not None for key in scorer.log_prob_keys] == [False, True]
-    torch.testing.assert_close(scorer.log_prob(td)[0].detach(), scored[0]["log_probs"].full)
-
-
-@pytest.mark.defect("D25")
-def test_the_strategies_of_distributions_are_those_of_the_losses(model: Any):
-    td = lazy_stack([TensorDict(tokens=Tokens(prompt=torch.tensor([1]), full=torch.tensor([1, 2, 3, 4])))])
-    assistant = torch.tensor([[False, False, True, False]])
-    td["masks"] = Masks(all_assistant_mask=assistant, batch_size=(1,))
-    scorer = TransformersWrapper(model, tokenizer=TOKENIZER, generate=False, input_mode="tokens")
-    masks = {
-        name: token_mask(td, [torch.tensor([1, 2, 3, 4])], TokenLayout.of([torch.arange(4)], None), name)
-        for name in ("sft", "rlhf", "generic")
-    }
-    assert [mask.tolist() for mask in masks.values()] == [
-        [False, True, True, True],
-        [False, False, True, False],
-        [False, True, True, True],
-    ]
-    for name in ("sft", "rlhf"):
-        assert scorer.get_dist(td, name).positions[0].tolist() == masks[name].tolist(), name
+    torch.testing.assert_close(scorer.log_prob(td)[1].detach(), scored[1]["log_probs"].full, atol=1e-4, rtol=0)
 
 
 @pytest.mark.defect("D28")

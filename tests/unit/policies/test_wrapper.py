@@ -254,6 +254,8 @@ def test_a_missing_key_or_another_type_is_named(wrap: Any):
     [
         {"input_mode": "speech"},
         {"inplace": "maybe"},
+        {"pad_model_input": True},
+        {"layout": torch.sparse_coo},
         {"num_samples": 2, "inplace": True},
         {"num_samples": 2, "generate_kwargs": {"n": 3}},
         {"generate": False, "return_log_probs": False},
@@ -339,17 +341,29 @@ def test_threads_through_one_wrapper_get_their_own_answers(wrap: Any):
 
 
 @pytest.mark.defect("D22")
-def test_the_wrapper_costs_less_than_a_millisecond_a_prompt(wrap: Any):
+def test_the_wrapper_costs_less_than_half_a_millisecond_a_prompt(wrap: Any):
+    """CPU time, and the least of many short measurements: what else the machine does adds to some of them only."""
     chat = [{"role": "user", "content": "hello there"}]
     wrapper = wrap("answer", inplace=False)
+    td = TensorDict(history=History.from_chats([chat] * 32), batch_size=(32,))
     whole = raw = 1.0
-    for _ in range(5):
-        td = TensorDict(history=History.from_chats([chat] * 64), batch_size=(64,))
+    for _ in range(30):
         started = time.process_time()
         wrapper(td)
-        whole = min(whole, (time.process_time() - started) / 64)
+        whole = min(whole, (time.process_time() - started) / 32)
         requests = wrapper.engine.batches[-1]
         started = time.process_time()
         call(wrapper.engine.generate(requests), "the engine alone", 60.0)
-        raw = min(raw, (time.process_time() - started) / 64)
-    assert whole - raw < 1e-3, (whole, raw)  # the aim is 0.5 on an idle core; tests share busy ones
+        raw = min(raw, (time.process_time() - started) / 32)
+    assert whole - raw < 0.5e-3, (whole, raw)
+
+
+def test_nested_tensors_where_they_are_asked_for(wrap: Any, chats: Any):
+    out = wrap(layout=torch.jagged, inplace=False)(chats)
+    ragged = wrap(inplace=False)(chats)
+    for key in (("tokens", "full"), ("log_probs", "response"), ("masks", "all_assistant_mask")):
+        nested = out.get(key)
+        assert nested.is_nested
+        assert [row.tolist() for row in nested.unbind()] == listed(ragged, *key)
+    with pytest.raises(ConfigError, match="layout"):
+        wrap(layout=torch.jagged, pad_output=True)

@@ -1,0 +1,185 @@
+"""Where the batches of a collector go: to its caller, a replay buffer or a queue, here or from a thread."""
+
+from __future__ import annotations
+
+import queue as queues
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from tensordict import TensorDictBase
+
+from skyrl_train.errors import ConfigError, DeadlineExceeded
+
+Postproc = Callable[[TensorDictBase], TensorDictBase]
+_LOOK_S = 0.1
+"""How often a thread that waits looks whether it shall stop."""
+
+
+class Buffer(Protocol):
+    """A replay buffer, of this project (data/replay_buffer.py) or TorchRL's."""
+
+    def extend(self, tensordict: TensorDictBase, /) -> Any: ...
+
+
+class Delivery(ABC):
+    """Iterating gives batches until there are no more; None for each one that went to `replay_buffer` or `queue`.
+
+    `start` does the same in a thread. With `max_staleness` s it begins batch k (from 0) only once the policy has had
+    k - s updates since `start`: one update a batch then never meets a batch begun more than s versions before.
+    """
+
+    def __init__(
+        self,
+        replay_buffer: Buffer | None,
+        queue: Any,
+        postproc: Postproc | None,
+        max_staleness: int | None,
+        timeout: float,
+    ):
+        if replay_buffer is not None and queue is not None:
+            raise RuntimeError("a collector writes to a replay_buffer or to a queue, not to both.")
+        if max_staleness is not None and (type(max_staleness) is not int or max_staleness < 0):
+            raise ConfigError(f"max_staleness={max_staleness!r}: give a whole number of at least 0, or None.")
+        if not timeout > 0:
+            raise ConfigError(f"timeout={timeout!r}: give seconds above 0.")
+        self.replay_buffer, self.queue, self.postproc = replay_buffer, queue, postproc
+        self.max_staleness, self.timeout = max_staleness, timeout
+        self._ahead: int | None = None
+        """Updates that the policy will have had when the batch under way is trained on; None: as many as now."""
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    @abstractmethod
+    def rollout(self) -> TensorDictBase | None:
+        """One batch, not delivered; None after the last one, or when it was stopped."""
+
+    @abstractmethod
+    def _updates(self) -> int:
+        """How often the policy was updated so far."""
+
+    @abstractmethod
+    def _release(self, close_env: bool) -> None:
+        """Close what the collector made."""
+
+    def _interrupt(self) -> None:
+        """Make a rollout under way in the thread end soon."""
+        self._stopping.set()
+
+    def set_postproc(self, postproc: Postproc) -> None:
+        """What every batch goes through before it is delivered. RuntimeError where there is one."""
+        if self.postproc is not None:
+            raise RuntimeError("the collector has a postproc already.")
+        self.postproc = postproc
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        return self.iterator()
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """RuntimeError while the thread of `start` runs, or after `shutdown`."""
+        while True:
+            self._check_usable()
+            batch = self.rollout()
+            if batch is None:
+                return
+            yield self._delivered(batch)
+
+    def start(self) -> None:
+        """Collect in a thread, into the replay buffer or the queue, until there are no more batches or `shutdown`."""
+        if self.replay_buffer is None and self.queue is None:
+            raise RuntimeError("start() needs a replay_buffer or a queue to write to.")
+        self._check_usable()
+        self._stopping.clear()
+        self._thread = threading.Thread(target=self._run, name="skyrl-collector", daemon=True)
+        self._thread.start()
+
+    def is_running(self) -> bool:
+        """Whether the thread of `start` collects."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """End the thread after the turn under way, close environment and policy where they are the collector's.
+
+        Raises what ended the thread, or DeadlineExceeded where it does not end. A second call does nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        thread, seconds = self._thread, self.timeout if timeout is None else timeout
+        if thread is not None:
+            self._interrupt()
+            thread.join(seconds)
+        try:
+            if thread is not None and thread.is_alive():
+                raise DeadlineExceeded("the collector's thread", seconds)
+            self._raise_failure()
+        finally:
+            self._release(close_env)
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """The same: TorchRL's name for it after `start`."""
+        self.shutdown(timeout, close_env)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.shutdown()
+
+    def _run(self) -> None:
+        """consumes: turns · produces: delivered batches · waits for: an update · unblocked by: its version, shutdown"""
+        begun, updates = 0, self._updates()
+        try:
+            while not self._stopping.is_set():
+                if self.max_staleness is not None and begun - (self._updates() - updates) > self.max_staleness:
+                    self._stopping.wait(_LOOK_S / 10)
+                    continue
+                self._ahead = updates + begun
+                begun += 1
+                batch = self.rollout()
+                if batch is None:
+                    return
+                self._delivered(batch)
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._ahead = None
+
+    def _delivered(self, batch: TensorDictBase) -> TensorDictBase | None:
+        if self.postproc is not None:
+            batch = self.postproc(batch)
+        if self.replay_buffer is not None:
+            self.replay_buffer.extend(batch)
+        elif self.queue is not None:
+            self._put(batch)
+        else:
+            return batch
+        return None
+
+    def _put(self, batch: TensorDictBase) -> None:
+        """Wait for room: DeadlineExceeded after `timeout`, nothing put where the thread is to stop."""
+        deadline = time.monotonic() + self.timeout
+        while not self._stopping.is_set():
+            try:
+                self.queue.put(batch, timeout=_LOOK_S)
+                return
+            except queues.Full:
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded("room in the collector's queue", self.timeout) from None
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise RuntimeError("the collector was shut down.")
+        if self.is_running():
+            raise RuntimeError("the collector's thread collects; read what it writes, or shut it down.")
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure

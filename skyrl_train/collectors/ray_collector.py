@@ -1,0 +1,246 @@
+"""A collector in a Ray actor, and what a driver holds of it: both ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from skyrl_train.cluster.actors import Remote, spawn_apart
+from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.collectors.delivery import Buffer, Delivery, Postproc
+from skyrl_train.collectors.llm_collector import LLMCollector, check_yields, one_source
+from skyrl_train.collectors.updaters import Weights, WeightUpdaterBase, weights_of
+from skyrl_train.errors import ConfigError, SkyRLError
+from skyrl_train.policies.loop import call
+from skyrl_train.tensordict_envs.base import Policy, TensorDictEnv
+from skyrl_train.tensordict_envs.versions import PolicyVersion, Version
+
+_LAST_WORDS_S = 10.0
+"""For an actor to stop by itself, and to close what it has, before it is killed."""
+
+
+class RayLLMCollector(Delivery):
+    """An LLMCollector whose environment and policy live in an actor; its arguments, and where they differ:
+
+    - env, policy_factory, weight_updater: functions that are called in the actor, where engines are made; what they
+      close over is pickled. `policy` must be something that can be pickled.
+    - dialog_turns_per_batch is needed.
+    - replay_buffer, queue, postproc: of this process, where batches come to.
+    - sync_iter: True begins a batch when it is asked for, so that the newest weights sample it. False begins the next
+      one when a batch is handed out: with one update a batch, none is older than one update.
+    - ray_init_config: arguments of `ray.init`, where Ray is not running. remote_config: options of the actor
+      (`ray.remote`'s), which `num_cpus` (1) and `num_gpus` (0) go into.
+    - timeout: seconds for a batch, and for every other wait.
+
+    Close it: what it started, Ray included, ends with `shutdown`.
+    """
+
+    def __init__(
+        self,
+        env: Callable[[], TensorDictEnv],
+        *,
+        policy: Policy | None = None,
+        policy_factory: Callable[[], Policy] | None = None,
+        dialog_turns_per_batch: int | None = None,
+        yield_only_last_steps: bool | None = None,
+        yield_completed_trajectories: bool | None = None,
+        postproc: Postproc | None = None,
+        total_dialog_turns: int = -1,
+        async_envs: bool | None = None,
+        replay_buffer: Buffer | None = None,
+        reset_at_each_iter: bool = False,
+        flatten_data: bool | None = None,
+        weight_updater: Callable[[Any], WeightUpdaterBase] | None = None,
+        queue: Any = None,
+        track_policy_version: bool | PolicyVersion = False,
+        verbose: bool = False,
+        max_staleness: int | None = None,
+        timeout: float = 600.0,
+        ray_init_config: Mapping[str, Any] | None = None,
+        remote_config: Mapping[str, Any] | None = None,
+        sync_iter: bool = True,
+        num_cpus: float | None = None,
+        num_gpus: float | None = None,
+    ):
+        super().__init__(replay_buffer, queue, postproc, max_staleness, timeout)
+        completed = bool(yield_only_last_steps or yield_completed_trajectories)
+        check_yields(
+            dialog_turns_per_batch,
+            total_dialog_turns,
+            completed=completed,
+            only_last=bool(yield_only_last_steps),
+            flatten_data=flatten_data,
+            reset_at_each_iter=reset_at_each_iter,
+            async_envs=async_envs,
+        )
+        _check_remote(env, policy, policy_factory, dialog_turns_per_batch, max_staleness, sync_iter)
+        settings = {
+            "env": env,
+            "policy": policy,
+            "policy_factory": policy_factory,
+            "dialog_turns_per_batch": dialog_turns_per_batch,
+            "yield_only_last_steps": yield_only_last_steps,
+            "yield_completed_trajectories": yield_completed_trajectories,
+            "total_dialog_turns": total_dialog_turns,
+            "reset_at_each_iter": reset_at_each_iter,
+            "flatten_data": True if replay_buffer is not None and not completed else flatten_data,
+            "weight_updater": weight_updater,
+            "track_policy_version": track_policy_version,
+            "verbose": verbose,
+            "max_staleness": max_staleness,
+            "timeout": timeout,
+        }
+        self.dialog_turns_per_batch, self.sync_iter = dialog_turns_per_batch, sync_iter
+        self._pushes = 0
+        options = {"num_cpus": 1, "num_gpus": 0} | dict(remote_config or {})
+        options |= {
+            name: value for name, value in (("num_cpus", num_cpus), ("num_gpus", num_gpus)) if value is not None
+        }
+        self._cluster = Cluster(settings=ray_init_config)
+        self._cluster.connect()
+        try:
+            self._actor = self._start_actor(settings, options)
+        except BaseException:
+            self._cluster.__exit__(None, None, None)
+            raise
+
+    # -- policy and versions ----------------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> Version:
+        version: Version = self._ask("policy_version")
+        return version
+
+    def get_policy_version(self) -> Version:
+        return self.policy_version
+
+    def increment_version(self) -> None:
+        """The policy has new weights; an updater says so itself."""
+        self._ask("increment_version")
+        self._pushes += 1
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Weights | None = None,
+        *,
+        worker_ids: Any = None,
+        model_id: str | None = None,
+        weights: Weights | None = None,
+        policy: Weights | None = None,
+        weights_dict: Mapping[str, Weights] | None = None,
+    ) -> None:
+        """See LLMCollector: a copy of the weights goes to the actor, where its updater pushes them."""
+        self._raise_failure()
+        chosen = one_source(policy_or_weights, weights, policy, weights_dict, model_id)
+        tensors = None if chosen is None else {name: tensor.cpu() for name, tensor in weights_of(chosen).items()}
+        self._ask("update", tensors, worker_ids)
+        self._pushes += 1
+
+    # -- batches ------------------------------------------------------------------------------------------------------
+
+    def rollout(self) -> TensorDictBase | None:
+        """See Delivery. DeadlineExceeded where the actor takes longer than `timeout`, WorkerDied where it is gone."""
+        ahead = not self.sync_iter and not self.is_running()  # the thread of `start` is ahead by itself
+        batch: TensorDictBase | None = self._ask("take", ahead, self._ahead)
+        return batch
+
+    def _updates(self) -> int:
+        return self._pushes
+
+    def _interrupt(self) -> None:
+        super()._interrupt()
+        self._end("stop")
+
+    # -- the actor ----------------------------------------------------------------------------------------------------
+
+    def _start_actor(self, settings: dict[str, Any], options: dict[str, Any]) -> Remote:
+        target = f"{_Hosted.__module__}:{_Hosted.__name__}"
+        try:
+            actor = spawn_apart(
+                self._cluster,
+                target,
+                {"settings": settings},
+                options=options,
+                name="the collector's actor",
+                deadline_s=self.timeout,
+            )
+        except TypeError as error:  # Ray's, with a page about what cannot be pickled
+            raise ConfigError(
+                f"RayLLMCollector: something given cannot travel to the actor ({str(error).splitlines()[0]}); give "
+                "functions that make it there: env, policy_factory, weight_updater."
+            ) from error
+        call(actor.read("ready", self.timeout), "the start of the collector's actor", self.timeout + 5.0)
+        return actor
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        if self._closed:
+            raise RuntimeError("the collector was shut down.")
+        return call(getattr(self._actor, method)(*args), f"the collector's actor ({method})", self.timeout + 5.0)
+
+    def _end(self, method: str, *args: Any) -> None:
+        """What an actor that is gone, or hangs, need not do."""
+        with suppress(SkyRLError):
+            call(self._actor.call_within(_LAST_WORDS_S, method, *args), method, _LAST_WORDS_S + 5.0)
+
+    def _release(self, close_env: bool) -> None:
+        self._end("stop")
+        self._end("shutdown", close_env)
+        self._cluster.__exit__(None, None, None)
+
+
+class _Hosted:
+    """What the actor holds. Batches are made in threads: it answers while one is under way."""
+
+    ready = True
+
+    def __init__(self, settings: dict[str, Any]):
+        self._collector = LLMCollector(**settings)
+        self._next: asyncio.Future[Any] | None = None
+
+    async def take(self, begin_next: bool, trained_at: int | None) -> TensorDictBase | None:
+        """A batch, begun now unless it was before; `trained_at`: updates by the time that it is trained on."""
+        coming, self._next = self._next, None
+        batch: TensorDictBase | None = await (coming or self._begin(trained_at))
+        if begin_next and batch is not None:
+            self._next = self._begin(self._collector._updates() + 1)
+        return batch
+
+    def _begin(self, trained_at: int | None) -> asyncio.Future[Any]:
+        self._collector._ahead = trained_at
+        return asyncio.ensure_future(asyncio.to_thread(self._collector.rollout))
+
+    async def update(self, weights: dict[str, Any] | None, worker_ids: Any) -> None:
+        await asyncio.to_thread(self._collector.update_policy_weights_, weights, worker_ids=worker_ids)
+
+    async def increment_version(self) -> None:
+        await asyncio.to_thread(self._collector.increment_version)
+
+    def policy_version(self) -> Version:
+        return self._collector.policy_version
+
+    async def stop(self) -> None:
+        """End the batch under way after its turn."""
+        self._collector._interrupt()
+        if self._next is not None:
+            await asyncio.wait([self._next])
+
+    async def shutdown(self, close_env: bool) -> None:
+        await asyncio.to_thread(self._collector.shutdown, None, close_env)
+
+
+def _check_remote(
+    env: Any, policy: Any, policy_factory: Any, turns: int | None, max_staleness: int | None, sync_iter: bool
+) -> None:
+    """Raises ConfigError for what an actor cannot be given."""
+    if hasattr(env, "reset") or not callable(env):
+        raise ConfigError(f"RayLLMCollector makes its environment in the actor: give a function, not {env!r:.80}.")
+    if (policy is None) == (policy_factory is None):
+        raise ConfigError("RayLLMCollector needs exactly one of policy and policy_factory.")
+    if turns is None:
+        raise ConfigError("RayLLMCollector needs dialog_turns_per_batch.")
+    if max_staleness == 0 and not sync_iter:
+        raise ConfigError("sync_iter=False collects one batch ahead: max_staleness must be at least 1.")
