@@ -109,6 +109,7 @@ class Delivery(ABC):
         """
         if self._closed:
             return
+        self._stopping.set()
         self._closed = True
         thread, seconds = self._thread, self.timeout if timeout is None else timeout
         if thread is not None:
@@ -173,11 +174,15 @@ class Delivery(ABC):
                     raise DeadlineExceeded("room in the collector's queue", self.timeout) from None
 
     def _check_usable(self) -> None:
-        if self._closed:
-            raise RuntimeError("the collector was shut down.")
+        self._check_open()
         if self.is_running():
             raise RuntimeError("the collector's thread collects; read what it writes, or shut it down.")
+
+    def _check_open(self) -> None:
+        """Raises what ended the thread, too."""
         self._raise_failure()
+        if self._closed:
+            raise RuntimeError("the collector was shut down.")
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None

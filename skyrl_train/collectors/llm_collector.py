@@ -91,7 +91,7 @@ class LLMCollector(Delivery):
         self.total_dialog_turns = total_dialog_turns
         self.reset_at_each_iter, self.verbose = reset_at_each_iter, verbose
         self.flatten_data = replay_buffer is not None if flatten_data is None else flatten_data
-        self.env = env if hasattr(env, "reset") else env()
+        self.env = env if isinstance(env, TensorDictEnv) else env()
         if len(self.env.batch_size) != 1:
             raise ValueError(f"the environment's batch_size={tuple(self.env.batch_size)} must have one dimension.")
         self._versions = self._version_transform(track_policy_version)
@@ -136,7 +136,7 @@ class LLMCollector(Delivery):
 
         Waits for the turn under way. Raises what ended the thread of `start`.
         """
-        self._raise_failure()
+        self._check_open()
         chosen = one_source(policy_or_weights, weights, policy, weights_dict, model_id)
         if self.weight_updater is None:
             raise ConfigError(f"no updater fits {type(self.policy).__name__}: give the collector a weight_updater.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -13,18 +14,18 @@ from skyrl_train.cluster.actors import Remote, spawn_apart
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.collectors.delivery import Buffer, Delivery, Postproc
 from skyrl_train.collectors.llm_collector import LLMCollector, check_yields, one_source
-from skyrl_train.collectors.updaters import Weights, WeightUpdaterBase, weights_of
+from skyrl_train.collectors.updaters import Weights, weights_of
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.policies.loop import call
 from skyrl_train.tensordict_envs.base import Policy, TensorDictEnv
-from skyrl_train.tensordict_envs.versions import PolicyVersion, Version
+from skyrl_train.tensordict_envs.versions import Version
 
 _LAST_WORDS_S = 10.0
 """For an actor to stop by itself, and to close what it has, before it is killed."""
 
 
 class RayLLMCollector(Delivery):
-    """An LLMCollector whose environment and policy live in an actor; its arguments, and where they differ:
+    """An LLMCollector whose environment and policy live in an actor. It takes all its arguments; where they differ:
 
     - env, policy_factory, weight_updater: functions that are called in the actor, where engines are made; what they
       close over is pickled. `policy` must be something that can be pickled.
@@ -46,18 +47,9 @@ class RayLLMCollector(Delivery):
         policy: Policy | None = None,
         policy_factory: Callable[[], Policy] | None = None,
         dialog_turns_per_batch: int | None = None,
-        yield_only_last_steps: bool | None = None,
-        yield_completed_trajectories: bool | None = None,
         postproc: Postproc | None = None,
-        total_dialog_turns: int = -1,
-        async_envs: bool | None = None,
         replay_buffer: Buffer | None = None,
-        reset_at_each_iter: bool = False,
-        flatten_data: bool | None = None,
-        weight_updater: Callable[[Any], WeightUpdaterBase] | None = None,
         queue: Any = None,
-        track_policy_version: bool | PolicyVersion = False,
-        verbose: bool = False,
         max_staleness: int | None = None,
         timeout: float = 600.0,
         ray_init_config: Mapping[str, Any] | None = None,
@@ -65,35 +57,20 @@ class RayLLMCollector(Delivery):
         sync_iter: bool = True,
         num_cpus: float | None = None,
         num_gpus: float | None = None,
+        **settings: Any,
     ):
         super().__init__(replay_buffer, queue, postproc, max_staleness, timeout)
-        completed = bool(yield_only_last_steps or yield_completed_trajectories)
-        check_yields(
-            dialog_turns_per_batch,
-            total_dialog_turns,
-            completed=completed,
-            only_last=bool(yield_only_last_steps),
-            flatten_data=flatten_data,
-            reset_at_each_iter=reset_at_each_iter,
-            async_envs=async_envs,
-        )
-        _check_remote(env, policy, policy_factory, dialog_turns_per_batch, max_staleness, sync_iter)
-        settings = {
+        settings |= {
             "env": env,
             "policy": policy,
             "policy_factory": policy_factory,
             "dialog_turns_per_batch": dialog_turns_per_batch,
-            "yield_only_last_steps": yield_only_last_steps,
-            "yield_completed_trajectories": yield_completed_trajectories,
-            "total_dialog_turns": total_dialog_turns,
-            "reset_at_each_iter": reset_at_each_iter,
-            "flatten_data": True if replay_buffer is not None and not completed else flatten_data,
-            "weight_updater": weight_updater,
-            "track_policy_version": track_policy_version,
-            "verbose": verbose,
             "max_staleness": max_staleness,
             "timeout": timeout,
         }
+        completed = _check(settings, sync_iter)
+        if replay_buffer is not None and not completed:
+            settings.setdefault("flatten_data", True)
         self.dialog_turns_per_batch, self.sync_iter = dialog_turns_per_batch, sync_iter
         self._pushes = 0
         options = {"num_cpus": 1, "num_gpus": 0} | dict(remote_config or {})
@@ -112,6 +89,7 @@ class RayLLMCollector(Delivery):
 
     @property
     def policy_version(self) -> Version:
+        self._check_open()
         version: Version = self._ask("policy_version")
         return version
 
@@ -120,8 +98,8 @@ class RayLLMCollector(Delivery):
 
     def increment_version(self) -> None:
         """The policy has new weights; an updater says so itself."""
-        self._ask("increment_version")
-        self._pushes += 1
+        self._check_open()
+        self._pushes = self._ask("increment_version")
 
     def update_policy_weights_(
         self,
@@ -134,11 +112,10 @@ class RayLLMCollector(Delivery):
         weights_dict: Mapping[str, Weights] | None = None,
     ) -> None:
         """See LLMCollector: a copy of the weights goes to the actor, where its updater pushes them."""
-        self._raise_failure()
+        self._check_open()
         chosen = one_source(policy_or_weights, weights, policy, weights_dict, model_id)
         tensors = None if chosen is None else {name: tensor.cpu() for name, tensor in weights_of(chosen).items()}
-        self._ask("update", tensors, worker_ids)
-        self._pushes += 1
+        self._pushes = self._ask("update", tensors, worker_ids)
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
@@ -177,8 +154,6 @@ class RayLLMCollector(Delivery):
         return actor
 
     def _ask(self, method: str, *args: Any) -> Any:
-        if self._closed:
-            raise RuntimeError("the collector was shut down.")
         return call(getattr(self._actor, method)(*args), f"the collector's actor ({method})", self.timeout + 5.0)
 
     def _end(self, method: str, *args: Any) -> None:
@@ -213,11 +188,14 @@ class _Hosted:
         self._collector._ahead = trained_at
         return asyncio.ensure_future(asyncio.to_thread(self._collector.rollout))
 
-    async def update(self, weights: dict[str, Any] | None, worker_ids: Any) -> None:
+    async def update(self, weights: dict[str, Any] | None, worker_ids: Any) -> int:
+        """How many updates there were so far."""
         await asyncio.to_thread(self._collector.update_policy_weights_, weights, worker_ids=worker_ids)
+        return self._collector._updates()
 
-    async def increment_version(self) -> None:
+    async def increment_version(self) -> int:
         await asyncio.to_thread(self._collector.increment_version)
+        return self._collector._updates()
 
     def policy_version(self) -> Version:
         return self._collector.policy_version
@@ -232,15 +210,27 @@ class _Hosted:
         await asyncio.to_thread(self._collector.shutdown, None, close_env)
 
 
-def _check_remote(
-    env: Any, policy: Any, policy_factory: Any, turns: int | None, max_staleness: int | None, sync_iter: bool
-) -> None:
-    """Raises ConfigError for what an actor cannot be given."""
+def _check(settings: Mapping[str, Any], sync_iter: bool) -> bool:
+    """Whether whole trajectories are yielded. Raises for what LLMCollector, or an actor, cannot have."""
+    env, turns = settings["env"], settings["dialog_turns_per_batch"]
+    inspect.signature(LLMCollector).bind(**settings)  # TypeError for a name that it has not
+    only_last = bool(settings.get("yield_only_last_steps"))
+    completed = only_last or bool(settings.get("yield_completed_trajectories"))
+    check_yields(
+        turns,
+        settings.get("total_dialog_turns", -1),
+        completed=completed,
+        only_last=only_last,
+        flatten_data=settings.get("flatten_data"),
+        reset_at_each_iter=settings.get("reset_at_each_iter", False),
+        async_envs=settings.get("async_envs"),
+    )
     if hasattr(env, "reset") or not callable(env):
         raise ConfigError(f"RayLLMCollector makes its environment in the actor: give a function, not {env!r:.80}.")
-    if (policy is None) == (policy_factory is None):
+    if (settings["policy"] is None) == (settings["policy_factory"] is None):
         raise ConfigError("RayLLMCollector needs exactly one of policy and policy_factory.")
     if turns is None:
         raise ConfigError("RayLLMCollector needs dialog_turns_per_batch.")
-    if max_staleness == 0 and not sync_iter:
+    if settings["max_staleness"] == 0 and not sync_iter:
         raise ConfigError("sync_iter=False collects one batch ahead: max_staleness must be at least 1.")
+    return completed

@@ -184,14 +184,19 @@ def weights_of(source: Weights) -> dict[str, Tensor]:
     if isinstance(source, LLMWrapperBase):
         source = getattr(source, "network", source)
     if isinstance(source, TensorDictBase):
-        source = dict(source.flatten_keys(".").items())
+        leaves = dict(source.flatten_keys(".").items())
+        source = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, nn.Parameter)} or leaves  # no buffers
     found = dict(source.named_parameters()) if isinstance(source, nn.Module) else source
     if not isinstance(found, Mapping) or not found:
         raise ConfigError(
             f"weights of {type(source).__name__}: give a module with parameters, a wrapper over one "
             "(TransformersWrapper(module, generate=False)), or tensors by name."
         )
-    return {name: tensor.detach() for name, tensor in found.items()}
+    tensors = {name: tensor.detach() for name, tensor in found.items()}
+    # A state_dict has tied tensors under all their names; engines know them under the first.
+    first = {(tensor.data_ptr(), tensor.shape, tensor.dtype): name for name, tensor in reversed(tensors.items())}
+    kept = set(first.values())
+    return {name: tensor for name, tensor in tensors.items() if name in kept or not tensor.numel()}
 
 
 class _Sender:

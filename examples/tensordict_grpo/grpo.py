@@ -1,0 +1,77 @@
+"""GRPO written only with the tensordict parts; run it again with the same --output and it goes on where it stopped.
+
+python examples/tensordict_grpo/grpo.py --output runs/tensordict_grpo
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from warm_up import problems, warm_up
+
+from skyrl_train.collectors.llm_collector import LLMCollector
+from skyrl_train.data.replay_buffer import ReplayBuffer
+from skyrl_train.objectives.advantage import MCAdvantage
+from skyrl_train.objectives.grpo import GRPOLoss
+from skyrl_train.policies.wrappers import TransformersWrapper
+from skyrl_train.tensordict_envs.gsm8k import GSM8KEnv
+
+PROMPTS, SAMPLES, RATE, SEED = 16, 8, 5e-4, 0
+SAMPLING = {"max_new_tokens": 28, "temperature": 1.0}
+
+
+def train(run: Path, steps: int, warm_up_steps: int = 350, prompts: int = PROMPTS) -> tuple[float, float]:
+    """Greedy accuracy on held-out problems before and after, from the checkpoint in `run` where there is one."""
+    checkpoint, rows = run / "checkpoint.pt", prompts * SAMPLES
+    saved = torch.load(checkpoint) if checkpoint.exists() else None
+    begun = saved["step"] if saved else 0
+    model, tokenizer = warm_up(SEED, 0 if saved else warm_up_steps)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
+    if saved:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    loss = GRPOLoss(TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False))
+    buffer = ReplayBuffer(rows, batch_size=rows // 2, transform=MCAdvantage(SAMPLES, prompt_key="question"))
+    data: dict[str, Any] = {"system_prompt": None, "num_envs": rows, "repeats": SAMPLES, "seed": begun}
+    with LLMCollector(
+        GSM8KEnv(dataset=problems(4_000, SEED + 1, "train"), **data),
+        policy_factory=lambda: TransformersWrapper(copy.deepcopy(model), tokenizer=tokenizer, generate_kwargs=SAMPLING),
+        dialog_turns_per_batch=rows,
+        replay_buffer=buffer,
+        track_policy_version=True,
+    ) as collector:
+        before = accuracy(collector.policy)
+        for step, _ in zip(range(begun + 1, steps + 1), collector, strict=False):
+            for batch in buffer:
+                output = loss(batch)
+                output.loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            buffer.empty()
+            collector.update_policy_weights_(model)
+            torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
+            right = batch["next", "success"].float().mean()
+            print(f"step {step}: right {right:.3f}, entropy {output.entropy:.3f}, ESS {output.ESS:.3f}", flush=True)
+        return before, accuracy(collector.policy)
+
+
+def accuracy(policy: Any) -> float:
+    """The share of held-out problems whose most likely answer is right."""
+    held_out = problems(128, SEED + 2, "validation")
+    greedy = policy.get_new_version(generate_kwargs={**SAMPLING, "temperature": 0.0})
+    with GSM8KEnv(dataset=held_out, shuffle=False, system_prompt=None, num_envs=len(held_out)) as env:
+        return float(env.rollout(1, greedy)["next", "success"].float().mean())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="GRPO with tensordict parts")
+    parser.add_argument("--output", type=Path, required=True, help="a folder, for checkpoint.pt")
+    parser.add_argument("--steps", type=int, default=16, help="in all")
+    given = parser.parse_args()
+    given.output.mkdir(parents=True, exist_ok=True)
+    print("tensordict_grpo: eval accuracy {:.3f} -> {:.3f}".format(*train(given.output, given.steps)))
