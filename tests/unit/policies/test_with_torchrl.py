@@ -54,7 +54,8 @@ def theirs() -> SimpleNamespace:
 
 def collected(theirs: SimpleNamespace, policy: Any, mode: str, turns: int) -> TensorDictBase:
     """[2, turns / 2] from TorchRL's collector over its ChatEnv, two turns an episode."""
-    questions = [{"query": ["1 + 1?", "20 + 1?"]}]
+    # Its tokens mode reads ids of all rows at once, so they must be as many.
+    questions = [{"query": ["10 + 1?" if mode == "tokens" else "1 + 1?", "20 + 1?"]}]
     settings = {"batch_size": (2,), "tokenizer": TOKENIZER, "input_mode": mode, "system_prompt": "Be brief."}
     with quietly():
         env = theirs.DatasetChatEnv.from_dataloader(questions, **settings)
