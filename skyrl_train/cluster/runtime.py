@@ -162,6 +162,11 @@ class Cluster:
             self._guard.close()
 
     @property
+    def connected(self) -> bool:
+        """Whether Ray is there, whoever started it."""
+        return bool(ray.is_initialized())
+
+    @property
     def cpus(self) -> float:
         return float(ray.cluster_resources().get("CPU", 0.0))
 

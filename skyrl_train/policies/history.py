@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, TensorClass, lazy_stack
+from tensordict import NonTensorData, NonTensorStack, TensorClass, lazy_stack
 
 from skyrl_train.data.chat import render_conversation, render_messages, render_prompt
 from skyrl_train.data.chat_templates import TEMPLATES
@@ -65,13 +65,13 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         if self.ndim == 0:
             raise RuntimeError("a History without a batch dimension is one message, not a conversation.")
         chat: list[dict[str, Any]] = []
-        for turn in self.unbind(0):
-            role, complete = turn.role, turn.is_complete
+        for turn in self._tensordict.unbind(0):  # tensor classes take microseconds for each attribute
+            role, complete = _plain(turn.get("role")), _plain(turn.get("is_complete", None))
             if role == NO_MESSAGE:
                 continue
-            message = {"role": role, "content": turn.content}
+            message = {"role": role, "content": _plain(turn.get("content"))}
             for name in ("tool_calls", "tool_responses"):
-                if (value := getattr(turn, name)) is not None:
+                if (value := _plain(turn.get(name, None))) is not None:
                     message[name] = value
             if complete is not None and not complete:
                 message["is_complete"] = False
@@ -188,6 +188,12 @@ def template_options(tokenizer: Any, template: str | None, name: str | None) -> 
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("the tokenizer has no chat template: pass chat_template_name or chat_template.")
     return {}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, NonTensorStack):
+        return value.tolist()
+    return value.data if isinstance(value, NonTensorData) else value
 
 
 def _joined(first: Any, second: Any, dim: int) -> Any:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import NonTensorStack, TensorDict, lazy_stack
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
+from torch.nested import nested_tensor
 
+from skyrl_train.errors import ConfigError
 from skyrl_train.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens, nested_stack, ragged
 from skyrl_train.policies.history import History
 from skyrl_train.policies.inputs import Row, as_tensor
@@ -34,6 +36,8 @@ class Layout:
     log_probs: bool
     skip_special_tokens: bool
     policy_role: str = "assistant"
+    jagged: bool = False
+    """Rows that are not padded as nested tensors."""
 
 
 def generated(rows: Sequence[Row], answers: Sequence[Answer], tokenizer: Any, ends: frozenset[int], at: Layout) -> Any:
@@ -115,6 +119,11 @@ def _generated(kind: type, rows: list[dict[str, Tensor]], at: Layout, fill: Any)
 
 
 def _container(kind: type, rows: list[dict[str, Tensor]], at: Layout, fill: Any, sides: dict[str, str]) -> Any:
+    if at.jagged:
+        if len(at.shape) != 1:
+            raise ConfigError(f"layout=torch.jagged needs one batch dimension, got {list(at.shape)}.")
+        nested = {name: nested_tensor([row[name] for row in rows], layout=torch.jagged) for name in rows[0]}
+        return kind(**nested, padded=False, batch_size=at.shape)
     if not at.padded:
         out = ragged(kind, rows, at.shape)
         out.padded = False
@@ -152,8 +161,19 @@ def _histories(rows: Sequence[Row], answers: Sequence[Answer], tokenizer: Any, e
     for row, answer in zip(rows, answers, strict=True):
         ids = answer.ids[:-1] if answer.ids and answer.ids[-1] in ends else answer.ids
         said = tokenizer.decode(ids, skip_special_tokens=at.skip_special_tokens)
-        turn = History(role=at.policy_role, content=said, is_complete=answer.ended, batch_size=())
         assert row.history is not None
-        full = lazy_stack([*row.history.unbind(0), turn])
-        found.append(TensorDict({"prompt": row.history, "response": lazy_stack([turn]), "full": full}))
+        turn = _turn(at.policy_role, said, answer.ended)
+        before = row.history._tensordict.unbind(0)
+        histories = {"prompt": row.history, "response": _conversation([turn]), "full": _conversation([*before, turn])}
+        found.append(TensorDict(histories))
     return ChatHistory.from_tensordict(nested_stack(found, at.shape))
+
+
+def _turn(role: str, content: str, complete: bool) -> TensorDict:
+    """What a History of one message has inside: several times faster than its constructor."""
+    fields = {"role": role, "content": content, "is_complete": complete}
+    return TensorDict({name: NonTensorData(data=value) for name, value in fields.items()})
+
+
+def _conversation(turns: Sequence[TensorDict]) -> History:
+    return History._from_tensordict(LazyStackedTensorDict(*turns, stack_dim=0))  # type: ignore[no-any-return]

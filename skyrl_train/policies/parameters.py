@@ -14,6 +14,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 _SAME = {
     "max_tokens": "max_new_tokens",
     "max_generate_length": "max_new_tokens",
+    "min_new_tokens": "min_tokens",
     "n": "num_return_sequences",
     "stop_sequences": "stop",
 }

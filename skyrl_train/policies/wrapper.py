@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
 from skyrl_train.data.chat import is_control
-from skyrl_train.engines.base import InferenceEngine, SampleRequest
-from skyrl_train.engines.sampling import check_supported, end_tokens, request_seed
-from skyrl_train.errors import ConfigError, UnsupportedParameter
+from skyrl_train.engines.base import InferenceEngine
+from skyrl_train.engines.sampling import check_supported, end_tokens
+from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.policies.dispatcher import Dispatcher
 from skyrl_train.policies.distributions import LLMMaskedCategorical
@@ -24,6 +23,7 @@ from skyrl_train.policies.inputs import MODES, Reader, Row, rows_of
 from skyrl_train.policies.loop import call
 from skyrl_train.policies.outputs import Answer, Layout, generated, scored
 from skyrl_train.policies.parameters import Generation, read_generate_kwargs
+from skyrl_train.policies.requests import sample_requests
 
 
 class LLMWrapperBase(TensorDictModuleBase):
@@ -36,6 +36,7 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     - generate_kwargs: see policies/parameters.py; log-probs are at its temperature, before truncation.
     - pad_output: tensors instead of ragged rows, see policies/containers.py.
+    - layout: torch.jagged gives nested tensors [B, ragged] where rows are not padded (one batch dimension).
     - inplace: True writes into the input, False returns a new tensordict of the outputs, "empty" one made by
       `input.empty()`; default True, False with num_samples.
     - prefer_tokens: in history mode, continue `(tokens, "prompt")`, else `(tokens, "full")`, where there is one.
@@ -45,6 +46,8 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     Raises ConfigError (a ValueError) for settings and for inputs that are missing, TypeError for inputs of other types.
     """
+
+    _reads_rectangles = False
 
     def __init__(
         self,
@@ -58,8 +61,10 @@ class LLMWrapperBase(TensorDictModuleBase):
         generate_kwargs: Mapping[str, Any] | None = None,
         tokenizer_kwargs: Mapping[str, Any] | None = None,
         pad_output: bool = False,
+        pad_model_input: bool | None = None,
         inplace: bool | str | None = None,
         device: torch.device | str | None = None,
+        layout: torch.layout | None = None,
         num_samples: int | None = None,
         chat_template_name: str | None = None,
         chat_template: str | None = None,
@@ -88,14 +93,13 @@ class LLMWrapperBase(TensorDictModuleBase):
         self.masks_key, self.log_probs_key, self._device = masks_key, log_probs_key, device
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self.input_mode, self.generate, self.pad_output, self.timeout = input_mode, generate, pad_output, timeout
+        self.pad_model_input, self.layout = pad_model_input, layout
         self.generation = read_generate_kwargs(generate_kwargs, num_samples)
         self.num_samples = self.generation.num_samples
         self.inplace = (self.num_samples is None) if inplace is None else inplace
         self._refuse(return_log_probs, batching, min_batch_size, max_batch_size)
         self.return_log_probs = not generate or return_log_probs is not False
         self._reader = self._make_reader(given)
-        self._names = itertools.count()
-        self._id = uuid.uuid4().hex[:12]
         self._collector: Any = None
         self.in_keys = [self._reader.key]
         self.out_keys = self._written(given)
@@ -155,19 +159,8 @@ class LLMWrapperBase(TensorDictModuleBase):
             scoring = self.engine.score([row.ids for row in rows], generation.sampling.temperature or 1.0)
             return call(scoring, f"{what}.score", self.timeout)
         check_supported(generation.sampling, self.engine.capabilities)
-        if generation.seed is not None and not self.engine.capabilities.seeds:
-            raise UnsupportedParameter(f"Engine {what} cannot honour seed={generation.seed}; leave it out.")
-        base = int(torch.randint(1 << 62, ())) if generation.seed is None else generation.seed
+        requests = sample_requests([row.ids for row in rows], generation, self.engine.capabilities)
         count = generation.num_samples or 1
-        requests = []
-        for place, row in enumerate(rows):
-            group = f"{self._id}-{next(self._names)}"
-            text = str(place) if generation.seed is None else ",".join(map(str, row.ids))
-            for sample in range(count):
-                seed = request_seed(base, text, sample, 0, 0)
-                name = f"{group}-{sample}"
-                ids = tuple(row.ids)
-                requests.append(SampleRequest(name, ids, generation.sampling, seed, session=group, group=group))
         done = call(self.engine.generate(requests), f"{what}.generate", self.timeout)
         answers = [Answer(c.token_ids, c.full_logprobs, c.stop_reason == "stop") for c in done]
         return [answers[start : start + count] for start in range(0, len(answers), count)]
@@ -176,13 +169,13 @@ class LLMWrapperBase(TensorDictModuleBase):
         self, rows: list[Row], answers: list[Any], generation: Generation, shape: tuple[int, ...]
     ) -> dict[str, Any]:
         padded, pad = self.pad_output, pad_id(self.tokenizer)
-        skip = generation.skip_special_tokens
+        skip, jagged = generation.skip_special_tokens, self.layout is torch.jagged
         if not self.generate:
-            return scored(rows, answers, self.tokenizer, Layout(shape, padded, pad, True, skip))  # type: ignore[no-any-return]
+            return scored(rows, answers, self.tokenizer, Layout(shape, padded, pad, True, skip, jagged=jagged))  # type: ignore[no-any-return]
         if generation.num_samples is not None:
             shape = (*shape, generation.num_samples)
             rows = [row for row in rows for _ in range(generation.num_samples)]
-        layout = Layout(shape, padded, pad, self.return_log_probs, skip)
+        layout = Layout(shape, padded, pad, self.return_log_probs, skip, jagged=jagged)
         flat = [answer for samples in answers for answer in samples]
         return generated(rows, flat, self.tokenizer, self._ends(flat), layout)  # type: ignore[no-any-return]
 
@@ -217,8 +210,11 @@ class LLMWrapperBase(TensorDictModuleBase):
     def get_dist(self, tensordict: TensorDictBase, mask: torch.Tensor | str = "generic") -> LLMMaskedCategorical:
         """The distributions of a [B] batch of whole sequences, padded on the left; `mask` says which positions count.
 
-        "sft": the assistant's tokens; "rlhf": what follows `(tokens, "prompt")`, else the assistant's; "generic": all
-        but padding; or a bool tensor [B, T] or [B, T, V]. NotImplementedError where there are no logits.
+        The words mean what they mean in the losses (objectives): "sft": what follows `(tokens, "prompt")`, the
+        assistant's tokens where no prompt is told; "rlhf": the assistant's, in all turns; "generic": all tokens. A
+        sequence's first token, which was not drawn, never counts. Or a bool tensor [B, T] or [B, T, V].
+
+        NotImplementedError where there are no logits, ConfigError for a row of which "sft" or "rlhf" leave nothing.
         """
         if self.generate:
             raise NotImplementedError("get_dist needs generate=False.")
@@ -234,11 +230,30 @@ class LLMWrapperBase(TensorDictModuleBase):
         for place, (record, row) in enumerate(zip(records, rows, strict=True)):
             own = [True] * len(row.ids)
             if mask != "generic":
-                own = row.assistant if mask == "sft" else self._reader.response(record, row)
-            if mask == "sft" and not any(own):
-                raise ConfigError(f"row {place} has no token of the assistant; its loss would be 0 unseen.")
-            counts[place, length - len(row.ids) :] = torch.tensor(own)
+                own = row.assistant if mask == "rlhf" else self._reader.response(record, row)
+                if not any(own[1:]):
+                    raise ConfigError(
+                        f"row {place} has no token that mask={mask!r} counts; its loss would be 0 unseen."
+                    )
+            counts[place, length - len(row.ids) + 1 :] = torch.tensor(own[1:])
         return LLMMaskedCategorical(logits, counts.to(logits.device))
+
+    def _get_sft_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:
+        return self.get_dist(tensordict, "sft")
+
+    def _get_rlhf_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:
+        return self.get_dist(tensordict, "rlhf")
+
+    def _get_generic_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:
+        return self.get_dist(tensordict, "generic")
+
+    # By the masks' other names, which losses of TorchRL call.
+    _get_dist_with_prompt_mask = _get_sft_dist
+    _get_dist_with_assistant_mask = _get_rlhf_dist
+    _get_dist_with_attention_mask = _get_generic_dist
+
+    def _get_dist_with_custom_mask(self, tensordict: TensorDictBase, mask: torch.Tensor) -> LLMMaskedCategorical:
+        return self.get_dist(tensordict, mask)
 
     def log_prob(self, tensordict: TensorDictBase) -> torch.Tensor:
         """Log-probs [B, T] (nats) of a batch's tokens, padded on the left with 0; with a gradient as `get_dist`."""
@@ -246,8 +261,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         length = max(len(row.ids) for row in rows)
         ids = torch.tensor([[0] * (length - len(row.ids)) + row.ids for row in rows])
         distribution = self.get_dist(tensordict)
-        first = (distribution.positions.cumsum(-1) == 1) & distribution.positions
-        return distribution.log_prob(ids.to(distribution.logits.device)).masked_fill(first, 0.0)
+        return distribution.log_prob(ids.to(distribution.logits.device))
 
     def _logits(self, rows: list[list[int]]) -> torch.Tensor:
         """[B, T, V], padded on the left, shifted right by one."""
@@ -285,8 +299,8 @@ class LLMWrapperBase(TensorDictModuleBase):
         return {"batching": self.batching, **(self._dispatcher.state() if self._dispatcher is not None else {})}
 
     def register_collector(self, collector: Any) -> None:
-        """`collector` is a weakref.ref; `self.collector` is what it points to."""
-        self._collector = collector
+        """`self.collector` is it, as long as somebody else keeps it; a weakref.ref to it does as well."""
+        self._collector = collector if isinstance(collector, ref) else ref(collector)
 
     @property
     def collector(self) -> Any:
@@ -311,6 +325,11 @@ class LLMWrapperBase(TensorDictModuleBase):
             raise ConfigError(f"batching=False contradicts min_batch_size={least}, max_batch_size={most}.")
         if self.tokenizer is None and self.input_mode != "tokens":
             raise ConfigError(f"input_mode={self.input_mode!r} needs a tokenizer: pass tokenizer=.")
+        if self.pad_model_input is not None and (self.generate or not self._reads_rectangles):
+            where = "TransformersWrapper(module, generate=False)"
+            raise ConfigError(f"pad_model_input={self.pad_model_input}: only {where} pads; leave it out.")
+        if self.layout not in (None, torch.strided, torch.jagged) or (self.layout is torch.jagged and self.pad_output):
+            raise ConfigError(f"layout={self.layout}: give torch.strided, or torch.jagged without pad_output.")
         if not self.timeout > 0:
             raise ConfigError(f"timeout={self.timeout}: give seconds above 0.")
 

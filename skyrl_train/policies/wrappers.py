@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from skyrl_train.config.choices import ENGINES
 from skyrl_train.engines.base import InferenceEngine
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import load_tokenizer
+from skyrl_train.models.loading import load_config, load_tokenizer
+from skyrl_train.policies.engine_view import EngineView
 from skyrl_train.policies.loop import call
 from skyrl_train.policies.module import ModuleScorer
 from skyrl_train.policies.wrapper import SETTINGS, LLMWrapperBase
@@ -17,18 +21,23 @@ from skyrl_train.policies.wrapper import SETTINGS, LLMWrapperBase
 class _Owned:
     """An engine that wrappers made, shared by the versions of one; closed once."""
 
-    def __init__(self, engine: Any, tokenizer: Any):
-        self.engine, self.tokenizer = engine, tokenizer
+    def __init__(self, engine: Any, tokenizer: Any, closing: Callable[[], None] | None = None):
+        """`closing` ends what the engine stands on."""
+        self.engine, self.tokenizer, self.closing = engine, tokenizer, closing
         self.closed = False
 
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            call(self.engine.close(), "closing an engine", 60.0)
+            try:
+                call(self.engine.close(), "closing an engine", 60.0)
+            finally:
+                if self.closing is not None:
+                    self.closing()
 
 
 class _MadeWrapper(LLMWrapperBase):
-    """A wrapper over an engine that is given, or made of a model's path.
+    """A wrapper over an engine that is given (or what holds one: a worker, a wrapper), or made of a model's path.
 
     Keywords that are no settings of a wrapper go to the engine that is made.
     """
@@ -37,6 +46,8 @@ class _MadeWrapper(LLMWrapperBase):
         settings = {name: value for name, value in options.items() if name in SETTINGS}
         rest = {name: value for name, value in options.items() if name not in SETTINGS}
         self_made = model if isinstance(model, _Owned) else None
+        if self_made is None:
+            model = _engine_of(model)
         if self_made is None and not _is_engine(model):
             if isinstance(tokenizer, str):
                 tokenizer = load_tokenizer(tokenizer)
@@ -48,7 +59,12 @@ class _MadeWrapper(LLMWrapperBase):
         engine = model if self_made is None else self_made.engine
         if tokenizer is None and self_made is not None:
             tokenizer = self_made.tokenizer
-        super().__init__(engine, tokenizer=tokenizer, **settings)
+        try:
+            super().__init__(engine, tokenizer=tokenizer, **settings)
+        except BaseException:
+            if self_made is not None and self_made is not model:
+                self_made.close()
+            raise
         self._owned = self_made
 
     def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:
@@ -75,10 +91,15 @@ class TransformersWrapper(_MadeWrapper):
     train: log-probs are those of its weights at the time, and `get_dist` has a gradient.
     """
 
-    def __init__(self, model: Any, *, generate: bool = True, **options: Any):
+    _reads_rectangles = True
+
+    def __init__(self, model: Any, *, generate: bool = True, pad_model_input: bool | None = None, **options: Any):
+        """`pad_model_input`: how a module reads rows in `get_dist`, all in one rectangle (True, the default) or each
+        in a forward of its own; engines read what they are given without padding."""
+        model = _engine_of(model)
         if isinstance(model, nn.Module) and not generate:
             model = ModuleScorer(model)
-        super().__init__(model, generate=generate, **options)
+        super().__init__(model, generate=generate, pad_model_input=pad_model_input, **options)
         if isinstance(model, ModuleScorer):
             self.network = model.module  # its parameters are this module's
 
@@ -90,7 +111,11 @@ class TransformersWrapper(_MadeWrapper):
     def _logits(self, rows: list[list[int]]) -> Tensor:
         if not isinstance(self.model, ModuleScorer):
             return super()._logits(rows)
-        return self.model.logits(rows)
+        if self.pad_model_input is not False:
+            return self.model.logits(rows)
+        length = max(map(len, rows))
+        alone = [self.model.logits([row])[0] for row in rows]
+        return torch.stack([torch.nn.functional.pad(one, (0, 0, length - len(one), 0)) for one in alone])
 
     def _start(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> InferenceEngine:
         from skyrl_train.engines.transformers.engine import TransformersEngine
@@ -108,7 +133,18 @@ class vLLMWrapper(_MadeWrapper):
 
 
 class SGLangWrapper(_MadeWrapper):
-    """SGLang in this process; keywords beyond the settings are those of SGLangEngine and SGLang's ServerArgs."""
+    """SGLang in this process; keywords beyond the settings are those of SGLangEngine and SGLang's ServerArgs.
+
+    `model` may also be the http(s) address of SGLang's own server, and the keywords those of AsyncSGLang.connect.
+    """
+
+    def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:
+        if not (isinstance(model, str) and model.startswith(("http://", "https://"))):
+            return super()._made(model, tokenizer, options)
+        from skyrl_train.policies.sglang_server import AsyncSGLang
+
+        server = AsyncSGLang.connect(model, **options)
+        return _Owned(server.engine, tokenizer or server.tokenizer, server.close)
 
     def _start(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> InferenceEngine:
         from skyrl_train.engines.sglang.engine import SGLangEngine
@@ -135,5 +171,61 @@ class RemoteWrapper(_MadeWrapper):
         return call(connected(), f"connecting to {model}", deadline_s + 5.0)
 
 
+class RemoteTransformersWrapper(_MadeWrapper):
+    """A TransformersWrapper whose engine is in a Ray actor of its own; Ray is started where it is not.
+
+    Keys, settings and properties are this object's: only prompts and answers travel.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        max_concurrency: int = 16,
+        validate_model: bool = True,
+        actor_name: str | None = None,
+        num_gpus: float | None = None,
+        num_cpus: float = 1,
+        **options: Any,
+    ):
+        """`model`: path or hub name. `max_concurrency`: sequences sampled at a time. `validate_model`: see that it can
+        be read before an actor is started. `actor_name`: in messages. The actor has one accelerator where Ray has any
+        (`num_gpus` may say so: 1, or 0 where there is none) and computes with `num_cpus` threads on a CPU.
+        """
+        if not isinstance(model, _Owned):  # else a version of one: its actor is there
+            options |= {"max_concurrency": max_concurrency, "validate_model": validate_model}
+            options |= {"actor_name": actor_name, "num_gpus": num_gpus, "num_cpus": num_cpus}
+        super().__init__(model, **options)
+
+    def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:
+        concurrency, validate = options.pop("max_concurrency"), options.pop("validate_model")
+        name, gpus, cpus = options.pop("actor_name"), options.pop("num_gpus"), options.pop("num_cpus")
+        if not isinstance(model, str):
+            raise ConfigError(f"RemoteTransformersWrapper takes a model's path or name, got {type(model).__name__}.")
+        if type(concurrency) is not int or concurrency < 1 or gpus not in (None, 0, 1) or not cpus > 0:
+            raise ConfigError(
+                f"max_concurrency={concurrency}, num_gpus={gpus}, num_cpus={cpus}: give at least 1, one of "
+                "[0, 1, None], and more than 0."
+            )
+        if validate:
+            load_config(model, key="model")
+        tokenizer = tokenizer or load_tokenizer(model)
+        wanted = {"model": model, "max_num_seqs": concurrency, "threads": max(1, int(cpus)), **options}
+        if gpus == 0:
+            wanted.setdefault("device", "cpu")
+        from skyrl_train.policies.remote import engine_in_actor
+
+        engine, closing = engine_in_actor(
+            ENGINES["transformers"], wanted, name=name or f"transformers of {model}", start_ray=True
+        )
+        return _Owned(engine, tokenizer, closing)
+
+
 def _is_engine(model: Any) -> bool:
     return hasattr(model, "capabilities") and hasattr(model, "score")
+
+
+def _engine_of(model: Any) -> Any:
+    """What a worker, a server or another wrapper holds; anything else as it is."""
+    if _is_engine(model) or not isinstance(model, EngineView | LLMWrapperBase):
+        return model
+    return model.engine

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
+
+from skyrl_train.testing.marks import all_claims, claims
 
 TESTS = Path(__file__).resolve().parents[1]
 DUE = {
@@ -46,36 +45,6 @@ DUE = {
     "F36": "a flipped byte, a truncated or lost file, a full disk: found by checksum, the one before is loaded",
     "F38": "a path or link out of a checkpoint: refused",
 }
-SETS_ASIDE = {"skip", "skipif", "xfail", "gpu"}
-
-
-def marks(decorators: list[ast.expr]) -> Iterator[tuple[str, list[object]]]:
-    """(name, constant arguments) of the pytest marks among decorators."""
-    for decorator in decorators:
-        call = decorator if isinstance(decorator, ast.Call) else None
-        target = call.func if call else decorator
-        if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "pytest.mark":
-            yield target.attr, [a.value for a in call.args if isinstance(a, ast.Constant)] if call else []
-
-
-def claims(source: str) -> Iterator[tuple[str, str]]:
-    """(fault id, test) of every test of a module that is collected and not set aside."""
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
-            carried = list(marks(node.decorator_list))
-            if not SETS_ASIDE & {name for name, _ in carried}:
-                yield from ((str(id), node.name) for name, ids in carried if name == "fault" for id in ids)
-
-
-@cache
-def all_claims() -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
-    for path in sorted(TESTS.rglob("test_*.py")):
-        source = path.read_text()
-        if "pytestmark" not in source:  # a mark on a whole module may set it aside: such modules prove nothing here
-            for id, test in claims(source):
-                found.setdefault(id, set()).add(f"{path.relative_to(TESTS)}::{test}")
-    return found
 
 
 def test_the_scan_sees_marks_and_passes_over_skipped_and_uncollected_tests():
@@ -92,13 +61,14 @@ def helper(): ...
 @pytest.mark.fault("F04")
 async def test_c(): ...
 """
-    assert list(claims(source)) == [("F01", "test_a")]
+    assert list(claims(source, "fault")) == [("F01", "test_a")]
 
 
 @pytest.mark.parametrize("id", sorted(DUE))
 def test_a_fault_that_is_due_has_a_test(id: str):
-    assert all_claims().get(id), f'no unskipped test carries @pytest.mark.fault("{id}"): {DUE[id]}'
+    assert all_claims(TESTS, "fault").get(id), f'no unskipped test carries @pytest.mark.fault("{id}"): {DUE[id]}'
 
 
 def test_ids_are_of_the_form_that_the_table_uses():
-    assert [id for id in all_claims() if not (len(id) == 3 and id[0] == "F" and 1 <= int(id[1:]) <= 39)] == []
+    ids = all_claims(TESTS, "fault")
+    assert [id for id in ids if not (len(id) == 3 and id[0] == "F" and 1 <= int(id[1:]) <= 39)] == []

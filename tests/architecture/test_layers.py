@@ -52,6 +52,7 @@ ONE_IMPORTER = (
     "py3langid",
     "math_verify",
     "pyseccomp",
+    "torchrl",
 )
 OUR_MODULE = re.compile(r"skyrl_train(\.\w+)+(:\w+)?")
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import ray
+from tensordict import TensorDict
 
 from skyrl_train.build.layout import place
 from skyrl_train.cluster.actors import Remote, spawn
@@ -16,6 +17,7 @@ from skyrl_train.cluster.placement import cpus_per_slot, reserve
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.schema import GeneratorConfig, PlacementConfig
 from skyrl_train.errors import ConfigError, DeadlineExceeded, WorkerDied
+from skyrl_train.policies.wrappers import RemoteTransformersWrapper
 
 
 class Subject:
@@ -179,3 +181,18 @@ def test_a_cluster_that_was_there_before_stays(cluster: Cluster):
     with Cluster() as inner:
         start(inner)
     assert ray.is_initialized()
+
+
+@pytest.mark.defect("D21")
+def test_a_wrapper_over_an_engine_in_an_actor(cluster: Cluster, tiny_model_path: str):
+    """Its settings are values here, prompts and answers travel."""
+    settings = {"input_mode": "text", "inplace": False, "generate_kwargs": {"max_new_tokens": 3, "ignore_eos": True}}
+    wrapper = RemoteTransformersWrapper(tiny_model_path, **settings)
+    try:
+        assert wrapper.in_keys == [("text", "prompt")]
+        out = wrapper(TensorDict(text=["hello", "hi"], batch_size=(2,)))
+        assert [len(row) for row in out.get(("tokens", "response"), as_list=True)] == [3, 3]
+        scored = wrapper.get_new_version(generate=False)(TensorDict(text=["hello"], batch_size=(1,)))
+        assert len(scored[0]["log_probs"].full) == 5
+    finally:
+        wrapper.close()

@@ -47,6 +47,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "started" not in metafunc.fixturenames:
         return
     kinds = KINDS + (UNTIED if "weights" in metafunc.module.__name__ else [])
+    if "wrappers" in metafunc.module.__name__:
+        kinds = list(ENGINES)  # the others are the same to a wrapper
     kinds += MOE if metafunc.function.__name__ == "test_after_every_sync_the_engine_serves_the_new_weights" else []
     routes = sorted(ROUTES) if "route" in metafunc.fixturenames else [""]
     pairs = [(kind, route) for kind in kinds for route in routes if (kind[:5], route) != ("http-", "in_process")]

@@ -80,6 +80,7 @@ def test_loss_and_gradient_are_the_trainers_bit_by_bit(kind, aggregation: str, l
     assert output.entropy is None and output.loss_kl_to_inference is None
 
 
+@pytest.mark.defect("D24")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_with_a_distribution_the_entropy_bonus_is_the_trainers(layout: str):
     batch = hard_batch("regular")
@@ -129,6 +130,11 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens_and_none_through_the_ratio()
     torch.testing.assert_close(policy.table.grad, torch.cat([torch.zeros(1).double(), -weights / 3]))
 
 
+def clips(ratio: Tensor, advantages: Tensor) -> Tensor:
+    """Where 0.8 to 1.2 takes the gradient away."""
+    return ((ratio > 1.2) & (advantages > 0)) | ((ratio < 0.8) & (advantages < 0))
+
+
 @pytest.mark.defect("D24")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_statistics_are_means_over_the_tokens_that_count(layout: str):
@@ -139,7 +145,7 @@ def test_statistics_are_means_over_the_tokens_that_count(layout: str):
         table_of(batch), entropy_bonus=False, kl_to_ref_coeff=1.0, kl_to_inference_coeff=0.5, masking_strategy="rlhf"
     )
     output = objective(as_tensordict(batch, layout))
-    assert batch.ref_logprobs is not None and batch.old_logprobs is not None
+    assert batch.ref_logprobs is not None and batch.old_logprobs is not None and batch.advantages is not None
     back = (batch.ref_logprobs - logprobs)[chosen]
     to_sampler = (batch.old_logprobs - logprobs)[chosen]
     ratio = (-to_sampler).exp()
@@ -150,6 +156,7 @@ def test_statistics_are_means_over_the_tokens_that_count(layout: str):
         "loss_kl_to_inference": (to_sampler.exp() - 1 - to_sampler).mean() / 2,
         "kl_approx": to_sampler.mean(),
         "ESS": ratio.sum() ** 2 / (ratio**2).sum() / len(ratio),
+        "clip_fraction": clips(ratio, batch.advantages[chosen]).double().mean(),
     }
     for name, value in by_hand.items():
         torch.testing.assert_close(getattr(output, name).detach(), value, msg=name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -69,6 +69,34 @@ def test_64_threads_200_calls_with_failures_and_timeouts_get_their_own_answers()
     assert dispatcher.state()["pending_items"] == dispatcher.state()["running_batches"] == 0
     assert time.process_time() - started < 60
     assert max(batches) > 6  # calls do share batches
+
+
+class Leisurely(list):
+    """Lets other threads run wherever it is read: what is queued in two moves gets mixed."""
+
+    def __len__(self) -> int:
+        time.sleep(0.0005)
+        return super().__len__()
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            time.sleep(0.0005)
+            yield item
+
+
+@pytest.mark.defect("D10")
+def test_calls_that_are_queued_at_the_same_moment_keep_their_own_answers():
+    dispatcher = Dispatcher(double, min_size=4, max_size=5, wait_s=0.01)
+    together = threading.Barrier(8)
+
+    def caller(thread: int) -> None:
+        for number in range(10):
+            items = [(thread, number, place) for place in range(3)]
+            together.wait(60)
+            assert dispatcher.submit(Leisurely(items), 0, 60.0) == [(item, 0) for item in items]
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(caller, range(8)))
 
 
 @pytest.mark.defect("D11")

@@ -93,6 +93,16 @@ def test_a_rendered_text_is_read_with_its_blanks_and_its_open_turn():
         History.from_text(text, chat_template_name="falcon")
 
 
+@pytest.mark.defect("D16")
+def test_calls_of_tools_go_round_as_they_were_written():
+    called = '<tool_call>\n{"name": "now"}\n</tool_call>'
+    history = History.from_chats([{"role": "assistant", "content": called}])
+    text = history.apply_chat_template(tokenizer=TOKENIZER, chat_template_name="qwen", add_generation_prompt=False)
+    assert History.from_text(text, chat_template_name="qwen").to_chats() == history.to_chats()
+    unargued = {"role": "assistant", "content": "", "tool_calls": [{"name": "now"}]}
+    assert History.from_chats([unargued]).apply_chat_template(tokenizer=TOKENIZER).startswith("<|im_start|>assistant")
+
+
 def test_containers_hold_their_fields():
     with pytest.warns(UserWarning, match="turns"):
         chat: Any = ChatHistory(prompt=History.from_chats(CHAT[:2]), batch_size=(2,))

@@ -10,7 +10,9 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
+from skyrl_train.data.tensordict_rows import TokenLayout
 from skyrl_train.errors import ConfigError
+from skyrl_train.objectives.scoring import token_mask
 from skyrl_train.policies.containers import ChatHistory, Tokens
 from skyrl_train.policies.distributions import LLMMaskedCategorical, LogProbDistribution
 from skyrl_train.policies.history import History
@@ -72,21 +74,82 @@ def test_scores_of_engine_and_module_agree_with_a_forward_of_each_alone(wrapper:
     assert padded[1].tolist()[:3] == [0, 0, 0]
 
 
+@pytest.mark.defect("D19")
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_texts_of_different_lengths_are_scored_as_alone_whatever_the_attention(attention: str):
+    own = tiny_model()
+    own.set_attn_implementation(attention)
+    scorer = TransformersWrapper(own, tokenizer=TOKENIZER, generate=False, input_mode="text", inplace=False)
+    out = scorer(TensorDict(text=["what follows", "hi", "a bit longer than that"], batch_size=(3,)))
+    distributions = scorer.get_dist(TensorDict(text=["what follows", "hi"], batch_size=(2,)))
+    for row in out.unbind(0):
+        ids = row["tokens"].full.tolist()
+        assert row["log_probs"].full[0] == 0
+        torch.testing.assert_close(row["log_probs"].full[1:], one_by_one(own, ids), atol=1e-5, rtol=0)
+    short = out[1]["tokens"].full  # in a padded batch
+    torch.testing.assert_close(
+        distributions.logits[1, -1:].log_softmax(-1).gather(-1, short[-1:, None]).squeeze(-1),
+        one_by_one(own, short.tolist())[-1:],
+        atol=1e-5,
+        rtol=0,
+    )
+
+
 @pytest.mark.defect("D15")
-def test_distributions_count_what_the_mask_says(model: Any):
+@pytest.mark.defect("D25")
+def test_distributions_count_what_the_losses_count(model: Any):
+    """Two turns of the assistant, the first in the prompt: the masks differ, and mean the same in both places."""
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "more"},
+        {"role": "assistant", "content": "no"},
+    ]
+    scorer = TransformersWrapper(model, tokenizer=TOKENIZER, generate=False, inplace=False)
+    scored = scorer(TensorDict(history=History.from_chats([chat, chat[:2]]), batch_size=(2,)))
+    lengths = [len(ids) for ids in scored.get(("tokens", "full"), as_list=True)]
+    prompts = [lengths[1] + 10, 5]
+    rows = [
+        TensorDict(
+            tokens=Tokens(full=row["tokens"].full, prompt=row["tokens"].full[:length]),
+            masks=row["masks"].to_tensordict(),
+        )
+        for row, length in zip(scored.unbind(0), prompts, strict=True)
+    ]
+    td = lazy_stack(rows)
+    policy = scorer.get_new_version(input_mode="tokens")
+    layout = TokenLayout.of([row["tokens"].full for row in rows], None)
+    counted = {}
+    for strategy in ("sft", "rlhf", "generic"):
+        wanted = token_mask(td, [row["tokens"].full for row in rows], layout, strategy)
+        positions = policy.get_dist(td, strategy).positions
+        assert torch.equal(positions, layout.unflat(wanted.int()).bool()), strategy
+        assert torch.equal(getattr(policy, f"_get_{strategy}_dist")(td).positions, positions)
+        counted[strategy] = positions.sum(1).tolist()
+    assert counted["rlhf"] == [4 + 3, 4]  # yes, no, and the ends of their turns
+    assert counted["sft"] == [length - prompt for length, prompt in zip(lengths, prompts, strict=True)]
+    assert counted["generic"] == [length - 1 for length in lengths]
+
+
+def test_a_distribution_of_a_mask_of_ones_own_and_of_rows_read_alone(model: Any):
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    td = TensorDict(history=History.from_chats([chat]), batch_size=(1,))
+    td = TensorDict(history=History.from_chats([chat, [*chat, *chat]]), batch_size=(2,))
     scorer = TransformersWrapper(model, tokenizer=TOKENIZER, generate=False)
     sft = scorer.get_dist(td, "sft")
-    assert int(sft.positions.sum()) == 4  # yes and the end of its turn
-    assert scorer.get_dist(td).positions.all()
+    assert sft.positions.sum(1).tolist() == [4, 8]  # no prompt is told: the assistant's
     custom = torch.zeros_like(sft.positions)
     assert scorer.get_dist(td, custom).entropy().sum() == 0
     assert sft.entropy()[~sft.positions].sum() == 0
-    prompt = scorer.get_dist(td.clone().set("tokens", Tokens(prompt=torch.tensor([[1]]), batch_size=(1,))), "rlhf")
-    assert int(prompt.positions.sum()) == prompt.positions.numel() - 1
+    drawable = torch.ones_like(sft.logits, dtype=torch.bool)
+    drawable[..., 100:] = False  # tokens that cannot be drawn, everywhere
+    assert int(scorer.get_dist(td, drawable).sample().max()) < 100
+    alone = scorer.get_new_version(pad_model_input=False).get_dist(td, "sft")
+    torch.testing.assert_close(alone.logits[sft.positions], sft.logits[sft.positions], atol=1e-4, rtol=0)
     with pytest.raises(ConfigError, match="mask"):
         scorer.get_dist(td, "some")
+    scored = scorer(td)
+    assert [scored.get(key, None) is not None for key in scorer.log_prob_keys] == [False, True]
+    torch.testing.assert_close(scorer.log_prob(td)[1].detach(), scored[1]["log_probs"].full, atol=1e-4, rtol=0)
 
 
 @pytest.mark.defect("D28")

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, fields
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.engines.base import Capabilities, SamplingParams
+from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter
 from skyrl_train.policies.containers import Text, Tokens
 from skyrl_train.policies.history import History
 from skyrl_train.policies.loop import call
+from skyrl_train.policies.wrapper import LLMWrapperBase
+from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -34,6 +39,7 @@ def listed(td: Any, *key: str) -> list[list[Any]]:
 
 
 @pytest.mark.defect("D03")
+@pytest.mark.defect("D21")
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
 def test_every_container_is_filled_in_every_mode(wrap: Any, chats: Any, mode: str):
     given = {"history": chats, "text": texts("hello", "hi")}.get(mode)
@@ -53,6 +59,9 @@ def test_every_container_is_filled_in_every_mode(wrap: Any, chats: Any, mode: st
     ]
     assert list(out["text"].full) == [TOKENIZER.decode(f) for f in full]
     assert out["tokens"][0].padded is False
+    assert out["log_probs"].prompt is None  # nobody computed them
+    if mode == "history":
+        assert [chat[-1]["content"] for chat in out["history"].full.to_chats()] == [" yes\n"] * 2
 
 
 @pytest.mark.defect("D16")
@@ -72,23 +81,36 @@ def test_an_answer_that_was_cut_is_not_complete(wrap: Any, chats: Any):
     assert out["history"].response.to_chats()[0] == [{"role": "assistant", "content": "a l", "is_complete": False}]
 
 
+def padding_with(pad: int) -> Any:
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
+    return tokenizer
+
+
 @pytest.mark.defect("D05")
 @pytest.mark.defect("D20")
-def test_padded_output_has_prompts_left_responses_right_and_masks_that_tell(wrap: Any):
+@pytest.mark.defect("D21")
+@pytest.mark.parametrize("pad", [PAD, END])
+def test_padded_output_has_prompts_left_responses_right_and_masks_that_tell(wrap: Any, pad: int):
     answers = {"hello": [END, 7, END], "hi": [END]}
-    wrapper = wrap(lambda r: answers[str(TOKENIZER.decode(list(r.token_ids)))], input_mode="text", pad_output=True)
+
+    def answer(request: Any) -> list[int]:
+        return answers[str(TOKENIZER.decode(list(request.token_ids)))]
+
+    wrapper = wrap(answer, tokenizer=padding_with(pad), input_mode="text", pad_output=True)
     out = wrapper(texts("hello", "hi"))
-    assert out["tokens"].prompt.tolist() == [ids("hello"), [PAD] * 3 + ids("hi")]
-    assert out["tokens"].response.tolist() == [[END, 7, END], [END, PAD, PAD]]
-    assert out["tokens"].full.tolist()[1] == [PAD] * 3 + ids("hi") + [END, PAD, PAD]
+    assert out["tokens"].prompt.tolist() == [ids("hello"), [pad] * 3 + ids("hi")]
+    assert out["tokens"].response.tolist() == [[END, 7, END], [END, pad, pad]]
+    assert out["tokens"].full.tolist()[1] == [pad] * 3 + ids("hi") + [END, pad, pad]
+    assert out["log_probs"].response.tolist() == [[-1.0] * 3, [-1.0, 0.0, 0.0]]  # log-probs are not padded with ids
     assert out["masks"].all_attention_mask.tolist()[1] == [False] * 3 + [True] * 3 + [False] * 2
     assert out["masks"].all_assistant_mask.tolist()[1] == [False] * 5 + [True] + [False] * 2
     assert out["log_probs"].full.tolist()[1] == [0.0] * 5 + [-1.0] + [0.0] * 2
     assert out["tokens"].padded is True
     # Scored again, all of it is read back: padding is what the mask says, an end of sequence is none.
-    wrapper = wrap(input_mode="tokens", generate=False)
+    wrapper = wrap(tokenizer=padding_with(pad), input_mode="tokens", generate=False)
     wrapper(out)
-    assert listed(out, "tokens", "full")[1] == [*ids("hi"), END]
+    assert listed(out, "tokens", "full") == [[*ids("hello"), END, 7, END], [*ids("hi"), END]]
 
 
 @pytest.mark.defect("D05")
@@ -99,6 +121,15 @@ def test_padding_of_the_input_is_not_sent_to_the_engine(wrap: Any):
     assert [request.token_ids for request in wrapper.engine.batches[0]] == [(5, 6), (7, PAD, 8, 9)]
     wrapper(TensorDict(tokens=padded, attention_mask=torch.tensor([[0, 1, 1, 1], [1, 1, 0, 1]]), batch_size=(2,)))
     assert [request.token_ids for request in wrapper.engine.batches[1]] == [(PAD, 5, 6), (7, PAD, 9)]
+
+
+@pytest.mark.defect("D20")
+def test_ends_of_sequences_within_a_prompt_stay_also_where_they_are_the_padding(wrap: Any):
+    wrapper = wrap(tokenizer=padding_with(END), input_mode="tokens")
+    padded = torch.tensor([[1, 20, END, 30], [END, END, 20, 30]])
+    out = wrapper(TensorDict(tokens=Tokens(prompt=padded, batch_size=(2,)), batch_size=(2,)))
+    assert listed(out, "tokens", "prompt") == [[1, 20, END, 30], [20, 30]]
+    assert [request.token_ids for request in wrapper.engine.batches[0]] == [(1, 20, END, 30), (20, 30)]
 
 
 @pytest.mark.defect("D04")
@@ -137,12 +168,21 @@ def test_inplace_says_where_the_output_goes(wrap: Any):
     assert set(out.keys()) == {"tokens"}
 
 
+RAGGED = [torch.tensor([1, 2]), torch.tensor([3, 4, 5])]
+
+
 @pytest.mark.defect("D06")
-def test_prefer_tokens_continues_the_tokens_that_are_there(wrap: Any, chats: Any):
-    chats["tokens"] = lazy_stack([Tokens(full=torch.tensor([1, 2])), Tokens(full=torch.tensor([3, 4, 5]))])
+@pytest.mark.parametrize("form", ["stack", "nested"])
+def test_prefer_tokens_continues_the_tokens_that_are_there(wrap: Any, chats: Any, form: str):
+    if form == "stack":
+        chats["tokens"] = lazy_stack([Tokens(full=row) for row in RAGGED])
+    else:
+        nested = torch.nested.as_nested_tensor(RAGGED, layout=torch.jagged)
+        chats["tokens"] = Tokens(full=nested, batch_size=(2,))
     wrapper = wrap(prefer_tokens=True)
     wrapper(chats)
-    assert [request.token_ids for request in wrapper.engine.batches[0]] == [(1, 2), (3, 4, 5)]
+    # As an HTTP engine writes them: a tensor is equal to its number, and is not one.
+    assert json.dumps([request.token_ids for request in wrapper.engine.batches[0]]) == "[[1, 2], [3, 4, 5]]"
 
 
 @pytest.mark.defect("D02")
@@ -156,7 +196,17 @@ def test_scoring_does_not_generate_and_gives_every_tokens_log_prob(wrap: Any):
     (mask,) = listed(out, "masks", "all_assistant_mask")
     assert TOKENIZER.decode([i for i, one in zip(full, mask, strict=True) if one]) == "yes<|im_end|>"
     assert out["text"].prompt is None
+    assert list(out["text"].full) == [TOKENIZER.decode(full)]
     assert out["tokens"].get("response", None) is None
+
+
+@pytest.mark.defect("D02")
+def test_keywords_of_a_call_count_or_are_refused_never_passed_over(wrap: Any):
+    wrapper = wrap("a long answer", input_mode="text", inplace=False)
+    assert len(wrapper(texts("hi"), max_new_tokens=3)[0]["tokens"].response) == 3
+    for unknown in ({"logits_only": True}, {"max_new_tokes": 3}):
+        with pytest.raises(ValueError, match=next(iter(unknown))):
+            wrapper(texts("hi"), **unknown)
 
 
 @pytest.mark.defect("D07")
@@ -172,6 +222,8 @@ def test_a_new_version_loses_nothing(wrap: Any):
     )
     new = old.get_new_version(pad_output=True)
     assert new.generation == old.generation
+    assert new.get_new_version().generation.sampling.stop == ("x",)
+    assert {**old._given, "pad_output": True} == new._given
     assert new.get_batching_state() == old.get_batching_state()
     assert new._reader.tokenizer_kwargs == {"add_special_tokens": True}
     assert new.engine is old.engine
@@ -193,6 +245,8 @@ def test_a_missing_key_or_another_type_is_named(wrap: Any):
         wrap(tokenizer=None)
     with pytest.raises(ConfigError, match="no token"):
         wrap(input_mode="text")(texts(""))
+    out = wrap(input_mode="text", max_batch_size=1)(texts("a", "b"))  # alone: batches of up to that many
+    assert list(out["text"].response) == [TOKENIZER.decode(said) for said in listed(out, "tokens", "response")]
 
 
 @pytest.mark.parametrize(
@@ -200,6 +254,8 @@ def test_a_missing_key_or_another_type_is_named(wrap: Any):
     [
         {"input_mode": "speech"},
         {"inplace": "maybe"},
+        {"pad_model_input": True},
+        {"layout": torch.sparse_coo},
         {"num_samples": 2, "inplace": True},
         {"num_samples": 2, "generate_kwargs": {"n": 3}},
         {"generate": False, "return_log_probs": False},
@@ -217,15 +273,41 @@ def test_settings_that_cannot_be_are_value_errors(wrap: Any, settings: dict[str,
         wrap(**settings)
 
 
+EVERY_PARAMETER: dict[str, Any] = {
+    "max_tokens": 5,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 7,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "min_tokens": 2,
+    "stop": ("q",),
+    "stop_token_ids": (9,),
+    "ignore_eos": True,
+}
+
+
 @pytest.mark.defect("D04")
 def test_every_parameter_reaches_the_engine_and_minus_one_is_off(wrap: Any):
-    wrapper = wrap(
-        input_mode="text", generate_kwargs={"top_k": -1, "ignore_eos": True, "min_tokens": 2, "stop_sequences": ["q"]}
-    )
-    wrapper(texts("a"), max_new_tokens=5, temperature=0.5)
-    sampling = wrapper.engine.batches[0][0].sampling
-    assert (sampling.top_k, sampling.ignore_eos, sampling.min_tokens, sampling.stop) == (0, True, 2, ("q",))
-    assert (sampling.max_tokens, sampling.temperature) == (5, 0.5)
+    assert set(EVERY_PARAMETER) == {field.name for field in fields(SamplingParams)}
+    wrapper = wrap(input_mode="text", generate_kwargs=EVERY_PARAMETER)
+    wrapper(texts("a"))
+    assert asdict(wrapper.engine.batches[0][0].sampling) == EVERY_PARAMETER
+    wrapper(texts("a"), max_new_tokens=6, temperature=0.25, top_k=-1, stop_sequences=["r"])
+    sampling = wrapper.engine.batches[1][0].sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.stop) == (6, 0.25, 0, ("r",))
+    assert (sampling.ignore_eos, sampling.min_tokens) == (True, 2)
+
+
+@pytest.mark.defect("D04")
+@pytest.mark.parametrize("name", ["top_p", "min_tokens", "ignore_eos", "stop", "seed"])
+def test_what_an_engine_cannot_honour_is_refused_by_name(name: str):
+    engine = ScriptedEngine(capabilities=Capabilities(name="poor", sampling=frozenset(), seeds=False))
+    kwargs = {name: {**EVERY_PARAMETER, "seed": 3}[name]}
+    wrapper = LLMWrapperBase(engine, tokenizer=TOKENIZER, input_mode="text", generate_kwargs=kwargs)
+    with pytest.raises(UnsupportedParameter, match=f"cannot honour {name}"):
+        wrapper(texts("a"))
+    assert engine.batches == []
 
 
 def test_a_seed_and_a_prompt_decide_what_is_asked(wrap: Any):
@@ -259,17 +341,29 @@ def test_threads_through_one_wrapper_get_their_own_answers(wrap: Any):
 
 
 @pytest.mark.defect("D22")
-def test_the_wrapper_costs_less_than_a_millisecond_a_prompt(wrap: Any):
+def test_the_wrapper_costs_less_than_half_a_millisecond_a_prompt(wrap: Any):
+    """CPU time, and the least of many short measurements: what else the machine does adds to some of them only."""
     chat = [{"role": "user", "content": "hello there"}]
     wrapper = wrap("answer", inplace=False)
+    td = TensorDict(history=History.from_chats([chat] * 32), batch_size=(32,))
     whole = raw = 1.0
-    for _ in range(5):
-        td = TensorDict(history=History.from_chats([chat] * 64), batch_size=(64,))
+    for _ in range(30):
         started = time.process_time()
         wrapper(td)
-        whole = min(whole, (time.process_time() - started) / 64)
+        whole = min(whole, (time.process_time() - started) / 32)
         requests = wrapper.engine.batches[-1]
         started = time.process_time()
         call(wrapper.engine.generate(requests), "the engine alone", 60.0)
-        raw = min(raw, (time.process_time() - started) / 64)
-    assert whole - raw < 1e-3, (whole, raw)  # the aim is 0.5 on an idle core; tests share busy ones
+        raw = min(raw, (time.process_time() - started) / 32)
+    assert whole - raw < 0.5e-3, (whole, raw)
+
+
+def test_nested_tensors_where_they_are_asked_for(wrap: Any, chats: Any):
+    out = wrap(layout=torch.jagged, inplace=False)(chats)
+    ragged = wrap(inplace=False)(chats)
+    for key in (("tokens", "full"), ("log_probs", "response"), ("masks", "all_assistant_mask")):
+        nested = out.get(key)
+        assert nested.is_nested
+        assert [row.tolist() for row in nested.unbind()] == listed(ragged, *key)
+    with pytest.raises(ConfigError, match="layout"):
+        wrap(layout=torch.jagged, pad_output=True)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +56,19 @@ class Talk:
 
 @needs_bubblewrap
 @pytest.mark.defect("D36")
-def test_blocks_of_python_run_apart_from_this_machine_with_limits(monkeypatch: pytest.MonkeyPatch):
+def test_blocks_of_python_run_apart_from_this_machine_with_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("A_SECRET", "hunter2")
     talk = Talk(PythonInterpreter(timeout=60.0), rows=3)
-    spy = "import os; print(os.environ.get('A_SECRET'), os.path.exists('/root'))"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    spy = "import os; print(os.environ.get('A_SECRET'), os.path.exists('/root'), os.getuid() != 0)"
     warns = "import warnings; warnings.warn('careful'); print(6 * 7)"
     spied, failed, none = talk.say(blocks(spy, warns), blocks("print('a' * 100_000)", "1 / 0"), "no code")
-    assert spied[0].startswith("Code block 1 executed successfully:\nNone")
+    assert spied[0] == "Code block 1 executed successfully:\nNone False True"
     assert spied[1].startswith("Code block 2 executed successfully:\n42") and "careful" in spied[1]
     assert failed[0].startswith("Code block 1 ") and len(failed[0]) < 10_000
     assert failed[1].startswith("Code block 2 failed:\nTraceback") and none == []
     talk.env.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 @needs_bubblewrap
@@ -73,9 +76,10 @@ def test_blocks_of_python_run_apart_from_this_machine_with_limits(monkeypatch: p
 def test_a_session_keeps_functions_and_no_line_it_prints_ends_it():
     transform = PythonInterpreter(persistent=True, timeout=60.0)
     talk = Talk(transform, rows=2)
-    first = "def f(n):\n    return 1 if n < 2 else n * f(n - 1)\nprint('---END---')"
-    talk.say(blocks(first), blocks("x = 1"))
-    again, other = talk.say(blocks("print(f(5))\nfor i in range(600): print(i)"), blocks("print(f(5))"))
+    first = "def f(n):\n    return 1 if n < 2 else n * f(n - 1)\nprint('---END---')\nprint('after it')"
+    assert talk.say(blocks(first), blocks("x = 1"))[0][0].endswith("\n---END---\nafter it")
+    lines = "print(f(5))\nfor i in range(7_000): print(i)"  # at 10 ms a line it would take longer than the limit
+    again, other = talk.say(blocks(lines), blocks("print(f(5))"))
     assert again[0].startswith("Code block 1 executed successfully:\n120\n0\n1")
     assert other[0].startswith("Code block 1 failed:") and "NameError" in other[0]
     children = len(psutil.Process().children(recursive=True))
@@ -87,11 +91,13 @@ def test_a_session_keeps_functions_and_no_line_it_prints_ends_it():
 
 @needs_bubblewrap
 @pytest.mark.defect("D36")
-def test_a_block_that_does_not_end_is_stopped_with_its_children():
+def test_a_block_that_does_not_end_is_stopped_with_its_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     talk = Talk(PythonInterpreter(timeout=1.0))
     code = "import subprocess\nsubprocess.Popen(['sleep', '987'])\nwhile True: pass"
     assert talk.say(blocks(code))[0][0].startswith("Code block 1 failed:\n[timed out after 1 s]")
     assert not any("987" in process.cmdline() for process in psutil.Process().children(recursive=True))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_thoughts_are_not_run_and_a_row_that_is_over_gets_no_message():
@@ -161,7 +167,7 @@ def test_every_row_has_a_browser_of_its_own_and_redirects_are_checked():
         def answer(request: Any) -> Response:
             if request.path == "/away":
                 return Response(status=302, headers={"Location": f"{inside.url}/"})
-            return Response(f"<title>Page</title>at {request.path}".encode())
+            return Response(f"<title>Page</title>at {request.path} <a href='{inside.url}/'>in</a>".encode())
 
         with web_server(answer) as outside:
             transform = BrowserTransform(["example.com"], timeout=60.0, allow_private=[outside.at])
@@ -175,6 +181,8 @@ def test_every_row_has_a_browser_of_its_own_and_redirects_are_checked():
                 goto.format(f"{outside.url}/away"), '<tool>browser\n{"action": "click", "selector": "a"}</tool>'
             )
             assert away[0][0].startswith("Tool browser failed:") and "number" in away[1][0]
+            clicked = talk.say("nothing", '<tool>browser\n{"action": "click", "element": 1}</tool>')[1][0]
+            assert "secret" not in clicked
             talk.env.close()
         assert inside.requests == []
 

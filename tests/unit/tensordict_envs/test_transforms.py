@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -176,6 +177,23 @@ def test_kl_is_taken_off_the_reward_on_the_tokens_that_count(assistant_only: boo
         torch.testing.assert_close(row["next", "kl_penalty"], kl)
         torch.testing.assert_close(row["next", "reward"], 1.0 - 2.0 * kl)
         assert row["next"]["ref_log_probs"].full.tolist() == [-1.5] * total
+
+
+@pytest.mark.defect("D30")
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda env, row: row.set("log_probs", LogProbs(batch_size=[])), KeyError, "no log-probs under"),
+        (lambda env, row: row["tokens"].set("prompt", None), KeyError, "all_assistant_mask"),
+        (lambda env, row: env.transforms.pop(0), KeyError, "no 'reward'"),
+    ],
+)
+def test_what_a_penalty_lacks_is_told(change: Callable[..., Any], error: type[Exception], words: str):
+    env, root = spoken((3, 2), assistant=False)
+    env.append_transform(KLRewardTransform(Scorer("tokens", -1.5)))
+    change(env, root[0])
+    with pytest.raises(error, match=words):
+        env.step(root)
 
 
 def test_kl_without_an_assistant_mask_counts_what_follows_the_prompt_and_may_only_be_shown():

@@ -15,6 +15,7 @@ from skyrl_train.tensordict_envs.base import Transform
 from skyrl_train.tensordict_envs.chat import ChatEnv
 from skyrl_train.tensordict_envs.conversation import conversation, messages_of
 from skyrl_train.tensordict_envs.gsm8k import GSM8KEnv
+from skyrl_train.tensordict_envs.kl import KLRewardTransform, RetrieveLogProb
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
@@ -66,3 +67,20 @@ def test_a_policy_that_prefers_tokens_reads_what_tools_said():
     assert messages_of(second["history"].full) == [*told, {"role": "assistant", "content": "four"}]
     assert asked == [render_prompt(TOKENIZER, messages[:1]), render_prompt(TOKENIZER, told)]
     assert asked[1][: len(first["tokens"].full)] == first["tokens"].full.tolist()
+
+
+def test_rewards_lose_the_kl_to_a_reference_and_its_log_probs_are_kept():
+    rows = [{"question": f"What is {number} + 1?", "answer": f"#### {number + 1}"} for number in (1, 20)]
+    env = GSM8KEnv(dataset=rows, shuffle=False, num_envs=2)
+    scores: dict[str, Any] = {"generate": False, "inplace": False}
+    reference = LLMWrapperBase(ScriptedEngine(), tokenizer=TOKENIZER, log_probs_key="ref", **scores)
+    env.append_transform(RetrieveLogProb(reference))
+    env.append_transform(KLRewardTransform(LLMWrapperBase(ScriptedEngine(), input_mode="tokens", **scores)))
+    played = env.rollout(1, policy(lambda text: "<answer>2</answer>"))
+    for row, reward in zip(played.unbind(0), (1.0, 0.1), strict=True):
+        step, length = row[0], len(row[0]["tokens"].full)
+        assert step["next", "reward"].shape == step["next", "kl_penalty"].shape == (length, 1)
+        assert float(step["next", "reward"].max()) == pytest.approx(reward)  # both engines say -1 nat
+        assert step["next"]["ref_log_probs"].full.tolist() == [0.0] + [-1.0] * (length - 1)
+        answered = int(step["masks"].all_assistant_mask.sum())
+        assert step["next"]["ref"].full.tolist().count(-1.0) == answered

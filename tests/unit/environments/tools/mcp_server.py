@@ -35,11 +35,24 @@ def big() -> str:
     return "x" * 50_000_000
 
 
+given_up: list[str] = []
+
+
 @server.tool()
 async def hang() -> str:
     """Never answers."""
-    await asyncio.sleep(3600)
+    try:
+        await asyncio.sleep(3600)
+    except asyncio.CancelledError:
+        given_up.append("hang")
+        raise
     return ""
+
+
+@server.tool()
+def cancelled() -> int:
+    """How many calls of hang were cancelled."""
+    return len(given_up)
 
 
 @server.tool()

@@ -142,6 +142,7 @@ def do(box: ToolBox, action: str, **arguments: Any) -> ToolResult:
 
 @needs_chromium
 @pytest.mark.fault("F26")
+@pytest.mark.defect("D37")
 def test_a_real_browser_reads_pages_and_is_refused_everything_else():
     with web_server(lambda request: Response(b"secret")) as inside, web_server(pages(inside)) as server:
         with browser(server) as (box, _):
@@ -182,6 +183,7 @@ def test_a_real_browser_reads_pages_and_is_refused_everything_else():
 
 
 @needs_chromium
+@pytest.mark.defect("D37")
 def test_a_page_that_never_lets_go_costs_the_browser_and_not_the_episode():
     with web_server(pages()) as server, browser(server) as (box, tool):
         assert do(box, "goto", url=f"{server.url}/loop").text.startswith("Loop\n")

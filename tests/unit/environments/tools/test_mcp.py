@@ -18,7 +18,7 @@ from skyrl_train.errors import ConfigError
 
 pytest.importorskip("mcp")
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
-ALLOWED = ["add", "big", "hang", "fail", "environment", "change", "die"]
+ALLOWED = ["add", "big", "hang", "cancelled", "fail", "environment", "change", "die"]
 
 
 def stdio(how: str = "stdio", **settings: Any) -> dict[str, Any]:
@@ -86,6 +86,7 @@ def test_the_tool_refuses_what_is_not_allowed_also_by_itself(name: str):
 
 
 @pytest.mark.fault("F25")
+@pytest.mark.defect("D38")
 def test_a_call_that_hangs_times_out_and_the_next_one_is_answered():
     tool = McpTool({"s": stdio()})
     opened = ToolBox([tool])
@@ -94,6 +95,7 @@ def test_a_call_that_hangs_times_out_and_the_next_one_is_answered():
     assert call(opened, "s.hang").error == "timeout"
     tool.deadline_s = 60.0
     assert call(opened, "s.add", a=2, b=3) == ToolResult("5")
+    assert call(opened, "s.cancelled") == ToolResult("1")
     opened.close()
 
 

@@ -1,0 +1,55 @@
+"""A process group of its own beside the default one, with the calls of vLLM's PyNcclCommunicator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.weight_sync.transport import ROOT, BroadcastGroup
+
+
+class StatelessGroup:
+    """Ranks that share tensors of rank 0. Close it: its connections end with it."""
+
+    def __init__(self, address: str, rank: int, world_size: int, device: torch.device, timeout: float):
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self._group = BroadcastGroup(address, rank, world_size, device, timeout)
+
+    def broadcast(self, tensor: Tensor, src: int = ROOT, stream: Any = None) -> Tensor:
+        """Fills `tensor` with rank 0's, and returns it once it is there; `stream` is not needed for that.
+
+        Raises ConfigError for another `src` or device, WeightSyncError when a rank is lost or late.
+        """
+        if src != ROOT:
+            raise ConfigError(f"src={src}: weights come from rank {ROOT}.")
+        if tensor.device.type != self.device.type:
+            raise ConfigError(f"a tensor on {tensor.device} in a group on {self.device}; move it there first.")
+        if not tensor.is_contiguous():
+            raise ConfigError("a tensor that is not contiguous cannot be filled in place: pass tensor.contiguous().")
+        self._group.broadcast(tensor)
+        return tensor
+
+    def close(self) -> None:
+        self._group.close()
+
+
+def stateless_init_process_group(
+    master_address: str,
+    master_port: int | str,
+    rank: int,
+    world_size: int,
+    device: torch.device | str | int | None = None,
+    timeout: float = 300.0,
+) -> StatelessGroup:
+    """Meet `world_size` processes at an address where rank 0 listens: NCCL on accelerators, gloo on CPUs.
+
+    `device`: the first accelerator where there is one. Raises WeightSyncError when not all came within `timeout` s.
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank={rank} is not one of 0 to {world_size - 1}.")
+    if device is None:
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    return StatelessGroup(f"{master_address}:{int(master_port)}", rank, world_size, torch.device(device), timeout)

@@ -1,0 +1,41 @@
+"""Every defect of docs/tensordict_defects.md has a test that carries its id, or stands in the page's short list."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.testing.marks import all_claims
+
+TESTS = Path(__file__).resolve().parents[1]
+PAGE = (TESTS.parent / "docs" / "tensordict_defects.md").read_text()
+IDS = [f"D{number:02}" for number in range(1, 42)]
+HELD, _, NOT_OFFERED = PAGE.partition("\n## Of parts that are not offered")
+MOST_WITHOUT_A_TEST = 5
+
+
+def rows(part: str) -> dict[str, str]:
+    """The rest of a row by the id that it begins with."""
+    return dict(re.findall(r"^\| (D\d\d) \| (.+) \|$", part, re.MULTILINE))
+
+
+def test_the_page_names_every_defect_once():
+    ids = re.findall(r"^\| (D\d\d) \|", PAGE, re.MULTILINE)
+    assert sorted(ids) == IDS
+
+
+@pytest.mark.parametrize("id", sorted(rows(HELD)))
+def test_a_defect_of_the_table_has_a_test(id: str):
+    held = all_claims(TESTS, "defect").get(id)
+    assert held, f'no unskipped test carries @pytest.mark.defect("{id}"): {rows(HELD)[id]}'
+
+
+def test_few_are_about_parts_that_are_not_offered_and_those_have_a_reason():
+    assert len(rows(NOT_OFFERED)) <= MOST_WITHOUT_A_TEST
+    assert all(len(reason) > 20 for reason in rows(NOT_OFFERED).values())
+
+
+def test_ids_are_those_of_the_page():
+    assert [id for id in all_claims(TESTS, "defect") if id not in rows(PAGE)] == []
