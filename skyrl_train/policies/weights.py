@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from skyrl_train.engines.base import InferenceEngine
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.policies.loop import call
 from skyrl_train.policies.wrapper import LLMWrapperBase
 from skyrl_train.weight_sync.publish import WeightPublisher
@@ -22,6 +22,7 @@ from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest
 
 Source = nn.Module | LLMWrapperBase | TensorDictBase | Mapping[str, Tensor]
+_LEAVING_S = 10.0
 Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 
@@ -109,7 +110,7 @@ class WeightPusher:
         """`address`: where the `broadcast` group meets; no port: a free one. `folder`: of the `checkpoint` route."""
         if route not in ROUTES:
             raise ConfigError(f"route={route!r} is not one of {sorted(ROUTES)}.")
-        self._engines, self._timeout = list(engines), timeout
+        self._engines, self._timeout, self._route = list(engines), timeout, route
         self._rank = _Rank(address, wire_dtype)
         self._publisher = WeightPublisher(
             self._rank, lambda: self._engines, route=route, deadline_s=timeout, folder=folder
@@ -138,7 +139,12 @@ class WeightPusher:
                 self._rank.weights = {}
 
     def close(self) -> None:
+        """Leave the group, on both sides: an engine that stayed would go on listening for it."""
         self._rank.disconnect_weights()
+        if self._route == "broadcast":
+            for engine in self._engines:
+                with suppress(SkyRLError):  # one that is gone has left
+                    call(engine.connect_weights("in_process", "", 1, 2, _LEAVING_S), "leaving a group", _LEAVING_S)
 
 
 class _Rank:
