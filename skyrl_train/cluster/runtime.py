@@ -140,7 +140,7 @@ class Cluster:
         settings = dict(self._settings)
         address = settings.pop("address", None) or os.environ.get("RAY_ADDRESS")
         if address and address != "local":
-            given = {"runtime_env": self._runtime_env(), "logging_level": logging.WARNING} | settings
+            given: dict[str, Any] = {"runtime_env": self._runtime_env(), "logging_level": logging.WARNING} | settings
             ray.init(address=address, **given)
         else:
             os.environ.update({key: os.environ.get(key, value) for key, value in _OWN_CLUSTER_ENV.items()})

@@ -12,9 +12,10 @@ from typing import Any
 from tensordict import TensorDictBase, lazy_stack
 
 from skyrl_train.collectors.delivery import Buffer, Delivery, Postproc
-from skyrl_train.collectors.updaters import Weights, WeightUpdaterBase
+from skyrl_train.collectors.updaters import WeightUpdaterBase
 from skyrl_train.data.tensordict_rows import flattened
 from skyrl_train.errors import ConfigError, DeadlineExceeded
+from skyrl_train.policies.weights import Source
 from skyrl_train.tensordict_envs.base import Policy, TensorDictEnv, keys_of
 from skyrl_train.tensordict_envs.versions import PolicyVersion, Version
 
@@ -102,7 +103,9 @@ class LLMCollector(Delivery):
         self.dropped_turns = 0
         """Of trajectories that were too old when they ended."""
         self._sampling = threading.RLock()
-        self._forget()
+        self._root: TensorDictBase | None = None
+        self._trajectories: dict[int, tuple[int, list[TensorDictBase]]] = {}
+        """By row: updates before its first turn, and its turns so far."""
         self.weight_updater = self._updater(weight_updater)
 
     # -- policy and versions ----------------------------------------------------------------------------------------
@@ -124,13 +127,13 @@ class LLMCollector(Delivery):
 
     def update_policy_weights_(
         self,
-        policy_or_weights: Weights | None = None,
+        policy_or_weights: Source | None = None,
         *,
         worker_ids: Any = None,
         model_id: str | None = None,
-        weights: Weights | None = None,
-        policy: Weights | None = None,
-        weights_dict: Mapping[str, Weights] | None = None,
+        weights: Source | None = None,
+        policy: Source | None = None,
+        weights_dict: Mapping[str, Source] | None = None,
     ) -> None:
         """Push weights, given in one of four ways (`weights_dict` as {"policy": ...}), else the updater's own.
 
@@ -214,9 +217,8 @@ class LLMCollector(Delivery):
 
     def _forget(self) -> None:
         """The next turn begins new episodes."""
-        self._root: TensorDictBase | None = None
-        self._trajectories: dict[int, tuple[int, list[TensorDictBase]]] = {}
-        """By row: updates before its first turn, and its turns so far."""
+        self._root = None
+        self._trajectories = {}
 
     def _updates(self) -> int:
         return len(self._versions.version_history) - 1

@@ -14,9 +14,9 @@ from skyrl_train.cluster.actors import Remote, spawn_apart
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.collectors.delivery import Buffer, Delivery, Postproc
 from skyrl_train.collectors.llm_collector import LLMCollector, check_yields, one_source
-from skyrl_train.collectors.updaters import Weights, weights_of
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.policies.loop import call
+from skyrl_train.policies.weights import Source, weights_of
 from skyrl_train.tensordict_envs.base import Policy, TensorDictEnv
 from skyrl_train.tensordict_envs.versions import Version
 
@@ -103,13 +103,13 @@ class RayLLMCollector(Delivery):
 
     def update_policy_weights_(
         self,
-        policy_or_weights: Weights | None = None,
+        policy_or_weights: Source | None = None,
         *,
         worker_ids: Any = None,
         model_id: str | None = None,
-        weights: Weights | None = None,
-        policy: Weights | None = None,
-        weights_dict: Mapping[str, Weights] | None = None,
+        weights: Source | None = None,
+        policy: Source | None = None,
+        weights_dict: Mapping[str, Source] | None = None,
     ) -> None:
         """See LLMCollector: a copy of the weights goes to the actor, where its updater pushes them."""
         self._check_open()

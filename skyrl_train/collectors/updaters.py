@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 
 from skyrl_train.engines.base import InferenceEngine
 from skyrl_train.errors import ConfigError
-from skyrl_train.policies.loop import call
+from skyrl_train.policies.weights import Source, WeightPusher, weights_of
 from skyrl_train.policies.wrapper import LLMWrapperBase
-from skyrl_train.weight_sync.publish import WeightPublisher
-from skyrl_train.weight_sync.sender import WeightSender
-from skyrl_train.weight_sync.wire import Bucket, Manifest
-
-Weights = nn.Module | LLMWrapperBase | TensorDictBase | Mapping[str, Tensor]
-"""A model, a wrapper over one that scores, or tensors by Hugging Face name; a nested tensordict's keys are joined by
-dots."""
 
 
 class WeightUpdaterBase(ABC):
@@ -61,7 +52,7 @@ class WeightUpdaterBase(ABC):
     def collector(self) -> Any:
         return self._collector() if self._collector is not None else None
 
-    def push_weights(self, policy_or_weights: Weights | None = None, worker_ids: Any = None) -> None:
+    def push_weights(self, policy_or_weights: Source | None = None, worker_ids: Any = None) -> None:
         """Give weights (those of `_get_server_weights` by default) to all workers, or to some of them."""
         given = self._get_server_weights() if policy_or_weights is None else policy_or_weights
         weights = self._maybe_map_weights(given)
@@ -107,15 +98,16 @@ class WeightUpdaterBase(ABC):
 class EngineUpdater(WeightUpdaterBase):
     """To engines, each by a whole, proven sync (weight_sync/publish.py); an engine's id is its place in the list.
 
-    Engines serve the collector's version numbers where those count, else the number of the push. A sync that fails
-    leaves its engine torn: it serves nothing until the next one.
+    Engines serve the collector's version numbers where those count, else the one after their own. A push raises
+    WeightSyncError naming engine and tensor, DeadlineExceeded naming the phase: that engine is torn then, and serves
+    nothing until the next one.
     """
 
     def __init__(
         self,
         engines: InferenceEngine | Sequence[InferenceEngine],
         *,
-        source: Weights | None = None,
+        source: Source | None = None,
         route: str = "in_process",
         folder: str = "",
         wire_dtype: str = "float32",
@@ -136,93 +128,33 @@ class EngineUpdater(WeightUpdaterBase):
                 raise ConfigError(
                     f"engine {engine.capabilities.name!r} has no weight route {route!r}; it has {allowed}."
                 )
-        self.source, self.timeout = source, timeout
-        self._sender = _Sender(wire_dtype, bucket_bytes)
-        self._publisher = WeightPublisher(
-            self._sender, lambda: self.engines, route=route, deadline_s=timeout, folder=folder
-        )
-        self._pushes = 0
+        self.source = source
+        options: dict[str, Any] = {"folder": folder, "wire_dtype": wire_dtype, "timeout": timeout}
+        self._pushers = [
+            WeightPusher([engine], route=route, bucket_bytes=bucket_bytes, **options) for engine in self.engines
+        ]
 
     def all_worker_ids(self) -> Sequence[int]:
         return range(len(self.engines))
 
-    def push_weights(self, policy_or_weights: Weights | None = None, worker_ids: Any = None) -> None:
-        """See WeightUpdaterBase. Raises WeightSyncError naming engine and tensor, DeadlineExceeded naming the phase."""
-        self._pushes += 1
-        super().push_weights(policy_or_weights, worker_ids)
-
-    __call__ = push_weights
-
     def close(self) -> None:
-        self._sender.disconnect_weights()
+        super().close()
+        for pusher in self._pushers:
+            pusher.close()
 
-    def _get_server_weights(self) -> Weights:
+    def _get_server_weights(self) -> Source:
         if self.source is None:
             raise ConfigError("EngineUpdater was made without source=: give a model or its tensors to push.")
         return self.source
 
-    def _maybe_map_weights(self, server_weights: Weights) -> Mapping[str, Tensor]:
+    def _maybe_map_weights(self, server_weights: Source) -> Mapping[str, Tensor]:
         return weights_of(server_weights)
 
     def _sync_weights_with_worker(self, *, worker_id: int, server_weights: Mapping[str, Tensor]) -> None:
-        engine = self.engines[worker_id]
-        self._sender.weights = server_weights
-        try:
-            # A connection of its own each time: a push that failed, or went to some workers, may come again.
-            publishing = self._publisher.publish_to(engine, self._version())
-            call(publishing, f"weights to engine {engine.capabilities.name!r}", self.timeout + 5.0)
-        finally:
-            self._sender.weights = {}
-
-    def _version(self) -> int:
-        live = None if self.collector is None else self.collector.policy_version
-        return live + 1 if isinstance(live, int) else self._pushes
+        self._pushers[worker_id].push(server_weights, next_version(self.collector))
 
 
-def weights_of(source: Weights) -> dict[str, Tensor]:
-    """Tensors by name. ConfigError for what has none."""
-    if isinstance(source, LLMWrapperBase):
-        source = getattr(source, "network", source)
-    if isinstance(source, TensorDictBase):
-        leaves = dict(source.flatten_keys(".").items())
-        source = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, nn.Parameter)} or leaves  # no buffers
-    found = dict(source.named_parameters()) if isinstance(source, nn.Module) else source
-    if not isinstance(found, Mapping) or not found:
-        raise ConfigError(
-            f"weights of {type(source).__name__}: give a module with parameters, a wrapper over one "
-            "(TransformersWrapper(module, generate=False)), or tensors by name."
-        )
-    tensors = {name: tensor.detach() for name, tensor in found.items()}
-    # A state_dict has tied tensors under all their names; engines know them under the first.
-    first = {(tensor.data_ptr(), tensor.shape, tensor.dtype): name for name, tensor in reversed(tensors.items())}
-    kept = set(first.values())
-    return {name: tensor for name, tensor in tensors.items() if name in kept or not tensor.numel()}
-
-
-class _Sender:
-    """The trainer's side of a sync, for tensors that are whole and in this process: a `publish.TrainerRanks` of one."""
-
-    def __init__(self, wire_dtype: str, bucket_bytes: int):
-        self.weights: Mapping[str, Tensor] = {}
-        self._sender = WeightSender(self._parameters, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, rank=0)
-
-    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.weights.items()
-
-    async def all(self, method: str, *args: Any) -> list[Any]:
-        return [await asyncio.to_thread(getattr(self, method), *args)]
-
-    def connect_weights(self, route: str, address: str, world_size: int, timeout_s: float, apart: bool = False) -> None:
-        self._sender.connect(route, address, world_size, timeout_s, apart)
-
-    def manifest(self, version: int, rehearsal: bool = False) -> Manifest:
-        return self._sender.manifest(version, rehearsal)
-
-    def send_weights(self, index: int) -> Bucket | None:
-        return self._sender.send(index)
-
-    def weights_delivered(self, version: int) -> None:
-        self._sender.delivered(version)
-
-    def disconnect_weights(self) -> None:
-        self._sender.disconnect()
+def next_version(collector: Any) -> int | None:
+    """The number that a collector's policy has after a push; None where it does not count them."""
+    live = None if collector is None else collector.policy_version
+    return live + 1 if isinstance(live, int) else None

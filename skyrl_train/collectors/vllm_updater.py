@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from skyrl_train.collectors.updaters import WeightUpdaterBase
+from skyrl_train.collectors.updaters import WeightUpdaterBase, next_version
 from skyrl_train.engines.base import InferenceEngine
 from skyrl_train.errors import ConfigError
 from skyrl_train.policies.engine_view import EngineView
@@ -136,9 +136,3 @@ def engine_of(model: Any) -> InferenceEngine:
     if not hasattr(found, "capabilities") or not hasattr(found, "begin_weights"):
         raise ConfigError(f"{type(model).__name__} has no inference engine to send weights to.")
     return found  # type: ignore[no-any-return]
-
-
-def next_version(collector: Any) -> int | None:
-    """The number that a collector's policy has after a push; None where it does not count them."""
-    live = None if collector is None else collector.policy_version
-    return live + 1 if isinstance(live, int) else None

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
@@ -21,9 +21,11 @@ from skyrl_train.weight_sync.publish import WeightPublisher
 from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest
 
-Source = nn.Module | LLMWrapperBase | TensorDictBase | Mapping[str, Tensor]
+Source: TypeAlias = nn.Module | LLMWrapperBase | TensorDictBase | Mapping[str, Tensor]
+"""A model, a wrapper over one that scores, or tensors by Hugging Face name; a nested tensordict's keys are joined by
+dots."""
 _LEAVING_S = 10.0
-Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
+Metadata: TypeAlias = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 
 class ModelWeights(Mapping[str, Tensor]):
@@ -66,7 +68,8 @@ def weights_of(source: Source) -> Mapping[str, Tensor]:
     if isinstance(source, LLMWrapperBase):
         source = getattr(source, "network", source)
     if isinstance(source, TensorDictBase):
-        source = dict(source.flatten_keys(".").items())
+        leaves = dict(source.flatten_keys(".").items())
+        source = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, nn.Parameter)} or leaves  # no buffers
     found: Any = ModelWeights(source) if isinstance(source, nn.Module) else source
     if not isinstance(found, Mapping) or not found:
         raise ConfigError(
@@ -75,9 +78,11 @@ def weights_of(source: Source) -> Mapping[str, Tensor]:
         )
     if isinstance(found, ModelWeights):
         return found
-    once = {(tensor.data_ptr(), tuple(tensor.shape)): name for name, tensor in reversed(found.items())}
-    kept = set(once.values())
-    return {name: tensor.detach() for name, tensor in found.items() if name in kept}
+    # A state_dict has tied tensors under all their names; engines know them under the first.
+    names = list(found)[::-1]
+    first = {(found[name].data_ptr(), found[name].shape, found[name].dtype): name for name in names}
+    kept = set(first.values())
+    return {name: tensor.detach() for name, tensor in found.items() if name in kept or not tensor.numel()}
 
 
 def check_metadata(weights: Mapping[str, Tensor], metadata: Metadata) -> None:
@@ -105,13 +110,14 @@ class WeightPusher:
         address: tuple[str, int | None] = ("127.0.0.1", None),
         folder: str = "",
         wire_dtype: str = "float32",
+        bucket_bytes: int = 1 << 28,
         timeout: float = 600.0,
     ):
         """`address`: where the `broadcast` group meets; no port: a free one. `folder`: of the `checkpoint` route."""
         if route not in ROUTES:
             raise ConfigError(f"route={route!r} is not one of {sorted(ROUTES)}.")
         self._engines, self._timeout, self._route = list(engines), timeout, route
-        self._rank = _Rank(address, wire_dtype)
+        self._rank = _Rank(address, wire_dtype, bucket_bytes)
         self._publisher = WeightPublisher(
             self._rank, lambda: self._engines, route=route, deadline_s=timeout, folder=folder
         )
@@ -150,10 +156,10 @@ class WeightPusher:
 class _Rank:
     """A `publish.TrainerRanks` of one."""
 
-    def __init__(self, address: tuple[str, int | None], wire_dtype: str):
+    def __init__(self, address: tuple[str, int | None], wire_dtype: str, bucket_bytes: int):
         self.weights: Mapping[str, Tensor] = {}
         self._address = address
-        self._sender = WeightSender(self._parameters, wire_dtype=wire_dtype, bucket_bytes=1 << 28, rank=0)
+        self._sender = WeightSender(self._parameters, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, rank=0)
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.weights.items()

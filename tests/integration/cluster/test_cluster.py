@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import ray
@@ -186,7 +187,11 @@ def test_a_cluster_that_was_there_before_stays(cluster: Cluster):
 @pytest.mark.defect("D21")
 def test_a_wrapper_over_an_engine_in_an_actor(cluster: Cluster, tiny_model_path: str):
     """Its settings are values here, prompts and answers travel."""
-    settings = {"input_mode": "text", "inplace": False, "generate_kwargs": {"max_new_tokens": 3, "ignore_eos": True}}
+    settings: Any = {
+        "input_mode": "text",
+        "inplace": False,
+        "generate_kwargs": {"max_new_tokens": 3, "ignore_eos": True},
+    }
     wrapper = RemoteTransformersWrapper(tiny_model_path, **settings)
     try:
         assert wrapper.in_keys == [("text", "prompt")]

@@ -31,7 +31,7 @@ def starting(monkeypatch: pytest.MonkeyPatch, errors: list[Exception | None]) ->
 
 def test_a_start_that_was_too_slow_is_tried_again_without_what_it_left(monkeypatch: pytest.MonkeyPatch):
     started = starting(monkeypatch, [Exception(SLOW), Exception(SLOW), None])
-    runtime._start_own()
+    runtime._start_own({})
     assert [psutil.pid_exists(process.pid) for process in started] == [False, False, True]
     started[-1].kill()
     for process in started:
@@ -41,7 +41,7 @@ def test_a_start_that_was_too_slow_is_tried_again_without_what_it_left(monkeypat
 def test_the_last_failure_is_raised(monkeypatch: pytest.MonkeyPatch):
     started = starting(monkeypatch, [Exception(f"{SLOW} {number}") for number in range(runtime.STARTS)])
     with pytest.raises(Exception, match=rf"timed out during startup.* {runtime.STARTS - 1}$"):
-        runtime._start_own()
+        runtime._start_own({})
     assert not any(psutil.pid_exists(process.pid) for process in started)
     for process in started:
         process.wait(10)
@@ -50,7 +50,7 @@ def test_the_last_failure_is_raised(monkeypatch: pytest.MonkeyPatch):
 def test_another_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch):
     started = starting(monkeypatch, [ValueError("no such address"), None])
     with pytest.raises(ValueError, match="no such address"):
-        runtime._start_own()
+        runtime._start_own({})
     (process,) = started
     process.wait(10)
 

@@ -13,8 +13,9 @@ from tensordict import TensorDict
 from torch import nn
 
 from skyrl_train.collectors.llm_collector import LLMCollector
-from skyrl_train.collectors.updaters import EngineUpdater, WeightUpdaterBase, weights_of
+from skyrl_train.collectors.updaters import EngineUpdater, WeightUpdaterBase
 from skyrl_train.errors import WeightSyncError
+from skyrl_train.policies.weights import weights_of
 from skyrl_train.policies.wrappers import TransformersWrapper
 from skyrl_train.tensordict_envs.base import StepCounter
 from skyrl_train.tensordict_envs.chat import DatasetChatEnv

@@ -59,7 +59,7 @@ def test_all_prompts_of_a_call_and_all_calls_are_under_way_at_once(sglang: Async
             assert time.monotonic() < deadline, "calls wait for each other"
             time.sleep(0.005)
         call(engine.resume(), "resume", 10.0)
-        found = [[one["text"] for one in answer.result(60)] for answer in answers]
+        found = [[one["text"] for one in answer.result(60)] for answer in answers]  # type: ignore[index]
     assert found == [[f"{n} a", f"{n} b"] for n in range(3)]
     assert [len(batch) for batch in engine.batches] == [2, 2, 2]
 
@@ -67,7 +67,7 @@ def test_all_prompts_of_a_call_and_all_calls_are_under_way_at_once(sglang: Async
 @pytest.mark.defect("D09")
 def test_sampling_parameters_reach_the_engine_and_metadata_is_the_models(sglang: AsyncSGLang, tiny_model_path: str):
     sampling = {"max_new_tokens": 3, "temperature": 0.5, "top_k": -1, "min_new_tokens": 1, "stop": ["q"]}
-    one = sglang.generate("hello", sampling_params=sampling, return_logprobs=True)
+    one: Any = sglang.generate("hello", sampling_params=sampling, return_logprobs=True)
     assert isinstance(one, dict)
     request = sglang.engine.batches[0][0].sampling  # type: ignore[attr-defined]
     assert (request.max_tokens, request.temperature, request.min_tokens, request.stop) == (3, 0.5, 1, ("q",))
@@ -84,6 +84,7 @@ def test_prompts_or_ids_in_a_list_or_alone(sglang: AsyncSGLang):
     assert sglang.generate(input_ids=torch.tensor(rows[0]))["output_ids"] == rows[0]  # type: ignore[call-overload]
     assert len(sglang.generate("a", sampling_params={"n": 3})) == 3
     assert sglang.flush_cache()
+    wrong: Any
     for wrong in ({}, {"prompts": "a", "input_ids": [1]}, {"input_ids": []}, {"input_ids": [[1], []]}):
         with pytest.raises(ValueError, match="prompt"):
             sglang.generate(**wrong)

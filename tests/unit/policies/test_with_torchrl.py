@@ -96,7 +96,7 @@ def test_texts_and_tokens_need_no_translation(theirs: SimpleNamespace, wrap: Any
         first, second = row.unbind(0)
         prompt, full = second["tokens"].prompt.tolist(), first["tokens"].full.tolist()
         assert prompt == full
-        assert TOKENIZER.decode(full).endswith("assistant\nyes<|im_end|>")
+        assert str(TOKENIZER.decode(full)).endswith("assistant\nyes<|im_end|>")
 
 
 END = TOKENIZER.eos_token_id
