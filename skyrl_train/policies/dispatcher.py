@@ -44,7 +44,8 @@ class Dispatcher:
 
     A batch is ready when `min_size` items with equal parameters wait, or when its oldest has waited `wait_s`. There is
     no thread that could die or leak, and `run` is never called with the lock held. A batch that fails is tried once
-    more, each caller's items apart, so that only those whose items are to blame see the error.
+    more, each caller's items apart, so that only those whose items are to blame see the error. After a TimeoutError
+    nothing more is tried: all that are left get it.
     """
 
     def __init__(self, run: Run, min_size: int | None = None, max_size: int | None = None, wait_s: float = 10.0):
@@ -68,16 +69,11 @@ class Dispatcher:
         call = _Call(items, time.monotonic() + self.wait_s, self._lock)
         with self._lock:
             self._groups.setdefault(parameters, deque()).extend((call, place) for place in range(len(items)))
-            while not call.finished:
-                if batch := self._take(parameters):
-                    self._lead(batch, parameters)
-                    continue
-                now = time.monotonic()
-                if now >= end:
+            try:
+                self._await(call, parameters, end, deadline_s)
+            finally:
+                if call.missing:  # late, failed in an earlier batch, or interrupted: nobody wants the rest
                     self._withdraw(call, parameters)
-                    raise DeadlineExceeded("an answer from the batching dispatcher", deadline_s)
-                waiting = any(other is call for other, _ in self._groups.get(parameters, ()))
-                call.changed.wait(max(0.0, (min(end, call.due) if waiting else end) - now))
         if call.error is not None:
             raise call.error
         return call.results
@@ -114,6 +110,17 @@ class Dispatcher:
                 "pending_groups": len(self._groups),
                 "running_batches": self._running,
             }
+
+    def _await(self, call: _Call, parameters: Hashable, end: float, deadline_s: float) -> None:
+        while not call.finished:
+            if batch := self._take(parameters):
+                self._lead(batch, parameters)
+                continue
+            now = time.monotonic()
+            if now >= end:
+                raise DeadlineExceeded("an answer from the batching dispatcher", deadline_s)
+            waiting = any(other is call for other, _ in self._groups.get(parameters, ()))
+            call.changed.wait(max(0.0, (min(end, call.due) if waiting else end) - now))
 
     def _take(self, parameters: Hashable) -> list[Item]:
         queue = self._groups.get(parameters)
@@ -157,10 +164,13 @@ class Dispatcher:
         if not isinstance(error, Exception):
             return [(batch, error)]
         callers = list(dict.fromkeys(call for call, _ in batch))
-        if len(callers) == 1 or isinstance(error, TimeoutError):
-            return [(batch, error)]
-        apart = [[item for item in batch if item[0] is call] for call in callers]
-        return [(items, self._try(items, parameters)) for items in apart]
+        outcomes: list[tuple[list[Item], Sequence[Any] | BaseException]] = []
+        outcome: Sequence[Any] | Exception = error
+        for call in callers:
+            if len(callers) > 1 and not isinstance(outcome, TimeoutError):  # else each would wait as long again
+                outcome = self._try([item for item in batch if item[0] is call], parameters)
+            outcomes.append(([item for item in batch if item[0] is call], outcome))
+        return outcomes
 
     def _try(self, batch: list[Item], parameters: Any) -> Sequence[Any] | Exception:
         try:

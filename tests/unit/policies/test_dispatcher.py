@@ -119,6 +119,33 @@ def test_a_batch_that_fails_spoils_neither_its_neighbours_nor_what_follows():
     assert dispatcher.submit(["a", "b"], 0, 60.0) == ["a", "b"]
 
 
+@pytest.mark.defect("D12")
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_items_of_a_call_that_failed_leave_the_queue(error: type[BaseException]):
+    def run(items: list[Any], _: Any) -> list[Any]:
+        raise error
+
+    dispatcher = Dispatcher(run, max_size=1)
+    with pytest.raises(error):
+        dispatcher.submit(["bad", "x"], 0, 60.0)
+    assert dispatcher.state()["pending_items"] == dispatcher.state()["pending_groups"] == 0
+
+
+@pytest.mark.defect("D12")
+def test_after_a_timeout_no_callers_items_are_tried_again():
+    sizes: list[int] = []
+
+    def run(items: list[Any], _: Any) -> list[Any]:
+        sizes.append(len(items))
+        raise ValueError("bad item") if len(items) > 1 else TimeoutError("the engine hangs")
+
+    dispatcher = Dispatcher(run, min_size=3, wait_s=60.0)
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(dispatcher.submit, [name], 0, 60.0) for name in "abc"]
+        assert all(isinstance(future.exception(60), TimeoutError) for future in futures)
+    assert sizes == [3, 1]
+
+
 def pending(dispatcher: Dispatcher, pool: ThreadPoolExecutor) -> list[Future[list[Any]]]:
     futures = [pool.submit(dispatcher.submit, [name], 0, 120.0) for name in ("a", "b")]
     until(lambda: dispatcher.state()["pending_items"] == 2)
