@@ -26,6 +26,8 @@ class Row:
     history: History | None = None
     assistant: list[bool] = field(default_factory=list)
     """When scoring: which of `ids` the assistant wrote."""
+    copy: int = 0
+    """With a seed: how many rows of the call before this one equal it."""
 
 
 @dataclass(frozen=True)
@@ -127,14 +129,15 @@ class Reader:
         return [False] * len(before) + [True] * (len(row.ids) - len(before))
 
     def _real(self, tokens: Tensor, row: TensorDictBase, both_sides: bool) -> list[int]:
-        """Token ids without padding: by a mask of this length, else a run of the pad id on the padded side.
+        """Token ids without padding: by a mask, which is as long as they, or as the full sequence they begin.
 
-        A pad id that is also an end of sequence is kept once after a sequence: it may have been sampled.
+        Without a mask and without `padded=False`, a run of the pad id on the padded side is taken for padding; one
+        that is also an end of sequence is kept once after a sequence: it may have been sampled.
         """
         for key in ((self.masks_key, "all_attention_mask"), (self.attention_mask_key,)):
             mask = lookup(row, key, bare=False) if key[0] else None  # type: ignore[arg-type]
-            if isinstance(mask, Tensor) and mask.shape == tokens.shape:
-                return [int(one) for one in tokens[mask.bool()]]
+            if isinstance(mask, Tensor) and (mask.shape == tokens.shape or self._begins(tokens, mask, row)):
+                return [int(one) for one in tokens[mask[: len(tokens)].bool()]]
         ids: list[int] = tokens.tolist()
         padded = lookup(row, (self.tokens_key, "padded"), bare=False)
         if (padded is not None and not padded) or self.tokenizer is None:
@@ -146,6 +149,12 @@ class Reader:
             end -= 1
         keep = end < len(ids) and pad == getattr(self.tokenizer, "eos_token_id", None)
         return ids[start : end + 1 if keep else end]
+
+    def _begins(self, tokens: Tensor, mask: Tensor, row: TensorDictBase) -> bool:
+        """Whether a mask is of a full sequence that these tokens are the beginning of; an older one's is not theirs."""
+        full = lookup(row, (self.tokens_key, "full"), bare=False)
+        whole = isinstance(full, Tensor) and full.shape == mask.shape and len(full) > len(tokens)
+        return whole and torch.equal(full[: len(tokens)], tokens)
 
 
 def lookup(row: TensorDictBase, key: tuple[str, ...], bare: bool = True) -> Any:
@@ -167,13 +176,6 @@ def _names(value: Any) -> set[str]:
     if isinstance(value, History | NonTensorData | Tensor):
         return set()
     return set(value.keys())
-
-
-def rows_of(tensordict: TensorDictBase) -> list[TensorDictBase]:
-    """Its elements in row-major order, whatever they are stacked in."""
-    if not tensordict.ndim:
-        return [tensordict]
-    return [row for part in tensordict.unbind(0) for row in rows_of(part)]
 
 
 def as_tensor(ids: list[int]) -> Tensor:

@@ -31,6 +31,7 @@ class Generation:
     num_samples: int | None
     """None: no dimension of samples."""
     seed: int | None
+    """With the prompt it decides what is sampled; equal prompts of one call are numbered, so that they differ."""
     skip_special_tokens: bool
 
 
@@ -57,6 +58,16 @@ def read_generate_kwargs(given: Mapping[str, Any] | None, num_samples: int | Non
     _greedy(key, values)
     values["max_tokens"] = values.pop("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
     return Generation(normalise(values, key), samples, seed, skip)
+
+
+def overridden(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """A wrapper's generate_kwargs with those of a call over them, whatever name either gives a thing."""
+    gone = {_SAME.get(name, name) for name in given}
+    if "temperature" in given:
+        gone.add("do_sample")
+    if given.get("do_sample") is False or (given.get("do_sample") and own.get("temperature") == 0):
+        gone.add("temperature")
+    return {**{name: value for name, value in own.items() if _SAME.get(name, name) not in gone}, **given}
 
 
 def _samples(key: str, asked: int | None, num_samples: int | None) -> int | None:

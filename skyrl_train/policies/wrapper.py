@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -12,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
 from skyrl_train.data.chat import is_control
+from skyrl_train.data.tensordict_rows import rows_of
 from skyrl_train.engines.base import InferenceEngine
 from skyrl_train.engines.sampling import check_supported, end_tokens
 from skyrl_train.errors import ConfigError
@@ -19,11 +21,11 @@ from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.policies.dispatcher import Dispatcher
 from skyrl_train.policies.distributions import LLMMaskedCategorical
 from skyrl_train.policies.history import pad_id
-from skyrl_train.policies.inputs import MODES, Reader, Row, rows_of
+from skyrl_train.policies.inputs import MODES, Reader, Row
 from skyrl_train.policies.loop import call
 from skyrl_train.policies.outputs import Answer, Layout, generated, scored
-from skyrl_train.policies.parameters import Generation, read_generate_kwargs
-from skyrl_train.policies.requests import sample_requests
+from skyrl_train.policies.parameters import Generation, overridden, read_generate_kwargs
+from skyrl_train.policies.requests import numbered, sample_requests
 
 
 class LLMWrapperBase(TensorDictModuleBase):
@@ -126,6 +128,9 @@ class LLMWrapperBase(TensorDictModuleBase):
         """Answer a tensordict of any batch size. `generate_kwargs` are for this call, over those of the wrapper."""
         rows = self._reader.read(rows_of(tensordict))
         generation = self._generation(generate_kwargs)
+        if generation.seed is not None:  # here, since in a batch stand the rows of other calls too
+            copies = numbered([row.ids for row in rows])
+            rows = [replace(row, copy=copy) for row, copy in zip(rows, copies, strict=True)]
         answers = (
             self._dispatcher.submit(rows, generation, self.timeout)
             if self._dispatcher is not None
@@ -138,19 +143,7 @@ class LLMWrapperBase(TensorDictModuleBase):
     def _generation(self, given: Mapping[str, Any]) -> Generation:
         if not given:
             return self.generation
-        return read_generate_kwargs({**self._generate_kwargs_without(given), **given}, self.num_samples)
-
-    def _generate_kwargs_without(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The wrapper's own, less those that the call gives under another name."""
-        twins = (
-            {"max_tokens", "max_new_tokens", "max_generate_length"},
-            {"stop", "stop_sequences"},
-            {"n", "num_return_sequences"},
-        )
-        gone = set(given).union(*(twin for twin in twins if twin & set(given)))
-        if "temperature" in given:
-            gone.add("do_sample")
-        return {k: v for k, v in (self._given["generate_kwargs"] or {}).items() if k not in gone}
+        return read_generate_kwargs(overridden(self._given["generate_kwargs"] or {}, given), self._given["num_samples"])
 
     def _answer(self, rows: Sequence[Row], generation: Generation) -> list[Any]:
         """For each row its samples, or when scoring its log-probs: the only place that calls the engine."""
@@ -159,7 +152,8 @@ class LLMWrapperBase(TensorDictModuleBase):
             scoring = self.engine.score([row.ids for row in rows], generation.sampling.temperature or 1.0)
             return call(scoring, f"{what}.score", self.timeout)
         check_supported(generation.sampling, self.engine.capabilities)
-        requests = sample_requests([row.ids for row in rows], generation, self.engine.capabilities)
+        copies = [row.copy for row in rows]
+        requests = sample_requests([row.ids for row in rows], generation, self.engine.capabilities, copies)
         count = generation.num_samples or 1
         done = call(self.engine.generate(requests), f"{what}.generate", self.timeout)
         answers = [Answer(c.token_ids, c.full_logprobs, c.stop_reason == "stop") for c in done]
@@ -222,7 +216,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         rows = self._reader.read(records)
         logits = self._logits([row.ids for row in rows]) / (self.generation.sampling.temperature or 1.0)
         if isinstance(mask, torch.Tensor):
-            return LLMMaskedCategorical(logits, mask.to(logits.device))
+            return LLMMaskedCategorical(logits, mask)
         if mask not in ("sft", "rlhf", "generic"):
             raise ConfigError(f"mask={mask!r} is not one of ['generic', 'rlhf', 'sft'] or a tensor.")
         length = logits.shape[1]
@@ -236,7 +230,7 @@ class LLMWrapperBase(TensorDictModuleBase):
                         f"row {place} has no token that mask={mask!r} counts; its loss would be 0 unseen."
                     )
             counts[place, length - len(row.ids) + 1 :] = torch.tensor(own[1:])
-        return LLMMaskedCategorical(logits, counts.to(logits.device))
+        return LLMMaskedCategorical(logits, counts)
 
     def _get_sft_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:
         return self.get_dist(tensordict, "sft")
@@ -260,8 +254,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         rows = self._reader.read(rows_of(tensordict))
         length = max(len(row.ids) for row in rows)
         ids = torch.tensor([[0] * (length - len(row.ids)) + row.ids for row in rows])
-        distribution = self.get_dist(tensordict)
-        return distribution.log_prob(ids.to(distribution.logits.device))
+        return self.get_dist(tensordict).log_prob(ids)
 
     def _logits(self, rows: list[list[int]]) -> torch.Tensor:
         """[B, T, V], padded on the left, shifted right by one."""
@@ -281,9 +274,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         given = dict(self._given)
         if {"generate", "input_mode"} & set(changes):
             given["input_key"] = None
-            if changes.get("generate") is True or self._given["return_log_probs"] is None:
-                given["return_log_probs"] = None
-            if changes.get("generate") is False:
+            if changes.get("generate") is False:  # which only gives log-probs
                 given["return_log_probs"] = None
         return type(self)(self._model_of_versions(), **{**given, "tokenizer": self.tokenizer, **changes})
 

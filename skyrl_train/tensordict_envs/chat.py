@@ -106,7 +106,7 @@ class ChatEnv(TensorDictEnv):
             return conversation(messages)
         if self.input_mode == "tokens":
             ids = torch.tensor(render_prompt(self.tokenizer, messages, self.template_kwargs))
-            return Tokens(prompt=ids, batch_size=[])
+            return Tokens(prompt=ids, padded=False, batch_size=[])
         if self.tokenizer is None:
             return Text(prompt="\n\n".join(str(message["content"]) for message in messages), batch_size=[])
         options = {"add_generation_prompt": True, "tokenize": False, **self.template_kwargs}
@@ -143,10 +143,12 @@ class ChatEnv(TensorDictEnv):
     def _after_tokens(self, root: TensorDictBase) -> Tokens | None:
         full = part(root, "tokens", "full")
         if full is not None:
-            return Tokens(prompt=unpadded(root, full, response=False), batch_size=[])
+            return Tokens(prompt=unpadded(root, full, response=False), padded=False, batch_size=[])
         response = part(root, "tokens", "response")
         response = response if response is not None else root.get("tokens_response", None)
-        return None if response is None else Tokens(prompt=torch.cat([root["tokens"].prompt, response]), batch_size=[])
+        if response is None:
+            return None
+        return Tokens(prompt=torch.cat([root["tokens"].prompt, response]), padded=False, batch_size=[])
 
 
 class DatasetChatEnv(ChatEnv):

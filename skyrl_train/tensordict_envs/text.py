@@ -170,7 +170,7 @@ class IncrementalTokenizer(Transform):
         return render_prompt(self.tokenizer, messages, self.template_kwargs)
 
     def _with(self, row: TensorDictBase, ids: list[int]) -> TensorDictBase:
-        return row.set("tokens", Tokens(prompt=torch.tensor(ids), batch_size=[]))
+        return row.set("tokens", Tokens(prompt=torch.tensor(ids), padded=False, batch_size=[]))
 
 
 class TemplateTransform(Transform):

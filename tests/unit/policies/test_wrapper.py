@@ -12,12 +12,14 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
+from skyrl_train.data.chat import render_prompt
 from skyrl_train.engines.base import Capabilities, SamplingParams
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter
-from skyrl_train.policies.containers import Text, Tokens
+from skyrl_train.policies.containers import Masks, Text, Tokens
 from skyrl_train.policies.history import History
 from skyrl_train.policies.loop import call
 from skyrl_train.policies.wrapper import LLMWrapperBase
+from skyrl_train.tensordict_envs.chat import ChatEnv
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
@@ -132,6 +134,41 @@ def test_ends_of_sequences_within_a_prompt_stay_also_where_they_are_the_padding(
     assert [request.token_ids for request in wrapper.engine.batches[0]] == [(1, 20, END, 30), (20, 30)]
 
 
+@pytest.mark.defect("D20")
+@pytest.mark.parametrize("lefts", [0, 2])
+def test_a_prompt_that_begins_with_the_padding_is_told_by_the_mask_of_its_sequence(wrap: Any, lefts: int):
+    full = torch.tensor([[END] * lefts + [END, 20, 30, 40, END]])  # beginning, end and padding are one id
+    mask = torch.tensor([[False] * lefts + [True] * 5])
+    td = TensorDict(
+        tokens=Tokens(full=full, prompt=full[:, :-2], batch_size=(1,)),
+        masks=Masks(all_attention_mask=mask, batch_size=(1,)),
+        batch_size=(1,),
+    )
+    scored = wrap(tokenizer=padding_with(END), input_mode="tokens", generate=False, inplace=False)(td)
+    assert listed(scored, "masks", "all_assistant_mask") == [[False] * 3 + [True] * 2]
+    wrapper = wrap(tokenizer=padding_with(END), input_mode="tokens", inplace=False)
+    wrapper(td)
+    td["tokens"].prompt = torch.tensor([[END, 20]])  # not what the mask is of
+    td["tokens"].full = torch.zeros_like(full)
+    wrapper(td)
+    assert [request.token_ids for batch in wrapper.engine.batches for request in batch] == [(END, 20, 30), (20,)]
+
+
+@pytest.mark.defect("D20")
+@pytest.mark.parametrize("mode", ["tokens", "history"])
+def test_prompts_of_environments_have_no_padding_whatever_they_begin_with(wrap: Any, mode: str):
+    tokenizer = padding_with(TOKENIZER.convert_tokens_to_ids("<|im_start|>"))
+    env = ChatEnv(input_mode=mode, tokenizer=tokenizer, batch_size=(1,), with_tokenizer=mode == "history")
+    wrapper = wrap(tokenizer=tokenizer, input_mode=mode, prefer_tokens=True)
+    acted = wrapper(env.reset(TensorDict(query=["hi"], batch_size=(1,))))
+    again = env.step(acted)["next"]
+    wrapper(again)
+    first, second = (list(batch[0].token_ids) for batch in wrapper.engine.batches)
+    assert first == render_prompt(tokenizer, [{"role": "user", "content": "hi"}], {})
+    assert second[: len(first)] == first
+    assert len(second) > len(first)
+
+
 @pytest.mark.defect("D04")
 def test_num_samples_is_a_dimension(wrap: Any, chats: Any):
     for settings in ({"num_samples": 3}, {"generate_kwargs": {"n": 3}}):
@@ -231,6 +268,9 @@ def test_a_new_version_loses_nothing(wrap: Any):
     assert not old.pad_output
     assert old.get_new_version(generate=False).in_keys == [("text", "full")]
     assert old.get_new_version(input_key=("text", "other")).get_new_version().in_keys == [("text", "other")]
+    quiet = wrap(input_mode="text", return_log_probs=False)
+    assert not quiet.get_new_version(generate=True).return_log_probs
+    assert quiet.get_new_version(generate=False).return_log_probs
     with pytest.raises(TypeError, match="no_such"):
         old.get_new_version(no_such=1)
 
@@ -299,6 +339,19 @@ def test_every_parameter_reaches_the_engine_and_minus_one_is_off(wrap: Any):
     assert (sampling.ignore_eos, sampling.min_tokens) == (True, 2)
 
 
+@pytest.mark.defect("D02")
+def test_keywords_of_a_call_replace_the_wrappers_by_any_name(wrap: Any):
+    wrapper = wrap(input_mode="text", inplace=False, generate_kwargs={"temperature": 0.7, "min_tokens": 2, "n": 2})
+    assert wrapper(texts("a"), do_sample=False).batch_size == (1, 2)
+    assert wrapper(texts("a"), min_new_tokens=3, num_return_sequences=3).batch_size == (1, 3)
+    greedy = wrap(input_mode="text", generate_kwargs={"temperature": 0.0})
+    greedy(texts("a"), do_sample=True)
+    greedy(texts("a"), temperature=0.5, do_sample=True)
+    batches = wrapper.engine.batches + greedy.engine.batches
+    asked = [(batch[0].sampling.temperature, batch[0].sampling.min_tokens) for batch in batches]
+    assert asked == [(0.0, 2), (0.7, 3), (1.0, 0), (0.5, 0)]
+
+
 @pytest.mark.defect("D04")
 @pytest.mark.parametrize("name", ["top_p", "min_tokens", "ignore_eos", "stop", "seed"])
 def test_what_an_engine_cannot_honour_is_refused_by_name(name: str):
@@ -316,6 +369,16 @@ def test_a_seed_and_a_prompt_decide_what_is_asked(wrap: Any):
     wrapper(texts("b"))
     (first, second), (again,) = wrapper.engine.batches
     assert second.seed == again.seed != first.seed
+
+
+def test_with_a_seed_equal_prompts_of_a_call_differ_and_repeat_in_whatever_batch(wrap: Any):
+    wrapper = wrap(input_mode="text", inplace=False, generate_kwargs={"seed": 3}, min_batch_size=8, batching_timeout=60)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: wrapper(texts("a", "a", "b", "a")), range(2)))
+    (batch,) = wrapper.engine.batches  # of both calls
+    first, second = ([request.seed for request in batch[start : start + 4]] for start in (0, 4))
+    assert first == second
+    assert len(set(first)) == 4
 
 
 @pytest.mark.defect("D12")
