@@ -83,6 +83,8 @@ def score(
 ) -> Scored:
     """The tokens at `action` of a tensordict [B] under `actor`, which is given a copy without padding.
 
+    What it finds is on the batch's device, wherever the policy computes.
+
     ValueError: no actor, tokens or masks, other shapes, or an entropy asked of a policy that has log-probs alone.
     """
     if actor is None:
@@ -96,9 +98,10 @@ def score(
         if entropy:
             raise ValueError("The policy gives log-probs alone, which have no entropy; use entropy_bonus=False.")
         return Scored(layout, mask, _called(actor, _unpadded(tensordict, ids, layout, action), ids, action), None)
-    theirs = TokenLayout.of(ids, None)
-    logprobs = theirs.flat(distribution.log_prob(theirs.rectangle(ids, action)), "log-probs of the policy")
-    spread = theirs.flat(_entropy(distribution, mc_samples), "entropy of the policy") if entropy else None
+    theirs, device = TokenLayout.of(ids, None), layout.present.device
+    found = distribution.log_prob(theirs.rectangle(ids, action)).to(device)
+    logprobs = theirs.flat(found, "log-probs of the policy")
+    spread = theirs.flat(_entropy(distribution, mc_samples).to(device), "entropy of the policy") if entropy else None
     return Scored(layout, mask, logprobs, spread)
 
 
@@ -182,15 +185,20 @@ def _entropy(distribution: Any, samples: int) -> Tensor:
 
 def _called(actor: Any, tensordict: TensorDictBase, ids: list[Tensor], action: Key) -> Tensor:
     """[T] log-probs of an actor that is called."""
-    result = actor(tensordict)
-    values = read(result, LOG_PROBS, "log-probs of the policy", KeyError)
+    result, device = actor(tensordict), ids[0].device
+    values = _moved(read(result, LOG_PROBS, "log-probs of the policy", KeyError), device)
     theirs = column(result, action)
     if theirs is None:
         return TokenLayout.of(ids, None).flat(values, LOG_PROBS)
-    layout = TokenLayout.of(theirs, column(result, ATTENTION))
+    theirs, attention = _moved(theirs, device), column(result, ATTENTION)
+    layout = TokenLayout.of(theirs, None if attention is None else _moved(attention, device))
     if not torch.equal(layout.flat(theirs, action), torch.cat(ids)):
         raise ValueError(
             "The policy scored other tokens than those that were sampled (a template made them anew); "
             'use input_mode="tokens".'
         )
     return layout.flat(values, LOG_PROBS)
+
+
+def _moved(values: Column, device: torch.device) -> Column:
+    return values.to(device) if isinstance(values, Tensor) else [row.to(device) for row in values]

@@ -42,6 +42,7 @@ class LLMMaskedCategorical(Distribution):
         if mask is not None and mask.shape not in (logits.shape[:-1], logits.shape):
             raise ValueError(f"mask {tuple(mask.shape)} fits neither [B, T] nor [B, T, V] of {tuple(logits.shape)}.")
         super().__init__(batch_shape=logits.shape[:-1], validate_args=False)
+        mask = None if mask is None else mask.to(logits.device)
         self.ignore_index, self.mask = ignore_index, mask
         if mask is not None and mask.shape == logits.shape:
             self.positions = mask.any(-1)
@@ -51,7 +52,8 @@ class LLMMaskedCategorical(Distribution):
         self.logits = logits
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """[B, T]"""
+        """[B, T], on the logits' device."""
+        value = value.to(self.logits.device)
         counts = self.positions & (value != self.ignore_index)
         chosen = self.logits.gather(-1, value.masked_fill(~counts, 0).unsqueeze(-1)).squeeze(-1)
         return torch.where(counts, chosen - self.logits.logsumexp(-1), 0.0)
@@ -59,7 +61,7 @@ class LLMMaskedCategorical(Distribution):
     def entropy(self) -> Tensor:
         """nats, [B, T]"""
         logs = self.logits.log_softmax(-1)
-        terms = torch.where(logs.isfinite(), logs.exp() * logs, 0.0)
+        terms = logs.exp() * logs.masked_fill(~logs.isfinite(), 0.0)  # filled before: 0 * -inf has no gradient
         return torch.where(self.positions, -terms.sum(-1), 0.0)
 
     def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # type: ignore[override]  # noqa: B008

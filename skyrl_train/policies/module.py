@@ -20,13 +20,17 @@ class ModuleScorer:
         self.capabilities = Capabilities(name="module")
 
     def logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """[B, T, V], rows padded on the left; [b, t] is what token t was drawn from, 0 at a row's first token."""
+        """[B, T, V], rows padded on the left; [b, t] is what token t was drawn from, 0 at a row's first token.
+
+        float32 at least, as the trainer's: log-probs in a module's bfloat16 are off by percents.
+        """
         device = next(self.module.parameters()).device
         length = max(map(len, rows))
         ids = torch.tensor([[0] * (length - len(row)) + list(row) for row in rows], device=device)
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=device)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         out = self.module(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        out = out if out.dtype == torch.float64 else out.float()
         shifted = torch.cat([torch.zeros_like(out[:, :1]), out[:, :-1]], 1)
         return shifted.masked_fill((positions == 0).unsqueeze(-1), 0.0)
 
@@ -35,7 +39,7 @@ class ModuleScorer:
         found = []
         with torch.inference_mode():
             for row in token_ids:
-                logs = (self.logits([row])[0, 1:].float() / temperature).log_softmax(-1)
+                logs = (self.logits([row])[0, 1:] / temperature).log_softmax(-1)
                 chosen = torch.tensor(row[1:], dtype=torch.int64, device=logs.device)
                 found.append(logs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1).tolist())
         return found

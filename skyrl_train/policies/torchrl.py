@@ -65,10 +65,10 @@ class ForTorchRL(TensorDictModuleBase):
         if attention is None or isinstance(mask, Tensor):
             return found
         assert found.mask is not None
-        rows = [row.bool() for row in attention]
+        rows = [row.bool().to(found.logits.device) for row in attention]
         present = pad_sequence(rows, batch_first=True, padding_value=False, padding_side="left")  # [B, L]
-        width = found.logits.shape[1]
-        filled = torch.arange(width) >= width - present.sum(1, keepdim=True)  # [B, T], padded on the left
+        places = torch.arange(found.logits.shape[1], device=present.device)
+        filled = places >= len(places) - present.sum(1, keepdim=True)  # [B, T], padded on the left
         logits = found.logits.new_zeros(*present.shape, found.logits.shape[-1])
         counts = torch.zeros_like(present)
         counts[present] = found.mask[filled]

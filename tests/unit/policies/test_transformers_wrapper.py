@@ -12,10 +12,11 @@ from tensordict import TensorDict, lazy_stack
 
 from skyrl_train.data.tensordict_rows import TokenLayout
 from skyrl_train.errors import ConfigError
-from skyrl_train.objectives.scoring import token_mask
+from skyrl_train.objectives.scoring import score, token_mask
 from skyrl_train.policies.containers import ChatHistory, Tokens
 from skyrl_train.policies.distributions import LLMMaskedCategorical, LogProbDistribution
 from skyrl_train.policies.history import History
+from skyrl_train.policies.torchrl import ForTorchRL
 from skyrl_train.policies.wrappers import TransformersWrapper
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
 
@@ -93,6 +94,40 @@ def test_texts_of_different_lengths_are_scored_as_alone_whatever_the_attention(a
         atol=1e-5,
         rtol=0,
     )
+
+
+@pytest.mark.defect("D19")
+def test_log_probs_of_a_module_in_bfloat16_are_those_of_its_logits_in_float32():
+    own = tiny_model().to(torch.bfloat16)
+    scorer = TransformersWrapper(own, tokenizer=TOKENIZER, generate=False, input_mode="tokens", inplace=False)
+    rows = torch.tensor([[5, 6, 7, 8, 9]])
+    with torch.no_grad():
+        logs = own(rows).logits[0, :-1].float().log_softmax(-1)
+    expected = logs.gather(-1, rows[0, 1:, None]).squeeze(-1)
+    td = TensorDict(tokens=rows, batch_size=(1,))
+    distribution = scorer.get_dist(td)
+    for found in (distribution.log_prob(rows)[0, 1:], scorer(td)["log_probs"][0].full[1:]):
+        torch.testing.assert_close(found.detach(), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(distribution.entropy()[0, 1:].detach(), -(logs.exp() * logs).sum(-1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.gpu
+def test_a_batch_on_the_cpu_is_scored_by_a_module_on_the_accelerator():
+    own = tiny_model().to("cuda")
+    scorer = TransformersWrapper(own, tokenizer=TOKENIZER, generate=False, input_mode="tokens", inplace=False)
+    td = lazy_stack([TensorDict(tokens=Tokens(full=torch.tensor(row))) for row in ([5, 6, 7], [8, 9])])
+    td = scorer(td)
+    distribution = ForTorchRL(scorer).get_dist(td)
+    assert distribution.positions.is_cuda
+    assert distribution.log_prob(torch.zeros(2, 3, dtype=torch.int64)).is_cuda
+    for actor in (scorer, lambda given: scorer(given)):
+        entropy = actor is scorer
+        found = score(actor, td, ("tokens", "full"), "generic", entropy=entropy)
+        assert not found.logprobs.is_cuda
+        assert not found.mask.is_cuda
+        torch.testing.assert_close(
+            found.logprobs.detach(), torch.cat(td.get(("log_probs", "full"), as_list=True)), atol=1e-4, rtol=0
+        )
 
 
 @pytest.mark.defect("D15")
@@ -180,6 +215,12 @@ def test_a_masked_categorical_of_tokens_and_of_positions():
     tokens = LLMMaskedCategorical(logits, torch.tensor([[[True, True, False], [False, False, False]]]))
     torch.testing.assert_close(tokens.log_prob(torch.tensor([[0, 0]])), torch.tensor([[0.5, 1.0]]).log())
     torch.testing.assert_close(tokens.entropy(), torch.tensor([[2.0, 1.0]]).log())
+    learnt = logits.clone().requires_grad_()
+    drawable = torch.tensor([[[True, True, False], [False, False, False]]])
+    LLMMaskedCategorical(learnt + torch.tensor([1.0, 0.0, 0.0]), drawable).entropy().sum().backward()
+    assert learnt.grad is not None
+    assert learnt.grad.isfinite().all()
+    assert learnt.grad[0, 0, 0] < 0 < learnt.grad[0, 0, 1]
     positions = LLMMaskedCategorical(logits, torch.tensor([[False, True]]))
     assert positions.sample().tolist()[0][0] == -100
     assert positions.log_prob(torch.tensor([[0, -100]])).tolist() == [[0.0, 0.0]]
