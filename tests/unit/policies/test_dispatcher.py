@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 import time
@@ -10,6 +11,8 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
 
 from skyrl_train.errors import ConfigError, DeadlineExceeded
 from skyrl_train.policies.dispatcher import Dispatcher
@@ -26,49 +29,64 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+GOOD, BAD, SLOW, STUCK = range(4)
+
+
 @pytest.mark.defect("D10")
-def test_64_threads_200_calls_with_failures_and_timeouts_get_their_own_answers():
-    batches: list[int] = []
+def test_64_threads_200_calls_with_failures_and_timeouts_get_their_own_answers(wrap: Any):
+    def answer(request: Any) -> list[int]:
+        kind = request.token_ids[-1]
+        if kind == BAD:
+            raise ValueError("bad prompt")
+        if kind == STUCK:
+            raise DeadlineExceeded("the engine", 1.0)
+        return [*request.token_ids, request.sampling.top_k]  # whose prompt, and with whose keywords
 
-    def run(items: list[Any], parameters: Any) -> list[Any]:
-        batches.append(len(items))
-        assert len(items) <= 32
-        assert all(item[1] == parameters for item in items)  # nobody is answered with another's parameters
-        if any(item[2] == "bad" for item in items):
-            raise ValueError("bad item")
-        if any(item[2] == "slow" for item in items):
-            time.sleep(0.002)
-        return [("answer", *item) for item in items]
-
-    dispatcher = Dispatcher(run, min_size=4, max_size=32, wait_s=0.01)
+    wrapper = wrap(
+        answer,
+        tokenizer=None,
+        input_mode="tokens",
+        inplace=False,
+        min_batch_size=4,
+        max_batch_size=32,
+        batching_timeout=0.01,
+    )
+    wrapper.engine._delay_s = lambda request: 0.002 if request.token_ids[-1] == SLOW else 0.0
+    impatient = copy.copy(wrapper)  # the same queue
+    impatient.timeout = 1e-6
 
     def caller(thread: int) -> dict[str, int]:
         dice, seen = random.Random(thread), {"good": 0, "bad": 0, "late": 0}
         for number in range(200):
-            parameters = dice.randrange(3)
-            kind = dice.choices(["good", "bad", "slow"], [90, 5, 5])[0]
-            deadline = 0.0 if dice.random() < 0.03 else 60.0
-            items = [((thread, number, i), parameters, kind) for i in range(dice.randint(1, 6))]
+            kind = dice.choices([GOOD, BAD, SLOW, STUCK], [895, 50, 50, 5])[0]
+            top_k, policy = dice.randint(1, 3), impatient if dice.random() < 0.03 else wrapper
+            prompts = [[thread, number, place, *[7] * dice.randrange(3), kind] for place in range(dice.randint(1, 3))]
+            rows = lazy_stack([TensorDict(tokens=torch.tensor(prompt)) for prompt in prompts])
             try:
-                assert dispatcher.submit(items, parameters, deadline) == [("answer", *item) for item in items]
-                assert kind != "bad"
+                out = policy(rows, top_k=top_k)
+                found = [row.tolist() for row in out.get(("tokens", "response"), as_list=True)]
+                assert found == [[*prompt, top_k] for prompt in prompts]
+                assert kind in (GOOD, SLOW)
                 seen["good"] += 1
             except ValueError:
-                assert kind == "bad"
+                assert kind == BAD
                 seen["bad"] += 1
-            except DeadlineExceeded:
-                assert deadline == 0.0
+            except DeadlineExceeded:  # its own, or that of a batch with a stuck prompt
                 seen["late"] += 1
         return seen
 
     started = time.process_time()
-    with ThreadPoolExecutor(64) as pool:
+    with ThreadPoolExecutor(64) as pool:  # a hang is ended by the limit of every test
         results = list(pool.map(caller, range(64)))
-    assert sum(sum(seen.values()) for seen in results) == 64 * 200
-    assert all(sum(seen[kind] for seen in results) > 0 for kind in ("good", "bad", "late"))
-    assert dispatcher.state()["pending_items"] == dispatcher.state()["running_batches"] == 0
     assert time.process_time() - started < 60
-    assert max(batches) > 6  # calls do share batches
+    assert sum(sum(seen.values()) for seen in results) == 64 * 200
+    assert sum(seen["good"] for seen in results) > 64 * 200 * 0.6
+    assert all(sum(seen[kind] for seen in results) > 0 for kind in ("bad", "late"))
+    state = wrapper.get_batching_state()
+    assert state["pending_items"] == state["running_batches"] == 0
+    batches = wrapper.engine.batches
+    assert 4 < max(map(len, batches)) <= 32  # calls do share batches
+    assert all(len({request.sampling for request in batch}) == 1 for batch in batches)
 
 
 class Leisurely(list):
