@@ -94,9 +94,12 @@ def scored_by(model: Any, root: TensorDictBase, mode: str, *, with_gradient: boo
 class KLRewardTransform(_Scores):
     """Takes `coef` × KL(policy ‖ reference) off the reward, token by token.
 
+    A step's reward is given to its last token, so that the sum over tokens is reward − `coef` × Σ kl, however long the
+    sequence is. A reward that has a number for every token already keeps them.
+
     The estimate for a token is log π(token) − log π_ref(token), on the tokens of the assistant (`assistant_only`), or
     on all after the prompt, and 0 elsewhere. Writes into "next", a row [L, 1] each over the tokens of
-    ("tokens", "full"): "kl_penalty", and the reward on every token less coef × kl; and the reference's log-probs [L]
+    ("tokens", "full"): "kl_penalty", and the reward less coef × kl; and the reference's log-probs [L]
     under ("ref_log_probs", "full").
 
     Args:
@@ -160,7 +163,7 @@ class KLRewardTransform(_Scores):
                 reward = out.get(self.reward_key, None)
                 if reward is None:
                     raise KeyError(f"KLRewardTransform: there is no {self.reward_key!r}; append it after the reward")
-                out.set(reward_key, reward.reshape(-1, 1) - self.coef * kl)
+                out.set(reward_key, _by_token(reward.reshape(-1, 1), kl) - self.coef * kl)
         return following
 
     def _kl(self, row: TensorDictBase, reference: torch.Tensor) -> torch.Tensor:
@@ -190,6 +193,17 @@ class KLRewardTransform(_Scores):
         mask = torch.ones(length, dtype=torch.bool) if attention is None else attention.clone()
         mask[: len(prompt)] = False
         return mask
+
+
+def _by_token(reward: torch.Tensor, kl: torch.Tensor) -> torch.Tensor:
+    """[1, 1] on the last of L tokens; [L, 1] as it is."""
+    if len(reward) == len(kl):
+        return reward
+    if len(reward) != 1:
+        raise ValueError(f"KLRewardTransform: a reward of {len(reward)} numbers over {len(kl)} tokens; give 1 or each")
+    spread = torch.zeros_like(kl)
+    spread[-1] = reward[0]
+    return spread
 
 
 def _checked(model: Any) -> Any:
