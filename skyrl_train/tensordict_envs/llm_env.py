@@ -137,7 +137,7 @@ def make_gsm8k_env(
     loader = batches(texts, batch_size_dl, shuffle=True, seed=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        settings = {"repeats": repeats, "group_repeats": group_repeats, "tokenizer": tokenizer}
+        settings: dict[str, Any] = {"repeats": repeats, "group_repeats": group_repeats, "tokenizer": tokenizer}
         env = LLMEnv.from_dataloader(loader, num_envs=num_envs, **settings)
     env.append_transform(GSM8KPrepareQuestion())
     env.append_transform(StepCounter(1))
