@@ -93,7 +93,8 @@ class ReplayBuffer:
                 raise ValueError(f"{size} rows asked for, {len(self)} stored; write more or ask for fewer.")
             chosen = self._take(size)
             if len(chosen) < size:  # the rest of a pass, and the beginning of the next without repeating a row
-                self._unseen = [number for number in self._rows if number not in set(chosen)]
+                taken = set(chosen)
+                self._unseen = [number for number in self._rows if number not in taken]
                 chosen += self._take(size - len(chosen))
             return stacked([self._rows[number] for number in chosen])
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from skyrl_train.data.tensordict_rows import Key, rows_of, stacked
 
 log = logging.getLogger(__name__)
+EPISODE: Key = "episode"
+"""The number that environments give a row's episode: steps of different ones are not one trajectory."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,9 @@ class Episode:
 class GroupTransform(ABC):
     """Keeps trajectories back until their prompt's group is complete; `inv` is called by a replay buffer on writing.
 
-    A group waits for trajectories of the same prompt whose policy versions are at most `max_staleness` apart: an older
-    one is given up, and so is the one that waits longest when more than `max_pending` trajectories wait.
+    Trajectories are of versions at most `max_staleness` behind the newest seen: an older one is given up when it comes,
+    a group with one when the newest does, and the group that waits longest when more than `max_pending` trajectories
+    wait. Without numbers at `version_key` (`track_policy_version=True` in a collector) nothing is stale.
     """
 
     def __init__(
@@ -49,8 +52,11 @@ class GroupTransform(ABC):
         self.version_key, self.max_staleness, self.max_pending = version_key, max_staleness, max_pending
         self.queues: dict[Hashable, list[Episode]] = {}
         """Groups that wait, by prompt, the one that waits longest first."""
+        self.newest: int | None = None
+        """The newest policy version seen; `flush` forgets it."""
+        self._waiting = 0
         self.abandoned = 0
-        """Trajectories given up because their group was never completed."""
+        """Trajectories given up: too late, or their group was never completed."""
 
     @abstractmethod
     def finish(self, group: list[Episode]) -> list[Episode] | None:
@@ -59,19 +65,23 @@ class GroupTransform(ABC):
     def inv(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         """Steps of whole trajectories, [T] or [B, T], to the steps [N] of the groups that they complete, or None.
 
-        RuntimeError, before anything is kept, where the last step of a trajectory is not done. KeyError where an entry
-        is missing, TypeError for a prompt that is neither text nor tensor.
+        A trajectory ends where a step is done. RuntimeError, before anything is kept, where the steps end, or another
+        "episode" begins among them (a collector's rows one after the other), and the last step is not. KeyError where
+        an entry is missing, TypeError for a prompt that is neither text nor tensor.
         """
         kept: list[TensorDictBase] = []
         for prompt, episode in list(self._episodes(tensordict)):
-            self._give_up_older_than(episode.version)
+            if self._is_late(episode.version):
+                self.abandoned += 1
+                continue
             group = self.queues.setdefault(prompt, [])
             group.append(episode)
+            self._waiting += 1
             chosen = self.finish(group)
             if chosen is None:
                 self._bound_pending()
                 continue
-            del self.queues[prompt]
+            self._waiting -= len(self.queues.pop(prompt))
             if self.verbose:
                 log.info("group of %d trajectories: %d kept", len(group), len(chosen))
             kept += [step for episode in chosen for step in episode.steps]
@@ -82,11 +92,12 @@ class GroupTransform(ABC):
         return tensordict
 
     def flush(self) -> int:
-        """Gives up all groups that wait; how many trajectories they had."""
-        waiting = [episode for group in self.queues.values() for episode in group]
-        self.queues.clear()
-        self.abandoned += len(waiting)
-        return len(waiting)
+        """Gives up all groups that wait, and forgets the newest version; how many trajectories they had."""
+        given_up = self._waiting
+        for prompt in list(self.queues):
+            self._give_up(prompt)
+        self.newest = None
+        return given_up
 
     def _episodes(self, tensordict: TensorDictBase) -> Iterator[tuple[Hashable, Episode]]:
         if tensordict.ndim > 1:
@@ -95,6 +106,8 @@ class GroupTransform(ABC):
             return
         steps: list[TensorDictBase] = []
         for step in rows_of(tensordict):
+            if steps and _number(step.get(EPISODE, None)) != _number(steps[0].get(EPISODE, None)):
+                break
             steps.append(step)
             if bool(_entry(step, self.done_key).any()):
                 yield self._prompt(steps[0]), self._episode(steps)
@@ -123,21 +136,26 @@ class GroupTransform(ABC):
             raise KeyError(f"No prompt at {self.prompt_key!r}; prompt_key names another entry.")
         raise TypeError(f"{self.prompt_key!r} holds {type(value).__name__}; a prompt must be a str or a tensor.")
 
-    def _give_up_older_than(self, version: int | None) -> None:
+    def _is_late(self, version: int | None) -> bool:
+        """Whether a trajectory is too old for a group; a newer one than any before makes groups too old."""
         if version is None:
-            return
-        for prompt, group in list(self.queues.items()):
-            oldest = group[0].version
-            if oldest is not None and oldest < version - self.max_staleness:
-                self._give_up(prompt)
+            return False
+        if self.newest is None or version > self.newest:
+            self.newest = version
+            for prompt, group in list(self.queues.items()):
+                if any(e.version is not None and e.version < version - self.max_staleness for e in group):
+                    self._give_up(prompt)
+        return version < self.newest - self.max_staleness
 
     def _bound_pending(self) -> None:
-        while sum(map(len, self.queues.values())) > self.max_pending:
+        while self._waiting > self.max_pending:
             self._give_up(next(iter(self.queues)))
             log.warning("more than max_pending=%d trajectories wait; the oldest group is given up", self.max_pending)
 
     def _give_up(self, prompt: Hashable) -> None:
-        self.abandoned += len(self.queues.pop(prompt))
+        lost = len(self.queues.pop(prompt))
+        self._waiting -= lost
+        self.abandoned += lost
 
 
 def _entry(step: TensorDictBase, key: Key) -> Tensor:

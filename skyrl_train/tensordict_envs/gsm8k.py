@@ -8,7 +8,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from skyrl_train.environments.gsm8k import NUMBER, canonical, strict_answer
-from skyrl_train.tensordict_envs.base import StepCounter, Transform
+from skyrl_train.tensordict_envs.base import StepCounter, TensorDictEnv, Transform
 from skyrl_train.tensordict_envs.chat import DatasetChatEnv
 from skyrl_train.tensordict_envs.conversation import last_response, set_texts, text_of
 from skyrl_train.tensordict_envs.rewards import add_rewards, answers_in, end, thoughts_in
@@ -57,6 +57,7 @@ class GSM8KRewardParser(Transform):
         out_keys: Five other names, in the order above with "success" last.
         eos_token: Cut off the end of the response first.
         set_done_if_answer: Terminate the episode of a response with an answer.
+        input_mode: The environment's, checked where given: what is read follows the environment.
     """
 
     def __init__(
@@ -77,7 +78,14 @@ class GSM8KRewardParser(Transform):
             raise ValueError(f"out_keys={out_keys!r} must be {len(REWARD_KEYS)} names, for {REWARD_KEYS}")
         self.eos_token = eos_token
         self.set_done_if_answer = set_done_if_answer
+        self.input_mode = input_mode
         self.format_reward, self.correct_reward = format_reward, correct_reward
+
+    def attach(self, environment: TensorDictEnv) -> None:
+        mode = getattr(environment, "input_mode", "text")
+        if self.input_mode not in (None, mode):
+            raise ValueError(f"GSM8KRewardParser: input_mode={self.input_mode!r} in an environment of {mode!r}")
+        super().attach(environment)
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         tokenizer = self.tokenizer or getattr(self.environment, "tokenizer", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from skyrl_train.tensordict_envs.chat import QUESTION_KEYS, ChatEnv, DatasetChat
 from skyrl_train.tensordict_envs.conversation import last_response, text_of, value_of
 from skyrl_train.tensordict_envs.rewards import add_rewards, answers_in, end, thoughts_in
 
+log = logging.getLogger(__name__)
 ONE_ANSWER, ONE_THOUGHT = 0.1, 0.05
 
 
@@ -40,6 +42,8 @@ class IfEvalScorer(Transform):
     Args:
         instruction_ids_key, keyword_args_key, prompt_key: Columns of the row; the prompt is also looked for under
             the question keys of ChatEnv.
+        id_key: A column that errors, and what `verbose` logs of every score, name the row by.
+        response_column: Only "text_response": what the policy wrote is scored, wherever it wrote it.
         aggregate_reward: False for no reward, or scores of one row -> the number in place of the weighted sum.
         set_done_if_answer: Terminate the episode of a response with exactly one <answer>.
     """
@@ -58,6 +62,9 @@ class IfEvalScorer(Transform):
         verbose: bool = False,
         set_done_if_answer: bool = True,
     ):
+        if response_column != "text_response":
+            raise ValueError(f"response_column={response_column!r}: only 'text_response', what the policy wrote")
+        self.id_key, self.verbose = id_key, verbose
         self.weights = tuple(format_weights or (0.4, 0.3, 0.2, 0.1))
         if len(self.weights) != 4:
             raise ValueError(f"format_weights={format_weights!r} must be four numbers")
@@ -82,6 +89,8 @@ class IfEvalScorer(Transform):
             scores.append(found)
             answered.append(len(blocks) == 1)
             rewards.append(self._reward(found, len(blocks) == 1, thoughts_in(text) == 1))
+            if self.verbose:
+                log.info("row %s: reward %.3f", value_of(row, self.id_key), rewards[-1])
         following.set(self.score_key, lazy_stack(scores))
         if self.aggregate_reward is not False:
             add_rewards(following, {"reward": rewards}, total="reward")
@@ -94,7 +103,8 @@ class IfEvalScorer(Transform):
         prompt = next((found for key in self.prompt_keys if (found := text_of(row, key)) is not None), None)
         if not names or kwargs is None or prompt is None:
             wanted = (self.instruction_ids_key, self.keyword_args_key, self.prompt_keys[0])
-            raise ValueError(f"IfEvalScorer: the row needs {wanted}, got {sorted(map(str, row.keys()))}")
+            place, found = value_of(row, self.id_key), sorted(map(str, row.keys()))
+            raise ValueError(f"IfEvalScorer: the row {place!r} needs {wanted}, got {found}")
         metrics = score(names, kwargs, prompt, text).metrics()
         return IFEvalScoreData(**{name: torch.tensor([value]) for name, value in metrics.items()}, batch_size=[])
 

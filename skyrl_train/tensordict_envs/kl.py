@@ -94,9 +94,13 @@ def scored_by(model: Any, root: TensorDictBase, mode: str, *, with_gradient: boo
 class KLRewardTransform(_Scores):
     """Takes `coef` × KL(policy ‖ reference) off the reward, token by token.
 
+    A step's reward is given to its last token, so that the sum over tokens is reward − `coef` × Σ kl, however long the
+    sequence is. A reward that has a number for every token already keeps them. Padding of a policy with
+    `pad_output=True` is told by its masks, and gets 0.
+
     The estimate for a token is log π(token) − log π_ref(token), on the tokens of the assistant (`assistant_only`), or
     on all after the prompt, and 0 elsewhere. Writes into "next", a row [L, 1] each over the tokens of
-    ("tokens", "full"): "kl_penalty", and the reward on every token less coef × kl; and the reference's log-probs [L]
+    ("tokens", "full"): "kl_penalty", and the reward less coef × kl; and the reference's log-probs [L]
     under ("ref_log_probs", "full").
 
     Args:
@@ -151,7 +155,8 @@ class KLRewardTransform(_Scores):
         scored = scored_by(model, root, "tokens")
         source = (getattr(model, "log_probs_key", "log_probs"), "full")
         for row, ref, out in zip(root.unbind(0), scored.unbind(0), following.unbind(0), strict=True):
-            reference = ref.get(source).to(self.device) if self.device is not None else ref.get(source)
+            values = ref.get(source)
+            reference = _placed(row, _unpadded(ref, values if self.device is None else values.to(self.device)))
             kl = self._kl(row, reference)
             reward_key, penalty_key, ref_key = self.out_keys
             out.set(penalty_key, kl)
@@ -160,7 +165,7 @@ class KLRewardTransform(_Scores):
                 reward = out.get(self.reward_key, None)
                 if reward is None:
                     raise KeyError(f"KLRewardTransform: there is no {self.reward_key!r}; append it after the reward")
-                out.set(reward_key, reward.reshape(-1, 1) - self.coef * kl)
+                out.set(reward_key, _by_token(reward.reshape(-1, 1), kl, _attention(row)) - self.coef * kl)
         return following
 
     def _kl(self, row: TensorDictBase, reference: torch.Tensor) -> torch.Tensor:
@@ -186,10 +191,41 @@ class KLRewardTransform(_Scores):
         prompt = row.get("tokens").get("prompt", None)
         if prompt is None:
             raise KeyError("KLRewardTransform needs ('masks', 'all_assistant_mask') or ('tokens', 'prompt')")
-        attention = None if masks is None else masks.get("all_attention_mask", None)
+        attention = _attention(row)
         mask = torch.ones(length, dtype=torch.bool) if attention is None else attention.clone()
         mask[: len(prompt)] = False
         return mask
+
+
+def _attention(row: TensorDictBase) -> torch.Tensor | None:
+    """[L] bool over ("tokens", "full"): a token, not padding; None where the row does not tell."""
+    masks = row.get("masks", None)
+    return None if masks is None else masks.get("all_attention_mask", None)
+
+
+def _unpadded(row: TensorDictBase, values: torch.Tensor) -> torch.Tensor:
+    """What a model wrote over its tokens, without its own padding."""
+    attention = _attention(row)
+    return values if attention is None or len(attention) != len(values) else values[attention.to(values.device)]
+
+
+def _placed(row: TensorDictBase, values: torch.Tensor) -> torch.Tensor:
+    """Values of the row's tokens, at their places where the policy has padded them: 0 in padding."""
+    attention = _attention(row)
+    if attention is None or len(values) != int(attention.sum()):
+        return values
+    return values.new_zeros(len(attention)).masked_scatter(attention.to(values.device), values)
+
+
+def _by_token(reward: torch.Tensor, kl: torch.Tensor, attention: torch.Tensor | None) -> torch.Tensor:
+    """[1, 1] on the last of L tokens that is no padding; [L, 1] as it is."""
+    if len(reward) == len(kl):
+        return reward
+    if len(reward) != 1:
+        raise ValueError(f"KLRewardTransform: a reward of {len(reward)} numbers over {len(kl)} tokens; give 1 or each")
+    spread = torch.zeros_like(kl)
+    spread[-1 if attention is None else int(attention.nonzero()[-1])] = reward[0]
+    return spread
 
 
 def _checked(model: Any) -> Any:

@@ -63,9 +63,12 @@ class LLMEnv(TensorDictEnv):
         group_repeats: bool = True,
         **settings: Any,
     ) -> Self:
-        """An environment whose every reset takes the next rows of `dataloader`; `settings` are the class's own."""
+        """An environment whose every reset takes the next rows of `dataloader`; `settings` are the class's own.
+
+        `group_repeats` is DataLoadingPrimer's: accepted, repeats always follow each other.
+        """
         env = cls(batch_size=(num_envs,), **settings)
-        primer = _KeepsText(dataloader, repeats=repeats)
+        primer = _KeepsText(dataloader, repeats=repeats, group_repeats=group_repeats)
         return env.append_transform(primer)
 
     def _reset_row(self, given: TensorDictBase) -> TensorDictBase:
@@ -120,6 +123,7 @@ def make_gsm8k_env(
     """GSM8K as one string a row: the question in the base prompt under "text", the response under "text_response".
 
     Rows have "question" and "answer". One step an episode, rewarded by `GSM8KRewardParser`.
+    `group_repeats` is DataLoadingPrimer's: accepted, repeats always follow each other.
     """
     from skyrl_train.data.rows import read_hub, read_rows
 
@@ -133,7 +137,8 @@ def make_gsm8k_env(
     loader = batches(texts, batch_size_dl, shuffle=True, seed=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        env = LLMEnv.from_dataloader(loader, num_envs=num_envs, repeats=repeats, tokenizer=tokenizer)
+        settings: dict[str, Any] = {"repeats": repeats, "group_repeats": group_repeats, "tokenizer": tokenizer}
+        env = LLMEnv.from_dataloader(loader, num_envs=num_envs, **settings)
     env.append_transform(GSM8KPrepareQuestion())
     env.append_transform(StepCounter(1))
     env.append_transform(GSM8KRewardParser(tokenizer=tokenizer))

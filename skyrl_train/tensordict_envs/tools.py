@@ -24,6 +24,8 @@ from skyrl_train.tensordict_envs.conversation import conversation, last_response
 
 MAX_WORKERS = 16
 """Rows whose tools run at the same time."""
+SERVICE_NAME = "python_executor"
+"""TorchRL's default."""
 PYTHON_BLOCK = re.compile(r"^```python[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 TOOL_BLOCK = re.compile(r"<tool>\s*([\w.-]+)[ \t]*\n(.*?)</tool>", re.DOTALL)
 
@@ -129,7 +131,9 @@ class PythonInterpreter(ToolTransform):
         timeout: Seconds for one block.
         sandbox: `environment.skyrl_gym.sandbox`: bubblewrap unless it says otherwise. Nothing of this process's
             environment, files or network is inside.
-        services: Only None: every episode has its own sandbox here, wherever the environment runs.
+        services, service_name, namespace: Only the defaults: every episode has its own sandbox here, wherever the
+            environment runs.
+        tokenizer: Accepted for TorchRL's sake: blocks are read from the conversation.
     """
 
     def __init__(
@@ -139,12 +143,15 @@ class PythonInterpreter(ToolTransform):
         persistent: bool = False,
         timeout: float = 10.0,
         services: str | None = None,
-        service_name: str = "python_executor",
+        service_name: str = SERVICE_NAME,
         namespace: str | None = None,
         sandbox: Mapping[str, Any] | None = None,
     ):
         if services is not None:
             raise ValueError(f"services={services!r}: only None; every episode has its own sandbox")
+        if service_name != SERVICE_NAME or namespace is not None:
+            given = f"service_name={service_name!r}, namespace={namespace!r}"
+            raise ValueError(f"{given}: leave them out; there is no service, every episode has its own sandbox")
         super().__init__(tool_name)
         self.persistent, self.timeout, self.sandbox = persistent, timeout, sandbox
 
@@ -252,6 +259,7 @@ class BrowserTransform(_BlockTools):
             what pages load are checked too. An address of this machine or its networks only through `allow_private`.
         headless: Only True.
         timeout: Seconds for a call.
+        tokenizer: Accepted for TorchRL's sake: calls are read from the conversation.
     """
 
     ALIASES: Mapping[str, str] = {"navigate": "goto", "extract": "read", "scroll": "read"}

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 SETS_ASIDE = {"skip", "skipif", "xfail", "gpu"}
+SKIPS = {"pytest.skip", "pytest.importorskip"}
 
 
 def marks(decorators: list[ast.expr]) -> Iterator[tuple[str, list[object]]]:
@@ -20,12 +21,38 @@ def marks(decorators: list[ast.expr]) -> Iterator[tuple[str, list[object]]]:
 
 
 def claims(source: str, kind: str) -> Iterator[tuple[str, str]]:
-    """(id, test) of every test of a module that carries mark `kind`, is collected and not set aside."""
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
-            carried = list(marks(node.decorator_list))
-            if not SETS_ASIDE & {name for name, _ in carried}:
-                yield from ((str(id), node.name) for name, ids in carried if name == kind for id in ids)
+    """(id, test) of every test of a module that carries mark `kind`, is collected and never set aside.
+
+    Set aside is also what carries a name of the module that stands for such a mark, and what calls `pytest.skip` or
+    `pytest.importorskip`, itself or its module.
+    """
+    body = ast.parse(source).body
+    functions = [node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    others = [node for node in body if node not in functions and not isinstance(node, ast.ClassDef)]
+    if any(map(_skips, others)):
+        return
+    aliases = _aliases(others)
+    for node in functions:
+        if not node.name.startswith("test_") or _skips(node):
+            continue
+        carried = list(marks(node.decorator_list))
+        named = {decorator.id for decorator in node.decorator_list if isinstance(decorator, ast.Name)}
+        if not SETS_ASIDE & {name for name, _ in carried} and not named & aliases:
+            yield from ((str(id), node.name) for name, ids in carried if name == kind for id in ids)
+
+
+def _skips(node: ast.AST) -> bool:
+    calls = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
+    return any(ast.unparse(called) in SKIPS for called in calls)
+
+
+def _aliases(statements: list[ast.stmt]) -> set[str]:
+    """Names of a module for a mark that sets aside."""
+    found: set[str] = set()
+    for node in statements:
+        if isinstance(node, ast.Assign) and SETS_ASIDE & {name for name, _ in marks([node.value])}:
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return found
 
 
 @cache

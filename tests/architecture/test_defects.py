@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.testing.marks import all_claims
+from skyrl_train.testing.marks import all_claims, claims
 
 TESTS = Path(__file__).resolve().parents[1]
 PAGE = (TESTS.parent / "docs" / "tensordict_defects.md").read_text()
@@ -19,6 +19,29 @@ MOST_WITHOUT_A_TEST = 5
 def rows(part: str) -> dict[str, str]:
     """The rest of a row by the id that it begins with."""
     return dict(re.findall(r"^\| (D\d\d) \| (.+) \|$", part, re.MULTILINE))
+
+
+def test_a_test_that_may_be_skipped_holds_nothing():
+    source = """
+needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="x")
+always = pytest.mark.parametrize("x", [1])
+@needs_bubblewrap
+@pytest.mark.defect("D01")
+def test_alias(): ...
+@always
+@pytest.mark.defect("D02")
+def test_kept(x): ...
+@pytest.mark.defect("D03")
+def test_body():
+    pytest.importorskip("mcp")
+@pytest.mark.defect("D04")
+async def test_inside():
+    if windows():
+        pytest.skip("x")
+"""
+    assert list(claims(source, "defect")) == [("D02", "test_kept")]
+    for whole in ("pytest.importorskip('mcp')\n", "mcp = pytest.importorskip('mcp')\n"):
+        assert list(claims(whole + source, "defect")) == []
 
 
 def test_the_page_names_every_defect_once():

@@ -13,12 +13,15 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from skyrl_train.algorithms.advantages import grpo
 from skyrl_train.algorithms.losses import clipped_surrogate
 from skyrl_train.algorithms.reductions import token_mean, weigh
+from skyrl_train.collectors.llm_collector import LLMCollector
 from skyrl_train.data.replay_buffer import ReplayBuffer
 from skyrl_train.metrics import Metrics
 from skyrl_train.objectives.advantage import MCAdvantage
 from skyrl_train.objectives.grpo import GRPOLoss
 from skyrl_train.objectives.policy import PolicyObjective
 from skyrl_train.objectives.selection import TopKRewardSelector
+from skyrl_train.tensordict_envs.base import StepCounter, Transform
+from skyrl_train.tensordict_envs.chat import DatasetChatEnv
 from skyrl_train.testing.hard_batches import current_logprobs, hard_batch
 from skyrl_train.testing.tensordict_batches import TablePolicy, as_tensordict
 from skyrl_train.trainer.advantages import AdvantageStep
@@ -130,6 +133,64 @@ def test_groups_neither_wait_for_ever_nor_mix_far_apart_policies():
     for prompt in "abcde":
         assert bounded.inv(trajectory(prompt, 0)) is None
     assert list(bounded.queues) == ["c", "d", "e"] and bounded.abandoned == 2
+
+
+@pytest.mark.defect("D26")
+def test_the_newest_version_decides_whoever_comes_late_and_whoever_came_first():
+    transform = MCAdvantage(2)
+    assert transform.inv(trajectory("b", 0, version=10)) is None
+    assert transform.inv(trajectory("a", 0, version=3)) is None
+    assert transform.inv(trajectory("b", 1, version=3)) is None  # too late for a group of version 10
+    assert [e.version for e in transform.queues["b"]] == [10] and list(transform.queues) == ["b"]
+    assert transform.abandoned == 2
+    transform = MCAdvantage(3)
+    for version in (5, 4, 6):  # the oldest is not the first
+        assert transform.inv(trajectory("a", 0, version=version)) is None
+    assert [e.version for e in transform.queues["a"]] == [6] and transform.abandoned == 2
+    assert transform.flush() == 1 and transform.abandoned == 3
+    assert transform.inv(trajectory("a", 0, version=0)) is None and len(transform.queues["a"]) == 1  # a new count
+
+
+def test_steps_of_different_episodes_are_not_one_trajectory():
+    def numbered(episode: int, found: TensorDictBase) -> TensorDictBase:
+        for step in found.unbind(0):
+            step.set("episode", torch.tensor(episode))
+        return found
+
+    transform = MCAdvantage(1)
+    cut, whole = numbered(1, trajectory("a", 0, 0, done=False)), numbered(2, trajectory("b", 1, 1))
+    with pytest.raises(RuntimeError, match="last 2 steps are not done"):
+        transform.inv(torch.cat([cut, whole]))
+    assert not transform.queues
+    assert rewards(transform.inv(torch.cat([whole, numbered(1, trajectory("a", 0, 0))]))) == [1, 1, 0, 0]
+
+
+def test_a_collector_that_cuts_trajectories_is_refused_by_groups_and_one_that_does_not_is_taken():
+    dataset = [{"query": f"{2 * (place % 2) + 1} turns {place // 2}"} for place in range(4)]
+
+    class Ends(Transform):
+        def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+            turns = torch.tensor([[int(row["query"][0])] for row in root.unbind(0)])
+            following.set("reward", turns.unsqueeze(-1).float())
+            over = following["step_count"] >= turns
+            return following.set("terminated", over).set("done", over)
+
+    def says_ok(tensordict: TensorDictBase) -> TensorDictBase:
+        tensordict["text_response"] = ["ok"] * len(tensordict)
+        return tensordict
+
+    def collector(buffer: ReplayBuffer, **settings: Any) -> LLMCollector:
+        env = DatasetChatEnv(dataset=list(reversed(dataset)), shuffle=False, num_envs=2)
+        env.append_transform(StepCounter()).append_transform(Ends())
+        return LLMCollector(env, policy=says_ok, dialog_turns_per_batch=2, replay_buffer=buffer, **settings)
+
+    buffer = ReplayBuffer(64, transform=MCAdvantage(1))
+    with pytest.raises(RuntimeError, match="yield_completed_trajectories=True"):
+        next(iter(collector(buffer)))  # row 0 goes on, row 1 is done
+    assert len(buffer) == 0
+    assert next(iter(collector(buffer, yield_completed_trajectories=True))) is None
+    stored = [str(row["query"]) for row in buffer.sample(len(buffer)).unbind(0)]
+    assert sorted(stored) == ["1 turns 1"] + ["3 turns 1"] * 3
 
 
 def test_groups_that_say_nothing_can_be_left_out():

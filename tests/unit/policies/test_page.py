@@ -27,9 +27,29 @@ LLMCollector RayLLMCollector WeightUpdaterBase ReplayBuffer
 """
 """What TorchRL's users look for, release by release: the issue's list."""
 
+NOT_OFFERED = """
+MATHEnv CountdownEnv RetrieveKL KLComputation ExecuteToolsInOrder ToolRegistry XMLBlockParser JSONCallParser
+SimpleToolTransform AddThinkingPrompt VLLMWeightSyncScheme SGLangWeightSyncScheme VLLMDoubleBuffer default_spec
+dialogpt falcon deepseek
+"""
+"""The rest of its names."""
+LEFT_OUT = PAGE.partition("\n## What is not offered\n")[2].partition("\n| argument |")[0]
+INSTEAD = {
+    name: instead
+    for names, instead in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.+) \|$", LEFT_OUT, re.MULTILINE)
+    for name in re.findall(r"`(\w+)`", names)
+}
+
 
 def test_every_name_of_the_surface_is_in_the_table():
     assert set(SURFACE.split()) - set(WHERE) == set()
+
+
+def test_every_name_that_is_not_offered_has_something_instead():
+    assert set(INSTEAD) == set(NOT_OFFERED.split())
+    assert not set(INSTEAD) & set(WHERE)
+    for module, name in re.findall(r"`(skyrl_train[\w.]+)\.(\w+)", LEFT_OUT):
+        assert hasattr(importlib.import_module(module), name)
 
 
 @pytest.mark.parametrize("name", sorted(WHERE))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from skyrl_train.tensordict_envs.chat import ChatEnv
+from skyrl_train.tensordict_envs.chat import ChatEnv, DatasetChatEnv
 from skyrl_train.tensordict_envs.conversation import history_of, messages_of
 from skyrl_train.tensordict_envs.gsm8k import GSM8KEnv, GSM8KRewardParser
 from skyrl_train.tensordict_envs.ifeval import IFEvalEnv, IfEvalScorer
@@ -119,3 +119,25 @@ def test_instructions_that_are_followed_are_rewarded_by_weight_and_form():
 def test_the_scorer_of_instructions_reads_histories_only():
     with pytest.raises(ValueError, match="history"):
         ChatEnv(input_mode="text").append_transform(IfEvalScorer())
+
+
+def test_arguments_of_the_scorer_count_or_are_refused(caplog: pytest.LogCaptureFixture):
+    with pytest.raises(ValueError, match="response_column='said'"):
+        IfEvalScorer(response_column="said")
+    rows = [IFEVAL[0] | {"number": "row seven"}]
+    env = DatasetChatEnv(dataset=rows, data_key="prompt")
+    env.append_transform(IfEvalScorer(prompt_key="prompt", id_key="number", verbose=True))
+    with caplog.at_level("INFO", "skyrl_train.tensordict_envs.ifeval"):
+        env.step(answered(env.reset(), "all good over"))
+    assert "row row seven: reward 1.000" in caplog.text
+    env = DatasetChatEnv(dataset=[{"number": "row seven", "prompt": "?"}], data_key="prompt")
+    env.append_transform(IfEvalScorer(id_key="number"))
+    with pytest.raises(ValueError, match="row seven"):
+        env.step(answered(env.reset(), "all good over"))
+
+
+def test_the_mode_of_a_reward_is_the_environments():
+    ChatEnv().append_transform(GSM8KRewardParser(input_mode="history"))
+    with pytest.raises(ValueError, match="input_mode='tokens' in an environment of 'history'"):
+        ChatEnv().append_transform(GSM8KRewardParser(input_mode="tokens"))
+    make_gsm8k_env(ROWS).append_transform(GSM8KRewardParser(input_mode="text"))

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sys
 import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -11,8 +15,10 @@ import pytest
 from tensordict import TensorDict, TensorDictBase
 
 from skyrl_train.environments.countdown import CountdownEnv
+from skyrl_train.environments.tools import mcp
 from skyrl_train.environments.tools.browser import PROGRAMS
 from skyrl_train.environments.tools.guard import Guard, Refused
+from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict_envs.base import StepCounter
 from skyrl_train.tensordict_envs.chat import ChatEnv
 from skyrl_train.tensordict_envs.conversation import messages_of
@@ -100,6 +106,38 @@ def test_a_block_that_does_not_end_is_stopped_with_its_children(monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.defect("D36")
+def test_code_runs_nowhere_without_a_sandbox_or_consent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no bubblewrap
+    code = blocks(f"open({str(tmp_path / 'escaped')!r}, 'w')")
+    for sandbox in (None, {"kind": "unsafe_local"}):
+        talk = Talk(PythonInterpreter(sandbox=sandbox))
+        with pytest.raises(ConfigError, match=r"bwrap|i_know_this_runs_model_code_on_this_machine"):
+            talk.say(code)
+        talk.env.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.defect("D36")
+def test_sessions_and_limits_hold_wherever_code_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    consent = {"kind": "unsafe_local", "i_know_this_runs_model_code_on_this_machine": True}
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    talk = Talk(PythonInterpreter(persistent=True, timeout=60.0, sandbox=consent))
+    first = "def f(n):\n    return 1 if n < 2 else n * f(n - 1)\nprint('---END---')\nprint(f(5))"
+    warns = "import warnings; warnings.warn('careful'); print(f(3))"
+    told = talk.say(blocks(first, warns, "print('a' * 100_000)"))[0]
+    assert told[0] == "Code block 1 executed successfully:\n---END---\n120"
+    assert told[1].startswith("Code block 2 executed successfully:\n6")
+    assert len(told[2]) < 10_000
+    talk.env.close()
+    talk = Talk(PythonInterpreter(timeout=1.0, sandbox=consent))
+    endless = "import subprocess\nsubprocess.Popen(['sleep', '986'])\nwhile True: pass"
+    assert talk.say(blocks(endless))[0][0].startswith("Code block 1 failed:\n[timed out after 1 s]")
+    talk.env.close()
+    assert not any("986" in process.cmdline() for process in psutil.Process().children(recursive=True))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_thoughts_are_not_run_and_a_row_that_is_over_gets_no_message():
     talk = Talk(PythonInterpreter())
     assert talk.say(f"<think>{blocks('1')}</think> done") == [[]]
@@ -118,6 +156,9 @@ def test_tools_need_a_conversation():
             ChatEnv(input_mode=mode).append_transform(PythonInterpreter())
     with pytest.raises(ValueError, match="ray"):
         PythonInterpreter(services="ray")
+    for settings in ({"service_name": "mine"}, {"namespace": "mine"}):
+        with pytest.raises(ValueError, match="mine"):
+            PythonInterpreter(**settings)
 
 
 @pytest.mark.defect("D38")
@@ -146,6 +187,61 @@ def test_a_server_that_cannot_be_reached_is_told_at_once():
     pytest.importorskip("mcp")
     with pytest.raises(ValueError, match=r"servers\.s"):
         MCPToolTransform({"s": {"command": sys.executable, "args": ["-c", "raise SystemExit(3)"]}})
+
+
+class Client:
+    """What the SDK's client of a server does, as far as it is used."""
+
+    def __init__(self) -> None:
+        self.tools = {"add-up": "Adds.", "hang": "Never answers."}
+        self.cancelled = 0
+
+    async def list_tools(self, cursor: Any) -> Any:
+        schema = {"type": "object", "properties": {"numbers": {"type": "array"}}}
+        listed = [SimpleNamespace(name=n, description=d, input_schema=schema) for n, d in self.tools.items()]
+        return SimpleNamespace(tools=listed, next_cursor=None)
+
+    async def call_tool(self, tool: str, arguments: dict[str, Any]) -> Any:
+        if tool == "hang":
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        text = str(sum(arguments["numbers"]))
+        return SimpleNamespace(content=[SimpleNamespace(type="text", text=text)], is_error=False)
+
+
+@pytest.mark.fault("F25")
+@pytest.mark.defect("D38")
+def test_tools_of_servers_are_shown_called_read_and_ended_without_the_sdk_too(monkeypatch: pytest.MonkeyPatch):
+    client = Client()
+
+    @asynccontextmanager
+    async def connected(server: Any) -> AsyncIterator[Client]:
+        if server.name == "away":
+            raise ConnectionError("nobody there")
+        yield client
+
+    monkeypatch.setattr(mcp, "connected", connected)
+    monkeypatch.setattr(mcp, "_library", lambda: None)
+    monkeypatch.setattr(mcp, "_pins", {})
+    with pytest.raises(ConfigError, match="nobody there"):
+        MCPToolTransform({"away": {"url": "http://127.0.0.1:1/mcp"}})
+    servers = {"my-server": {"url": "http://127.0.0.1:1/mcp", "tools": ["add-up"]}}
+    talk = Talk(MCPToolTransform(servers, timeout=60.0))
+    system = talk.before[0][0]["content"]
+    assert "my-server.add-up: Adds." in system and '"numbers"' in system and "hang" not in system
+    call = '<tool>{}\n{{"numbers": [2, 3]}}</tool>'
+    assert talk.say(call.format("add-up"))[0] == ["Tool my-server.add-up executed successfully:\n5"]
+    assert talk.say(call.format("my-server.hang"))[0][0].startswith("Tool my-server.hang failed:")  # not allowed
+    client.tools["another"] = "Was not there."
+    assert "has changed its tools" in talk.say(call.format("add-up"))[0][0]
+    talk.env.close()
+    talk = Talk(MCPToolTransform({"late": {"url": "http://127.0.0.1:1/mcp"}}, timeout=0.5))
+    assert "timed out" in talk.say(call.format("hang"))[0][0]
+    talk.env.close()
+    assert client.cancelled == 1
 
 
 @pytest.mark.defect("D37")

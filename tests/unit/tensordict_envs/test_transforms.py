@@ -7,6 +7,8 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
+from skyrl_train.algorithms.advantages import grpo
+from skyrl_train.objectives.advantage import MCAdvantage
 from skyrl_train.policies.containers import LogProbs, Masks, Tokens
 from skyrl_train.tensordict_envs.base import StepCounter, Transform
 from skyrl_train.tensordict_envs.chat import ChatEnv
@@ -150,6 +152,11 @@ class GivesReward(Transform):
         return following.set("reward", torch.ones(len(following), 1, 1))
 
 
+class Halves(Transform):
+    def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        return following.set("reward", torch.ones(len(following), 2, 1))
+
+
 def spoken(lengths: tuple[int, int], assistant: bool) -> tuple[ChatEnv, TensorDictBase]:
     """An environment of tokens, and an action of so many tokens after prompts with log-probs -1."""
     env = ChatEnv(input_mode="tokens", tokenizer=byte_tokenizer(), batch_size=(2,))
@@ -175,8 +182,40 @@ def test_kl_is_taken_off_the_reward_on_the_tokens_that_count(assistant_only: boo
         total = len(row["tokens"].full)
         kl = torch.tensor([0.0] * (total - counted) + [0.5] * counted).unsqueeze(-1)
         torch.testing.assert_close(row["next", "kl_penalty"], kl)
-        torch.testing.assert_close(row["next", "reward"], 1.0 - 2.0 * kl)
+        on_the_last = torch.tensor([0.0] * (total - 1) + [1.0]).unsqueeze(-1)
+        torch.testing.assert_close(row["next", "reward"], on_the_last - 2.0 * kl)
         assert row["next"]["ref_log_probs"].full.tolist() == [-1.5] * total
+
+
+def test_returns_do_not_grow_with_length_and_advantages_are_the_trainers():
+    env, root = spoken((40, 3), assistant=False)
+    env.append_transform(KLRewardTransform(Scorer("tokens", -1.5), coef=0.01))  # 0.5 nats a token
+    stepped = env.step(root)
+    returns = [1.0 - 0.01 * 0.5 * length for length in (40, 3)]
+    for row, expected in zip(stepped.unbind(0), returns, strict=True):
+        assert float(row["next", "reward"].sum()) == pytest.approx(expected)
+    for row in stepped.unbind(0):
+        row.set("group", torch.tensor(0))
+        row["next"].set("done", torch.tensor([True]))
+    found = MCAdvantage(2, prompt_key="group").inv(stepped.unsqueeze(1))  # [B, T]
+    assert found is not None
+    expected = grpo(torch.tensor(returns), torch.zeros(2, dtype=torch.int64), torch.ones(2).bool(), norm_by_std=True)
+    for row, advantage in zip(found.unbind(0), expected, strict=True):
+        assert row["advantage"].shape == row["next", "reward"].shape
+        torch.testing.assert_close(row["advantage"].unique(), advantage.reshape(1), rtol=1e-3, atol=1e-3)
+
+
+def test_a_reward_of_every_token_keeps_its_place_and_others_must_be_one_number():
+    env, root = spoken((3, 2), assistant=False)
+    env.append_transform(KLRewardTransform(Scorer("tokens", -1.5), coef=1.0))
+    env.append_transform(KLRewardTransform(Scorer("tokens", -1.5), coef=2.0))
+    for row, length in zip(env.step(root)["next"].unbind(0), (3, 2), strict=True):
+        assert float(row["reward"].sum()) == pytest.approx(1.0 - 3.0 * 0.5 * length)
+    env, root = spoken((3, 2), assistant=False)
+    env.append_transform(Halves())
+    env.append_transform(KLRewardTransform(Scorer("tokens", -1.5)))
+    with pytest.raises(ValueError, match="2 numbers over"):
+        env.step(root)
 
 
 @pytest.mark.defect("D30")

@@ -69,18 +69,25 @@ def test_a_policy_that_prefers_tokens_reads_what_tools_said():
     assert asked[1][: len(first["tokens"].full)] == first["tokens"].full.tolist()
 
 
-def test_rewards_lose_the_kl_to_a_reference_and_its_log_probs_are_kept():
+@pytest.mark.parametrize("padded", [False, True])
+def test_rewards_lose_the_kl_to_a_reference_and_its_log_probs_are_kept(padded: bool):
     rows = [{"question": f"What is {number} + 1?", "answer": f"#### {number + 1}"} for number in (1, 20)]
     env = GSM8KEnv(dataset=rows, shuffle=False, num_envs=2)
     scores: dict[str, Any] = {"generate": False, "inplace": False}
     reference = LLMWrapperBase(ScriptedEngine(), tokenizer=TOKENIZER, log_probs_key="ref", **scores)
     env.append_transform(RetrieveLogProb(reference))
-    env.append_transform(KLRewardTransform(LLMWrapperBase(ScriptedEngine(), input_mode="tokens", **scores)))
-    played = env.rollout(1, policy(lambda text: "<answer>2</answer>"))
+    reads: dict[str, Any] = {"input_mode": "tokens", "pad_output": padded, **scores}
+    env.append_transform(KLRewardTransform(LLMWrapperBase(ScriptedEngine(), tokenizer=TOKENIZER, **reads)))
+    more = policy(lambda text: f"<answer>2</answer>{' ' * text.count('20 + 1')}", pad_output=padded)
+    played = env.rollout(1, more)  # the longer prompt has the longer answer: the other row is padded on both sides
     for row, reward in zip(played.unbind(0), (1.0, 0.1), strict=True):
         step, length = row[0], len(row[0]["tokens"].full)
         assert step["next", "reward"].shape == step["next", "kl_penalty"].shape == (length, 1)
-        assert float(step["next", "reward"].max()) == pytest.approx(reward)  # both engines say -1 nat
-        assert step["next"]["ref_log_probs"].full.tolist() == [0.0] + [-1.0] * (length - 1)
+        assert float(step["next", "reward"].sum()) == pytest.approx(reward)  # both engines say -1 nat
+        there = step["masks"].all_attention_mask
+        assert int(there.sum()) == length - (2 if padded and reward == 1.0 else 0)
+        assert step["next"]["ref_log_probs"].full[there].tolist() == [0.0] + [-1.0] * (int(there.sum()) - 1)
+        assert not step["next"]["ref_log_probs"].full[~there].any() and not step["next", "reward"][~there].any()
+        assert float(step["next", "reward"][there][-1]) == pytest.approx(reward)
         answered = int(step["masks"].all_assistant_mask.sum())
         assert step["next"]["ref"].full.tolist().count(-1.0) == answered
