@@ -115,12 +115,11 @@ class Delivery(ABC):
         """
         if self._closed:
             return
-        self._stopping.set()
         self._closed = True
         thread, seconds = self._thread, self.timeout if timeout is None else timeout
         try:
+            self._interrupt()
             if thread is not None:
-                self._interrupt()
                 thread.join(seconds)
                 if thread.is_alive():
                     raise DeadlineExceeded("the collector's thread", seconds)

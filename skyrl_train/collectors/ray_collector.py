@@ -161,8 +161,7 @@ class RayLLMCollector(Delivery):
     def _release(self, close_env: bool) -> None:
         with ExitStack() as ending:  # each of them, whatever another one raises
             ending.callback(self._cluster.__exit__, None, None, None)
-            ending.callback(self._end, "shutdown", close_env)
-            self._end("stop")
+            self._end("shutdown", close_env)
 
 
 class _Hosted:

@@ -212,7 +212,7 @@ def test_a_version_that_acted_does_not_outlive_its_step():
     collects = collector(env, dialog_turns_per_batch=1)
     next(iter(collects))
     push(collects)
-    assert said_and_version(env.rollout(1, collects.policy).reshape(-1)) == [(1, 1)]
+    assert said_and_version(env.rollout(1, collects.policy)[:, 0]) == [(1, 1)]
 
 
 def test_a_thread_that_waits_for_updates_for_too_long_says_so_and_ends_its_queue():

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tensordict import TensorDictBase
 
+from skyrl_train.collectors.delivery import Delivery
 from skyrl_train.collectors.ray_collector import RayLLMCollector, _Hosted
 from skyrl_train.tensordict_envs.base import StepCounter
 from skyrl_train.tensordict_envs.chat import DatasetChatEnv
@@ -17,10 +18,12 @@ DEADLINE_S = 60.0
 
 
 def test_a_take_that_was_given_up_is_what_the_next_one_gets():
-    entered, allowed = [], threading.Event()
+    begun: list[bool] = []
+    entered, allowed = threading.Event(), threading.Event()
 
     def policy(tensordict: TensorDictBase) -> TensorDictBase:
-        entered.append(True)
+        begun.append(True)
+        entered.set()
         assert allowed.wait(DEADLINE_S)
         tensordict["text_response"] = ["ok"] * len(tensordict)
         return tensordict
@@ -32,7 +35,7 @@ def test_a_take_that_was_given_up_is_what_the_next_one_gets():
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(hosted.take(False, None), 0.2)
         again = asyncio.ensure_future(hosted.take(False, None))
-        await asyncio.sleep(0.1)
+        assert await asyncio.to_thread(entered.wait, DEADLINE_S)
         stopping = asyncio.ensure_future(hosted.stop())
         await asyncio.sleep(0.1)
         assert not stopping.done()  # it waits for the turn
@@ -42,7 +45,7 @@ def test_a_take_that_was_given_up_is_what_the_next_one_gets():
 
     batch = asyncio.run(given_up_and_asked_again())
     assert batch is not None and batch.batch_size == (1, 1)
-    assert entered == [True]
+    assert begun == [True]
 
 
 def test_ray_is_left_whatever_the_end_of_the_actor_raises():
@@ -54,6 +57,7 @@ def test_ray_is_left_whatever_the_end_of_the_actor_raises():
 
     class Ends(RayLLMCollector):
         def __init__(self) -> None:
+            Delivery.__init__(self, None, None, None, None, DEADLINE_S)
             self._cluster: Any = Cluster()
 
         def _end(self, method: str, *args: Any) -> None:
@@ -61,5 +65,5 @@ def test_ray_is_left_whatever_the_end_of_the_actor_raises():
             raise RuntimeError(method)
 
     with pytest.raises(RuntimeError):
-        Ends()._release(True)
+        Ends().shutdown()
     assert done == ["stop", "shutdown", "left"]
