@@ -54,7 +54,9 @@ def train(run: Path, steps: int, warm_up_steps: int = 400, prompts: int = PROMPT
                 optimizer.zero_grad()
             buffer.empty()
             collector.update_policy_weights_(model)
-            torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
+            saved = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(saved, checkpoint.with_suffix(".tmp"))
+            checkpoint.with_suffix(".tmp").replace(checkpoint)  # whole, or the one before
             right = batch["next", "success"].float().mean()
             print(f"step {step}: right {right:.3f}, entropy {output.entropy:.3f}, ESS {output.ESS:.3f}", flush=True)
         return before, accuracy(collector.policy)

@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -113,9 +114,16 @@ def _one_at_a_time() -> Iterator[None]:
         yield
 
 
+_users: weakref.WeakSet[Cluster] = weakref.WeakSet()
+"""Of the connection that one of them made in this process: that one, and those with actors or slots over it."""
+_guards: list[Guard] = []
+"""Of that connection's Ray, where it is our own: one or none."""
+
+
 class Cluster:
     """Connects on enter; on exit kills what this run started, gives its slots back and disconnects.
 
+    Of several in one process the last one disconnects; none does where Ray was there before them.
     A cluster that we started ourselves ends with its driver, also after kill -9; see guard.py.
     """
 
@@ -125,8 +133,6 @@ class Cluster:
         self._settings = dict(settings or {})
         self._actors: list[ActorHandle] = []
         self._groups: list[PlacementGroup] = []
-        self._connected_here = False
-        self._guard: Guard | None = None
 
     def __enter__(self) -> Cluster:
         self.connect()
@@ -136,7 +142,7 @@ class Cluster:
         """Nothing when that is done. In the main thread: Ray's processes end with the thread that started them."""
         if ray.is_initialized():
             return
-        self._connected_here = True
+        _users.clear()
         settings = dict(self._settings)
         address = settings.pop("address", None) or os.environ.get("RAY_ADDRESS")
         if address and address != "local":
@@ -145,7 +151,8 @@ class Cluster:
         else:
             os.environ.update({key: os.environ.get(key, value) for key, value in _OWN_CLUSTER_ENV.items()})
             _start_own(settings)
-            self._guard = Guard()
+            _guards.append(Guard())
+        _users.add(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -156,10 +163,15 @@ class Cluster:
             ray.kill(actor, no_restart=True)
         for group in self._groups:
             remove_placement_group(group)
-        if self._connected_here:
-            ray.shutdown()
-        if self._guard is not None:
-            self._guard.close()
+        self._actors, self._groups = [], []
+        if self not in _users:
+            return
+        _users.discard(self)
+        if _users:
+            return
+        ray.shutdown()
+        while _guards:
+            _guards.pop().close()
 
     @property
     def connected(self) -> bool:
@@ -184,11 +196,17 @@ class Cluster:
 
     def owns_actor(self, actor: ActorHandle) -> None:
         """Kill it when the run ends."""
+        self._use()
         self._actors.append(actor)
 
     def owns_group(self, group: PlacementGroup) -> None:
         """Remove it when the run ends."""
+        self._use()
         self._groups.append(group)
+
+    def _use(self) -> None:
+        if _users:
+            _users.add(self)
 
     def _runtime_env(self) -> Mapping[str, Any]:
         """Users' modules travel to a cluster that does not share our disk."""

@@ -7,9 +7,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import torch
 from tensordict import TensorDictBase
 
 from skyrl_train.errors import ConfigError, DeadlineExceeded
@@ -29,7 +31,11 @@ class Delivery(ABC):
     """Iterating gives batches until there are no more; None for each one that went to `replay_buffer` or `queue`.
 
     `start` does the same in a thread. With `max_staleness` s it begins batch k (from 0) only once the policy has had
-    k - s updates since `start`: one update a batch then never meets a batch begun more than s versions before.
+    k - s updates since `start`: one update a batch then never meets a batch begun more than s versions before. A batch
+    of which the buffer stored nothing (yet) is not counted.
+
+    The thread waits for an update, or for room in the queue, `timeout` seconds: DeadlineExceeded ends it then. However
+    it ends, the queue gets a None after the last batch.
     """
 
     def __init__(
@@ -109,15 +115,14 @@ class Delivery(ABC):
         """
         if self._closed:
             return
-        self._stopping.set()
         self._closed = True
         thread, seconds = self._thread, self.timeout if timeout is None else timeout
-        if thread is not None:
-            self._interrupt()
-            thread.join(seconds)
         try:
-            if thread is not None and thread.is_alive():
-                raise DeadlineExceeded("the collector's thread", seconds)
+            self._interrupt()
+            if thread is not None:
+                thread.join(seconds)
+                if thread.is_alive():
+                    raise DeadlineExceeded("the collector's thread", seconds)
             self._raise_failure()
         finally:
             self._release(close_env)
@@ -137,30 +142,48 @@ class Delivery(ABC):
         begun, updates = 0, self._updates()
         try:
             while not self._stopping.is_set():
-                if self.max_staleness is not None and begun - (self._updates() - updates) > self.max_staleness:
-                    self._stopping.wait(_LOOK_S / 10)
-                    continue
+                self._wait_for_update(updates + begun)
                 self._ahead = updates + begun
-                begun += 1
                 batch = self.rollout()
                 if batch is None:
                     return
-                self._delivered(batch)
+                begun += self._stored(self._processed(batch))
         except BaseException as error:
             self._failure = error
         finally:
             self._ahead = None
+            if self.queue is not None:
+                self._say_over()
+
+    def _wait_for_update(self, trained_at: int) -> None:
+        """Until a batch that is trained on after so many updates may begin, or the thread is to stop."""
+        deadline = time.monotonic() + self.timeout
+        while self.max_staleness is not None and trained_at - self._updates() > self.max_staleness:
+            if self._stopping.wait(_LOOK_S / 10):
+                return
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"the update before the next batch (max_staleness={self.max_staleness}: one for each batch)",
+                    self.timeout,
+                )
 
     def _delivered(self, batch: TensorDictBase) -> TensorDictBase | None:
-        if self.postproc is not None:
-            batch = self.postproc(batch)
-        if self.replay_buffer is not None:
-            self.replay_buffer.extend(batch)
-        elif self.queue is not None:
-            self._put(batch)
-        else:
+        batch = self._processed(batch)
+        if self.replay_buffer is None and self.queue is None:
             return batch
+        self._stored(batch)
         return None
+
+    def _processed(self, batch: TensorDictBase) -> TensorDictBase:
+        return batch if self.postproc is None else self.postproc(batch)
+
+    def _stored(self, batch: TensorDictBase) -> bool:
+        """Whether anything of it was: a buffer may hold rows back until their group is whole."""
+        if self.replay_buffer is None:
+            self._put(batch)
+            return True
+        numbers = self.replay_buffer.extend(batch)
+        return numbers is None or torch.as_tensor(numbers).numel() > 0
 
     def _put(self, batch: TensorDictBase) -> None:
         """Wait for room: DeadlineExceeded after `timeout`, nothing put where the thread is to stop."""
@@ -172,6 +195,18 @@ class Delivery(ABC):
             except queues.Full:
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded("room in the collector's queue", self.timeout) from None
+
+    def _say_over(self) -> None:
+        """None into the queue, as soon as there is room: whoever reads must not wait for what does not come."""
+        deadline = time.monotonic() + self.timeout
+        with suppress(Exception):  # of a queue that is gone
+            while True:
+                try:
+                    self.queue.put(None, timeout=_LOOK_S)
+                    return
+                except queues.Full:
+                    if self._stopping.is_set() or time.monotonic() > deadline:
+                        return
 
     def _check_usable(self) -> None:
         self._check_open()

@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from tensordict import TensorDictBase, lazy_stack
@@ -45,8 +45,9 @@ class LLMCollector(Delivery):
         weight_updater: One, or a function of the policy that makes one; None: `WeightUpdaterBase.from_policy`.
         track_policy_version: True, or a PolicyVersion: rows carry "policy_version".
         async_envs: Must be false: environments of a batch take their turns together.
-        max_staleness: Trajectories with a turn of a version so many updates older than the newest are dropped when
-            they end, and counted in `dropped_turns`. None: they are kept.
+        max_staleness: Whole trajectories with a turn of a version more updates than this older than the newest at the
+            end of their batch are dropped, and counted in `dropped_turns`. Batches of turns are kept as they are: only
+            `start` sees to their age, by waiting. None: no bound.
         timeout: Seconds to wait for a turn under way, or for room in the queue.
     """
 
@@ -101,7 +102,7 @@ class LLMCollector(Delivery):
         self.turns = 0
         """That have run."""
         self.dropped_turns = 0
-        """Of trajectories that were too old when they ended."""
+        """Of trajectories that were too old by the end of their batch."""
         self._sampling = threading.RLock()
         self._root: TensorDictBase | None = None
         self._trajectories: dict[int, tuple[int, list[TensorDictBase]]] = {}
@@ -147,9 +148,9 @@ class LLMCollector(Delivery):
 
     @contextmanager
     def no_sampling(self) -> Iterator[None]:
-        """No turn is sampled meanwhile. DeadlineExceeded where the one under way does not end within `timeout`."""
+        """No turn is sampled meanwhile. DeadlineExceeded where the one, or a push, under way takes over `timeout`."""
         if not self._sampling.acquire(timeout=self.timeout):
-            raise DeadlineExceeded("the policy's turn under way", self.timeout)
+            raise DeadlineExceeded("the policy's turn, or the push of weights, under way", self.timeout)
         try:
             yield
         finally:
@@ -182,6 +183,7 @@ class LLMCollector(Delivery):
 
     def _completed(self) -> TensorDictBase | None:
         rows: list[TensorDictBase] = []
+        ended: list[tuple[int, list[TensorDictBase]]] = []
         while len(rows) < (self.dialog_turns_per_batch or 1) and self._may_go_on():
             updates = self._updates()
             step = self._turn()
@@ -189,16 +191,18 @@ class LLMCollector(Delivery):
                 trajectory = self._trajectories.setdefault(place, (updates, []))
                 trajectory[1].append(row)
                 if bool(row["next", "done"].any()):
-                    rows += self._ended(*self._trajectories.pop(place))
+                    ended.append(self._trajectories.pop(place))
+            ended = self._fresh(ended)  # those that ended earlier, too: there may have been updates since
+            rows = [row for _, steps in ended for row in (steps[-1:] if self.yield_only_last_steps else steps)]
         return lazy_stack(rows) if rows else None
 
-    def _ended(self, updates: int, steps: list[TensorDictBase]) -> list[TensorDictBase]:
-        """What is kept of a trajectory begun after so many updates."""
-        newest = max(self._updates(), self._ahead or 0)
-        if self.max_staleness is not None and newest - updates > self.max_staleness:
-            self.dropped_turns += len(steps)
-            return []
-        return steps[-1:] if self.yield_only_last_steps else steps
+    def _fresh(self, ended: list[tuple[int, list[TensorDictBase]]]) -> list[tuple[int, list[TensorDictBase]]]:
+        """Without trajectories that are too old by now; each comes with the updates before its first turn."""
+        if self.max_staleness is None:
+            return ended
+        oldest = max(self._updates(), self._ahead or 0) - self.max_staleness
+        self.dropped_turns += sum(len(steps) for updates, steps in ended if updates < oldest)
+        return [one for one in ended if one[0] >= oldest]
 
     def _may_go_on(self) -> bool:
         return not self._stopping.is_set() and not 0 <= self.total_dialog_turns <= self.turns
@@ -206,10 +210,13 @@ class LLMCollector(Delivery):
     def _turn(self) -> TensorDictBase:
         """One step of all rows, with "next"."""
         root = self.env.reset() if self._root is None else self._root
-        with self.no_sampling():
-            self._versions.acting = self._versions.version
-            acted = _merged(root, self.policy(root))
-        step, following = self.env.step_and_maybe_reset(acted)
+        try:
+            with self.no_sampling():
+                self._versions.acting = self._versions.version
+                acted = _merged(root, self.policy(root))
+            step, following = self.env.step_and_maybe_reset(acted)
+        finally:
+            self._versions.acting = None
         self.turns += len(step)
         # What goes on is in the record as "next": a policy that writes into what it is shown must not reach it.
         self._root = lazy_stack([row.copy() for row in following.unbind(0)])
@@ -248,12 +255,13 @@ class LLMCollector(Delivery):
         return updater
 
     def _release(self, close_env: bool) -> None:
-        if self.weight_updater is not None:
-            self.weight_updater.close()
-        if self._owned and hasattr(self.policy, "close"):
-            self.policy.close()
-        if close_env:
-            self.env.close()
+        with ExitStack() as closing:  # all of them, whatever one raises; last in, first out
+            if close_env:
+                closing.callback(self.env.close)
+            if self._owned and hasattr(self.policy, "close"):
+                closing.callback(self.policy.close)
+            if self.weight_updater is not None:
+                closing.callback(self.weight_updater.close)
 
 
 def check_yields(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -19,9 +19,6 @@ from skyrl_train.policies.loop import call
 from skyrl_train.policies.weights import Source, weights_of
 from skyrl_train.tensordict_envs.base import Policy, TensorDictEnv
 from skyrl_train.tensordict_envs.versions import Version
-
-_LAST_WORDS_S = 10.0
-"""For an actor to stop by itself, and to close what it has, before it is killed."""
 
 
 class RayLLMCollector(Delivery):
@@ -159,12 +156,12 @@ class RayLLMCollector(Delivery):
     def _end(self, method: str, *args: Any) -> None:
         """What an actor that is gone, or hangs, need not do."""
         with suppress(SkyRLError):
-            call(self._actor.call_within(_LAST_WORDS_S, method, *args), method, _LAST_WORDS_S + 5.0)
+            call(getattr(self._actor, method)(*args), method, self.timeout + 5.0)
 
     def _release(self, close_env: bool) -> None:
-        self._end("stop")
-        self._end("shutdown", close_env)
-        self._cluster.__exit__(None, None, None)
+        with ExitStack() as ending:  # each of them, whatever another one raises
+            ending.callback(self._cluster.__exit__, None, None, None)
+            self._end("shutdown", close_env)
 
 
 class _Hosted:
@@ -178,9 +175,15 @@ class _Hosted:
 
     async def take(self, begin_next: bool, trained_at: int | None) -> TensorDictBase | None:
         """A batch, begun now unless it was before; `trained_at`: updates by the time that it is trained on."""
-        coming, self._next = self._next, None
-        batch: TensorDictBase | None = await (coming or self._begin(trained_at))
-        if begin_next and batch is not None:
+        if self._next is None:
+            self._next = self._begin(trained_at)
+        coming = self._next
+        try:
+            batch: TensorDictBase | None = await asyncio.shield(coming)  # who gives up leaves it to the next call
+        finally:
+            if self._next is coming and coming.done():
+                self._next = None
+        if begin_next and batch is not None and self._next is None:
             self._next = self._begin(self._collector._updates() + 1)
         return batch
 

@@ -19,8 +19,8 @@ from skyrl_train.policies.wrapper import LLMWrapperBase
 class WeightUpdaterBase(ABC):
     """Brings weights to workers: whatever samples, each known by an id. Subclasses say how one worker gets them.
 
-    With a collector registered no turn is sampled while weights change, and a push that reached all workers is a new
-    version of its policy: a turn was sampled wholly by the weights whose version it carries.
+    With a collector registered no turn is sampled while weights change, and a push that reached any worker, also one
+    that failed at a later one, is a new version of its policy: no weights sample under a number that others had.
     """
 
     def __init__(self) -> None:
@@ -62,10 +62,14 @@ class WeightUpdaterBase(ABC):
         if everybody is not None and (unknown := [one for one in chosen if one not in everybody]):
             raise ConfigError(f"worker_ids={unknown} are not among {list(everybody)}.")
         with self._no_sampling():
-            for worker in chosen:
-                self._sync_weights_with_worker(worker_id=worker, server_weights=weights)
-            if self.collector is not None and (everybody is None or set(everybody) <= set(chosen)):
-                self.collector.increment_version()
+            reached = False
+            try:
+                for worker in chosen:
+                    self._sync_weights_with_worker(worker_id=worker, server_weights=weights)
+                    reached = True
+            finally:
+                if reached and self.collector is not None:
+                    self.collector.increment_version()
         for hook in self.post_hooks:
             hook()
 

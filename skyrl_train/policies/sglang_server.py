@@ -78,7 +78,7 @@ class AsyncSGLang(EngineView):
                     closing()
                 raise
         elif model_path is not None:
-            tokenizer = tokenizer or load_tokenizer(model_path)
+            tokenizer = load_tokenizer(tokenizer or model_path) if isinstance(tokenizer or "", str) else tokenizer
             start = load_object(ENGINES["sglang"])
             engine = start(
                 model_path, tokenizer, dtype=dtype, device=device, tensor_parallel_size=tp_size, **server_kwargs

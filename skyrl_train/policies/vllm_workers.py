@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from skyrl_train.policies.engine_view import EngineView
 from skyrl_train.registry import load_object
 
 KIND = "vllm"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class vLLMWorker(EngineView):
@@ -100,8 +102,9 @@ def make_vllm_worker(
 ) -> vLLMWorker:
     """vLLM, started: in a Ray actor, or with make_ray_worker=False in this process.
 
-    `devices`: accelerators of this machine by index, or `num_devices` of them, wherever they are free (1). Log-probs
-    are computed in float32 always; enable_fp32_output=True says so of the model too, and wants dtype="float32".
+    `devices`: accelerators that this process sees, by index, or `num_devices` (1) of them, wherever they are free. For
+    an actor Ray chooses: where it gives others than `devices`, that is a ConfigError. Log-probs are computed in float32
+    always; enable_fp32_output=True says so of the model too, and wants dtype="float32".
 
     Raises ConfigError (a ValueError) for devices that are not there and contradictions, RuntimeError without Ray.
     """
@@ -125,7 +128,7 @@ def make_vllm_worker(
         {"model": model_name, "dtype": dtype, **options},
         name=f"{KIND} worker",
         ranks=ranks,
-        devices=indices,
+        devices=None if indices is None else [accelerators()[index] for index in indices],
         deadline_s=timeout,
     )
     return vLLMWorker(engine, model_name, dtype=dtype, timeout=timeout, closing=closing)
@@ -134,17 +137,26 @@ def make_vllm_worker(
 def check_devices(devices: Sequence[int | torch.device]) -> list[int]:
     """Indices of accelerators. Raises ConfigError for none, doubles, and those that are not there."""
     indices = [one.index or 0 if isinstance(one, torch.device) else one for one in devices]
-    there = torch.cuda.device_count()
+    there = len(accelerators())
     if not indices or len(set(indices)) != len(indices) or not all(0 <= one < there for one in indices):
         raise ConfigError(f"devices={indices}: give different ones of the {there} accelerators here, from 0.")
     return indices
 
 
+@cache
+def accelerators() -> tuple[str, ...]:
+    """What CUDA_VISIBLE_DEVICES called those of this process at first: indices count these, whatever is chosen."""
+    there = torch.cuda.device_count()
+    named = os.environ.get(VISIBLE)
+    return tuple(map(str, range(there))) if named is None else tuple(map(str.strip, named.split(",")))[:there]
+
+
 def _choose(indices: Sequence[int]) -> None:
     """vLLM takes the first ones that it sees."""
-    wanted = ",".join(map(str, indices))
-    if indices == list(range(len(indices))) or os.environ.get("CUDA_VISIBLE_DEVICES") == wanted:
+    wanted = [accelerators()[index] for index in indices]
+    visible = [one.strip() for one in os.environ.get(VISIBLE, ",".join(accelerators())).split(",")]
+    if visible[: len(wanted)] == wanted:
         return
     if torch.cuda.is_initialized():
         raise ConfigError(f"devices={list(indices)}: torch uses accelerators already; start with make_ray_worker=True.")
-    os.environ["CUDA_VISIBLE_DEVICES"] = wanted
+    os.environ[VISIBLE] = ",".join(wanted)

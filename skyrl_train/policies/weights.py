@@ -37,12 +37,14 @@ class ModelWeights(Mapping[str, Tensor]):
     def __init__(self, module: nn.Module):
         """Raises ConfigError for adapters that are no sum with the weight (DoRA, adapters with a bias)."""
         self._read: dict[str, Callable[[], Tensor]] = {}
+        self.shapes: dict[str, torch.Size] = {}
         for name, parameter in module.named_parameters():
             if "lora_" in name or ".original_module." in name:
                 continue
             layer, held, kind = name.rpartition(".base_layer.")
             plain = (f"{layer}.{kind}" if held else name).removeprefix("base_model.model.")
             plain = plain.replace(".modules_to_save.default.", ".")
+            self.shapes[plain] = parameter.shape
             if held and kind == "weight":
                 adapted = module.get_submodule(layer)
                 _check_adapter(adapted, layer)
@@ -89,11 +91,12 @@ def check_metadata(weights: Mapping[str, Tensor], metadata: Metadata) -> None:
     """Raises ConfigError naming the first tensor that differs from what was announced."""
     if absent := sorted(set(metadata) - set(weights)):
         raise ConfigError(f"{absent[0]} is in model_metadata, but the policy has no such tensor.")
-    for name, tensor in weights.items():
+    shapes = weights.shapes if isinstance(weights, ModelWeights) else {name: one.shape for name, one in weights.items()}
+    for name, shape in shapes.items():
         if name not in metadata:
             raise ConfigError(f"{name} is a tensor of the policy that model_metadata does not name.")
-        if tuple(metadata[name][1]) != tuple(tensor.shape):
-            raise ConfigError(f"{name} has shape {list(tensor.shape)}; model_metadata says {list(metadata[name][1])}.")
+        if tuple(metadata[name][1]) != tuple(shape):
+            raise ConfigError(f"{name} has shape {list(shape)}; model_metadata says {list(metadata[name][1])}.")
 
 
 class WeightPusher:

@@ -16,7 +16,7 @@ from skyrl_train.engines.base import (
     VersionSpan,
 )
 from skyrl_train.engines.sampling import check_supported
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import EngineError, WeightSyncError
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 Answer = Callable[[SampleRequest], Sequence[int]]
@@ -52,6 +52,7 @@ class ScriptedEngine:
         self.calls: list[str] = []
         self.batches: list[list[SampleRequest]] = []
         self.version = 0
+        self._newest, self._rehearsal = -1, False
         self.asleep = self.torn = self.closed = False
         self._answer = answer
         self._delay_s = delay_s
@@ -129,9 +130,13 @@ class ScriptedEngine:
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
         self._note("connect_weights")
+        self._newest = -1
 
     async def begin_weights(self, manifest: Manifest) -> None:
         self._note("begin_weights")
+        if manifest.version <= self._newest:
+            raise WeightSyncError(f"engine {self.name}: version {manifest.version} is stale: {self.version} is served.")
+        self._rehearsal = manifest.rehearsal
 
     async def receive_weights(self, bucket: Bucket) -> None:
         self._note("receive_weights")
@@ -140,6 +145,7 @@ class ScriptedEngine:
     async def commit_weights(self, version: int) -> None:
         self._note("commit_weights")
         self.version, self.torn = version, False
+        self._newest = version - self._rehearsal
 
     async def reset_prefix_cache(self) -> None:
         self._note("reset_prefix_cache")

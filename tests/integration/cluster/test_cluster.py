@@ -170,9 +170,14 @@ def test_leaving_a_cluster_ends_its_processes_and_gives_its_slots_back():
 
     code = (
         "from skyrl_train.cluster.runtime import Cluster\n"
-        "with Cluster() as cluster:\n"
-        "    assert cluster.cpus >= 1 and cluster.nodes == 1\n"
         "import ray\n"
+        "first, second = Cluster(), Cluster()\n"
+        "first.connect()\n"
+        "with second as cluster:\n"
+        "    cluster.owns_group(ray.util.placement_group([{'CPU': 0.1}]))\n"
+        "    assert cluster.cpus >= 1 and cluster.nodes == 1\n"
+        "    first.__exit__(None, None, None)\n"
+        "    assert ray.is_initialized()\n"
         "assert not ray.is_initialized()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,8 +35,8 @@ def ray_runtime() -> Iterator[None]:
 def collector(model: str, **settings: Any) -> RayLLMCollector:
     """One-turn conversations, two at a time."""
     given: dict[str, Any] = {"dialog_turns_per_batch": 2, "track_policy_version": True, "timeout": DEADLINE_S}
+    given["env"] = partial(GSM8KEnv, dataset=ROWS, num_envs=2, system_prompt=None)
     return RayLLMCollector(
-        partial(GSM8KEnv, dataset=ROWS, num_envs=2, system_prompt=None),
         policy_factory=partial(TransformersWrapper, model, generate_kwargs={"max_new_tokens": 4}),
         **{**given, **settings},
     )
@@ -50,8 +51,22 @@ def gap(row: TensorDictBase, model: torch.nn.Module) -> float:
 
 @pytest.mark.defect("D34")
 @pytest.mark.timeout(600)
-def test_one_batch_ahead_is_at_most_one_update_old(ray_runtime: None, tiny_model_path: str):
+def test_one_batch_ahead_is_at_most_one_update_old(ray_runtime: None, tiny_model_path: str, tmp_path: Path):
+    def noting() -> GSM8KEnv:
+        """Leaves a file for every step."""
+        from skyrl_train.tensordict_envs.base import Transform
+
+        class Notes(Transform):
+            def after_step(self, root: Any, following: Any) -> Any:
+                (tmp_path / str(len(list(tmp_path.iterdir())))).touch()
+                return following
+
+        made = GSM8KEnv(dataset=[{"question": "1 + 1 = ?", "answer": "#### 2"}], num_envs=2, system_prompt=None)
+        made.append_transform(Notes())
+        return made
+
     settings: dict[str, Any] = {
+        "env": noting,
         "sync_iter": False,
         "remote_config": None,
         "num_gpus": 0,
@@ -64,12 +79,12 @@ def test_one_batch_ahead_is_at_most_one_update_old(ray_runtime: None, tiny_model
         for trained, batch in enumerate(collects):
             assert batch is not None and batch.batch_size == (2, 1)
             ages += [trained - int(row["policy_version"]) for row in batch[:, 0].unbind(0)]
+            steps = min(trained + 2, 3)  # the next batch is sampled while this one is trained on
+            _until(lambda steps=steps: len(list(tmp_path.iterdir())) == steps)
             weights = tiny_model(seed=trained + 1)
             collects.update_policy_weights_(weights)
             assert collects.get_policy_version() == trained + 1
-        assert len(ages) == 6
-        assert ages[:2] == [0, 0]
-        assert set(ages) <= {0, 1}
+        assert ages == [0, 0, 1, 1, 1, 1]
         assert list(collects) == []
         with pytest.raises(WeightSyncError, match="is held by the engine, but the trainer does not send it"):
             collects.update_policy_weights_({"model.norm.weight": torch.ones(64)})

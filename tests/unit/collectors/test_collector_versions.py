@@ -119,7 +119,7 @@ def test_an_update_that_waits_too_long_for_a_turn_says_so():
     collects = collector(conversations(1), policy, dialog_turns_per_batch=1, queue=queues.Queue(), timeout=0.05)
     collects.start()
     assert policy.entered.wait(DEADLINE_S)
-    with pytest.raises(TimeoutError, match=r"the policy.s turn under way did not finish within 0\.05 s"):
+    with pytest.raises(TimeoutError, match=r"or the push of weights, under way did not finish within 0\.05 s"):
         push(collects)
     policy.allowed.set()
     collects.shutdown(DEADLINE_S)
@@ -194,6 +194,66 @@ def test_a_trajectory_with_turns_that_are_too_old_is_dropped(max_staleness: int,
     batch = next(iter(collects))
     assert collects.dropped_turns == dropped
     assert [version for _, version in said_and_version(batch)] == ([1, 1, 1] if dropped else [0, 0, 1])
+
+
+def test_trajectories_that_ended_before_an_update_are_too_old_as_well():
+    env = conversations(1)
+    collects = collector(
+        env, dialog_turns_per_batch=2, yield_completed_trajectories=True, flatten_data=None, max_staleness=0
+    )
+    pushes = iter([False, True])
+    env.append_transform(After(0, lambda: push(collects) if next(pushes, False) else None))
+    assert [version for _, version in said_and_version(next(iter(collects)))] == [1, 1]
+    assert collects.dropped_turns == 2
+
+
+def test_a_version_that_acted_does_not_outlive_its_step():
+    env = conversations(1)
+    collects = collector(env, dialog_turns_per_batch=1)
+    next(iter(collects))
+    push(collects)
+    assert said_and_version(env.rollout(1, collects.policy)[:, 0]) == [(1, 1)]
+
+
+def test_a_thread_that_waits_for_updates_for_too_long_says_so_and_ends_its_queue():
+    queue: queues.Queue[TensorDictBase] = queues.Queue()
+    collects = collector(conversations(1), dialog_turns_per_batch=1, queue=queue, max_staleness=0, timeout=0.2)
+    collects.start()
+    assert said_and_version(queue.get(timeout=DEADLINE_S)) == [(0, 0)]
+    assert queue.get(timeout=DEADLINE_S) is None
+    with pytest.raises(TimeoutError, match=r"the update before the next batch \(max_staleness=0"):
+        collects.shutdown(DEADLINE_S)
+
+
+def test_a_full_queue_gets_its_end_once_there_is_room():
+    queue: queues.Queue[TensorDictBase] = queues.Queue(1)
+    with collector(conversations(1), dialog_turns_per_batch=1, total_dialog_turns=2, queue=queue) as collects:
+        collects.start()
+        found = [queue.get(timeout=DEADLINE_S) for _ in range(3)]
+        assert found[0] is not None and found[1] is not None
+        assert found[2] is None
+
+
+class _HoldsBack:
+    """A buffer that stores rows in pairs, when the second one has come."""
+
+    def __init__(self) -> None:
+        self.came = 0
+
+    def extend(self, tensordict: TensorDictBase) -> torch.Tensor:
+        self.came += 1
+        return torch.arange(2 * (1 - self.came % 2))
+
+
+def test_a_batch_of_which_nothing_is_stored_waits_for_no_update():
+    buffer = _HoldsBack()
+    with collector(conversations(1), dialog_turns_per_batch=1, replay_buffer=buffer, max_staleness=0) as collects:
+        collects.start()
+        deadline = time.monotonic() + DEADLINE_S
+        while buffer.came < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert buffer.came == 2
 
 
 def test_the_thread_ends_with_its_turns():

@@ -215,6 +215,23 @@ def test_a_policy_that_the_collector_made_is_closed_with_the_environment():
         next(iter(collects))
 
 
+def test_the_environment_is_closed_where_the_policy_cannot_be():
+    closed = []
+
+    class Policy:
+        def close(self) -> None:
+            raise RuntimeError("cannot close")
+
+    class Env(DatasetChatEnv):
+        def close(self) -> None:
+            closed.append("env")
+
+    env = Env(dataset=[{"query": "q"}], num_envs=1)
+    with pytest.raises(RuntimeError, match="cannot close"):
+        collector(env, 1, policy=None, policy_factory=Policy).shutdown()
+    assert closed == ["env"]
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
     [

@@ -99,7 +99,7 @@ class _Collector:
         return nullcontext()
 
 
-def test_a_version_is_what_all_workers_have():
+def test_whoever_samples_with_other_weights_has_another_version():
     engines = [ScriptedEngine(name="one"), ScriptedEngine(name="two")]
     updater, collector = EngineUpdater(engines, source={"weight": torch.ones(2)}), _Collector()
     hooked: list[int] = []
@@ -108,12 +108,12 @@ def test_a_version_is_what_all_workers_have():
     updater.register_post_hook(lambda: hooked.append(collector.policy_version))
     updater.push_weights(worker_ids=1)
     assert [engine.version for engine in engines] == [0, 1]
-    assert collector.policy_version == 0
+    assert collector.policy_version == 1
     updater.push_weights({"weight": torch.zeros(2)})
-    assert [engine.version for engine in engines] == [1, 1]
-    updater()
     assert [engine.version for engine in engines] == [2, 2]
-    assert hooked == [0, 1, 2]
+    updater()
+    assert [engine.version for engine in engines] == [3, 3]
+    assert hooked == [1, 2, 3]
     with pytest.raises(ValueError, match=r"worker_ids=\[2\] are not among \[0, 1\]"):
         updater.push_weights(worker_ids=[2])
     with pytest.raises(ValueError, match="serves a collector already"):
@@ -129,6 +129,21 @@ def test_an_updater_is_found_for_a_policy(policy: TransformersWrapper):
     assert WeightUpdaterBase.from_policy(policy.get_new_version(generate=False)) is None
     with pytest.raises(ValueError, match="was made without source="):
         found.push_weights()
+
+
+def test_a_push_that_fails_at_the_second_worker_uses_its_number_up():
+    engines = [ScriptedEngine(name="one"), ScriptedEngine(name="two")]
+    updater, collector = EngineUpdater(engines, source={"weight": torch.ones(2)}), _Collector()
+    updater.register_collector(collector)
+    engines[1].failures["begin_weights"] = WeightSyncError("no room")
+    with pytest.raises(WeightSyncError, match="no room"):
+        updater.push_weights()
+    assert [engine.version for engine in engines] == [1, 0]
+    assert collector.policy_version == 1
+    engines[1].failures.clear()
+    updater.push_weights()
+    assert [engine.version for engine in engines] == [2, 2]
+    assert collector.policy_version == 2
 
 
 @pytest.mark.parametrize("route", ["broadcast", "checkpoint"])

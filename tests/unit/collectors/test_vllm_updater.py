@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 
 from skyrl_train.collectors.vllm_updater import vLLMUpdater, vLLMUpdaterV2
 from skyrl_train.errors import ConfigError
+from skyrl_train.policies import weights
 from skyrl_train.policies.loop import call
 from skyrl_train.policies.wrappers import TransformersWrapper
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
@@ -91,6 +92,12 @@ def test_a_push_reaches_the_engine_leaves_adapters_alone_and_is_one_version(samp
     changed = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])]
     assert changed == ["base_model.model.model.norm.weight"]
     assert not any(getattr(module, "merged", False) for module in model.modules())
+
+
+def test_shapes_are_checked_without_merging(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(weights, "_merged", lambda *_: pytest.fail("a tensor was merged for its shape"))
+    metadata = {name: (p.dtype, p.shape) for name, p in tiny_model().named_parameters()}
+    weights.check_metadata(weights.weights_of(adapted()), metadata)
 
 
 @pytest.mark.defect("D35")

@@ -48,6 +48,19 @@ def sglang(monkeypatch: pytest.MonkeyPatch, tiny_model_path: str) -> Iterator[As
         yield server
 
 
+def test_a_tokenizers_path_is_read_before_the_engine_starts(monkeypatch: pytest.MonkeyPatch, tiny_model_path: str):
+    got: list[Any] = []
+
+    def start(model: str, tokenizer: Any, **options: Any) -> ScriptedEngine:
+        got.append(tokenizer)
+        return ScriptedEngine()
+
+    monkeypatch.setattr(sglang_server, "load_object", lambda _: start)
+    with AsyncSGLang(model_path=tiny_model_path, tokenizer=tiny_model_path) as server:
+        assert got == [server.tokenizer]
+        assert server.tokenizer("a")["input_ids"] == ids("a")
+
+
 @pytest.mark.defect("D09")
 def test_all_prompts_of_a_call_and_all_calls_are_under_way_at_once(sglang: AsyncSGLang):
     engine: Any = sglang.engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,6 +82,69 @@ def test_what_a_worker_cannot_be_is_said_before_it_starts(started: list[dict[str
             make_vllm_worker(model_name=tiny_model_path)
     with pytest.raises(RuntimeError, match="not started"):
         _ = LLMOnDevice(tiny_model_path).engine
+
+
+@pytest.fixture
+def no_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if nobody had chosen accelerators in this process, which sees two of them."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    vllm_workers.accelerators.cache_clear()
+    yield
+    vllm_workers.accelerators.cache_clear()
+
+
+def test_devices_count_those_that_were_visible_at_first(no_choice: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    for chosen, visible in (([0], "4,5"), ([1], "5"), ([0], "4"), ([1, 0], "5,4")):
+        vllm_workers._choose(vllm_workers.check_devices(chosen))
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="torch uses accelerators already"):
+        vllm_workers._choose([0])
+
+
+class _Placed(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("options", "devices", "reserved", "ends"),
+    [
+        ({"device": "cpu"}, None, ("cpu", 1), _Placed),
+        ({}, None, ("cuda", 1), _Placed),
+        ({"device": None}, ["7"], ("cuda", 1), _Placed),
+        ({}, ["5"], ("cuda", 1), ConfigError),
+    ],
+)
+def test_an_actor_has_the_accelerators_that_ray_gave_it(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], devices: Any, reserved: Any, ends: type[Exception]
+):
+    from skyrl_train.policies import remote
+
+    asked = []
+
+    class OneAccelerator:
+        connected, gpus = True, 1.0
+
+        def connect(self) -> None: ...
+
+        def __exit__(self, *failure: object) -> None: ...
+
+    async def places(slots: Any, indices: Any, deadline_s: float) -> list[tuple[str, str]]:
+        return [("node", "7")]
+
+    def spawned(*args: Any, **settings: Any) -> None:
+        assert args[2]["device"] == reserved[0]
+        raise _Placed
+
+    monkeypatch.setattr(remote, "Cluster", OneAccelerator)
+    monkeypatch.setattr(remote, "reserve", lambda cluster, **given: asked.append((given["device"], given["count"])))
+    monkeypatch.setattr(remote, "places_of", places)
+    monkeypatch.setattr(remote, "spawn", spawned)
+    with pytest.raises(ends, match="devices=5, but Ray has given it 7" if ends is ConfigError else None):
+        remote.engine_in_actor("a:B", options, name="worker", devices=devices)
+    assert asked == [reserved]
 
 
 @pytest.mark.defect("D21")
