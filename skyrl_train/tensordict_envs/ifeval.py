@@ -103,8 +103,8 @@ class IfEvalScorer(Transform):
         prompt = next((found for key in self.prompt_keys if (found := text_of(row, key)) is not None), None)
         if not names or kwargs is None or prompt is None:
             wanted = (self.instruction_ids_key, self.keyword_args_key, self.prompt_keys[0])
-            place, found = value_of(row, self.id_key), sorted(map(str, row.keys()))
-            raise ValueError(f"IfEvalScorer: the row {place!r} needs {wanted}, got {found}")
+            place, there = value_of(row, self.id_key), sorted(map(str, row.keys()))
+            raise ValueError(f"IfEvalScorer: the row {place!r} needs {wanted}, got {there}")
         metrics = score(names, kwargs, prompt, text).metrics()
         return IFEvalScoreData(**{name: torch.tensor([value]) for name, value in metrics.items()}, batch_size=[])
 

@@ -98,7 +98,7 @@ def test_texts_of_different_lengths_are_scored_as_alone_whatever_the_attention(a
 
 @pytest.mark.defect("D19")
 def test_log_probs_of_a_module_in_bfloat16_are_those_of_its_logits_in_float32():
-    own = tiny_model().to(torch.bfloat16)
+    own = tiny_model().bfloat16()
     scorer = TransformersWrapper(own, tokenizer=TOKENIZER, generate=False, input_mode="tokens", inplace=False)
     rows = torch.tensor([[5, 6, 7, 8, 9]])
     with torch.no_grad():
@@ -113,7 +113,8 @@ def test_log_probs_of_a_module_in_bfloat16_are_those_of_its_logits_in_float32():
 
 @pytest.mark.gpu
 def test_a_batch_on_the_cpu_is_scored_by_a_module_on_the_accelerator():
-    own = tiny_model().to("cuda")
+    own: Any = tiny_model()
+    own.to("cuda")
     scorer = TransformersWrapper(own, tokenizer=TOKENIZER, generate=False, input_mode="tokens", inplace=False)
     td = lazy_stack([TensorDict(tokens=Tokens(full=torch.tensor(row))) for row in ([5, 6, 7], [8, 9])])
     td = scorer(td)

@@ -157,7 +157,7 @@ def test_a_prompt_that_begins_with_the_padding_is_told_by_the_mask_of_its_sequen
 @pytest.mark.defect("D20")
 @pytest.mark.parametrize("mode", ["tokens", "history"])
 def test_prompts_of_environments_have_no_padding_whatever_they_begin_with(wrap: Any, mode: str):
-    tokenizer = padding_with(TOKENIZER.convert_tokens_to_ids("<|im_start|>"))
+    tokenizer = padding_with(TOKENIZER.get_vocab()["<|im_start|>"])
     env = ChatEnv(input_mode=mode, tokenizer=tokenizer, batch_size=(1,), with_tokenizer=mode == "history")
     wrapper = wrap(tokenizer=tokenizer, input_mode=mode, prefer_tokens=True)
     acted = wrapper(env.reset(TensorDict(query=["hi"], batch_size=(1,))))

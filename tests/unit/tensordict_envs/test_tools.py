@@ -156,6 +156,7 @@ def test_tools_need_a_conversation():
             ChatEnv(input_mode=mode).append_transform(PythonInterpreter())
     with pytest.raises(ValueError, match="ray"):
         PythonInterpreter(services="ray")
+    settings: Any
     for settings in ({"service_name": "mine"}, {"namespace": "mine"}):
         with pytest.raises(ValueError, match="mine"):
             PythonInterpreter(**settings)

@@ -192,8 +192,8 @@ def test_returns_do_not_grow_with_length_and_advantages_are_the_trainers():
     env.append_transform(KLRewardTransform(Scorer("tokens", -1.5), coef=0.01))  # 0.5 nats a token
     stepped = env.step(root)
     returns = [1.0 - 0.01 * 0.5 * length for length in (40, 3)]
-    for row, expected in zip(stepped.unbind(0), returns, strict=True):
-        assert float(row["next", "reward"].sum()) == pytest.approx(expected)
+    for row, wanted in zip(stepped.unbind(0), returns, strict=True):
+        assert float(row["next", "reward"].sum()) == pytest.approx(wanted)
     for row in stepped.unbind(0):
         row.set("group", torch.tensor(0))
         row["next"].set("done", torch.tensor([True]))
