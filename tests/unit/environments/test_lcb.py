@@ -259,7 +259,7 @@ def test_limits_that_do_not_fit_into_a_step_are_refused(overrides: list[str], me
 
 class Evil:
     def __reduce__(self) -> Any:
-        return print, ("pickled code ran",)
+        return eval, ("print('pickled code ran')",)
 
 
 def packed(value: Any) -> str:
@@ -306,5 +306,5 @@ def test_local_rows_are_converted_and_graded(tmp_path: Path):
 def test_hidden_tests_that_are_code_are_refused(tmp_path: Path):
     done = convert(tmp_path, {"question_content": "x", "public_test_cases": "[]", "private_test_cases": packed(Evil())})
     assert done.returncode == 1
-    assert "private_test_cases name builtins.print: not a text" in done.stderr
+    assert "private_test_cases name builtins.eval: not a text" in done.stderr
     assert "pickled code ran" not in done.stdout + done.stderr
