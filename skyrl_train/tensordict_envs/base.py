@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
@@ -84,7 +85,7 @@ class StepCounter(Transform):
         return following
 
 
-class TensorDictEnv:
+class TensorDictEnv(ABC):
     """A batch of episodes: `reset` gives observations, `step` adds "next" to observations with actions.
 
     Rows may have different lengths: batches are lazy stacks of rows, nothing is padded. "episode" [B] numbers the
@@ -107,15 +108,15 @@ class TensorDictEnv:
 
     # --------------------------------------------------------------------------------------- for subclasses
 
+    @abstractmethod
     def _reset_row(self, given: TensorDictBase) -> TensorDictBase:
         """The first observation of one episode, batch []."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _step_row(self, root: TensorDictBase) -> TensorDictBase:
         """What follows an observation and its action, batch []; "reward", and of DONE_KEYS what is not False."""
-        raise NotImplementedError
 
-    def _end_episodes(self, episodes: Sequence[int] | None) -> None:
+    def _end_episodes(self, episodes: Sequence[int] | None) -> None:  # noqa: B027 - there may be nothing to end
         """As `Transform.end_episodes`."""
 
     # ---------------------------------------------------------------------------------------------- for users

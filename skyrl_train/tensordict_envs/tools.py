@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class Call:
     wrong: str | None = None
 
 
-class ToolTransform(Transform):
+class ToolTransform(Transform, ABC):
     """Runs the calls of the model's last answer, and puts a message of role `tool_name` for each behind it.
 
     Every episode has tools of its own, closed when it ends; rows run at the same time. What a model gets wrong, and
@@ -55,17 +56,17 @@ class ToolTransform(Transform):
         self.tool_name = tool_name
         self._boxes: dict[int, ToolBox] = {}
 
+    @abstractmethod
     def make_tools(self) -> list[Tool]:
         """The tools of one episode."""
-        raise NotImplementedError
 
+    @abstractmethod
     def calls(self, text: str) -> list[Call]:
         """The calls of one answer, in their order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def told(self, call: Call, result: ToolResult) -> str:
         """The message of a result."""
-        raise NotImplementedError
 
     def described(self) -> str | None:
         """What the system message says about the tools."""
