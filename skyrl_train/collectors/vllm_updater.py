@@ -1,8 +1,8 @@
 """TorchRL's vLLMUpdater: the policy's weights to the engine that samples, proven to have arrived.
 
 Version 1 sends over a process group at an address (NCCL or gloo), to the engine of the collector's policy; version 2
-hands them to the engine it is given. A policy with LoRA adapters is sent merged and stays as it is. However many
-tensors there are, a push is one sync, and one new version.
+is an EngineUpdater. A policy with LoRA adapters is sent merged and stays as it is. However many tensors and engines
+there are, a push is one new version.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from skyrl_train.collectors.updaters import WeightUpdaterBase, next_version
+from skyrl_train.collectors.updaters import EngineUpdater, WeightUpdaterBase, next_version
 from skyrl_train.engines.base import InferenceEngine
 from skyrl_train.errors import ConfigError
 from skyrl_train.policies.engine_view import EngineView
@@ -20,15 +20,14 @@ from skyrl_train.policies.weights import Metadata, Source, WeightPusher, check_m
 from skyrl_train.policies.wrapper import LLMWrapperBase
 
 
-class vLLMUpdaterV2(WeightUpdaterBase):
-    """To an engine, a wrapper, a worker, or several of them: all get every push together."""
+class vLLMUpdaterV2(EngineUpdater):
+    """An EngineUpdater that also takes wrappers and workers in place of their engines, and knows TorchRL's calls."""
 
     def __init__(self, vllm_engine: Any, *, dtype: str = "float32", timeout: float = 600.0):
-        """`dtype` of what is sent; an engine casts it to its own. `timeout`: seconds for a push."""
-        super().__init__()
+        """`vllm_engine`: one or a list. `dtype` of what is sent; an engine casts it to its own. `timeout`: seconds for
+        each engine's sync."""
         given = list(vllm_engine) if isinstance(vllm_engine, Sequence) else [vllm_engine]
-        self.engines = [engine_of(one) for one in given]
-        self._pusher = WeightPusher(self.engines, wire_dtype=dtype, timeout=timeout)
+        super().__init__([engine_of(one) for one in given], wire_dtype=dtype, timeout=timeout)
 
     def push_weights_from_transformers(self, transformers_model: Source) -> None:
         self.push_weights(transformers_model)
@@ -36,16 +35,6 @@ class vLLMUpdaterV2(WeightUpdaterBase):
     def push_weights_from_transformers_optimized(self, transformers_model: Source, batch_size: int = 50) -> None:
         """The same: tensors always travel in buckets, and the version is theirs together."""
         self.push_weights(transformers_model)
-
-    def close(self) -> None:
-        super().close()
-        self._pusher.close()
-
-    def _maybe_map_weights(self, server_weights: Source) -> Mapping[str, Tensor]:
-        return weights_of(server_weights)
-
-    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Mapping[str, Tensor]) -> None:
-        self._pusher.push(server_weights, next_version(self.collector))
 
 
 class vLLMUpdater(WeightUpdaterBase):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from skyrl_train.build.engines import connect_engine
 from skyrl_train.config.hydra import load
@@ -19,6 +20,8 @@ from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.http.native import NativeEngine
 from skyrl_train.engines.http.wire import API_KEY
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
+from skyrl_train.policies.sglang_server import AsyncSGLang
+from skyrl_train.policies.wrappers import SGLangWrapper
 from skyrl_train.testing.engine_bench import assert_logprobs
 from skyrl_train.testing.native_servers import TOKEN, NativeServerProcess
 from skyrl_train.testing.reference_sampler import Reference
@@ -152,6 +155,27 @@ def test_a_probe_proves_the_weights_or_names_the_engine(server: Server):
         assert [folder.name for folder in folders] == ["weights_000001"]
 
     server.run(use)
+
+
+@pytest.mark.defect("D09")
+def test_torchrls_calls_reach_sglangs_own_server(server: Server):
+    """Generation, a wrapper over it, and weights; a server of another kind is no SGLang."""
+    if server.kind != "sglang":
+        with pytest.raises(ConnectionError, match="no SGLang server at .*no model_path"):
+            AsyncSGLang.connect(server.process.address, connect_timeout=200.0)
+        return
+    trained = tiny_model("qwen3", seed=2)
+    with AsyncSGLang.connect(server.process.address, connect_timeout=200.0) as sglang:
+        assert sglang.model_path == server.model
+        sampling = {"max_new_tokens": 5, "temperature": 0.0}
+        version = sglang.update_weights(trained)
+        said: Any = sglang.generate(input_ids=PROMPT, sampling_params=sampling, return_logprobs=True)
+        assert len(said["output_ids"]) == len(said["meta_info"]["output_token_logprobs"]) == 5
+        assert said["meta_info"]["weight_version"] == str(version)
+        wrapper = SGLangWrapper(sglang, input_mode="tokens", generate=False, inplace=False)
+        out = wrapper(TensorDict(tokens=torch.tensor(IDS[0])))
+        torch.testing.assert_close(out["log_probs"].full[1:].tolist(), score(trained, IDS[:1])[0], atol=1e-4, rtol=0)
+        assert sglang.flush_cache()
 
 
 def test_a_server_killed_in_a_request_is_an_error_by_name_in_time(server: Server):

@@ -14,6 +14,7 @@ from torch import nn
 
 from skyrl_train.collectors.llm_collector import LLMCollector
 from skyrl_train.collectors.updaters import EngineUpdater, WeightUpdaterBase
+from skyrl_train.collectors.vllm_updater import vLLMUpdaterV2
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.policies.weights import weights_of
 from skyrl_train.policies.wrappers import TransformersWrapper
@@ -131,17 +132,18 @@ def test_an_updater_is_found_for_a_policy(policy: TransformersWrapper):
         found.push_weights()
 
 
-def test_a_push_that_fails_at_the_second_worker_uses_its_number_up():
+@pytest.mark.parametrize("updates", [EngineUpdater, vLLMUpdaterV2])
+def test_a_push_that_fails_at_the_second_worker_uses_its_number_up(updates: type[EngineUpdater]):
     engines = [ScriptedEngine(name="one"), ScriptedEngine(name="two")]
-    updater, collector = EngineUpdater(engines, source={"weight": torch.ones(2)}), _Collector()
+    updater, collector, weights = updates(engines), _Collector(), {"weight": torch.ones(2)}
     updater.register_collector(collector)
     engines[1].failures["begin_weights"] = WeightSyncError("no room")
     with pytest.raises(WeightSyncError, match="no room"):
-        updater.push_weights()
+        updater.push_weights(weights)
     assert [engine.version for engine in engines] == [1, 0]
     assert collector.policy_version == 1
     engines[1].failures.clear()
-    updater.push_weights()
+    updater.push_weights(weights)
     assert [engine.version for engine in engines] == [2, 2]
     assert collector.policy_version == 2
 
