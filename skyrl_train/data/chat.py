@@ -139,6 +139,17 @@ def render_conversation(
     return ids + rest, mask + [False] * len(rest)
 
 
+def render_header(
+    tokenizer: Any, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Ids of the answer's header after a conversation. Raises DataError where the template changes what came before."""
+    chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
+    before, after = chat.text(len(messages)), chat.text(len(messages), open_answer=True)
+    if not after.startswith(before):
+        raise DataError("the chat template renders a conversation differently once an answer is to follow it.")
+    return chat.encode(after[len(before) :])
+
+
 @dataclass(frozen=True)
 class _Controls:
     """A tokenizer's control tokens."""

@@ -10,6 +10,7 @@ from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 
 from skyrl_train.data.tensordict_rows import Column, Key, TokenLayout, column
+from skyrl_train.policies.wrapper import LLMWrapperBase
 
 ATTENTION: Key = ("masks", "all_attention_mask")
 ASSISTANT: Key = ("masks", "all_assistant_mask")
@@ -89,7 +90,7 @@ def score(
     """
     if actor is None:
         raise ValueError("The loss has no actor_network; give it the policy that is trained.")
-    tokens = read(tensordict, action, "action")
+    actor, tokens = _reader_of(actor, action), read(tensordict, action, "action")
     layout = TokenLayout.of(tokens, column(tensordict, ATTENTION))
     mask = token_mask(tensordict, tokens, layout, strategy)
     ids = list(layout.flat(tokens, action).split(layout.present.sum(1).tolist()))
@@ -152,6 +153,14 @@ def _unpadded(tensordict: TensorDictBase, ids: list[Tensor], layout: TokenLayout
             plain.set(ASSISTANT, said[index])
         result.append(plain)
     return lazy_stack(result)
+
+
+def _reader_of(actor: Any, action: Key) -> Any:
+    """A wrapper of another input mode would make other tokens of the conversation than those that were sampled."""
+    key = (action,) if isinstance(action, str) else action
+    if not isinstance(actor, LLMWrapperBase) or (actor.input_mode, actor.in_keys) == ("tokens", [key]):
+        return actor
+    return actor.get_new_version(input_mode="tokens", input_key=key)
 
 
 def _distribution(actor: Any, tensordict: TensorDictBase) -> TokenDistribution | None:

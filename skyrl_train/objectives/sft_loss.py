@@ -147,7 +147,7 @@ class SFTLoss(TensorDictModuleBase):
         keys = self.tensor_keys
         if self.actor_network is None:
             raise ValueError("The loss has no actor_network; give it the policy that is trained.")
-        if column(rows, keys.tokens) is None and self.tokenizer is not None:
+        if column(rows, keys.tokens) is None:
             rows = self._tokenised(rows)
         if column(rows, keys.tokens) is not None:
             scored = score(self.actor_network, rows, keys.tokens, "rlhf", entropy=False)
@@ -157,14 +157,25 @@ class SFTLoss(TensorDictModuleBase):
         return layout, mask & ~layout.first_tokens, logprobs
 
     def _tokenised(self, rows: TensorDictBase) -> TensorDictBase:
-        """Rows with tokens and masks of their histories, each templated by itself: nothing is padded."""
-        settings = {"add_generation_prompt": False, **self.tokenizer_kwargs}
+        """Rows with tokens and masks of their histories, each templated by itself: nothing is padded.
+
+        By `tokenizer`, else by the actor's and its template; without either they stay as they are: what a forward of
+        the actor makes of them has no gradient unless the actor gives it one.
+        """
+        tokenizer, template = self.tokenizer, {}
+        if tokenizer is None:
+            tokenizer = getattr(self.actor_network, "tokenizer", None)
+            if tokenizer is None or any(row.get(self.tensor_keys.history, None) is None for row in rows.unbind(0)):
+                return rows
+            names = ("chat_template", "chat_template_name")
+            template = {name: getattr(self.actor_network, name, None) for name in names}
+        settings = {"add_generation_prompt": False, **template, **self.tokenizer_kwargs}
         settings |= {"return_dict": True, "return_tensors": "pt", "return_assistant_tokens_mask": True}
         made = []
         for row in rows.unbind(0):
             if row.get(self.tensor_keys.history, None) is None:
                 raise ValueError(f"No conversation at {self.tensor_keys.history!r}, and no tokens.")
-            found = row[self.tensor_keys.history].apply_chat_template(tokenizer=self.tokenizer, **settings)
+            found = row[self.tensor_keys.history].apply_chat_template(tokenizer=tokenizer, **settings)
             row = row.copy()
             row.set(self.tensor_keys.tokens, torch.as_tensor(found["input_ids"]).reshape(-1))
             row.set(ASSISTANT, torch.as_tensor(found["assistant_masks"]).reshape(-1).bool())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorClass, lazy_stack
 
-from skyrl_train.data.chat import render_conversation, render_messages, render_prompt
+from skyrl_train.data.chat import render_conversation, render_header, render_messages, render_prompt
 from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.errors import ConfigError, DataError
 
@@ -50,7 +50,9 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             return lazy_stack([cls.from_chats(chat) for chat in chats])  # type: ignore[no-any-return]
         turns = []
         for message in chats:
-            fields = {"role": message["role"], "content": message["content"]}
+            content = message["content"]
+            content = NonTensorData(content) if isinstance(content, list) else content  # parts may differ in their keys
+            fields = {"role": message["role"], "content": content}
             fields["is_complete"] = bool(message.get("is_complete", True))
             for name in ("tool_calls", "tool_responses"):
                 if message.get(name) is not None:
@@ -69,7 +71,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             role, complete = _plain(turn.get("role")), _plain(turn.get("is_complete", None))
             if role == NO_MESSAGE:
                 continue
-            message = {"role": role, "content": _plain(turn.get("content"))}
+            message = {"role": role, "content": _content(_plain(turn.get("content")))}
             for name in ("tool_calls", "tool_responses"):
                 if (value := _plain(turn.get(name, None))) is not None:
                     message[name] = value
@@ -88,6 +90,8 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         """All of another History along `dim`. RuntimeError unless both have the same number of dimensions, above 0."""
         if not self.ndim or history.ndim != self.ndim:
             raise RuntimeError(f"extend: {self.ndim} and {history.ndim} dimensions; both need the same, above 0.")
+        if history.device != self.device:
+            history = history.copy().clear_device_() if self.device is None else history.to(self.device)
         joined = _joined(self, history, dim % self.ndim)
         if not inplace:
             return joined  # type: ignore[no-any-return]
@@ -196,6 +200,19 @@ def _plain(value: Any) -> Any:
     return value.data if isinstance(value, NonTensorData) else value
 
 
+def _content(value: Any) -> Any:
+    """Text, or parts as chat templates have them: text alone is joined, as templates without parts want it."""
+    if isinstance(value, ContentBase) and value.ndim:
+        value = list(value.unbind(0))
+    parts = value if isinstance(value, list) else [value]
+    if not any(isinstance(one, ContentBase) for one in parts):
+        return value
+    fields = [one.to_dict(retain_none=False) if isinstance(one, ContentBase) else one for one in parts]
+    if all(isinstance(one, str) or one["type"] == "text" for one in fields):
+        return "".join(one if isinstance(one, str) else one["text"] for one in fields)
+    return fields
+
+
 def _joined(first: Any, second: Any, dim: int) -> Any:
     if dim == 0:
         return lazy_stack([*first.unbind(0), *second.unbind(0)])
@@ -226,10 +243,8 @@ def _encoded(
         if ids is not None:
             return ids, [False] * len(ids)
     ids, mask = render_conversation(tokenizer, messages, options)
-    if masked and open_answer:
-        longer = render_prompt(tokenizer, messages, options)
-        return longer, mask + [False] * (len(longer) - len(mask))
-    return ids, mask
+    header = render_header(tokenizer, messages, options) if open_answer else []
+    return ids + header, mask + [False] * len(header)
 
 
 def _columns(rows: Any, tokenizer: Any, padding: bool, tensors: bool, masked: bool) -> dict[str, list[Any]]:

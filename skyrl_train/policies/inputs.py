@@ -71,6 +71,8 @@ class Reader:
         history = self._value(row)
         if not isinstance(history, History):
             raise TypeError(f"{self.key} must hold a History, got {type(history).__name__}.")
+        if history.device is not None:  # messages are text: what is said is put behind them wherever the tensors are
+            history = history.copy().clear_device_()
         if self.prefer_tokens and not self.whole:
             for name in ("prompt", "full"):
                 if isinstance(tokens := lookup(row, (self.tokens_key, name), bare=False), Tensor):

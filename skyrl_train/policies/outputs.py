@@ -35,7 +35,6 @@ class Layout:
     pad: int
     log_probs: bool
     skip_special_tokens: bool
-    policy_role: str = "assistant"
     jagged: bool = False
     """Rows that are not padded as nested tensors."""
 
@@ -162,7 +161,7 @@ def _histories(rows: Sequence[Row], answers: Sequence[Answer], tokenizer: Any, e
         ids = answer.ids[:-1] if answer.ids and answer.ids[-1] in ends else answer.ids
         said = tokenizer.decode(ids, skip_special_tokens=at.skip_special_tokens)
         assert row.history is not None
-        turn = _turn(at.policy_role, said, answer.ended)
+        turn = _turn("assistant", said, answer.ended)
         before = row.history._tensordict.unbind(0)
         histories = {"prompt": row.history, "response": _conversation([turn]), "full": _conversation([*before, turn])}
         found.append(TensorDict(histories))

@@ -23,7 +23,8 @@ from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest
 
 Source: TypeAlias = nn.Module | LLMWrapperBase | TensorDictBase | Mapping[str, Tensor]
 """A model, a wrapper over one that scores, or tensors by Hugging Face name; a nested tensordict's keys are joined by
-dots."""
+dots. Of `TensorDict.from_module(model)` the parameters are taken; once copied (`.data`, `.cpu()`) nothing tells them
+from buffers, nor a tied head from its embedding: leave out what the engine does not hold, or give the model."""
 _LEAVING_S = 10.0
 Metadata: TypeAlias = Mapping[str, tuple[torch.dtype, torch.Size]]
 

@@ -96,6 +96,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self.input_mode, self.generate, self.pad_output, self.timeout = input_mode, generate, pad_output, timeout
         self.pad_model_input, self.layout = pad_model_input, layout
+        self.chat_template, self.chat_template_name = chat_template, chat_template_name
         self.generation = read_generate_kwargs(generate_kwargs, num_samples)
         self.num_samples = self.generation.num_samples
         self.inplace = (self.num_samples is None) if inplace is None else inplace

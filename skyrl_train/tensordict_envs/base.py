@@ -16,7 +16,8 @@ DONE_KEYS = ("done", "terminated", "truncated")
 ACTION_KEYS = ("text_response", "tokens_response")
 CONTAINERS = ("history", "text", "tokens", "masks", "log_probs", "ref_log_probs")
 OF_ONE_STEP = frozenset({"next", "_reset", "reward", "action", *ACTION_KEYS, *DONE_KEYS, *CONTAINERS})
-"""Root keys that the next step does not begin with, unless the environment says them anew."""
+"""Root keys that the next step does not begin with, unless the environment says them anew; and see
+`Transform.of_one_step`."""
 
 
 def keys_of(tensordict: TensorDictBase) -> set[str]:
@@ -33,6 +34,8 @@ class Transform:
     last: bool = False
     """Whether it runs after all transforms that are not, whenever they were appended."""
     environment: TensorDictEnv | None = None
+    of_one_step: Sequence[str] = ()
+    """Keys that it writes about a step (rewards, scores): the next one begins without them."""
 
     def attach(self, environment: TensorDictEnv) -> None:
         """Called by `append_transform`. Raises for an environment it cannot work with."""
@@ -103,6 +106,7 @@ class TensorDictEnv(ABC):
         self.batch_size = torch.Size(size)
         self.device = torch.device(device) if device is not None else None
         self.transforms: list[Transform] = []
+        self._of_one_step: frozenset[str] = OF_ONE_STEP
         self._episodes = itertools.count()
         self._closed = False
 
@@ -124,6 +128,7 @@ class TensorDictEnv(ABC):
     def append_transform(self, transform: Transform) -> Self:
         """Put `transform` around the ones before it; returns the environment."""
         transform.attach(self)
+        self._of_one_step |= set(transform.of_one_step)
         self.transforms.append(transform)
         self.transforms.sort(key=lambda each: each.last)
         return self
@@ -256,7 +261,7 @@ class TensorDictEnv(ABC):
         return stepped, self._observations(stepped["next"])
 
     def _observations(self, following: TensorDictBase) -> TensorDictBase:
-        return following.exclude("reward")
+        return following.exclude(*(self._of_one_step - OF_ONE_STEP), "reward")
 
     def _stacked(self, rows: list[TensorDictBase]) -> TensorDictBase:
         stacked = lazy_stack(rows)
@@ -265,7 +270,7 @@ class TensorDictEnv(ABC):
     def _completed(self, before: TensorDictBase, row: TensorDictBase) -> TensorDictBase:
         """`row` with what is carried over from `before` and what it leaves unsaid."""
         for key in keys_of(before) - keys_of(row):
-            if key not in OF_ONE_STEP:
+            if key not in self._of_one_step:
                 row.set(key, before.get(key))
         for key in DONE_KEYS[1:]:
             row.setdefault(key, torch.zeros(1, dtype=torch.bool))

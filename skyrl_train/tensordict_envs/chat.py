@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -62,6 +63,8 @@ class ChatEnv(TensorDictEnv):
         super().__init__(batch_size, device)
         if input_mode not in INPUT_MODES:
             raise ValueError(f"input_mode={input_mode!r} is not one of {INPUT_MODES}")
+        if with_tokenizer and input_mode != "history":
+            raise ValueError(f"with_tokenizer=True is for input_mode='history', not {input_mode!r}")
         if tokenizer is None and (with_tokenizer or input_mode == "tokens"):
             needs = "with_tokenizer=True" if with_tokenizer else 'input_mode="tokens"'
             raise ValueError(f"{needs} needs tokenizer=")
@@ -88,7 +91,8 @@ class ChatEnv(TensorDictEnv):
         question = self._question(given)
         messages = self.opening(question)
         row = TensorDict({}, batch_size=[])
-        row.set_non_tensor(self.kept_key, question)
+        for key in {self.kept_key, QUESTION_KEYS[0]}:  # what groups episodes by their question looks for the second
+            row.set_non_tensor(key, question)
         return row.set(self.input_mode, self._prompt(messages))
 
     def _question(self, given: TensorDictBase) -> str:
@@ -169,7 +173,7 @@ class DatasetChatEnv(ChatEnv):
     def __init__(
         self,
         *,
-        dataset: str | Sequence[Mapping[str, Any]] | Iterable[Mapping[str, Any]],
+        dataset: str | Sequence[Mapping[str, Any]] | Iterable[Mapping[str, Any]] | _Loader,
         shuffle: bool = True,
         name: str | None = None,
         split: str | None = None,
@@ -187,12 +191,16 @@ class DatasetChatEnv(ChatEnv):
         data_key: str | None = None,
         primers: Any = None,
         system_prompt: str | None = None,
+        system_role: str = "system",
+        user_role: str = "user",
+        policy_role: str = "assistant",
         with_tokenizer: bool = False,
+        ray_backend: bool = False,
+        dataloader_actor_name: str | None = None,
     ):
-        rows = _rows(dataset, name, split)
-        self._begin(
-            batches(rows, batch_size_dl, shuffle=shuffle, seed=seed, collate_fn=collate_fn),
-            repeats,
+        if ray_backend or dataloader_actor_name is not None:
+            raise ValueError("ray_backend, dataloader_actor_name: every environment reads its own rows; leave them out")
+        super().__init__(
             batch_size=(num_envs,),
             tokenizer=tokenizer,
             device=device,
@@ -200,8 +208,18 @@ class DatasetChatEnv(ChatEnv):
             input_mode=input_mode,
             data_key=data_key,
             system_prompt=system_prompt,
+            system_role=system_role,
+            user_role=user_role,
+            policy_role=policy_role,
             with_tokenizer=with_tokenizer,
         )
+        if isinstance(dataset, _Loader):
+            loader = dataset.batches
+        else:
+            rows = _rows(dataset, name, split)
+            loader = batches(rows, batch_size_dl, shuffle=shuffle, seed=seed, collate_fn=collate_fn)
+        self.primer = DataLoadingPrimer(loader, repeats=repeats)
+        self.append_transform(self.primer)
 
     @classmethod
     def from_dataloader(
@@ -213,19 +231,27 @@ class DatasetChatEnv(ChatEnv):
         num_envs: int = 1,
         **settings: Any,
     ) -> Self:
-        """Over a loader of rows (mappings, lists of them, or batched mappings). `settings` are ChatEnv's."""
-        made = cls.__new__(cls)
-        made._begin(dataloader, repeats, batch_size=(num_envs,), tokenizer=tokenizer, **settings)
-        return made
+        """Over a loader of rows (mappings, lists of them, or batched mappings), read again when it ends.
 
-    def _begin(self, dataloader: Iterable[Any], repeats: int | None, **settings: Any) -> None:
-        ChatEnv.__init__(self, **settings)
-        self.primer = DataLoadingPrimer(dataloader, repeats=repeats)
-        self.append_transform(self.primer)
+        `settings` are the constructor's, but for those that say how rows are read: TypeError.
+        """
+        if of_rows := sorted(
+            {"dataset", "name", "split", "shuffle", "seed", "batch_size_dl", "collate_fn"} & set(settings)
+        ):
+            raise TypeError(f"{cls.__name__}.from_dataloader takes no {of_rows}: the loader says it")
+        given: dict[str, Any] = {"tokenizer": tokenizer, "repeats": repeats, "num_envs": num_envs, **settings}
+        return cls(dataset=_Loader(dataloader), **given)
 
     def reset_dataloader(self) -> None:
         """Begin with the first row again."""
         self.primer.reset_dataloader()
+
+
+@dataclass(frozen=True)
+class _Loader:
+    """Stands for a dataset whose batches somebody else makes."""
+
+    batches: Iterable[Any]
 
 
 def _rows(dataset: Any, name: str | None, split: str | None) -> list[Mapping[str, Any]]:

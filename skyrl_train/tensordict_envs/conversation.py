@@ -89,7 +89,8 @@ def last_response(row: TensorDictBase, tokenizer: Any = None, policy_role: str =
     """
     messages = full_messages(row, policy_role)
     if messages is not None:
-        return plain_text(messages[-1]) if messages and messages[-1]["role"] == policy_role else None
+        said = messages and messages[-1]["role"] in (policy_role, "assistant")  # wrappers write the latter
+        return plain_text(messages[-1]) if said else None
     for key in (("text", "response"), "text_response"):
         text = part(row, *key) if isinstance(key, tuple) else text_of(row, key)
         if isinstance(text, str):
@@ -106,10 +107,10 @@ def last_response(row: TensorDictBase, tokenizer: Any = None, policy_role: str =
 def unpadded(row: TensorDictBase, tokens: torch.Tensor, *, response: bool) -> torch.Tensor:
     """A row's ids without padding: by ("masks", "all_attention_mask"), which is as long as ("tokens", "full").
 
-    A response is the end of `full`. Without a mask nothing is taken for padding.
+    A prompt is its beginning, a response its end. Without a mask nothing is taken for padding.
     """
     masks = row.get("masks", None)
     mask = None if masks is None else masks.get("all_attention_mask", None)
     if mask is None or len(mask) < len(tokens):
         return tokens
-    return tokens[mask[len(mask) - len(tokens) :] if response else mask]
+    return tokens[mask[len(mask) - len(tokens) :] if response else mask[: len(tokens)]]

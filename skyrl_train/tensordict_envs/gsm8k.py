@@ -76,6 +76,7 @@ class GSM8KRewardParser(Transform):
         self.out_keys = tuple(out_keys or REWARD_KEYS)
         if len(self.out_keys) != len(REWARD_KEYS):
             raise ValueError(f"out_keys={out_keys!r} must be {len(REWARD_KEYS)} names, for {REWARD_KEYS}")
+        self.of_one_step = self.out_keys
         self.eos_token = eos_token
         self.set_done_if_answer = set_done_if_answer
         self.input_mode = input_mode
@@ -89,9 +90,10 @@ class GSM8KRewardParser(Transform):
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         tokenizer = self.tokenizer or getattr(self.environment, "tokenizer", None)
+        role = getattr(self.environment, "policy_role", "assistant")
         columns: dict[str, list[float]] = {name: [] for name in self.out_keys}
         for row in root.unbind(0):
-            text, answer = last_response(row, tokenizer), text_of(row, self.answer_key)
+            text, answer = last_response(row, tokenizer, role), text_of(row, self.answer_key)
             if text is None or answer is None:
                 missing = "the model's response" if text is None else f"the row's {self.answer_key!r}"
                 raise ValueError(f"GSM8KRewardParser: {missing} is missing among {sorted(map(str, row.keys()))}")

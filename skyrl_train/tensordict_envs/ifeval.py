@@ -71,6 +71,7 @@ class IfEvalScorer(Transform):
         self.instruction_ids_key, self.keyword_args_key = instruction_ids_key, keyword_args_key
         self.prompt_keys = tuple(dict.fromkeys((prompt_key, "prompt", *QUESTION_KEYS)))
         self.score_key, self.aggregate_reward = score_key, aggregate_reward
+        self.of_one_step = (score_key,)
         self.set_done_if_answer = set_done_if_answer
 
     def attach(self, environment: Any) -> None:
@@ -80,8 +81,9 @@ class IfEvalScorer(Transform):
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         scores, rewards, answered = [], [], []
+        role = getattr(self.environment, "policy_role", "assistant")
         for row in root.unbind(0):
-            text = last_response(row)
+            text = last_response(row, policy_role=role)
             if text is None:
                 raise ValueError("IfEvalScorer: the history does not end in an answer of the model")
             blocks = answers_in(text)

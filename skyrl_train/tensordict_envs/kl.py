@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, lazy_stack
 
 from skyrl_train.policies.containers import LogProbs
 from skyrl_train.tensordict_envs.base import Transform
@@ -27,11 +27,12 @@ class _Scores(Transform):
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         """On data that has "next" already, [B] or [B, T]: as in a step of the environment."""
-        for part in tensordict.unbind(0) if tensordict.batch_dims > 1 else ():
-            self(part)
-        if tensordict.batch_dims == 1:
-            self.after_step(tensordict, tensordict["next"])
-        return tensordict
+        return tensordict.set("next", self._following(tensordict))
+
+    def _following(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if tensordict.batch_dims > 1:
+            return lazy_stack([self._following(part) for part in tensordict.unbind(0)])
+        return self.after_step(tensordict, lazy_stack(list(tensordict["next"].unbind(0))))
 
     forward = __call__
 
@@ -39,13 +40,14 @@ class _Scores(Transform):
 class RetrieveLogProb(_Scores):
     """Writes `model`'s log-probs of every step into "next", under `log_probs_full_key`: [L] a row, nats.
 
-    With `assistant_only` tokens that the assistant did not write have 0; the model reads the history then, as the
-    assistant's tokens are known from its template.
+    Where the policy wrote ("tokens", "full") and masks, those tokens are scored, each value at its token's place. Else
+    a model of history mode renders the conversation, and the values are those of the ids that it makes. With
+    `assistant_only` tokens that the assistant did not write have 0.
 
     Args:
         model: A policy wrapper with generate=False, of its own `log_probs_key`, e.g. "ref_log_probs".
         log_probs_full_key: (container, "full"); the model's own by default.
-        detach: Without gradient.
+        detach: Without gradient; with detach=False the model's log-probs must have one, else ValueError.
         device: Where the result is kept; the model's by default.
         tokenizer_kwargs, tokenizer, padding_side: Accepted for TorchRL's sake: the model has its own tokenizer, and
             rows are not padded.
@@ -68,16 +70,26 @@ class RetrieveLogProb(_Scores):
         if assistant_only and mode != "history":
             raise ValueError(f"assistant_only=True needs a model of input_mode='history', not {mode!r}")
         self.model, self.mode = model, mode
+        renewed = getattr(model, "get_new_version", None)
+        self._of_tokens = model if mode == "tokens" or renewed is None else renewed(input_mode="tokens")
         self.source: FullKey = (getattr(model, "log_probs_key", "log_probs"), "full")
         self.log_probs_full_key: FullKey = log_probs_full_key or self.source
         self.assistant_only, self.detach, self.device = assistant_only, detach, device
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
-        scored = scored_by(self.model, root, self.mode, with_gradient=not self.detach)
-        for row, out in zip(scored.unbind(0), following.unbind(0), strict=True):
-            values = row.get(self.source)
-            if self.assistant_only:
-                values = values.masked_fill(~row.get(("masks", "all_assistant_mask")), 0.0)
+        sampled = [_has_tokens(row) for row in root.unbind(0)]
+        model, mode = (self._of_tokens, "tokens") if all(sampled) else (self.model, self.mode)
+        scored = scored_by(model, root, mode, with_gradient=not self.detach)
+        for row, ref, out in zip(root.unbind(0), scored.unbind(0), following.unbind(0), strict=True):
+            values = ref.get(self.source)
+            mask = ref.get(("masks", "all_assistant_mask"), None) if self.assistant_only else None
+            if all(sampled):
+                values = _placed(row, _unpadded(ref, values))
+                mask = row.get(("masks", "all_assistant_mask")) if self.assistant_only else None
+            if mask is not None:
+                values = values.masked_fill(~mask.to(values.device), 0.0)
+            if not self.detach and not values.requires_grad:
+                raise ValueError("detach=False: the model's log-probs have no gradient; use its get_dist in a loss")
             values = values.detach() if self.detach else values
             values = values if self.device is None else values.to(self.device)
             out.set(self.log_probs_full_key[0], LogProbs(full=values, batch_size=[]))
@@ -108,6 +120,7 @@ class KLRewardTransform(_Scores):
             first use; exactly one of them.
         out_keys: Reward, penalty and container of the log-probs.
         log_prob_key: The policy's log-probs: (container, "full").
+        device: Where the reference's log-probs are kept; the policy's by default.
         add_to_reward: False leaves the reward as it is.
         tokenizer, padding_side: Accepted for TorchRL's sake: rows are not padded.
     """
@@ -155,9 +168,9 @@ class KLRewardTransform(_Scores):
         scored = scored_by(model, root, "tokens")
         source = (getattr(model, "log_probs_key", "log_probs"), "full")
         for row, ref, out in zip(root.unbind(0), scored.unbind(0), following.unbind(0), strict=True):
-            values = ref.get(source)
-            reference = _placed(row, _unpadded(ref, values if self.device is None else values.to(self.device)))
+            reference = _placed(row, _unpadded(ref, ref.get(source)))
             kl = self._kl(row, reference)
+            reference = reference.to(kl.device if self.device is None else self.device)
             reward_key, penalty_key, ref_key = self.out_keys
             out.set(penalty_key, kl)
             out.set(ref_key, LogProbs(full=reference, batch_size=[]))
@@ -177,7 +190,7 @@ class KLRewardTransform(_Scores):
             raise KeyError(f"KLRewardTransform: the policy wrote no log-probs under {self.log_prob_key}")
         if len(own) > len(reference):
             raise ValueError(f"{len(own)} log-probs of the policy over {len(reference)} tokens of the reference")
-        mask = self._mask(row, len(reference))
+        reference, mask = reference.to(own.device), self._mask(row, len(reference))
         mask[: len(reference) - len(own)] = False
         kl = torch.zeros_like(reference)
         kl[mask] = (own - reference[len(reference) - len(own) :])[mask[len(reference) - len(own) :]]
@@ -195,6 +208,12 @@ class KLRewardTransform(_Scores):
         mask = torch.ones(length, dtype=torch.bool) if attention is None else attention.clone()
         mask[: len(prompt)] = False
         return mask
+
+
+def _has_tokens(row: TensorDictBase) -> bool:
+    """Whether a row says which tokens there are, and which of them the assistant wrote."""
+    wanted = (("tokens", "full"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask"))
+    return all(key[0] in row.keys() and row.get(key, None) is not None for key in wanted)  # noqa: SIM118 - a tensordict
 
 
 def _attention(row: TensorDictBase) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 
 from skyrl_train.tensordict_envs.base import StepCounter, TensorDictEnv, keys_of
-from skyrl_train.tensordict_envs.conversation import text_of
+from skyrl_train.tensordict_envs.conversation import text_of, unpadded
 from skyrl_train.tensordict_envs.gsm8k import GSM8KPrepareQuestion, GSM8KRewardParser
 from skyrl_train.tensordict_envs.primer import DataLoadingPrimer, batches
 
@@ -20,7 +20,8 @@ class LLMEnv(TensorDictEnv):
     """What was there and what the policy says, as one string (or one row of ids), without turns.
 
     With `from_text` an action is `action_key` "text_response" after `str_key` "text", else "tokens_response" after
-    `token_key` "tokens", [L] a row. ChatEnv keeps turns: TorchRL has deprecated this one, and so it warns here.
+    `token_key` "tokens", [L] a row; or what a policy wrapper writes: "response" of the container that it puts there.
+    ChatEnv keeps turns: TorchRL has deprecated this one, and so it warns here.
 
     Args:
         assign_reward: A reward of 0 for every token, [L, 1] a row; with tokens only.
@@ -86,14 +87,18 @@ class LLMEnv(TensorDictEnv):
     def _step_row(self, root: TensorDictBase) -> TensorDictBase:
         row = TensorDict({}, batch_size=[])
         if self.from_text:
-            said = text_of(root, self.action_key)
-            if said is None:
-                raise ValueError(f"LLMEnv.step found no string under {self.action_key!r}")
-            return row.set(self.key, NonTensorData(f"{text_of(root, self.key)}{said}"))
-        ids = root.get(self.action_key, None)
-        if ids is None:
-            raise ValueError(f"LLMEnv.step found no ids under {self.action_key!r}")
-        row.set(self.key, torch.cat([root[self.key], ids]))
+            said, before = text_of(root, self.action_key), text_of(root, self.key)
+            said = said if said is not None else self._written(root, "response")
+            before = before if before is not None else self._written(root, "prompt")
+            if said is None or before is None:
+                raise ValueError(f"LLMEnv.step found no string under {self.action_key!r} or {(self.key, 'response')}")
+            return row.set(self.key, NonTensorData(before + said))
+        ids, prompt = root.get(self.action_key, None), root.get(self.key)
+        if not isinstance(prompt, torch.Tensor):
+            prompt, ids = self._written(root, "prompt"), ids if ids is not None else self._written(root, "response")
+        if ids is None or prompt is None:
+            raise ValueError(f"LLMEnv.step found no ids under {self.action_key!r} or {(self.key, 'response')}")
+        row.set(self.key, torch.cat([prompt, ids]))
         over = self.eos_token_id is not None and len(ids) > 0 and int(ids[-1]) == self.eos_token_id
         row.set("terminated", torch.tensor([over]))
         if self.assign_reward:
@@ -101,6 +106,13 @@ class LLMEnv(TensorDictEnv):
         if self.assign_done:
             row.set("token_done", torch.arange(1, len(ids) + 1).unsqueeze(-1).eq(len(ids)) & over)
         return row
+
+    def _written(self, root: TensorDictBase, name: str) -> Any:
+        """A field of the container that a policy has put in place of what it read, without padding; or None."""
+        found = None if root.get(self.key, None) is None else root[self.key].get(name, None)
+        if isinstance(found, torch.Tensor):
+            return unpadded(root, found, response=name == "response")
+        return getattr(found, "data", found)
 
 
 class _KeepsText(DataLoadingPrimer):
@@ -179,7 +191,7 @@ class LLMHashingEnv(TensorDictEnv):
         self.tokenizer, self.text_output = tokenizer, text_output and tokenizer is not None
 
     def make_tensordict(self, text: str | list[str]) -> TensorDictBase:
-        """What `reset` takes, for one text (batch []) or several."""
+        """A first observation of one text, or of several, one a row: what `reset` gives for them."""
         batch = [] if isinstance(text, str) else [len(text)]
         return self.reset(TensorDict({self.text_key: text}, batch_size=batch))
 

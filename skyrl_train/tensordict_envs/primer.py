@@ -59,6 +59,7 @@ class DataLoadingPrimer(Transform):
         self.batch_size = batch_size
         self.repeats = max(1, repeats or 1)
         self.device = device
+        self._columns: set[str] = set()
         self.reset_dataloader()
 
     def reset_dataloader(self) -> None:
@@ -80,7 +81,10 @@ class DataLoadingPrimer(Transform):
 
     def before_reset(self, given: TensorDictBase) -> TensorDictBase:
         rows = self.take(len(given))
-        kept = [row.exclude(*new.keys()) for row, new in zip(given.unbind(0), rows, strict=True)]
+        self._columns.update(
+            *(row.keys() for row in rows)
+        )  # a row may lack some, which are not those of the row before
+        kept = [row.exclude(*self._columns) for row in given.unbind(0)]
         if self._stack is lazy_stack:
             return lazy_stack([row.update(new) for row, new in zip(kept, rows, strict=True)])
         return self._stack(rows).update(
@@ -151,13 +155,16 @@ def as_nested_tensor(list_of_tds: list[TensorDictBase]) -> TensorDictBase:
 
 
 def as_padded_tensor(list_of_tds: list[TensorDictBase], dim: int = 0, stack_dim: int = 0) -> TensorDictBase:
-    """Rows as one tensordict [N] whose tensors are padded with zeros on the left of `dim` to the longest."""
-    if dim < 0:
-        raise ValueError(f"dim={dim} must not be negative")
+    """Rows as one tensordict [N] whose tensors are padded with zeros on the left of `dim` to the longest.
+
+    ValueError for a negative `dim`, and for a `stack_dim` other than 0: a tensordict's batch comes first.
+    """
+    if dim < 0 or stack_dim != 0:
+        raise ValueError(f"dim={dim} must not be negative, and stack_dim={stack_dim} must be 0")
 
     def padded(tensors: list[torch.Tensor]) -> torch.Tensor:
         longest = max(tensor.shape[dim] for tensor in tensors)
-        return torch.stack([_left_padded(tensor, dim, longest) for tensor in tensors], stack_dim)
+        return torch.stack([_left_padded(tensor, dim, longest) for tensor in tensors])
 
     return _together(list_of_tds, padded)
 

@@ -32,11 +32,11 @@ def add_rewards(following: TensorDictBase, rewards: Mapping[str, Sequence[float]
     for name, values in rewards.items():
         given = column(values)
         before = following.get(name, None) if name == total else None
-        following.set(name, given if before is None else before.reshape(given.shape) + given)
+        following.set(name, given if before is None else before.reshape(given.shape) + given.to(before.device))
 
 
 def end(following: TensorDictBase, over: Sequence[bool]) -> None:
     """Terminate rows."""
-    ended = torch.tensor(over).reshape(-1, 1)
+    ended = torch.tensor(over, device=following["done"].device).reshape(-1, 1)
     following.set("terminated", following["terminated"] | ended)
     following.set("done", following["done"] | ended)

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 
 from skyrl_train.data.chat import is_control, render_continuation, render_prompt
 from skyrl_train.policies.containers import Tokens
+from skyrl_train.policies.history import template_options
 from skyrl_train.tensordict_envs.base import Transform
 from skyrl_train.tensordict_envs.conversation import (
     full_messages,
@@ -28,13 +29,15 @@ HEADER = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 class Tokenizer(Transform):
     """Text under `in_keys` as ids under `out_keys`, and ids of actions under `in_keys_inv` as text.
 
-    Ids [B, L] are padded on the tokenizer's side; the mask is at (*root of the out key, "attention_mask").
+    Ids [B, L] are padded on the tokenizer's side; the mask is at (*root of the out key, "attention_mask"). Without
+    `padding` every row has its own [L], and the tensordict must be a lazy stack where lengths differ.
 
     Args:
         tokenizer: A Hugging Face tokenizer, or the name of one.
         missing_tolerance: Pass over keys that are not there; else KeyError.
         additional_tokens: Added to the tokenizer.
         call_before_reset: Tokenise what a reset is given, before the environment sees it.
+        use_raw_nontensor: Accepted for TorchRL's sake: strings are read wherever they stand.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Tokenizer(Transform):
         out_keys_inv: Sequence[NestedKey] = (),
         *,
         tokenizer: Any,
+        use_raw_nontensor: bool = False,
         additional_tokens: Sequence[str] | None = None,
         skip_special_tokens: bool = True,
         add_special_tokens: bool = False,
@@ -80,11 +84,10 @@ class Tokenizer(Transform):
             value = tensordict[source]
             texts = [value] if isinstance(value, str) else list(value)
             ids, mask = self._encoded([str(text) for text in texts])
-            single = tensordict.batch_dims == 0
-            tensordict.set(out, ids[0] if single else ids)
+            root = out[:-1] if isinstance(out, tuple) else ()
+            _set_rows(tensordict, out, ids)
             if self.return_attention_mask:
-                root = out[:-1] if isinstance(out, tuple) else ()
-                tensordict.set((*root, "attention_mask"), mask[0] if single else mask)
+                _set_rows(tensordict, (*root, "attention_mask"), mask)
         return tensordict
 
     __call__ = forward
@@ -112,13 +115,27 @@ class Tokenizer(Transform):
         if not self.missing_tolerance:
             raise KeyError(f"Tokenizer: there is no {key!r}")
 
-    def _encoded(self, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _encoded(self, texts: list[str]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Ids and mask of every text."""
         cut = {} if self.max_length is None else {"max_length": self.max_length, "truncation": True}
         padding = ("max_length" if self.max_length else True) if self.padding else False
-        found = self.tokenizer(
-            texts, add_special_tokens=self.add_special_tokens, padding=padding, return_tensors="pt", **cut
-        )
-        return found["input_ids"], found["attention_mask"].bool()
+        found = self.tokenizer(texts, add_special_tokens=self.add_special_tokens, padding=padding, **cut)
+        return [torch.tensor(ids) for ids in found["input_ids"]], [
+            torch.tensor(m).bool() for m in found["attention_mask"]
+        ]
+
+
+def _set_rows(tensordict: TensorDictBase, key: NestedKey, values: Sequence[torch.Tensor]) -> None:
+    """Write a value for every row of [B], or the only one of []."""
+    if tensordict.batch_dims == 0:
+        tensordict.set(key, values[0])
+    elif len({value.shape for value in values}) == 1:
+        tensordict.set(key, torch.stack(list(values)))
+    elif isinstance(tensordict, LazyStackedTensorDict):
+        for row, value in zip(tensordict.unbind(0), values, strict=True):
+            row.set(key, value)
+    else:
+        raise ValueError("Tokenizer: rows of different lengths need padding=True, or a lazy stack to stand in")
 
 
 class IncrementalTokenizer(Transform):
@@ -138,12 +155,20 @@ class IncrementalTokenizer(Transform):
         *,
         history_key: NestedKey = ("history", "prompt"),
         tokens_key: NestedKey = ("tokens", "prompt"),
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ):
+        if not add_generation_prompt:
+            raise ValueError("add_generation_prompt=False: ('tokens', 'prompt') is what the next answer follows")
         if (history_key, tokens_key) != (("history", "prompt"), ("tokens", "prompt")):
             raise ValueError("IncrementalTokenizer keeps ('tokens', 'prompt') of ('history', 'prompt')")
         self.tokenizer = tokenizer
-        self.template_kwargs = dict(template_kwargs or {})
+        self.template_kwargs = {
+            **template_options(tokenizer, chat_template, chat_template_name),
+            **(template_kwargs or {}),
+        }
 
     def after_reset(self, given: TensorDictBase, root: TensorDictBase) -> TensorDictBase:
         rows = []
@@ -158,10 +183,11 @@ class IncrementalTokenizer(Transform):
 
     def _ids(self, before: TensorDictBase, after: TensorDictBase) -> list[int]:
         messages = rendered_form(messages_of(part(after, "history", "prompt")))
-        full, answered = part(before, "tokens", "full"), rendered_form(full_messages(before) or [])
+        role = getattr(self.environment, "policy_role", "assistant")
+        full, answered = part(before, "tokens", "full"), rendered_form(full_messages(before, role) or [])
         if full is not None and answered and messages[: len(answered)] == answered:
             ids = unpadded(before, full, response=False).tolist()
-            places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+            places = [place for place, message in enumerate(messages) if message["role"] in (role, "assistant")]
             told = render_continuation(self.tokenizer, messages, places, self.template_kwargs) if places else None
             if told is not None:
                 if told and ids and is_control(self.tokenizer, told[0]) and ids[-1] == told[0]:

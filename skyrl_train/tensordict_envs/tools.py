@@ -88,9 +88,10 @@ class ToolTransform(Transform, ABC):
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         rows = list(following.unbind(0))
+        role = getattr(self.environment, "policy_role", "assistant")
         work: list[tuple[TensorDictBase, int, list[Call]]] = []
         for before, row in zip(root.unbind(0), rows, strict=True):
-            text = None if bool(row["done"].any()) else last_response(before)
+            text = None if bool(row["done"].any()) else last_response(before, policy_role=role)
             if found := self.calls(_without_reasoning(text)) if text else []:
                 work.append((row, int(row["episode"]), found))
         if not work:

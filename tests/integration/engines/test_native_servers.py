@@ -161,7 +161,7 @@ def test_a_probe_proves_the_weights_or_names_the_engine(server: Server):
 def test_torchrls_calls_reach_sglangs_own_server(server: Server):
     """Generation, a wrapper over it, and weights; a server of another kind is no SGLang."""
     if server.kind != "sglang":
-        with pytest.raises(ConnectionError, match="no SGLang server at .*no model_path"):
+        with pytest.raises(ConnectionError, match=r"no SGLang server at .*no model_path"):
             AsyncSGLang.connect(server.process.address, connect_timeout=200.0)
         return
     trained = tiny_model("qwen3", seed=2)

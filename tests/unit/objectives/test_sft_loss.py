@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import NonTensorData, TensorDictBase, lazy_stack
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
 from skyrl_train.algorithms.reductions import sequence_mean, weigh
 from skyrl_train.algorithms.sft import minor_sft, sft
@@ -15,8 +15,12 @@ from skyrl_train.data.tensordict_rows import rows_of
 from skyrl_train.metrics import Metrics
 from skyrl_train.objectives.sft import SFTObjective
 from skyrl_train.objectives.sft_loss import SFTLoss
+from skyrl_train.policies.containers import ChatHistory
+from skyrl_train.policies.history import History
+from skyrl_train.policies.wrappers import TransformersWrapper
 from skyrl_train.testing.hard_batches import current_logprobs, hard_batch
 from skyrl_train.testing.tensordict_batches import LAYOUTS, TablePolicy, as_tensordict
+from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
 
 BATCH = hard_batch("regular")
 LENGTHS = BATCH.per_sequence_sum(BATCH.loss_mask.double())
@@ -119,6 +123,25 @@ def test_histories_are_tokenised_without_touching_the_settings():
         return policy()(made)
 
     assert SFTLoss(templating)(data).loss.item() == expected.item()
+
+
+@pytest.mark.parametrize("mode", ["history", "tokens"])
+def test_a_wrapper_is_trained_on_histories_by_its_own_template(mode: str):
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    template = turns + "{% if add_generation_prompt %}assistant: {% endif %}"
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    rows = TensorDict(history=ChatHistory(full=History.from_chats([chat, chat]), batch_size=(2,)), batch_size=(2,))
+    settings: dict[str, Any] = {"chat_template": template, "generate": False, "input_mode": mode}
+    model, tokenizer = tiny_model(), byte_tokenizer()
+    actor = TransformersWrapper(model, tokenizer=tokenizer, **settings)
+    loss = SFTLoss(actor).forward(rows).loss
+    assert loss.item() == SFTLoss(actor, tokenizer=tokenizer, tokenizer_kwargs={"chat_template": template})(rows).loss
+    prompt, answer = tokenizer("user: hi\nassistant: ")["input_ids"], tokenizer("yes\n")["input_ids"]
+    logs = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    wanted = -logs.gather(-1, torch.tensor(answer)[:, None]).mean()
+    assert loss.item() == pytest.approx(wanted.item(), abs=1e-5)
+    loss.backward()
+    assert model.lm_head.weight.grad.any()
 
 
 def test_settings_are_checked():

@@ -110,3 +110,36 @@ def test_containers_hold_their_fields():
     assert Text(prompt=["a", "b"], batch_size=(2,))[1].prompt == "b"
     assert LLMData(text="a").text == "a"
     assert ContentBase(type="text", text="a").text == "a"
+
+
+def test_the_mask_stands_at_the_answers_tokens_where_text_would_be_cut_elsewhere():
+    """With a token for two line breaks, a header and an answer that begins with one are other tokens as one text."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["\n\n"])
+    history = History.from_chats([{"role": "user", "content": "a"}, {"role": "assistant", "content": "\nbcd"}])
+    lengths = []
+    for opens in (False, True):
+        found = history.apply_chat_template(
+            tokenizer=tokenizer, add_generation_prompt=opens, return_assistant_tokens_mask=True
+        )
+        pairs = zip(found["input_ids"], found["assistant_masks"], strict=True)
+        assert tokenizer.decode([i for i, mine in pairs if mine]) == "\nbcd<|im_end|>"
+        lengths.append(len(found["input_ids"]))
+    assert tokenizer.decode(found["input_ids"][lengths[0] :]) == "<|im_start|>assistant\n"
+
+
+def test_parts_of_a_message_are_its_text_or_what_templates_call_parts():
+    text, image = ContentBase(type="text", text="hello"), ContentBase(type="image", url="a.png")
+    for content, wanted in ((text, "hello"), ([text, text], "hellohello")):
+        history = History.from_chats([{"role": "user", "content": content}])
+        assert history.to_chats() == [{"role": "user", "content": wanted}]
+        assert f"user\n{wanted}<|im_end|>" in history.apply_chat_template(tokenizer=TOKENIZER)
+    history = History.from_chats([{"role": "user", "content": [text, image]}])
+    parts = [{"type": "text", "text": "hello"}, {"type": "image", "url": "a.png"}]
+    assert history.to_chats() == [{"role": "user", "content": parts}]
+
+
+def test_turns_of_another_device_are_appended():
+    one, turn = History.from_chats(CHAT[:2]), History.from_chats(CHAT[:1])
+    assert one.to("cpu").append(turn[0], inplace=False).to_chats() == [*CHAT[:2], CHAT[0]]
+    assert one.append(turn.to("cpu")[0], inplace=False).to_chats() == [*CHAT[:2], CHAT[0]]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from skyrl_train.tensordict_envs.base import StepCounter
 from skyrl_train.tensordict_envs.chat import ChatEnv, DatasetChatEnv
 from skyrl_train.tensordict_envs.conversation import history_of, messages_of
 from skyrl_train.tensordict_envs.gsm8k import GSM8KEnv, GSM8KRewardParser
@@ -141,3 +142,38 @@ def test_the_mode_of_a_reward_is_the_environments():
     with pytest.raises(ValueError, match="input_mode='tokens' in an environment of 'history'"):
         ChatEnv().append_transform(GSM8KRewardParser(input_mode="tokens"))
     make_gsm8k_env(ROWS).append_transform(GSM8KRewardParser(input_mode="text"))
+
+
+def test_a_reward_by_any_name_is_that_of_its_step():
+    rows = [{"question": "1 + 1 = ?", "answer": "#### 2"}]
+    env = GSM8KEnv(dataset=rows, compute_reward=False, max_steps=2)
+    names = ["answered", "thought", "right", "points", "good"]
+    env.append_transform(GSM8KRewardParser(out_keys=names, set_done_if_answer=False))
+    root = env.reset()
+    for _ in range(4):  # two episodes of two steps
+        assert not set(names) & set(root.keys())
+        root.set("text_response", ["<answer>2</answer>"])
+        stepped, root = env.step_and_maybe_reset(root)
+        assert stepped["next", "points"].item() == 1.0
+
+
+def test_a_loader_gives_the_class_its_rows_and_nothing_else():
+    env = GSM8KEnv.from_dataloader([[{"question": "1 + 1 = ?", "answer": "#### 2"}]], num_envs=2)
+    root = env.reset()
+    assert root[0]["history"].prompt.to_chats()[0]["role"] == "system"
+    root.set("text_response", ["<answer>2</answer>", "none"])
+    assert env.step(root)["next", "success"].flatten().tolist() == [True, False]
+    with pytest.raises(TypeError, match="shuffle"):
+        GSM8KEnv.from_dataloader([], shuffle=False)
+    with pytest.raises(ValueError, match="ray_backend"):
+        GSM8KEnv(dataset=[{"question": "1", "answer": "1"}], ray_backend=True)
+
+
+def test_a_column_of_one_row_is_not_the_next_rows():
+    rows = [{"query": "a", "answer": "1", "hint": "only a's"}, {"query": "b", "answer": "2"}]
+    env = DatasetChatEnv(dataset=rows, shuffle=False).append_transform(StepCounter(1))
+    root = env.reset()
+    assert root[0]["hint"] == "only a's"
+    _, root = env.step_and_maybe_reset(root.set("text_response", ["x"]))
+    assert root[0]["query"] == "b"
+    assert "hint" not in root[0].keys()  # noqa: SIM118 - a tensordict

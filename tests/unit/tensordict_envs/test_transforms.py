@@ -16,7 +16,7 @@ from skyrl_train.tensordict_envs.conversation import messages_of
 from skyrl_train.tensordict_envs.kl import KLRewardTransform, RetrieveLogProb
 from skyrl_train.tensordict_envs.llm_env import LLMEnv, LLMHashingEnv
 from skyrl_train.tensordict_envs.primer import DataLoadingPrimer, as_nested_tensor, as_padded_tensor
-from skyrl_train.tensordict_envs.text import TemplateTransform, Tokenizer
+from skyrl_train.tensordict_envs.text import IncrementalTokenizer, TemplateTransform, Tokenizer
 from skyrl_train.tensordict_envs.versions import PolicyVersion
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
@@ -314,3 +314,18 @@ def test_a_transform_serves_one_environment():
 def test_messages_survive_histories():
     root: Any = ChatEnv().reset(TensorDict(query=["a\n\n b "], batch_size=[1]))
     assert messages_of(root[0]["history"].prompt) == [{"role": "user", "content": "a\n\n b "}]
+
+
+def test_rows_of_different_lengths_need_no_padding_and_other_options_are_told():
+    tokenizer = Tokenizer(["text"], ["ids"], tokenizer=byte_tokenizer(), padding=False)
+    stacked = lazy_stack([TensorDict(text=text, batch_size=()) for text in ("a", "bcd")])
+    made = byte_tokenizer()
+    assert [row["ids"].tolist() for row in tokenizer(stacked).unbind(0)] == [made(t)["input_ids"] for t in ("a", "bcd")]
+    with pytest.raises(ValueError, match="lazy stack"):
+        tokenizer(TensorDict(text=["a", "bcd"], batch_size=(2,)))
+    with pytest.raises(ValueError, match="stack_dim=1"):
+        as_padded_tensor([TensorDict(ids=torch.ones(2))], stack_dim=1)
+    with pytest.raises(ValueError, match="with_tokenizer"):
+        ChatEnv(input_mode="text", tokenizer=byte_tokenizer(), with_tokenizer=True)
+    with pytest.raises(ValueError, match="add_generation_prompt"):
+        IncrementalTokenizer(byte_tokenizer(), add_generation_prompt=False)
