@@ -44,11 +44,17 @@ os.environ.update(
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples in every run, and no deadline for one: pytest-timeout has the last word on a busy machine.
-hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("repeatable")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-_PATIENCE_S = 10.0
+_PATIENCE_S = 30.0
 _ENGINE = re.compile(r"test_conformance_\w+\.py::.*((?:untied-|moe-)?(?:native-)?(?:transformers|vllm|sglang))")
 _LASTING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "wandb-core")
 """Helpers that a library keeps until the interpreter ends."""

@@ -28,7 +28,7 @@ def test_a_daemon_a_port_and_a_shared_file_are_each_reported(tmp_path: Path):
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     for file in Path("/dev/shm").glob("leak-of-skyrl-*"):
         file.unlink()

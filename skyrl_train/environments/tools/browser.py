@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -34,6 +34,8 @@ FLAGS = (
 MAX_TABS = 5
 CLOSE_S = 1.5
 SETTLE_MS = 100
+ATTEMPTS = 10
+DISTURBED = ("interrupted by another navigation", "Execution context was destroyed")
 READ = """() => {
     document.querySelectorAll('[data-element]').forEach(e => e.removeAttribute('data-element'));
     const shown = [...document.querySelectorAll(
@@ -120,7 +122,7 @@ class BrowserTool(Tool):
         if action == "goto":
             url = _needed(arguments, "url").strip()
             self.guard.target(url)  # for a clear answer: the proxy would refuse it too
-            response = await page.goto(url)
+            response = await _undisturbed(page, lambda: page.goto(url))
             if response is not None and response.headers.get(REFUSED):
                 raise ToolError((await response.text())[:500])
         elif action in ("click", "type"):
@@ -137,7 +139,7 @@ class BrowserTool(Tool):
 
     async def _shown(self) -> str:
         page = await self._page()
-        seen = await page.evaluate(READ)
+        seen = await _undisturbed(page, lambda: page.evaluate(READ))
         elements = [
             f"[{number}] {tag} {name}{f' -> {link}' if link else ''}"
             for number, (tag, name, link) in enumerate(seen["elements"], 1)
@@ -191,6 +193,21 @@ class BrowserTool(Tool):
                 process.kill()
         with contextlib.suppress(Exception):
             await asyncio.wait_for(opened.aclose(), CLOSE_S)
+
+
+async def _undisturbed(page: Any, attempt: Callable[[], Awaitable[Any]]) -> Any:
+    """What `attempt` gives once nothing else cuts it off.
+
+    After a navigation that failed Chromium is still on the way to its error page when the next call comes.
+    """
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return await attempt()
+        except _library().Error as error:
+            if not any(words in str(error) for words in DISTURBED):
+                raise
+        await page.wait_for_timeout(SETTLE_MS)
+    return await attempt()
 
 
 def _processes(mark: str) -> list[psutil.Process]:

@@ -60,7 +60,7 @@ def cluster(ray_runtime: None) -> Iterator[Cluster]:
         yield running
 
 
-def start(cluster: Cluster, concurrent: bool = False, deadline_s: float = 60.0, **kwargs: bool) -> Remote:
+def start(cluster: Cluster, concurrent: bool = False, deadline_s: float = 180.0, **kwargs: bool) -> Remote:
     slots = reserve(cluster, count=1, tenants=1, device="cpu", total_slots=8, deadline_s=10, key="test")
     target = f"{__name__}:Subject"
     return spawn(

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 
 import pytest
-import ray
 
 from skyrl_train.cluster.actors import spawn
 from skyrl_train.cluster.placement import places_of, reserve, visible_devices
@@ -23,10 +22,8 @@ class Sees:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    ray.init(address="local", num_cpus=4, num_gpus=4, include_dashboard=False, object_store_memory=100 << 20)
-    with Cluster() as cluster:
+    with Cluster(settings={"num_cpus": 4, "num_gpus": 4, "object_store_memory": 100 << 20}) as cluster:
         yield cluster
-    ray.shutdown()
 
 
 @pytest.mark.slow

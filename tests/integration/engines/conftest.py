@@ -36,6 +36,7 @@ NATIVE = {"native-vllm": VLLMServer, "native-sglang": SGLangServer}
 """Behind the servers that vLLM and SGLang bring themselves."""
 KINDS = [*(f"{layout}{engine}" for engine in ENGINES for layout in ("", "http-")), *NATIVE]
 UNTIED = ["untied-transformers", "untied-vllm", "untied-native-vllm", "untied-native-sglang"]
+HEAD_STARTS = {"sglang": 0.4}
 MOE = ["moe-transformers", "moe-vllm", "moe-sglang", "moe-native-vllm", "moe-native-sglang"]
 """A mixture of experts, which every package cuts in its own way: only for the test that weights arrive. Untied:
 SGLang does not tie the head of one."""
@@ -173,11 +174,12 @@ def started(request: pytest.FixtureRequest, starter: Starter) -> Iterator[Bench]
     architecture = "qwen3_moe" if "moe" in layout else "qwen3"
     embedded = starter.get(name, tied=not {"untied", "moe"} & set(layout), architecture=architecture)
     if "http" not in layout:
-        head_start_s = 0.5 if name in NATIVE else 0.2  # a server counts a request before it has read it
+        # A server counts a request before it has read it, SGLang's host before its process has.
+        head_start_s = 0.5 if name in NATIVE else HEAD_STARTS.get(name, 0.2)
         yield Bench(embedded.engine, embedded.model, starter.loop, starter.folder, head_start_s)
         return
     with starter.behind_http(embedded.engine) as remote:
-        yield Bench(remote, embedded.model, starter.loop, starter.folder, head_start_s=0.2)
+        yield Bench(remote, embedded.model, starter.loop, starter.folder, HEAD_STARTS.get(name, 0.2))
 
 
 @pytest.fixture

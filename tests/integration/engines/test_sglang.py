@@ -109,7 +109,7 @@ async def under_way(engine: SGLangEngine, *requests: SampleRequest) -> list[asyn
     async with asyncio.timeout(30):
         while (await engine.health()).running < len(requests):
             await asyncio.sleep(0.002)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.3)
     return calls
 
 
@@ -496,18 +496,25 @@ def test_its_process_may_die_and_only_the_engine_is_gone(running: Running):
     assert not folder.exists() and not still_there(shared)
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """SGLang's sockets are in the folder for temporary files, and a socket's path has at most 107 characters."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.slow
 @pytest.mark.fault("F29")
 def test_closing_it_in_the_middle_of_requests_leaves_no_process_and_no_file(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    running: Running, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
     this = psutil.Process()
     before, children = shared_memory(this), set(this.children())
     engine = SGLangEngine(running.path, name="closing", max_num_seqs=4, max_model_len=512, threads=1)
     (process,) = (child for child in set(this.children()) - children if "sglang" in child.name())
     shared = shared_memory(this, process) - before
-    assert still_there(shared) and any(tmp_path.iterdir()), "nothing to leave"
+    assert still_there(shared) and any(short_path.iterdir()), "nothing to leave"
 
     async def run() -> None:
         calls = await under_way(engine, *(request(seed=seed, max_tokens=450) for seed in range(3)))
@@ -520,4 +527,4 @@ def test_closing_it_in_the_middle_of_requests_leaves_no_process_and_no_file(
     asyncio.run(run())
     assert not process.is_running()
     assert not still_there(shared)
-    assert not list(tmp_path.iterdir())
+    assert not list(short_path.iterdir())

@@ -100,7 +100,7 @@ def test_an_engine_that_hangs_is_killed_at_its_deadline_and_replaced(
         *small(tmp_path),
         "trainer.max_steps=3",
         "generator.num_inference_engines=2",
-        "trainer.timeouts.rollout_s=4",
+        "trainer.timeouts.rollout_s=8",
         "trainer.timeouts.weight_sync_s=15",
         "trainer.eval_before_train=false",
     ]

@@ -128,7 +128,7 @@ def test_the_command_of_the_guide_trains(run: Run, gsm8k: Path, model: str, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+@pytest.mark.parametrize("backend", ["sglang"])
 def test_the_configuration_file_of_the_guide_trains(run: Run, gsm8k: Path, model: str, tmp_path: Path, backend: str):
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed: scripts/cpu_engines does")

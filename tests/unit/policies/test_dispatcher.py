@@ -16,6 +16,7 @@ from tensordict import TensorDict, lazy_stack
 
 from skyrl_train.errors import ConfigError, DeadlineExceeded
 from skyrl_train.policies.dispatcher import Dispatcher
+from skyrl_train.testing.machine import slowness
 
 
 def double(items: list[Any], parameters: Any) -> list[Any]:
@@ -78,7 +79,7 @@ def test_64_threads_200_calls_with_failures_and_timeouts_get_their_own_answers(w
     started = time.process_time()
     with ThreadPoolExecutor(64) as pool:  # a hang is ended by the limit of every test
         results = list(pool.map(caller, range(64)))
-    assert time.process_time() - started < 60
+    assert time.process_time() - started < 60 * slowness()
     assert sum(sum(seen.values()) for seen in results) == 64 * 200
     assert sum(seen["good"] for seen in results) > 64 * 200 * 0.6
     assert all(sum(seen[kind] for seen in results) > 0 for kind in ("bad", "late"))

@@ -20,6 +20,7 @@ from skyrl_train.policies.history import History
 from skyrl_train.policies.loop import call
 from skyrl_train.policies.wrapper import LLMWrapperBase
 from skyrl_train.tensordict_envs.chat import ChatEnv
+from skyrl_train.testing.machine import slowness
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
@@ -410,6 +411,7 @@ def test_the_wrapper_costs_less_than_half_a_millisecond_a_prompt(wrap: Any):
     wrapper = wrap("answer", inplace=False)
     td = TensorDict(history=History.from_chats([chat] * 32), batch_size=(32,))
     whole = raw = 1.0
+    bound = 0.5e-3 * slowness()
     for _ in range(400):
         started = time.process_time()
         wrapper(td)
@@ -418,9 +420,9 @@ def test_the_wrapper_costs_less_than_half_a_millisecond_a_prompt(wrap: Any):
         started = time.process_time()
         call(wrapper.engine.generate(requests), "the engine alone", 60.0)
         raw = min(raw, (time.process_time() - started) / 32)
-        if whole - raw < 0.5e-3:
+        if whole - raw < bound:
             break
-    assert whole - raw < 0.5e-3, (whole, raw)
+    assert whole - raw < bound, (whole, raw)
 
 
 def test_nested_tensors_where_they_are_asked_for(wrap: Any, chats: Any):

@@ -171,6 +171,11 @@ def test_a_real_browser_reads_pages_and_is_refused_everything_else():
                 assert do(box, "goto", url=url).error == "tool_error", url
             for path in ("/away", "/file", "/download"):
                 assert do(box, "goto", url=server.url + path).error == "tool_error", path
+                assert do(box, "goto", url=f"{server.url}/two").text.startswith("Two\n"), (
+                    path
+                )  # the next one goes through
+                assert do(box, "goto", url=server.url + path).error == "tool_error", path
+                assert do(box, "read").error is None, path
             assert "root:" not in do(box, "read").text
 
             assert do(box, "goto", url=f"{server.url}/spy").error is None

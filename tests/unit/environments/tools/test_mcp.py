@@ -91,7 +91,7 @@ def test_a_call_that_hangs_times_out_and_the_next_one_is_answered():
     tool = McpTool({"s": stdio()})
     opened = ToolBox([tool])
     assert call(opened, "s.add", a=2, b=3) == ToolResult("5")  # the server has started
-    tool.deadline_s = 0.5
+    tool.deadline_s = 2.0
     assert call(opened, "s.hang").error == "timeout"
     tool.deadline_s = 60.0
     assert call(opened, "s.add", a=2, b=3) == ToolResult("5")
@@ -131,7 +131,7 @@ def test_a_server_that_is_deaf_is_killed_with_its_episode():
     tool = McpTool({"s": entry})
     opened = ToolBox([tool])
     pid = int(call(opened, "s.environment").text.split()[0])
-    tool.deadline_s = 0.5
+    tool.deadline_s = 2.0
     assert call(opened, "s.block").error == "timeout"
     opened.close()
     assert gone(pid)
