@@ -106,7 +106,7 @@ class TensorDictEnv(ABC):
         self.batch_size = torch.Size(size)
         self.device = torch.device(device) if device is not None else None
         self.transforms: list[Transform] = []
-        self._of_one_step: frozenset[str] = OF_ONE_STEP
+        self._of_one_step: set[str] = {"reward"}
         self._episodes = itertools.count()
         self._closed = False
 
@@ -128,7 +128,7 @@ class TensorDictEnv(ABC):
     def append_transform(self, transform: Transform) -> Self:
         """Put `transform` around the ones before it; returns the environment."""
         transform.attach(self)
-        self._of_one_step |= set(transform.of_one_step)
+        self._of_one_step.update(transform.of_one_step)
         self.transforms.append(transform)
         self.transforms.sort(key=lambda each: each.last)
         return self
@@ -261,7 +261,7 @@ class TensorDictEnv(ABC):
         return stepped, self._observations(stepped["next"])
 
     def _observations(self, following: TensorDictBase) -> TensorDictBase:
-        return following.exclude(*(self._of_one_step - OF_ONE_STEP), "reward")
+        return following.exclude(*self._of_one_step)
 
     def _stacked(self, rows: list[TensorDictBase]) -> TensorDictBase:
         stacked = lazy_stack(rows)
@@ -270,7 +270,7 @@ class TensorDictEnv(ABC):
     def _completed(self, before: TensorDictBase, row: TensorDictBase) -> TensorDictBase:
         """`row` with what is carried over from `before` and what it leaves unsaid."""
         for key in keys_of(before) - keys_of(row):
-            if key not in self._of_one_step:
+            if key not in OF_ONE_STEP and key not in self._of_one_step:
                 row.set(key, before.get(key))
         for key in DONE_KEYS[1:]:
             row.setdefault(key, torch.zeros(1, dtype=torch.bool))

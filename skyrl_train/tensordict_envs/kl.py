@@ -74,6 +74,7 @@ class RetrieveLogProb(_Scores):
         self._of_tokens = model if mode == "tokens" or renewed is None else renewed(input_mode="tokens")
         self.source: FullKey = (getattr(model, "log_probs_key", "log_probs"), "full")
         self.log_probs_full_key: FullKey = log_probs_full_key or self.source
+        self.of_one_step = (self.log_probs_full_key[0],)
         self.assistant_only, self.detach, self.device = assistant_only, detach, device
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
@@ -153,6 +154,7 @@ class KLRewardTransform(_Scores):
         self.out_keys = tuple(out_keys or (in_keys[0], "kl_penalty", "ref_log_probs"))
         if len(self.out_keys) != 3:
             raise ValueError(f"out_keys={out_keys!r} must name reward, penalty and reference log-probs")
+        self.of_one_step = self.out_keys
         self.log_prob_key = log_prob_key
         self.add_to_reward, self.assistant_only = add_to_reward, assistant_only
 

@@ -53,6 +53,7 @@ class LLMEnv(TensorDictEnv):
         self.action_key = action_key or ("text_response" if from_text else "tokens_response")
         self.reward_key, self.assign_reward, self.assign_done = reward_key, assign_reward, assign_done
         self.eos_token_id, self.tokenizer = eos_token_id, tokenizer
+        self._of_one_step.add(reward_key)
 
     @classmethod
     def from_dataloader(

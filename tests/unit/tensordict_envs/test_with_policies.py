@@ -121,7 +121,8 @@ def test_a_loss_takes_log_probs_and_reference_of_the_tokens_that_were_sampled(mo
     reference = actor.get_new_version(input_mode="history", log_probs_key="ref_log_probs")
     env = ChatEnv(batch_size=(2,)).append_transform(RetrieveLogProb(reference))
     given = env.reset(TensorDict(query=["hello", "you"], batch_size=[2]))
-    played = env.step(LLMWrapperBase(engine, tokenizer=TOKENIZER, pad_output=padded)(given))
+    played, following = env.step_and_maybe_reset(LLMWrapperBase(engine, tokenizer=TOKENIZER, pad_output=padded)(given))
+    assert "ref_log_probs" not in set(following.keys())
     played.set("advantage", torch.ones(2, 1, 1))
     for row in played.unbind(0):
         width = len(row["tokens"].full)
