@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -76,3 +77,17 @@ def import_plugins(names: Sequence[str]) -> None:
             raise ConfigError(
                 f"trainer.plugins: {name!r} cannot be imported ({error}); put its folder on PYTHONPATH or install it."
             ) from error
+        except ConfigError as error:  # of what it registers
+            raise ConfigError(f"trainer.plugins: {name!r}: {error}") from error
+        except Exception as error:  # the module's own
+            raise ConfigError(
+                f"trainer.plugins: {name!r} cannot be imported: {type(error).__name__}: {error}, in {_place(error)}."
+            ) from error
+
+
+def _place(error: Exception) -> str:
+    """File and line of the innermost frame, or of the text that is no Python."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}, line {frame.lineno}"

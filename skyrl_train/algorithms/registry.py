@@ -53,6 +53,21 @@ def register_policy_loss(name: str) -> Callable[[Any], Any]:
     return policy_losses.register(name)
 
 
+def register_kl_estimator(name: str) -> Callable[[Any], Any]:
+    """Decorator: make a KLEstimator available as trainer.algorithm.kl_estimator_type=NAME."""
+    return kl_estimators.register(name)
+
+
+def register_reduction(name: str) -> Callable[[Any], Any]:
+    """Decorator: make a Reduction available as trainer.algorithm.loss_reduction=NAME."""
+    return reductions.register(name)
+
+
+def register_sft_loss(name: str) -> Callable[[Any], Any]:
+    """Decorator: make an SFTLoss available as trainer.algorithm.sft.loss_type=NAME."""
+    return sft_losses.register(name)
+
+
 def keywords_of(function: Callable[..., Any]) -> dict[str, bool]:
     """Keyword-only parameters by name, True where the caller must give a value."""
     parameters = inspect.signature(function).parameters.values()

@@ -16,6 +16,7 @@ from skyrl_train.cluster.actors import Remote, spawn
 from skyrl_train.cluster.placement import places_of, visible_devices
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.choices import ENGINES
+from skyrl_train.config.presence import INSTALL
 from skyrl_train.config.schema import Config, GeneratorConfig, TimeoutsConfig
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.connection import Connection
@@ -27,11 +28,6 @@ from skyrl_train.engines.http.wire import API_KEY
 from skyrl_train.engines.sampling import check_supported, normalise
 from skyrl_train.errors import ConfigError, EngineError
 
-_INSTALL = {
-    "vllm": "`uv run --extra vllm ...` on GPUs, `scripts/cpu_engines` on CPUs",
-    "sglang": "`uv run --extra sglang ...` on GPUs, `scripts/cpu_engines` on CPUs",
-}
-"""Engines that are packages of their own -> how to get them."""
 _NATIVE_SERVERS = {"vllm": VLLMServer, "sglang": SGLangServer}
 """Engines that bring a server."""
 
@@ -42,8 +38,8 @@ _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 def require_installed(backend: str) -> None:
     """Raises ConfigError naming the extra for an engine that is not installed here."""
-    if backend in _INSTALL and importlib.util.find_spec(backend) is None:
-        raise ConfigError(f"generator.backend={backend!r} is not installed: {_INSTALL[backend]}.")
+    if backend in INSTALL and importlib.util.find_spec(backend) is None:
+        raise ConfigError(f"generator.backend={backend!r} is not installed: {INSTALL[backend]}.")
 
 
 async def build_engines(

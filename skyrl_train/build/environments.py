@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from typing import Any
 
 from skyrl_train.config.choices import ENVIRONMENTS
@@ -32,9 +34,20 @@ def environment_settings(cfg: Config) -> dict[str, dict[str, Any]]:
 
 
 def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
-    """Refuse at once what the environments of these rows cannot do here: see `TextEnv.check`."""
-    names = {prompt.env_class for dataset in datasets if dataset is not None for prompt in dataset.prompts}
-    registry.check_environments(names, environment_settings(cfg))
+    """Refuse at once what the environments of these rows cannot do here: see `TextEnv.check`.
+
+    Rows may name another environment than environment.env_class, and theirs counts: said once, with their number.
+    """
+    counts = Counter(prompt.env_class for dataset in datasets if dataset is not None for prompt in dataset.prompts)
+    others = {name: count for name, count in counts.items() if name != cfg.environment.env_class}
+    if others:
+        named = ", ".join(f"{name} {count}" for name, count in sorted(others.items()))
+        print(
+            f"note: {sum(others.values())} of {counts.total()} rows name an env_class of their own ({named}): it counts, "
+            f"and environment.env_class={cfg.environment.env_class} is for rows without one.",
+            file=sys.stderr,
+        )
+    registry.check_environments(counts, environment_settings(cfg))
 
 
 def build_environments(cfg: Config) -> EnvironmentHost:

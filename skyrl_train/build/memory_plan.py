@@ -14,7 +14,6 @@ from typing import Any
 
 from skyrl_train.build.algorithm import Learning, policy_learning
 from skyrl_train.build.capacity import capacity_of
-from skyrl_train.build.layout import slots_per_engine
 from skyrl_train.build.memory_shapes import (
     FP32,
     ModelShape,
@@ -38,6 +37,7 @@ from skyrl_train.config.schema import (
     PolicyConfig,
     RefConfig,
 )
+from skyrl_train.config.slots import slots_per_engine
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import POLICY_PATH
 from skyrl_train.models.token_scorer import CHUNK_BYTES, KEPT_CHUNKS

@@ -17,9 +17,9 @@ from skyrl_train.build.engines import (
     wants_adapter,
     weight_folder,
 )
-from skyrl_train.build.layout import slots_per_engine
 from skyrl_train.build.services import Services
 from skyrl_train.config.schema import Config
+from skyrl_train.config.slots import slots_per_engine
 from skyrl_train.data.sft import Demonstration, demonstration_batch
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.supervisor import EngineSupervisor

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import sys
 import tempfile
 import time
 import warnings
@@ -21,6 +22,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray._private import ray_constants, ray_logging
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
@@ -28,9 +30,14 @@ from skyrl_train.cluster.guard import Guard
 
 log = logging.getLogger(__name__)
 
-_OWN_CLUSTER_ENV = {
-    # A driver under `uv run` would make every worker run `uv run` again; they share its environment already.
+_DRIVER_ENV = {
+    # Under `uv run` Ray would copy the working tree and build an environment anew for its workers, without what was
+    # installed beside the lock file. Ours run the driver's Python.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # Lines of several workers that look alike are shown, not counted ("repeated 2x across cluster").
+    "RAY_DEDUP_LOGS": "0",
+}
+_OWN_CLUSTER_ENV = {
     # Keep CUDA_VISIBLE_DEVICES as it is for actors without a GPU (Ray's announced future default).
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -47,6 +54,10 @@ _OWN_SETTINGS = {
     "object_store_memory": OBJECT_STORE_BYTES,
     "logging_level": logging.WARNING,
 }
+_NOTICES = "ray._private.authentication.authentication_token_setup"
+"""Of Ray's loggers, the one that warns at every start that access to it needs a token."""
+_CHOOSES_PYTHON = ("RAY_RUNTIME_ENV_HOOK", "RAY_JOB_CONFIG_JSON_ENV_VAR")
+"""Variables of who has a say in the workers' Python: a hook, and a job that was submitted to the cluster."""
 LONGEST_START_S = 60.0
 """After which the next one does not wait for it."""
 STARTS = 4
@@ -61,6 +72,14 @@ def importing(module: str) -> Iterator[None]:
         imported = thread.submit(importlib.import_module, module)
         yield
         imported.result()
+
+
+def _settle() -> None:
+    """What Ray reads when it is imported, as it should be: a user's own main may have imported it before us."""
+    os.environ.update({key: os.environ.get(key, value) for key, value in _DRIVER_ENV.items()})
+    ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = ray_constants.env_bool("RAY_ENABLE_UV_RUN_RUNTIME_ENV", False)
+    ray_logging.RAY_DEDUP_LOGS = ray_constants.env_bool("RAY_DEDUP_LOGS", False)
+    logging.getLogger(_NOTICES).setLevel(logging.ERROR)
 
 
 def _start_own(settings: Mapping[str, Any]) -> None:
@@ -143,10 +162,14 @@ class Cluster:
         if ray.is_initialized():
             return
         _users.clear()
+        _settle()
         settings = dict(self._settings)
         address = settings.pop("address", None) or os.environ.get("RAY_ADDRESS")
         if address and address != "local":
-            given: dict[str, Any] = {"runtime_env": self._runtime_env(), "logging_level": logging.WARNING} | settings
+            given: dict[str, Any] = {
+                "runtime_env": self._runtime_env(address),
+                "logging_level": logging.WARNING,
+            } | settings
             ray.init(address=address, **given)
         else:
             os.environ.update({key: os.environ.get(key, value) for key, value in _OWN_CLUSTER_ENV.items()})
@@ -208,10 +231,20 @@ class Cluster:
         if _users:
             _users.add(self)
 
-    def _runtime_env(self) -> Mapping[str, Any]:
-        """Users' modules travel to a cluster that does not share our disk."""
+    def _runtime_env(self, address: str) -> Mapping[str, Any]:
+        """The driver's Python for the workers, and users' modules, for a cluster that does not share our disk.
+
+        A job that was submitted to the cluster, a hook of the user's and a driver outside of the cluster (`ray://`)
+        keep whatever Python their workers have.
+        """
         roots = {name.partition(".")[0] for name in self._plugins}
         found = [importlib.util.find_spec(root) for root in sorted(roots)]
         files = [Path(spec.origin) for spec in found if spec is not None and spec.origin is not None]
         modules = [str(path.parent if path.name == "__init__.py" else path) for path in files]
-        return {"py_modules": modules} if modules else {}
+        env: dict[str, Any] = {"py_modules": modules} if modules else {}
+        chosen_elsewhere = (
+            address.startswith("ray://")
+            or any(os.environ.get(name) for name in _CHOOSES_PYTHON)
+            or ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
+        )
+        return env if chosen_elsewhere else env | {"py_executable": sys.executable}

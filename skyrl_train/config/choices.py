@@ -108,7 +108,7 @@ TRACKERS = {
     "tensorboard": "skyrl_train.report.tensorboard:TensorboardTracker",
     "wandb": "skyrl_train.report.wandb:WandbTracker",
 }
-"""Besides the JSONL file, which is always written."""
+"""Besides the JSONL files; they and the console are always on."""
 
 SCHEDULES = (
     "constant",

@@ -32,6 +32,8 @@ class CommandLine:
     overrides: list[str] = field(default_factory=list)
     """The good ones, as Hydra should see them."""
     problems: list[Problem] = field(default_factory=list)
+    own: list[UnknownKey] = field(default_factory=list)
+    """Added with `+` below `generator` or `environment`: problems where no code of the user's is there to read them."""
 
     @property
     def asks_for_information(self) -> bool:
@@ -59,12 +61,35 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         if _is_group(override, folders):
             line.overrides.append(text)
             continue
+        if own := own_key(override):
+            line.own.append(UnknownKey(override.key, override.value, "a known key", unknown_key_advice(override.key)))
+            line.problems += unsafe(override.key, override.value)
+            line.overrides.append(f"++{own}={override.text.partition('=')[2]}")
+            continue
         problems = list(_override_problems(override, given))
         line.problems += problems
         given[override.key] = override
         if not problems:
             line.overrides.append(override.for_hydra)
     return line
+
+
+def own_key(override: Override) -> str | None:
+    """Where a key of the user's own is kept, for one that is added to `generator` or `environment`; None for others.
+
+    Settings below environment.skyrl_gym are those of the environment that they name.
+    """
+    if find(override.key) is not None or not override.text.startswith("+") or override.error or override.sweeps:
+        return None
+    for section, least in (("environment.skyrl_gym", 2), ("environment", 1), ("generator", 1)):
+        name = override.key.removeprefix(f"{section}.")
+        if name != override.key:
+            parts = name.split(".")
+            inside_ours = find(f"{section}.{parts[0]}") is not None
+            if len(parts) < least or (inside_ours and section != "environment.skyrl_gym"):
+                return None
+            return f"{section}.own.{name}"
+    return None
 
 
 def _refused_flags(flags: dict[str, Any]) -> Iterator[Problem]:

@@ -39,8 +39,13 @@ def describe(hint: Any) -> str:
 def convert(value: Any, hint: Any) -> Any:
     """The value as the hint's type. Raises Unfit.
 
-    What is converted: integers to floats, numbers to text, a single text to a list of one.
+    What is converted: integers to floats, numbers to text, a single text to a list of one, null to an empty list or
+    mapping, an empty text to null where there is one.
     """
+    if value is None and typing.get_origin(hint) in (list, dict):
+        return typing.get_origin(hint)()
+    if value == "" and {str, type(None)} <= set(arms(hint)):
+        return None
     for arm in arms(hint):
         if _fits(value, arm):
             if arm is float:

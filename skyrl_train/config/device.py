@@ -29,16 +29,27 @@ def accelerator_present() -> bool:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return False
-    if any(Path("/dev").glob("nvidia[0-9]*")):
-        return True
+    return any(Path("/dev").glob("nvidia[0-9]*")) or _listed_by_driver() > 0
+
+
+def count_accelerators() -> int:
+    """How many NVIDIA devices this process may use, asked without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    files = list(Path("/dev").glob("nvidia[0-9]*"))
+    return len(files) or _listed_by_driver()
+
+
+def _listed_by_driver() -> int:
     program = shutil.which("nvidia-smi")  # containers and WSL have the program without the device files
     if program is None:
-        return False
+        return 0
     try:
         listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return listed.returncode == 0 and "GPU" in listed.stdout
+        return 0
+    return listed.stdout.count("GPU ") if listed.returncode == 0 else 0
 
 
 def resolve_device(config: Config, has_accelerator: bool, given: Collection[str] = ()) -> tuple[Config, list[str]]:

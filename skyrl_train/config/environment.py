@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_train.config.section import Section
+from skyrl_train.config.section import OpenSection, Section
 
 
 @dataclass
@@ -214,9 +214,11 @@ class SkyRLGymConfig(Section):
 
 
 @dataclass
-class EnvironmentConfig(Section):
+class EnvironmentConfig(OpenSection):
     """The environment of rows that do not name one themselves."""
 
     env_class: str = "gsm8k"
     """Registered name of the environment."""
     skyrl_gym: SkyRLGymConfig = field(default_factory=SkyRLGymConfig)
+    own: dict[str, Any] = field(default_factory=dict)
+    """Keys of your own, for your own code: `+environment.my_key=3` is here, and `cfg.environment.my_key` there."""

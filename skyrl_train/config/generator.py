@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_train.config.section import Section, interpolation
+from skyrl_train.config.section import OpenSection, Section, interpolation
 
 
 @dataclass
@@ -63,7 +63,7 @@ class RateLimitConfig(Section):
 
 
 @dataclass
-class GeneratorConfig(Section):
+class GeneratorConfig(OpenSection):
     """Engines and the rollouts they serve."""
 
     model_name: str = interpolation("trainer.policy.model.path")
@@ -175,6 +175,8 @@ class GeneratorConfig(Section):
     """Rotary embedding scaling of the engines' model; follows the trainer."""
     rope_theta: float | None = interpolation("trainer.rope_theta")
     """Rotary embedding base of the engines' model; follows the trainer."""
+    own: dict[str, Any] = field(default_factory=dict)
+    """Keys of your own, for your own code: `+generator.my_key=3` is here, and `cfg.generator.my_key` there."""
     step_wise_trajectories: bool = False
     """Where the chat template rewrites the history (thinking models), what the model read next is a sequence of its
     own; the episode stays one sample. Turns that go on from each other stay one sequence."""

@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 import skyrl_train
 from skyrl_train.config.convert import Unfit, build, convert
 from skyrl_train.config.inspection import inspect
-from skyrl_train.config.keys import ALIASES, all_keys
+from skyrl_train.config.keys import ALIASES, SPELLINGS, all_keys, spelt
 from skyrl_train.config.problems import Problem, raise_all
 from skyrl_train.config.safety import foreign_targets, redact
 from skyrl_train.config.schema import Config
@@ -156,6 +156,17 @@ def rename_aliases(content: dict[str, Any]) -> Iterator[Problem]:
         section[key] = value
 
 
+def respell(content: dict[str, Any]) -> None:
+    """Values that are written another way (see keys.SPELLINGS) as they are meant, in place."""
+    for name in SPELLINGS:
+        section: Any = content
+        *path, last = name.split(".")
+        for part in path:
+            section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(section, dict) and last in section:
+            section[last] = spelt(name, section[last])
+
+
 def resolve(content: dict[str, Any], skip: Sequence[str] = ()) -> tuple[Config, list[Problem]]:
     """The dataclasses, interpolations resolved. Keys in `skip` and values that are problems keep their defaults.
 
@@ -207,7 +218,9 @@ def finish(raw: DictConfig) -> tuple[Config, list[Problem]]:
     """A composed configuration -> the dataclasses, not frozen, and everything that is wrong with keys and types."""
     content = unresolved(raw)
     hydra_section = content.pop("hydra", {})
-    problems = [*foreign_targets(hydra_section), *rename_aliases(content), *inspect("", content)]
+    problems = [*foreign_targets(hydra_section), *rename_aliases(content)]
+    respell(content)
+    problems += inspect("", content)
     config, more = resolve(content, [problem.key for problem in problems])
     return config, [*problems, *more]
 

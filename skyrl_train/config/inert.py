@@ -133,9 +133,6 @@ ROWS = (
     ),
     Inert(("trainer.log_path",), "A run's logs and metrics are in its folder, trainer.ckpt_path."),
     Inert(
-        ("trainer.timeouts.checkpoint_s",), "Saving and loading are calls of the trainer's ranks: timeouts.update_s."
-    ),
-    Inert(
         ("trainer.flash_attn",),
         "Attention without padding uses PyTorch's own kernels: flash attention wherever they have it.",
     ),
@@ -175,6 +172,7 @@ ROWS = (
             "generator.inference_engine_tensor_parallel_size",
             "generator.inference_engine_pipeline_parallel_size",
             "generator.inference_engine_expert_parallel_size",
+            "generator.inference_engine_data_parallel_size",
         ),
         "With generator.run_engines_locally=false whoever starts a server says that to it.",
         lambda config: not config.generator.run_engines_locally,

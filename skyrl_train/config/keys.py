@@ -21,6 +21,18 @@ ALIASES = {
 }
 """Other names of keys that are accepted; giving both with different values is an error."""
 
+SPELLINGS: dict[str, dict[Any, Any]] = {
+    "trainer.resume_mode": {None: "none", "": "none", "None": "none"},
+    "trainer.logger": {None: []},
+    "trainer.ckpt_interval": {None: -1},
+    "trainer.hf_save_interval": {None: -1},
+    "trainer.eval_interval": {None: -1},
+    "trainer.max_ckpts_to_keep": {None: -1},
+    "generator.sampling_params.top_k": {None: -1},
+    "generator.eval_sampling_params.top_k": {None: -1},
+}
+"""Key -> another way to write a value -> the value. `convert` knows those that go for a whole type."""
+
 
 @dataclass(frozen=True)
 class Key:
@@ -96,6 +108,11 @@ def nearest(name: str) -> str | None:
     by_leaf = {key.rpartition(".")[2]: key for key in reversed(known)}
     close = difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.8)
     return by_leaf[close[0]] if close else None
+
+
+def spelt(name: str, value: Any) -> Any:
+    """The value that is meant by another way to write it."""
+    return SPELLINGS.get(name, {}).get(value, value) if value is None or isinstance(value, str) else value
 
 
 def value_at(config: Config, name: str) -> Any:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig
 
-from skyrl_train.config.command_line import read_command_line
+from skyrl_train.config.command_line import CommandLine, read_command_line
 from skyrl_train.config.device import accelerator_present, device_problems, resolve_device
 from skyrl_train.config.hydra import compose, finish, resolve, show_information, written_keys
 from skyrl_train.config.inert import without_effect
-from skyrl_train.config.megatron import resolve_megatron
-from skyrl_train.config.problems import Problem, one_line, raise_all
+from skyrl_train.config.parallelism import resolve_engine_copies, resolve_megatron
+from skyrl_train.config.presence import Uses, missing
+from skyrl_train.config.problems import Problem, UnknownKey, one_line, raise_all, show
 from skyrl_train.config.schema import Config
 from skyrl_train.config.section import freeze
 from skyrl_train.config.validate import validate
@@ -40,8 +41,16 @@ class Uncomposable(Problem):
         return one_line(self.allowed)
 
 
-def prepare(argv: Sequence[str], has_accelerator: bool | None = None) -> PreparedConfig:
+def prepare(
+    argv: Sequence[str], has_accelerator: bool | None = None, *, own_code: bool = False, uses: Uses | None = None
+) -> PreparedConfig:
     """The configuration of `key=value` arguments and Hydra's `--config-name` and `--config-dir`.
+
+    Args:
+        has_accelerator: Asked of this machine where it is None.
+        own_code: Whether a program of the user's own calls: names that it may have registered and keys that it may read
+            are no mistakes then, as with `trainer.plugins`.
+        uses: What of the configuration must be there on this machine; None looks for nothing.
 
     Raises ConfigError that lists every problem at once. Imports neither torch nor ray.
     """
@@ -52,40 +61,58 @@ def prepare(argv: Sequence[str], has_accelerator: bool | None = None) -> Prepare
         raise_all([*line.problems, Uncomposable("--config-name", line.flags["config_name"], str(error))])
         raise
     given = written_keys(line.overrides, line.flags["config_name"], line.flags["config_dir"])
-    return _check(raw, line.problems, given, has_accelerator)
+    present = accelerator_present() if has_accelerator is None else has_accelerator
+    return _check(raw, line, given, present, own_code, uses)
 
 
 def _check(
-    raw: DictConfig, problems: list[Problem], given: frozenset[str], has_accelerator: bool | None
+    raw: DictConfig, line: CommandLine, given: frozenset[str], present: bool, own_code: bool, uses: Uses | None
 ) -> PreparedConfig:
-    present = accelerator_present() if has_accelerator is None else has_accelerator
     config, more = finish(raw)
-    problems = [*problems, *more]
+    open_to_names = own_code or bool(config.trainer.plugins)
+    problems = [*line.problems, *more, *(() if open_to_names else map(_nobodys, line.own))]
     suspects = {problem.key for problem in problems}
     config, notes = resolve_device(config, present, given)
-    config, moved = resolve_megatron(config)
-    for problem in (*device_problems(config, present), *validate(config)):
+    for respread in (resolve_megatron, resolve_engine_copies):
+        config, moved = respread(config)
+        notes += moved
+    for problem in (*device_problems(config, present), *validate(config, open_to_names)):
         if not any(key in str(problem) for key in suspects):  # it may only follow from a default that stands in
             problems.append(problem)
+    if not problems and uses is not None:
+        problems += missing(config, uses)
     raise_all(problems)
+    notes += [f"{own.key}={show(own.value)} is a key of your own: only your code reads it." for own in line.own]
     defaults, _ = resolve_device(resolve({})[0], present)
-    return PreparedConfig(freeze(config), list(without_effect(config, freeze(defaults))), [*notes, *moved])
+    return PreparedConfig(freeze(config), list(without_effect(config, freeze(defaults))), notes)
 
 
-def launch(task: Callable[[PreparedConfig], None], argv: Sequence[str] | None = None) -> None:
+def _nobodys(own: UnknownKey) -> UnknownKey:
+    advice = f"{own.advice} With trainer.plugins, or started from a program of your own, it would be a key of yours."
+    return replace(own, advice=advice)
+
+
+def launch(
+    task: Callable[[PreparedConfig], None],
+    argv: Sequence[str] | None = None,
+    *,
+    own_code: bool = False,
+    uses: Uses | None = None,
+) -> None:
     """Run an entrypoint: `task` with the prepared configuration, or what Hydra's flags print (`--cfg job`, `--help`).
 
-    A ConfigError, of the configuration or of the task, is printed without traceback and exits with 2.
+    `own_code` and `uses` are those of `prepare`. A ConfigError, of the configuration or of the task, is printed without
+    traceback and exits with 2.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         line = read_command_line(arguments)
         if line.asks_for_information:
             if not line.flags["help"]:
-                prepare(arguments)
+                prepare(arguments, own_code=own_code)
             show_information(arguments, line.overrides)
             return
-        prepared = prepare(arguments)
+        prepared = prepare(arguments, own_code=own_code, uses=uses)
         for text in prepared.notes:
             print(f"note: {text}", file=sys.stderr)
         for text in prepared.warnings:

@@ -27,6 +27,16 @@ class Section:
         object.__delattr__(self, name)
 
 
+class OpenSection(Section):
+    """A section with room for keys of the user's own, in its field `own`: they can be read as its attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__.get("own") or {}
+        if name in own:
+            return own[name]
+        raise AttributeError(f"{type(self).__name__} has no key {name!r}")
+
+
 class FrozenMapping(dict[str, Any]):
     """A free-form mapping (`engine_init_kwargs`, ...) of a frozen configuration: a dict for readers and `**`."""
 

@@ -65,9 +65,7 @@ class TimeoutsConfig(Section):
     weight_sync_s: float = 600.0
     """The trainer's weights reach all engines."""
     update_s: float = 3600.0
-    """One call of the trainer ranks: scoring or updating on a batch."""
-    checkpoint_s: float = 1800.0
-    """A checkpoint is written or read."""
+    """One call of the trainer's ranks: to score or to learn from a batch, to write or to read a checkpoint."""
 
 
 @dataclass
@@ -97,11 +95,12 @@ class TrainerConfig(Section):
     seed: int = 42
     """Seed of data order, sampling and initialisation."""
     resume_mode: str = "latest"
-    """`latest` goes on from the newest checkpoint if any, `from_path` from `resume_path`, `none` is a new start."""
+    """`latest` goes on from the newest checkpoint if any, `from_path` from `resume_path`, `none` (or null) is a new
+    start."""
     resume_path: str | None = None
     """Checkpoint folder for `resume_mode=from_path`."""
     log_path: str = "/tmp/skyrl-logs"
-    """Logs of processes go here."""
+    """SkyRL's folder for logs of processes; without effect here, where a run's records are in `ckpt_path`."""
     ckpt_path: str = "${oc.env:HOME}/ckpts/"
     """Checkpoints go here."""
     max_ckpts_to_keep: int = -1
@@ -157,7 +156,8 @@ class TrainerConfig(Section):
     run_name: str = "test_run"
     """Name of the run."""
     logger: str | list[str] = "wandb"
-    """Trackers besides the JSONL file that is always written: `console`, `wandb`, `tensorboard`, one or a list."""
+    """Trackers besides the console and the JSONL files, which are always on: `wandb`, `tensorboard`, one or a list;
+    null, `console` or an empty list is no other."""
     plugins: list[str] = field(default_factory=list)
     """Modules imported in the driver and in every worker; they register losses, advantages, environments, trackers."""
     dump_data_batch: bool = False

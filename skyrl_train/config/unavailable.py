@@ -19,20 +19,12 @@ NAMES: dict[str, dict[str, str]] = {
 """Known names of choices that cannot be made: key -> name -> what to do."""
 
 _DROPOUT = "Log-probs must not depend on chance: those of the update and of the rollouts would differ for nothing."
-_MEGATRON = "Of Megatron's parallelism only that of tensors is available; fsdp2 shards over the other ranks."
-_COPIES = "Copies of a model are engines of their own here: raise generator.num_inference_engines."
 _PROXY = "A router of another project cannot take weights: name the servers behind it in external_server_urls."
 
 VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "trainer.fully_async.enabled": ((False,), "Only synchronous training is available in this version."),
     "trainer.policy.model.lora.dropout": ((0.0,), _DROPOUT),
     "trainer.critic.model.lora.dropout": ((0.0,), _DROPOUT),
-    **{
-        f"trainer.{role}.megatron_config.{kind}_parallel_size": ((1, None) if "expert_t" in kind else (1,), _MEGATRON)
-        for role in ("policy", "ref")
-        for kind in ("pipeline_model", "context", "expert_model", "expert_tensor")
-    },
-    "generator.inference_engine_data_parallel_size": ((1,), _COPIES),
     "generator.external_proxy_url": ((None,), _PROXY),
 }
 """Key -> the values it may have, and why or what to do instead."""

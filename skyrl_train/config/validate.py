@@ -68,6 +68,9 @@ OPEN_TO_PLUGINS = frozenset(
     {
         "trainer.algorithm.advantage_estimator",
         "trainer.algorithm.policy_loss_type",
+        "trainer.algorithm.loss_reduction",
+        "trainer.algorithm.kl_estimator_type",
+        "trainer.algorithm.sft.loss_type",
         "environment.env_class",
         "environment.skyrl_gym.tool_use.tools",
         "trainer.logger",
@@ -84,11 +87,14 @@ GROUP_BASELINES = frozenset({"grpo", "dr_grpo", "rloo", "reinforce++_baseline", 
 """Estimators that compare the responses of one prompt with each other."""
 
 
-def validate(config: Config) -> list[Problem]:
-    """Every problem of a resolved configuration (see device.resolve_device), at once; raises nothing."""
+def validate(config: Config, open_to_names: bool = False) -> list[Problem]:
+    """Every problem of a resolved configuration (see device.resolve_device), at once; raises nothing.
+
+    `open_to_names`: names of OPEN_TO_PLUGINS may be such that somebody registers later.
+    """
     if wrong := list(_wrong_types(config)):  # the rest would compare text with numbers
         return wrong
-    return [*out_of_range(config), *_unknown_names(config), *unavailable(config), *_combinations(config)]
+    return [*out_of_range(config), *_unknown_names(config, open_to_names), *unavailable(config), *_combinations(config)]
 
 
 def _wrong_types(config: Config) -> Iterator[Problem]:
@@ -101,9 +107,9 @@ def _wrong_types(config: Config) -> Iterator[Problem]:
             yield Problem(name, value, unfit.allowed, unfit.advice)
 
 
-def _unknown_names(config: Config) -> Iterator[Problem]:
+def _unknown_names(config: Config, open_to_names: bool) -> Iterator[Problem]:
     for key, allowed in CHOICES.items():
-        if config.trainer.plugins and key in OPEN_TO_PLUGINS:
+        if (open_to_names or config.trainer.plugins) and key in OPEN_TO_PLUGINS:
             continue
         value = value_at(config, key)
         for name in value if isinstance(value, (list, tuple)) else (value,):

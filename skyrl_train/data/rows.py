@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
+from skyrl_train.config.sources import SUFFIXES, is_file_of_rows, may_be_on_hub, split_of
 from skyrl_train.errors import DataError
 
 Row = dict[str, Any]
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 WHITESPACE = b"\xef\xbb\xbf \t\r\n"
 """And the byte order mark."""
-SUFFIXES = (".parquet", ".json", ".jsonl")
 
 
 def read_rows(source: str) -> Iterator[tuple[str, Row]]:
@@ -25,15 +23,13 @@ def read_rows(source: str) -> Iterator[tuple[str, Row]]:
     A source is a .parquet, .json or .jsonl file, a folder that `datasets` can load, or a name on the hub; these two
     may end in ":split" ("train" otherwise). Raises DataError for what is missing or cannot be read.
     """
-    path = Path(source).expanduser()
-    if path.suffix.lower() in SUFFIXES and not path.is_dir():
+    if is_file_of_rows(source):
+        path = Path(source).expanduser()
         if not path.is_file():
             raise DataError(f"{source}: no such file.")
         read = {".parquet": _parquet, ".json": _json, ".jsonl": _json_lines}[path.suffix.lower()]
         return read(path)
-    name, split = source, "train"
-    if not path.exists() and ":" in source:
-        name, _, split = source.rpartition(":")
+    name, split = split_of(source)
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _load_dataset(source, str(folder), split, None)
@@ -42,7 +38,7 @@ def read_rows(source: str) -> Iterator[tuple[str, Row]]:
 
 def read_hub(name: str, split: str, config: str | None = None) -> Iterator[tuple[str, Row]]:
     """(where, row) for every row of a split, or a part of one, of a dataset on the hub."""
-    if Path(name).expanduser().exists() or not HUB_NAME.fullmatch(name):
+    if not may_be_on_hub(name):
         raise DataError(f"{name}: not a {', '.join(SUFFIXES)} file, not a folder, not a dataset's name on the hub.")
     return _load_dataset(name if split == "train" else f"{name}:{split}", name, split, config)
 

@@ -1,7 +1,9 @@
-"""python -m skyrl_train.entrypoints.check_config [--plan] key=value ...: what is wrong with a configuration.
+"""python -m skyrl_train.entrypoints.check_config [--plan] [--elsewhere] key=value ...: what is wrong with it.
 
-Starts nothing. Exit code 0 and "config ok" with notes and warnings, or 2 and every problem at once. With `--plan` it
-also prints what every slot will hold in memory; that reads the configurations of the models, not their weights.
+Starts nothing. Exit code 0 and "config ok" with notes and warnings, or 2 and every problem at once; files, models,
+engines, plugins and accelerators that a training run would not find here are problems too. With `--elsewhere`, for a
+run on another machine, nothing is looked for and no plugin imported. With `--plan` it also prints what every slot will
+hold in memory; that reads the configurations of the models, not their weights.
 """
 
 from __future__ import annotations
@@ -11,16 +13,29 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from skyrl_train.config.prepare import PreparedConfig, launch
+from skyrl_train.config.presence import Uses
 
 if TYPE_CHECKING:
     from skyrl_train.build.memory_plan import SlotPlan
 
 PLAN = "--plan"
+ELSEWHERE = "--elsewhere"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if arguments is None else arguments
-    launch(report_with_plan if PLAN in argv else report, [argument for argument in argv if argument != PLAN])
+    here = ELSEWHERE not in argv
+    tell = report_with_plan if PLAN in argv else report
+
+    def check(prepared: PreparedConfig) -> None:
+        if here and prepared.config.trainer.plugins:
+            from skyrl_train.build.names import check_plugins
+
+            check_plugins(prepared.config)
+        tell(prepared)
+
+    rest = [argument for argument in argv if argument not in (PLAN, ELSEWHERE)]
+    launch(check, rest, uses=Uses() if here else None)
 
 
 def report(prepared: PreparedConfig) -> None:
@@ -31,10 +46,8 @@ def report_with_plan(prepared: PreparedConfig) -> None:
     """torch is only imported here: a check without a plan is done before it would be loaded."""
     from skyrl_train.build.capacity import capacity_of
     from skyrl_train.build.memory_plan import memory_plan
-    from skyrl_train.registry import import_plugins
 
     config = prepared.config
-    import_plugins(config.trainer.plugins)
     capacity = capacity_of(config.device)
     plans = memory_plan(config, capacity)
     report(prepared)

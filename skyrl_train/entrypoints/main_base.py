@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from skyrl_train.config.prepare import launch
+from skyrl_train.config.presence import Uses
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import SkyRLError
 
@@ -27,11 +29,14 @@ class BasePPOExp:
     `build` has the functions behind the methods. torch and Ray are imported only once the configuration is known good.
     """
 
-    def __init__(self, cfg: Config):
-        from skyrl_train.cluster.runtime import Cluster, importing
-        from skyrl_train.registry import import_plugins
+    uses: ClassVar[Uses] = Uses()
+    """What of a configuration it uses."""
 
-        import_plugins(cfg.trainer.plugins)
+    def __init__(self, cfg: Config):
+        from skyrl_train.build.names import check_plugins
+        from skyrl_train.cluster.runtime import Cluster, importing
+
+        check_plugins(cfg)
         self.cfg = cfg
         self.cluster = Cluster(cfg.trainer.plugins)
         with importing("skyrl_train.build.run"):  # seconds of work, while Ray has seconds of waiting
@@ -127,19 +132,37 @@ class BasePPOExp:
 
 
 def run_experiment(experiment: type[BasePPOExp], argv: Sequence[str] | None = None) -> None:
-    """Check the command line, then run the experiment.
+    """Check the command line, then run the experiment, for a program of your own.
 
+    What the program registered counts as if `trainer.plugins` had named it in the driver, and keys that are added to
+    `generator` and `environment` with a plus are its own. Ranks and environment processes import trainer.plugins alone.
     A person's mistake is printed and exits 2, before torch or Ray start; a run that had to stop says why and exits 1.
     """
+    start(experiment, argv, own_code=True)
+
+
+def start(experiment: type[BasePPOExp], argv: Sequence[str] | None = None, *, own_code: bool = False) -> None:
+    """What `run_experiment` does; the entrypoints of this package bring no code of the user's."""
     try:
-        launch(lambda prepared: experiment(prepared.config).run(), argv)
+        launch(lambda prepared: experiment(prepared.config).run(), argv, own_code=own_code, uses=used_by(experiment))
     except SkyRLError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)
 
 
+def used_by(experiment: type[BasePPOExp]) -> Uses:
+    """What must be there for it: what the class says that names its `uses`, but for files of methods replaced since."""
+    named = next(cls for cls in experiment.__mro__ if "uses" in vars(cls))
+    assert issubclass(named, BasePPOExp)
+    return replace(
+        named.uses,
+        train_data=named.uses.train_data and experiment.get_train_dataset is named.get_train_dataset,
+        val_data=named.uses.val_data and experiment.get_eval_dataset is named.get_eval_dataset,
+    )
+
+
 def main() -> None:
-    run_experiment(BasePPOExp)
+    start(BasePPOExp)
 
 
 if __name__ == "__main__":

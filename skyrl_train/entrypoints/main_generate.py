@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 
-from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
+from skyrl_train.config.presence import Uses
+from skyrl_train.entrypoints.main_base import BasePPOExp, start
 
 
 class EvaluationExp(BasePPOExp):
     """Everything of an experiment but training."""
+
+    uses = Uses(train_data=False, learner=False)
 
     def get_train_dataset(self) -> None:  # type: ignore[override]
         """There is nothing to train on."""
@@ -40,7 +43,7 @@ class EvaluationExp(BasePPOExp):
 
 
 def main() -> None:
-    run_experiment(EvaluationExp)
+    start(EvaluationExp)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
+from skyrl_train.config.presence import Uses
+from skyrl_train.entrypoints.main_base import BasePPOExp, start
 
 
 class SFTExp(BasePPOExp):
     """An experiment without engines, environments or rewards."""
+
+    uses = Uses(val_data=False, engines=False)
 
     def get_train_dataset(self) -> None:  # type: ignore[override]
         """Demonstrations are read when the run starts."""
@@ -67,7 +70,7 @@ class SFTExp(BasePPOExp):
 
 
 def main() -> None:
-    run_experiment(SFTExp)
+    start(SFTExp)
 
 
 if __name__ == "__main__":

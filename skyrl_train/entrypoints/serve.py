@@ -11,11 +11,14 @@ import asyncio
 import signal
 import sys
 
-from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
+from skyrl_train.config.presence import Uses
+from skyrl_train.entrypoints.main_base import BasePPOExp, start
 
 
 class ServingExp(BasePPOExp):
     """Tokenizer, engines and their client; no data, no trainer."""
+
+    uses = Uses(train_data=False, val_data=False, learner=False)
 
     def get_train_dataset(self) -> None:  # type: ignore[override]
         """There is nothing to train on."""
@@ -37,7 +40,7 @@ class ServingExp(BasePPOExp):
 
 def main() -> None:
     # The keys of the endpoint have an effect here.
-    run_experiment(ServingExp, ["generator.enable_http_endpoint=true", *sys.argv[1:]])
+    start(ServingExp, ["generator.enable_http_endpoint=true", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

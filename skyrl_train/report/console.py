@@ -7,17 +7,21 @@ read as markup.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
 
 SHOWN_CHARACTERS = 240
 """Of a prompt's end and of a completion's start."""
+_CHECKPOINT = re.compile(r"global_step_(\d+)")
 _PHASES = ("generate", "score", "update", "publish", "evaluate")
 
 
@@ -27,12 +31,16 @@ class ConsoleTracker:
     def __init__(self, setup: TrackerSetup, console: Console | None = None):
         self._console = console or Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._name = visible(setup.run_name)
+        self._folder = setup.run_dir.absolute()
+        self._resume_mode = setup.config.get("trainer", {}).get("resume_mode", "latest")
+        self._step: int | None = None
         self._total = 0
         self._progress: Progress | None = None
 
     def begin(self, step: int, total_steps: int) -> None:
-        self._total = total_steps
-        self._print(f"{self._name}: step {step} of {total_steps}{', resumed' if step else ''}", "bold")
+        self._step, self._total = step, total_steps
+        where = f"{'resumed at ' if step else ''}step {step} of {total_steps}" if total_steps else "evaluation"
+        self._print(f"{self._name}: {where}, in {visible(str(self._folder))}", "bold")
         if self._console.is_terminal:
             columns = (
                 TextColumn(self._name, markup=False),
@@ -46,6 +54,7 @@ class ConsoleTracker:
             self._progress.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._step = step
         head = f"step {step}/{self._total}"
         for line, style in ((step_line(metrics), ""), (evaluation_line(metrics), "green")):
             if line:
@@ -63,6 +72,32 @@ class ConsoleTracker:
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
+        for line in self._last_lines():
+            self._print(line, "bold")
+
+    def _last_lines(self) -> Iterator[str]:
+        """Run folder, steps, best evaluation, how to go on; nothing for a run that never began."""
+        if self._step is None:
+            return
+        folder = visible(str(self._folder))
+        rows = read_jsonl(self._folder / METRICS_FILE) if (self._folder / METRICS_FILE).exists() else []
+        if not self._total:
+            yield f"{self._name}: evaluated; metrics are in {folder}"
+            return
+        yield f"{self._name}: {self._step} of {self._total} steps; metrics, samples and checkpoints are in {folder}"
+        if best := best_evaluation(rows):
+            name, value, step = best
+            yield f"{self._name}: best evaluation: {visible(name)} {_short(value)} at step {step}"
+        yield f"{self._name}: {self._how_to_go_on()}"
+
+    def _how_to_go_on(self) -> str:
+        saved = [int(found[1]) for path in self._folder.iterdir() if (found := _CHECKPOINT.fullmatch(path.name))]
+        if not saved:
+            return "there is no checkpoint to resume from (trainer.ckpt_interval)"
+        changes = ["a larger trainer.epochs or trainer.max_steps"] if max(saved) >= self._total else []
+        changes += [] if self._resume_mode == "latest" else ["trainer.resume_mode=latest"]
+        changed = f" with {' and '.join(changes)}" if changes else ""
+        return f"resume from step {max(saved)}: the same command{changed}"
 
     def _print(self, line: str, style: str) -> None:
         encoding = self._console.encoding or "utf-8"
@@ -95,6 +130,21 @@ def step_line(metrics: Mapping[str, float]) -> str:
         split = ", ".join(filter(None, phases))
         parts.append(f"{_short(metrics['timing/step_s'])} s" + (f" ({split})" if split else ""))
     return "  ".join(filter(None, parts))
+
+
+def best_evaluation(rows: Sequence[Mapping[str, Any]]) -> tuple[str, float, int] | None:
+    """(source and score, its highest value, step) over the lines of a run; of several sources, over all of them."""
+    found = [
+        (name, value, row["step"])
+        for row in rows
+        for name, value in row.items()
+        if name.startswith("eval/") and name.endswith("/avg_score") and value is not None
+    ]
+    overall = [item for item in found if item[0] == "eval/all/avg_score"] or found
+    if not overall:
+        return None
+    name, value, step = max(overall, key=lambda item: item[1])
+    return name.removeprefix("eval/").replace("/", " "), value, step
 
 
 def evaluation_line(metrics: Mapping[str, float]) -> str:

@@ -16,6 +16,7 @@ from skyrl_train.report.protocol import SampleRow, Tracker, TrackerSetup
 _log = logging.getLogger(__name__)
 
 
+CONSOLE = "console"
 trackers: Registry[Callable[[TrackerSetup], Tracker]] = Registry("tracker", TRACKERS)
 
 
@@ -58,9 +59,12 @@ class Trackers:
 def make_trackers(
     names: Sequence[str], run_dir: Path, project_name: str, run_name: str, config: Mapping[str, Any]
 ) -> Trackers:
-    """The JSONL tracker and those of `names`, each once. Raises ConfigError for an unknown name or missing library."""
+    """The JSONL files, the console and those of `names`, each once.
+
+    Raises ConfigError for an unknown name or a missing library.
+    """
     setup = TrackerSetup(Path(run_dir), project_name, run_name, config)
     members: dict[str, Tracker] = {"jsonl": JsonlTracker(setup.run_dir)}
-    for name in dict.fromkeys(names):
+    for name in dict.fromkeys((CONSOLE, *names)):
         members[name] = trackers.get(name)(setup)
     return Trackers(members)

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
@@ -41,6 +42,10 @@ class WandbTracker:
                 "wandb cannot be reached (%s): this run is kept in %s/wandb; `wandb sync` sends it.", error, folder
             )
             self._run = self._open("offline")
+        # Its own lines would say so too, among a dozen others.
+        kept = Path(self._run.dir).parent
+        where = f"offline, `wandb sync {kept}` sends this run" if self._run.offline else self._run.url
+        print(f"wandb: {where}", flush=True)
 
     def _open(self, mode: str) -> wandb.Run:
         settings = wandb.Settings(init_timeout=INIT_TIMEOUT_S, console="off", silent=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from skyrl_train.weight_sync.wire import AdapterSpec
 
 _GREEDY = 1e-5
 """Temperatures below count as greedy, as in vLLM."""
+_RELOADS = "vllm.model_executor.model_loader.reload.layerwise"
+"""Of vLLM's loggers, the one that warns at every sync of layers that got no weights."""
 
 
 class WorkerExtension:
@@ -160,6 +163,17 @@ class BehaviourSampler(Sampler):
         return LogprobsTensors(ids.expand(-1, 2).to(torch.int32), both, torch.zeros_like(token_ids))
 
 
+def _of_layers_with_weights(record: logging.LogRecord) -> bool:
+    """Not of rotary embeddings, whose tables are computed: they get no weights, and vLLM calls that a failure."""
+    layer = str(record.args[0]) if isinstance(record.args, tuple) and record.args else ""
+    return not layer.endswith("RotaryEmbedding")
+
+
+def _of_layers_untied(record: logging.LogRecord) -> bool:
+    """Nor of a tied head, whose weights are the embedding's."""
+    return _of_layers_with_weights(record) and record.args != ("ParallelLMHead",)
+
+
 class ReloadedModel:
     """A WeightStore: vLLM fuses, shards and repacks what it is given, layer by layer."""
 
@@ -169,6 +183,8 @@ class ReloadedModel:
         self._layout = meta_parameters(config.model, config.dtype)
         self._adapter = adapter
         self._experts = list(_packed_experts(model))
+        tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
+        logging.getLogger(_RELOADS).addFilter(_of_layers_with_weights if not tied else _of_layers_untied)
         self._open = False
         """Layers take weights: from start to finish, or since a sync that died."""
 

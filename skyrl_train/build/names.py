@@ -1,0 +1,75 @@
+"""Names that users' code registers, checked once it had the chance to, before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from skyrl_train.config.keys import value_at
+from skyrl_train.config.problems import Problem, raise_all
+from skyrl_train.config.schema import Config
+from skyrl_train.config.validate import CHOICES, OPEN_TO_PLUGINS
+from skyrl_train.registry import import_plugins, unknown
+
+
+def check_plugins(cfg: Config) -> None:
+    """Import trainer.plugins, and look for every name that is not built in among what was registered.
+
+    Raises ConfigError for a module that cannot be imported, and for names that nobody registered, all at once. Loads
+    torch only for a name that is not built in.
+    """
+    import_plugins(cfg.trainer.plugins)
+    raise_all(
+        Problem(key, name, "registered by a module of trainer.plugins or by your program", _guess(key, name))
+        for key in sorted(OPEN_TO_PLUGINS)
+        for name in _names(value_at(cfg, key))
+        if name not in CHOICES[key] and name not in _REGISTERED[key]()
+    )
+
+
+def _names(value: str | Sequence[str]) -> Sequence[str]:
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _guess(key: str, name: str) -> str:
+    _, _, hint = unknown(key, name, _REGISTERED[key]()).rpartition(". ")
+    known = f"Known: {', '.join(_REGISTERED[key]())}."
+    return f"{known} {hint}" if hint.startswith("Did you mean") else known
+
+
+def _of_algorithms(registry: str) -> Callable[[], list[str]]:
+    def names() -> list[str]:
+        from skyrl_train.algorithms import registry as algorithms
+
+        return list(getattr(algorithms, registry).names())
+
+    return names
+
+
+def _environments() -> list[str]:
+    from skyrl_train.environments.registry import environments
+
+    return environments.names()
+
+
+def _tools() -> list[str]:
+    from skyrl_train.environments.tools.registry import tools
+
+    return tools.names()
+
+
+def _trackers() -> list[str]:
+    from skyrl_train.report.trackers import trackers
+
+    return trackers.names()
+
+
+_REGISTERED: Mapping[str, Callable[[], list[str]]] = {
+    "trainer.algorithm.advantage_estimator": _of_algorithms("advantage_estimators"),
+    "trainer.algorithm.policy_loss_type": _of_algorithms("policy_losses"),
+    "trainer.algorithm.loss_reduction": _of_algorithms("reductions"),
+    "trainer.algorithm.kl_estimator_type": _of_algorithms("kl_estimators"),
+    "trainer.algorithm.sft.loss_type": _of_algorithms("sft_losses"),
+    "environment.env_class": _environments,
+    "environment.skyrl_gym.tool_use.tools": _tools,
+    "trainer.logger": _trackers,
+}

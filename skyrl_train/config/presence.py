@@ -1,0 +1,147 @@
+"""What a configuration names and this machine must have: files, models, an engine's package, accelerators.
+
+Looked at before torch and Ray start. Names that may be on the hub are left to whoever loads them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyrl_train.config.device import count_accelerators
+from skyrl_train.config.problems import Problem
+from skyrl_train.config.reference import ESTIMATORS, kl_in_loss, kl_in_reward
+from skyrl_train.config.schema import Config
+from skyrl_train.config.slots import SlotCounts, count_slots
+from skyrl_train.config.sources import is_file_of_rows, may_be_on_hub, split_of
+
+INSTALL = {
+    "vllm": "`uv run --extra vllm ...` on GPUs, `scripts/cpu_engines` on CPUs",
+    "sglang": "`uv run --extra sglang ...` on GPUs, `scripts/cpu_engines` on CPUs",
+}
+"""Engines that are packages of their own -> how to get them."""
+LEAST_CPU_SHARE = 0.1
+"""Of a CPU, what a slot has at least: more ranks than that only wait for each other."""
+
+
+@dataclass(frozen=True)
+class Uses:
+    """What of a configuration an entrypoint uses, and so must be there."""
+
+    train_data: bool = True
+    val_data: bool = True
+    learner: bool = True
+    engines: bool = True
+
+
+def missing(config: Config, uses: Uses) -> Iterator[Problem]:
+    """Everything that is not here; raises nothing."""
+    yield from _data(config, uses)
+    yield from _models(config, uses)
+    yield from _other_files(config)
+    backend = config.generator.backend
+    local_engines = uses.engines and config.generator.run_engines_locally
+    if local_engines and backend in INSTALL and importlib.util.find_spec(backend) is None:
+        yield Problem("generator.backend", backend, "an engine that is installed", f"Install it: {INSTALL[backend]}.")
+    if not os.environ.get("RAY_ADDRESS"):  # whose nodes nobody knows yet
+        yield from _slots(config, uses)
+
+
+def slots_of(config: Config, uses: Uses) -> SlotCounts:
+    """The slots of the run, where no plugin asks for a model that the configuration does not show."""
+    algorithm = config.trainer.algorithm
+    reference = kl_in_loss(algorithm) or kl_in_reward(algorithm) or algorithm.advantage_estimator in ESTIMATORS
+    return count_slots(
+        config.trainer.placement,
+        config.generator,
+        with_policy=uses.learner,
+        with_reference=uses.learner and uses.engines and reference,
+        with_critic=uses.learner and uses.engines and algorithm.advantage_estimator == "gae",
+        with_reward=uses.engines and config.trainer.reward.model.path is not None,
+        with_engines=uses.engines and config.generator.run_engines_locally,
+    )
+
+
+def _data(config: Config, uses: Uses) -> Iterator[Problem]:
+    evaluates = config.trainer.eval_before_train or config.trainer.eval_interval > 0
+    for name, used in (("train_data", uses.train_data), ("val_data", uses.val_data and evaluates)):
+        for source in getattr(config.data, name) if used else ():
+            path = Path(split_of(source)[0]).expanduser()
+            if is_file_of_rows(source) and not path.is_file():
+                yield Problem(f"data.{name}", source, "a file that exists", _beside(path))
+            elif not path.exists() and not may_be_on_hub(split_of(source)[0]):
+                yield Problem(f"data.{name}", source, "a file, a folder or a dataset's name on the hub", _beside(path))
+
+
+def _beside(path: Path) -> str:
+    """What is there instead."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"There is no folder {folder} either."
+    names = sorted(item.name for item in folder.iterdir() if not item.name.startswith("."))[:6]
+    return f"In {folder} there is {', '.join(names) or 'nothing'}."
+
+
+def _models(config: Config, uses: Uses) -> Iterator[Problem]:
+    trainer, slots = config.trainer, slots_of(config, uses)
+    used = {
+        "policy": True,
+        "ref": bool(slots.reference or slots.reference_colocated),
+        "critic": bool(slots.critic or slots.critic_colocated),
+        "reward": uses.engines,
+    }
+    for role in (name for name, is_used in used.items() if is_used):
+        path = getattr(trainer, role).model.path
+        follows = role == "ref" and path == trainer.policy.model.path
+        if path is not None and not follows and (problem := _model_problem(f"trainer.{role}.model.path", path)):
+            yield problem
+
+
+def _model_problem(key: str, path: str) -> Problem | None:
+    allowed = "a model's folder or its name on the hub"
+    if Path(path).is_dir():
+        advice = "It has no config.json, which every model's folder has."
+        return None if (Path(path) / "config.json").is_file() else Problem(key, path, "a model's folder", advice)
+    if path.startswith("~"):
+        return Problem(key, path, "written out", "The shell leaves ~ as it is behind a =; write $HOME.")
+    return None if may_be_on_hub(path) else Problem(key, path, allowed, _beside(Path(path)))
+
+
+def _other_files(config: Config) -> Iterator[Problem]:
+    template, trainer = config.generator.chat_template, config.trainer
+    if template.source == "file" and template.name_or_path and not Path(template.name_or_path).is_file():
+        key = "generator.chat_template.name_or_path"
+        yield Problem(key, template.name_or_path, "a file with source=file", _beside(Path(template.name_or_path)))
+    if trainer.resume_mode == "from_path" and trainer.resume_path and not Path(trainer.resume_path).is_dir():
+        path = Path(trainer.resume_path)
+        yield Problem("trainer.resume_path", trainer.resume_path, "a checkpoint's folder", _beside(path))
+
+
+def _slots(config: Config, uses: Uses) -> Iterator[Problem]:
+    slots = slots_of(config, uses)
+    roles = {
+        "trainer.placement.policy_num_gpus_per_node": slots.policy,
+        "trainer.placement.ref_num_gpus_per_node": slots.reference,
+        "trainer.placement.critic_num_gpus_per_node": slots.critic,
+        "trainer.placement.reward_num_gpus_per_node": slots.reward,
+        "generator.num_inference_engines": slots.engines,
+    }
+    key = max(roles, key=lambda name: roles[name])
+    section, _, name = key.rpartition(".")
+    value = getattr(config.trainer.placement if section != "generator" else config.generator, name)
+    if config.device == "cuda":
+        there = count_accelerators()
+        fits, have = slots.total <= there, f"{there} GPU{'s' if there != 1 else ''}"
+    else:
+        cpus = os.cpu_count() or 1
+        fits, have = (slots.total + 1) * LEAST_CPU_SHARE <= cpus, f"{cpus} CPUs"
+    if not fits:
+        shared = "with engines and trainer on the same ones" if slots.time_shared else "engines and trainer apart"
+        advice = (
+            f"The run needs {slots.total} slots, {shared}; this machine has {have}. Ask for fewer ranks or engines, "
+            "colocate them (trainer.placement.colocate_all=true), or name a Ray cluster with more in RAY_ADDRESS."
+        )
+        yield Problem(key, value, f"less on a machine with {have}", advice)
