@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from skyrl_train.config.keys import ALIASES, Key, all_keys, arms
+from skyrl_train.config.keys import ALIASES, ENGINE_ALIASES, SPELLINGS, Key, all_keys, arms
 from skyrl_train.config.problems import show
 from skyrl_train.config.ranges import RANGES
 from skyrl_train.config.safety import FOLDER_SUFFIXES, FOLDERS_AND_NAMES
@@ -41,7 +41,9 @@ too. A preset begins with `defaults: [ppo_base_config, _self_]` and names only w
 resolved configuration; `--config-dir RUN --config-name config` starts from it again.
 
 **Checks.** Unknown keys, wrong types, numbers out of range, NaN and impossible combinations are reported all at once,
-with the nearest known key, before anything is loaded; the exit code is 2. Free-form mappings (`*_kwargs`) are passed on
+with the nearest known key, before anything is loaded; the exit code is 2. So are files, models, engines and
+accelerators that are not there, and plugins that cannot be imported; `check_config --elsewhere` looks for none of
+these, for a run on another machine. Free-form mappings (`*_kwargs`) are passed on
 as they are. A key that has no effect with the other settings is named in a warning.
 
 **References.** `${{another.key}}` follows another key, `${{oc.env:NAME}}` an environment variable that holds a folder
@@ -56,7 +58,16 @@ written out counts as untouched; any other value is kept or refused.
 **Plugins.** Modules in `trainer.plugins` are imported in the driver and in every worker. The names they register are
 accepted by {plugins}.
 
-**Other names.** {aliases}.
+**Other names.** {aliases}. Below `generator.inference_engine`, where newer versions of SkyRL keep them, {engines} are
+the keys of `generator`.
+
+**Other spellings.** `null` is an empty list or mapping where a key is one, and an empty text is `null` where a key can
+be that. {spellings}.
+
+**Keys of your own.** With `trainer.plugins`, or from a program of your own that calls `run_experiment`, keys that are
+added with a plus below `generator` and `environment` are kept for your code: `+generator.my_key=3` is
+`cfg.generator.my_key`, and `+environment.skyrl_gym.my_env.level=3` is in the `env_config` of `my_env`. Each is named in
+a note. Such a program may use names that it registered itself, wherever those of plugins are accepted.
 """
 
 
@@ -86,6 +97,12 @@ def _introduction() -> str:
         variables=f"{names}, {endings}",
         plugins=", ".join(f"`{key}`" for key in sorted(OPEN_TO_PLUGINS)),
         aliases="; ".join(f"`{alias}` is `{key}`" for alias, key in ALIASES.items()),
+        engines=", ".join(f"`{alias.rpartition('.')[2]}`" for alias in sorted(ENGINE_ALIASES)),
+        spellings="; ".join(
+            f"`{key}={show(other)}` is `{show(value)}`"
+            for key, meanings in SPELLINGS.items()
+            for other, value in meanings.items()
+        ),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -115,7 +116,8 @@ def build_critic_objective(trainer: TrainerConfig) -> ValueObjective | None:
         )
     if path is None or values is None:
         return None
-    return ValueObjective(trainer.algorithm.value_clip)
+    clip = trainer.algorithm.value_clip
+    return ValueObjective(math.inf if clip is None else clip)
 
 
 def _refuse_twice_corrected(loss: Callable[..., Any], algorithm: AlgorithmConfig) -> None:

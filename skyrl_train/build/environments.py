@@ -43,8 +43,8 @@ def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
     if others:
         named = ", ".join(f"{name} {count}" for name, count in sorted(others.items()))
         print(
-            f"note: {sum(others.values())} of {counts.total()} rows name an env_class of their own ({named}): it counts, "
-            f"and environment.env_class={cfg.environment.env_class} is for rows without one.",
+            f"note: {sum(others.values())} of {counts.total()} rows name an env_class of their own ({named}): it "
+            f"counts, and environment.env_class={cfg.environment.env_class} is for rows without one.",
             file=sys.stderr,
         )
     registry.check_environments(counts, environment_settings(cfg))
@@ -53,7 +53,7 @@ def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
 def build_environments(cfg: Config) -> EnvironmentHost:
     return EnvironmentHost(
         environment_settings(cfg),
-        max_workers=cfg.environment.skyrl_gym.max_env_workers,
+        max_workers=max(cfg.environment.skyrl_gym.max_env_workers, 1),
         step_deadline_s=cfg.trainer.timeouts.environment_step_s,
         plugins=tuple(cfg.trainer.plugins),
     )

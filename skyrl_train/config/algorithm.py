@@ -185,7 +185,7 @@ class AlgorithmConfig(Section):
     """Denominator of `seq_mean_token_sum_norm`, in tokens; null is `max_input_length` + `max_generate_length`."""
     off_policy_correction: OffPolicyCorrectionConfig = field(default_factory=OffPolicyCorrectionConfig)
     sapo: SAPOConfig = field(default_factory=SAPOConfig)
-    value_clip: float = 0.2
+    value_clip: float | None = 0.2
     """Values move at most this far from the old ones in an update."""
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     clip_cov: ClipCovConfig = field(default_factory=ClipCovConfig)

@@ -9,7 +9,7 @@ from typing import Any
 
 from skyrl_train.config.hydra import Override, parse_flags, parse_override, presets_dir
 from skyrl_train.config.inspection import inspect, unknown_key_advice
-from skyrl_train.config.keys import ALIASES, find
+from skyrl_train.config.keys import canonical, find
 from skyrl_train.config.problems import Problem, UnknownKey, one_line, show
 from skyrl_train.config.safety import unsafe
 
@@ -123,7 +123,7 @@ def _override_problems(override: Override, given: dict[str, Override]) -> Iterat
     elif override.deletes:
         if known is None:
             yield UnknownKey(key, value, "a known key", unknown_key_advice(key))
-        elif not known.is_free or key == known.name:
+        elif not known.is_free or canonical(key) == known.name:
             yield Problem(key, value, "set, not deleted", f"Write {key}=VALUE.")
     elif override.sweeps:
         if known is None:
@@ -137,9 +137,9 @@ def _override_problems(override: Override, given: dict[str, Override]) -> Iterat
 
 def _contradiction(override: Override, given: dict[str, Override]) -> Iterator[Problem]:
     """Two names of one setting with different values."""
-    name = ALIASES.get(override.key, override.key)
+    name = canonical(override.key)
     for key, other in given.items():
-        same_setting = key != override.key and ALIASES.get(key, key) == name
+        same_setting = key != override.key and canonical(key) == name
         if same_setting and other.value != override.value:
             advice = "They are one setting: give one."
             yield Problem(override.key, override.value, f"the same as {key}={show(other.value)}", advice)

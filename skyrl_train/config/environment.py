@@ -192,7 +192,7 @@ class SkyRLGymConfig(Section):
     """Settings of environments by name, and of the processes they run in."""
 
     max_env_workers: int = 32
-    """Environment processes at most; never more than twice the machine's cores are started."""
+    """Environment processes at most; never more than twice the machine's cores are started, and never none."""
     gsm8k: GSM8KConfig = field(default_factory=GSM8KConfig)
     gsm8k_multi_turn: GSM8KMultiTurnConfig = field(default_factory=GSM8KMultiTurnConfig)
     multiply: MultiplyConfig = field(default_factory=MultiplyConfig)

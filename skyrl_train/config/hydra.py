@@ -7,6 +7,7 @@ by this package instead of one at a time by Hydra. Its run folders, log files an
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 import tempfile
@@ -29,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 import skyrl_train
 from skyrl_train.config.convert import Unfit, build, convert
 from skyrl_train.config.inspection import inspect
-from skyrl_train.config.keys import ALIASES, SPELLINGS, all_keys, spelt
+from skyrl_train.config.keys import ALL_ALIASES, SPELLINGS, all_keys, canonical, spelt
 from skyrl_train.config.problems import Problem, raise_all
 from skyrl_train.config.safety import foreign_targets, redact
 from skyrl_train.config.schema import Config
@@ -82,7 +83,7 @@ class Override:
         """The text that sets the key whether or not Hydra has it already: keys are checked by this package."""
         if self.deletes or self.error or self.key.startswith(("hydra.", "hydra/")):
             return self.text
-        return f"++{ALIASES.get(self.key, self.key)}={self.text.partition('=')[2]}"
+        return f"++{canonical(self.key)}={self.text.partition('=')[2]}"
 
 
 def parse_override(text: str) -> Override:
@@ -125,7 +126,7 @@ def written_keys(overrides: Sequence[str], name: str | None, directory: str | No
         if folder is not None and path.is_file():
             keys |= set(_leaf_keys(yaml.safe_load(path.read_text(encoding="utf-8"))))
             break
-    return frozenset(ALIASES.get(key, key) for key in keys)
+    return frozenset(canonical(key) for key in keys)
 
 
 def _leaf_keys(content: Any, prefix: str = "") -> Iterator[str]:
@@ -142,28 +143,40 @@ def unresolved(raw: DictConfig) -> dict[str, Any]:
 
 
 def rename_aliases(content: dict[str, Any]) -> Iterator[Problem]:
-    """Move values under other names (see keys.ALIASES) to the keys themselves, in place."""
-    for alias, name in ALIASES.items():
-        section: Any = content
-        *path, last = alias.split(".")
-        for part in path:
-            section = section.get(part) if isinstance(section, dict) else None
-        if not isinstance(section, dict) or last not in section:
+    """Move values under other names (see keys.ALL_ALIASES) to the keys themselves, in place."""
+    for alias, name in ALL_ALIASES.items():
+        section, last = _section_of(content, alias)
+        if section is None or last not in section:
             continue
-        value, key = section.pop(last), name.rpartition(".")[2]
-        if section.get(key, all_keys()[name].default) not in (all_keys()[name].default, value):
-            yield Problem(alias, value, f"the same as {name}={section[key]}", "They are one setting: give one.")
-        section[key] = value
+        value = section.pop(last)
+        home, key = _section_of(content, name, make=True)
+        assert home is not None
+        default = all_keys()[name].default
+        if home.get(key, default) not in (default, value):
+            yield Problem(alias, value, f"the same as {name}={home[key]}", "They are one setting: give one.")
+        home[key] = value
+        if not section:  # it has only other names of keys
+            outer, emptied = _section_of(content, alias.rpartition(".")[0])
+            if outer is not None:
+                outer.pop(emptied)
+
+
+def _section_of(content: dict[str, Any], name: str, make: bool = False) -> tuple[dict[str, Any] | None, str]:
+    """The mapping that holds a key, and the key's name in it; None where there is none and none is to be made."""
+    section: Any = content
+    *path, last = name.split(".")
+    for part in path:
+        if make and isinstance(section, dict):
+            section.setdefault(part, {})
+        section = section.get(part) if isinstance(section, dict) else None
+    return (section, last) if isinstance(section, dict) else (None, last)
 
 
 def respell(content: dict[str, Any]) -> None:
     """Values that are written another way (see keys.SPELLINGS) as they are meant, in place."""
     for name in SPELLINGS:
-        section: Any = content
-        *path, last = name.split(".")
-        for part in path:
-            section = section.get(part) if isinstance(section, dict) else None
-        if isinstance(section, dict) and last in section:
+        section, last = _section_of(content, name)
+        if section is not None and last in section:
             section[last] = spelt(name, section[last])
 
 
@@ -173,8 +186,7 @@ def resolve(content: dict[str, Any], skip: Sequence[str] = ()) -> tuple[Config, 
     So one mistake does not hide the next: the rest can still be checked.
     """
     problems: list[Problem] = []
-    defaults = OmegaConf.create(plain(Config()))
-    merged = OmegaConf.merge(defaults, _without(content, skip))
+    merged = OmegaConf.merge(_defaults(), _without(content, skip))
 
     def leaf(key: str, hint: Any, default: Any) -> Any:
         try:
@@ -185,11 +197,17 @@ def resolve(content: dict[str, Any], skip: Sequence[str] = ()) -> tuple[Config, 
             reason = str(error).splitlines()[0] if str(error) else "It refers to itself."
             problems.append(Problem(key, _written(merged, key), "resolvable", reason))
         try:
-            return convert(_select(defaults, key), hint)
+            return convert(_select(_defaults(), key), hint)
         except (Unfit, OmegaConfBaseException):
             return default
 
     return build(Config, leaf), problems
+
+
+@functools.cache
+def _defaults() -> DictConfig:
+    """Interpolations unresolved; not to be written to."""
+    return OmegaConf.create(plain(Config()))
 
 
 def _select(config: DictConfig | ListConfig, key: str) -> Any:

@@ -426,8 +426,9 @@ def without_effect(config: Config, defaults: Config) -> Iterator[str]:
             continue
         for name in leaves():
             below = any(name == key or name.startswith(f"{key}.") for key in row.keys)
-            value = value_at(config, name)
-            if below and name not in VALUES and name not in named and value != _default(config, defaults, name):
+            if not below or name in VALUES or name in named:
+                continue
+            if (value := value_at(config, name)) != _default(config, defaults, name):
                 named.add(name)
                 yield f"{name}={show(value)} has no effect here. {row.advice}"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from skyrl_train.config.convert import Unfit, convert
-from skyrl_train.config.keys import find, nearest, spelt
+from skyrl_train.config.keys import canonical, find, nearest, spelt
 from skyrl_train.config.problems import Problem, UnknownKey
 from skyrl_train.config.safety import is_reference, unsafe
 
@@ -28,9 +28,11 @@ def _misplaced(key: str, value: Any) -> Iterator[Problem]:
                 yield from _misplaced(f"{key}.{name}" if key else str(name), item)
         elif not is_reference(value):
             yield Problem(key, value, "a section", f"Set the keys below it, {key}.KEY=VALUE.")
-    elif not is_reference(value) and not (known.is_free and key != known.name):
+    elif known.is_free and canonical(key) != known.name:
+        return
+    elif not is_reference(meant := spelt(known.name, value)):
         try:
-            convert(spelt(known.name, value), known.hint)
+            convert(meant, known.hint)
         except Unfit as unfit:
             yield Problem(key, value, unfit.allowed, unfit.advice)
 

@@ -18,18 +18,72 @@ ALIASES = {
     "generator.sampling_params.max_new_tokens": "generator.sampling_params.max_generate_length",
     "generator.eval_sampling_params.max_new_tokens": "generator.eval_sampling_params.max_generate_length",
     "generator.tensor_parallel_size": "generator.inference_engine_tensor_parallel_size",
+    "generator.max_env_workers": "environment.skyrl_gym.max_env_workers",
+    "generator.step_wise_training": "generator.step_wise_trajectories",
+    "trainer.algorithm.overlong_buffer_len": "trainer.algorithm.overlong_buffer.len",
+    "trainer.algorithm.overlong_buffer_penalty_factor": "trainer.algorithm.overlong_buffer.penalty_factor",
+    "trainer.algorithm.cispo.clip_low": "trainer.algorithm.cispo.cispo_eps_clip_low",
+    "trainer.algorithm.cispo.clip_high": "trainer.algorithm.cispo.cispo_eps_clip_high",
+    "trainer.algorithm.ppo_loss_type": "trainer.algorithm.policy_loss_type",
 }
 """Other names of keys that are accepted; giving both with different values is an error."""
 
+_ENGINE = "generator.inference_engine"
+ENGINE_ALIASES = {
+    f"{_ENGINE}.num_engines": "generator.num_inference_engines",
+    f"{_ENGINE}.remote_urls": "generator.remote_inference_engine_urls",
+    **{
+        f"{_ENGINE}.{kind}_parallel_size": f"{_ENGINE}_{kind}_parallel_size"
+        for kind in ("tensor", "pipeline", "expert", "data")
+    },
+    **{
+        f"{_ENGINE}.{name}": f"generator.{name}"
+        for name in (
+            "async_engine",
+            "backend",
+            "enable_chunked_prefill",
+            "enable_http_endpoint",
+            "enable_prefix_caching",
+            "enable_ray_prometheus_stats",
+            "enforce_eager",
+            "engine_init_kwargs",
+            "external_proxy_url",
+            "external_server_urls",
+            "fully_sharded_loras",
+            "gpu_memory_utilization",
+            "http_endpoint_host",
+            "http_endpoint_port",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "model_dtype",
+            "override_existing_update_group",
+            "run_engines_locally",
+            "served_model_name",
+            "vllm_v1_disable_multiproc",
+            "weight_sync_backend",
+            "weight_transfer_threshold_cuda_ipc_GB",
+        )
+    },
+}
+"""Where SkyRL keeps the engines' keys since 0.4."""
+ALL_ALIASES = ALIASES | ENGINE_ALIASES
+
+_NEVER: dict[Any, Any] = {None: -1}
 SPELLINGS: dict[str, dict[Any, Any]] = {
     "trainer.resume_mode": {None: "none", "": "none", "None": "none"},
     "trainer.logger": {None: []},
-    "trainer.ckpt_interval": {None: -1},
-    "trainer.hf_save_interval": {None: -1},
-    "trainer.eval_interval": {None: -1},
-    "trainer.max_ckpts_to_keep": {None: -1},
-    "generator.sampling_params.top_k": {None: -1},
-    "generator.eval_sampling_params.top_k": {None: -1},
+    "trainer.ckpt_interval": _NEVER,
+    "trainer.hf_save_interval": _NEVER,
+    "trainer.eval_interval": _NEVER,
+    "trainer.max_ckpts_to_keep": _NEVER,
+    "trainer.ref.model.path": {None: "${trainer.policy.model.path}"},
+    "trainer.algorithm.dynamic_sampling.type": {"none": None},
+    "trainer.algorithm.off_policy_correction.tis_ratio_type": {"none": None},
+    "trainer.algorithm.off_policy_correction.sequence_mask_metric": {"none": None},
+    "generator.max_input_length": {None: "${trainer.max_prompt_length}"},
+    "generator.sampling_params.top_k": _NEVER,
+    "generator.eval_sampling_params.top_k": _NEVER,
+    "generator.override_existing_update_group": {True: "enable", False: "disable"},
 }
 """Key -> another way to write a value -> the value. `convert` knows those that go for a whole type."""
 
@@ -79,6 +133,7 @@ def _walk(prefix: str, section: Section) -> Iterator[Key]:
             yield Key(prefix + name, hint, value)
 
 
+@functools.cache
 def leaves() -> dict[str, Key]:
     """The keys that hold a value."""
     return {name: key for name, key in all_keys().items() if not key.is_section}
@@ -86,7 +141,7 @@ def leaves() -> dict[str, Key]:
 
 def find(name: str) -> Key | None:
     """The key of that name, or the free-form mapping it lies in; None when nothing reads it."""
-    name = ALIASES.get(name, name)
+    name = canonical(name)
     while name:
         if key := all_keys().get(name):
             return key
@@ -110,9 +165,20 @@ def nearest(name: str) -> str | None:
     return by_leaf[close[0]] if close else None
 
 
+def canonical(name: str) -> str:
+    """The key that is meant by another name of it, or of the free-form mapping it lies in."""
+    head = name
+    while head:
+        if head in ALL_ALIASES:
+            return ALL_ALIASES[head] + name[len(head) :]
+        head = head.rpartition(".")[0]
+    return name
+
+
 def spelt(name: str, value: Any) -> Any:
     """The value that is meant by another way to write it."""
-    return SPELLINGS.get(name, {}).get(value, value) if value is None or isinstance(value, str) else value
+    other = SPELLINGS.get(name, {})
+    return other.get(value, value) if value is None or isinstance(value, str | bool) else value
 
 
 def value_at(config: Config, name: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -83,8 +85,14 @@ def _check(
         problems += missing(config, uses)
     raise_all(problems)
     notes += [f"{own.key}={show(own.value)} is a key of your own: only your code reads it." for own in line.own]
-    defaults, _ = resolve_device(resolve({})[0], present)
+    defaults, _ = resolve_device(_resolved_defaults(os.environ.get("HOME")), present)
     return PreparedConfig(freeze(config), list(without_effect(config, freeze(defaults))), notes)
+
+
+@functools.cache
+def _resolved_defaults(home: str | None) -> Config:
+    """What every key is when nobody sets any. `home`: the one variable that defaults refer to."""
+    return resolve({})[0]
 
 
 def _nobodys(own: UnknownKey) -> UnknownKey:

@@ -119,8 +119,8 @@ _TRAINER = {
     "rope_theta": POSITIVE,
 } | dict.fromkeys(
     (
-        *(f"placement.{role}_num_nodes" for role in (*ROLES, "reward")),
-        *(f"placement.{role}_num_gpus_per_node" for role in (*ROLES, "reward")),
+        "placement.policy_num_nodes",
+        "placement.policy_num_gpus_per_node",
         "epochs",
         "update_epochs_per_batch",
         "train_batch_size",
@@ -135,6 +135,12 @@ _TRAINER = {
     ),
     AT_LEAST_ONE,
 )
+_TRAINER |= {
+    f"placement.{role}_num_{what}": NOT_NEGATIVE
+    for role in ("ref", "critic", "reward")
+    for what in ("nodes", "gpus_per_node")
+}
+"""0 says that it has none of its own."""
 _GENERATOR = {
     "weight_transfer_threshold_cuda_ipc_GB": POSITIVE,
     "gpu_memory_utilization": Range(0, 1, above=True),
@@ -177,7 +183,7 @@ RANGES: dict[str, Range] = {
     **_below("generator", _GENERATOR),
     **_below("generator.sampling_params", _SAMPLING),
     **_below("generator.eval_sampling_params", _SAMPLING),
-    **_below("environment.skyrl_gym", {"max_env_workers": AT_LEAST_ONE, "search.topk": AT_LEAST_ONE}),
+    **_below("environment.skyrl_gym", {"max_env_workers": NOT_NEGATIVE, "search.topk": AT_LEAST_ONE}),
     "environment.skyrl_gym.search.timeout": POSITIVE,
     "environment.skyrl_gym.openenv.timeout": POSITIVE,
     "environment.skyrl_gym.openenv.max_response_bytes": AT_LEAST_ONE,

@@ -22,6 +22,7 @@ from skyrl_train.config.convert import Unfit, convert
 from skyrl_train.config.keys import leaves, value_at
 from skyrl_train.config.problems import Problem
 from skyrl_train.config.ranges import LEAST_TEMPERATURE, out_of_range
+from skyrl_train.config.reference import kl_in_loss, kl_in_reward
 from skyrl_train.config.schema import Config
 from skyrl_train.config.unavailable import NAMES, unavailable
 from skyrl_train.registry import unknown
@@ -137,6 +138,7 @@ def _combinations(config: Config) -> Iterator[Problem]:
         if trainer.strategy == "single" and count > 1:
             advice = f"The {role} has {count} ranks; set {role}_num_gpus_per_node and {role}_num_nodes to 1."
             yield Problem("trainer.strategy", "single", "fsdp2 with more than one rank", advice)
+    yield from _own_ranks(config)
     yield from _parallel(config)
     yield from _zero(config)
     yield from _accelerator(config)
@@ -205,6 +207,21 @@ def _parallel(config: Config) -> Iterator[Problem]:
                 yield Problem(f"trainer.{role}.{key}", size, f"a divisor of the {role}'s ranks, {count}", advice)
         if section.tensor_parallel_size > 1:
             yield from _tensor_parallel(config, role, count)
+
+
+def _own_ranks(config: Config) -> Iterator[Problem]:
+    """Roles that have slots of their own must have some."""
+    placement, algorithm = config.trainer.placement, config.trainer.algorithm
+    apart = {
+        "ref": (kl_in_loss(algorithm) or kl_in_reward(algorithm)) and not placement.colocate_policy_ref,
+        "critic": algorithm.advantage_estimator == "gae",
+        "reward": config.trainer.reward.model.path is not None,
+    }
+    for role in (name for name, is_there in apart.items() if is_there and not placement.colocate_all):
+        for key in (f"{role}_num_nodes", f"{role}_num_gpus_per_node"):
+            if getattr(placement, key) == 0:
+                advice = "It has slots of its own; trainer.placement.colocate_all=true would put it on the policy's."
+                yield Problem(f"trainer.placement.{key}", 0, "at least 1", advice)
 
 
 def _tensor_parallel(config: Config, role: str, count: int) -> Iterator[Problem]:

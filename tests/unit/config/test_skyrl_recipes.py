@@ -1,0 +1,81 @@
+"""The command lines that SkyRL publishes, scripts and pages, as written: what is refused stands here with its reason.
+
+skyrl_recipes.tsv has one a row: where it was published (below skyrl-train/; @commit for another version of a script, #n
+for its n-th command), the module it starts, its arguments, and, where it is refused, a part of the refusal and why.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from skyrl_train.config.keys import with_value_at
+from skyrl_train.config.prepare import PreparedConfig, prepare
+from skyrl_train.config.validate import validate
+from skyrl_train.errors import ConfigError
+
+
+class Recipe(NamedTuple):
+    source: str
+    module: str
+    arguments: str
+    refusal: str
+    reason: str
+
+
+RECIPES = [
+    Recipe(*line.split("\t")) for line in Path(__file__).with_name("skyrl_recipes.tsv").read_text().splitlines()[1:]
+]
+ACCEPTED = [recipe for recipe in RECIPES if not recipe.refusal]
+REFUSED = [recipe for recipe in RECIPES if recipe.refusal]
+
+
+def prepared(recipe: Recipe) -> PreparedConfig:
+    """As on a machine with accelerators. Modules beside SkyRL's package are programs of the user's own."""
+    own_code = not recipe.module.startswith("skyrl_train.")
+    return prepare(shlex.split(recipe.arguments), has_accelerator=True, own_code=own_code)
+
+
+def names(recipes: list[Recipe]) -> list[str]:
+    return [recipe.source for recipe in recipes]
+
+
+@pytest.mark.parametrize("recipe", ACCEPTED, ids=names(ACCEPTED))
+def test_a_published_recipe_is_a_good_configuration_as_written_and_with_either_engine(recipe: Recipe):
+    config = prepared(recipe).config
+    assert config.generator.backend == "vllm"  # what each of them is published with
+    for backend in ("vllm", "sglang"):
+        assert validate(with_value_at(config, "generator.backend", backend), open_to_names=True) == []
+
+
+@pytest.mark.filterwarnings("ignore:provider=hydra.searchpath")
+@pytest.mark.parametrize("recipe", REFUSED, ids=names(REFUSED))
+def test_a_recipe_that_is_refused_is_refused_for_the_reason_that_stands_beside_it(
+    recipe: Recipe, capsys: pytest.CaptureFixture[str]
+):
+    if recipe.refusal == "exit":  # flags of a server
+        with pytest.raises(SystemExit) as stopped:
+            prepared(recipe)
+        assert stopped.value.code == 2
+        assert "unrecognized arguments" in capsys.readouterr().err
+    else:
+        with pytest.raises(ConfigError) as refused:
+            prepared(recipe)
+        assert recipe.refusal in str(refused.value)
+    assert len(recipe.reason) > 20
+
+
+def test_the_table_is_large_and_mostly_accepted():
+    assert len(RECIPES) >= 130
+    assert len(ACCEPTED) >= 100
+    assert len({recipe.source for recipe in RECIPES}) == len(RECIPES)
+    modules = {recipe.module for recipe in ACCEPTED}
+    for part in ("main_base", "main_generate", "main_dapo", "main_async", "main_fully_async"):
+        assert any(part in module for module in modules)
+    text = "\n".join(recipe.arguments for recipe in ACCEPTED)
+    for word in ("ppo", "lora.rank=", "strategy=megatron", "env_class=search", "env_class=text2sql", "max_turns="):
+        assert word in text
+    assert "pipeline_model_parallel_size=2" in text and "resume_mode=null" in text
