@@ -39,13 +39,8 @@ def describe(hint: Any) -> str:
 def convert(value: Any, hint: Any) -> Any:
     """The value as the hint's type. Raises Unfit.
 
-    What is converted: integers to floats, numbers to text, a single text to a list of one, null to an empty list or
-    mapping, an empty text to null where there is one.
+    What is converted: integers to floats, numbers to text, a single text to a list of one.
     """
-    if value is None and typing.get_origin(hint) in (list, dict):
-        return typing.get_origin(hint)()
-    if value == "" and {str, type(None)} <= set(arms(hint)):
-        return None
     for arm in arms(hint):
         if _fits(value, arm):
             if arm is float:
@@ -60,6 +55,15 @@ def convert(value: Any, hint: Any) -> Any:
             raise Unfit(describe(hint), "It is quoted text now: write \"key=['a','b']\" with the quotes around it all.")
         return [value]
     raise Unfit(describe(hint), _advice(value, hint))
+
+
+def read(value: Any, hint: Any) -> Any:
+    """As `convert`, for what a person wrote: null may be an empty list or mapping, and an empty text null."""
+    if value is None and typing.get_origin(hint) in (list, dict):
+        return typing.get_origin(hint)()
+    if isinstance(value, str) and not value and {str, type(None)} <= set(arms(hint)):
+        return None
+    return convert(value, hint)
 
 
 def _fits(value: Any, arm: Any) -> bool:

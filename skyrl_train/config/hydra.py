@@ -28,7 +28,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import skyrl_train
-from skyrl_train.config.convert import Unfit, build, convert
+from skyrl_train.config.convert import Unfit, build, read
 from skyrl_train.config.inspection import inspect
 from skyrl_train.config.keys import ALL_ALIASES, SPELLINGS, all_keys, canonical, spelt
 from skyrl_train.config.problems import Problem, raise_all
@@ -190,14 +190,14 @@ def resolve(content: dict[str, Any], skip: Sequence[str] = ()) -> tuple[Config, 
 
     def leaf(key: str, hint: Any, default: Any) -> Any:
         try:
-            return convert(_select(merged, key), hint)
+            return read(_select(merged, key), hint)
         except Unfit as unfit:
             problems.append(Problem(key, _select(merged, key), unfit.allowed, unfit.advice))
         except (OmegaConfBaseException, RecursionError) as error:
             reason = str(error).splitlines()[0] if str(error) else "It refers to itself."
             problems.append(Problem(key, _written(merged, key), "resolvable", reason))
         try:
-            return convert(_select(_defaults(), key), hint)
+            return read(_select(_defaults(), key), hint)
         except (Unfit, OmegaConfBaseException):
             return default
 

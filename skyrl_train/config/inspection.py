@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from skyrl_train.config.convert import Unfit, convert
+from skyrl_train.config.convert import Unfit, read
 from skyrl_train.config.keys import canonical, find, nearest, spelt
 from skyrl_train.config.problems import Problem, UnknownKey
 from skyrl_train.config.safety import is_reference, unsafe
@@ -32,7 +32,7 @@ def _misplaced(key: str, value: Any) -> Iterator[Problem]:
         return
     elif not is_reference(meant := spelt(known.name, value)):
         try:
-            convert(meant, known.hint)
+            read(meant, known.hint)
         except Unfit as unfit:
             yield Problem(key, value, unfit.allowed, unfit.advice)
 

@@ -85,7 +85,7 @@ SPELLINGS: dict[str, dict[Any, Any]] = {
     "generator.eval_sampling_params.top_k": _NEVER,
     "generator.override_existing_update_group": {True: "enable", False: "disable"},
 }
-"""Key -> another way to write a value -> the value. `convert` knows those that go for a whole type."""
+"""Key -> another way to write a value -> the value. `convert.read` knows those that go for a whole type."""
 
 
 @dataclass(frozen=True)

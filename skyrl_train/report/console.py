@@ -91,7 +91,8 @@ class ConsoleTracker:
         yield f"{self._name}: {self._how_to_go_on()}"
 
     def _how_to_go_on(self) -> str:
-        saved = [int(found[1]) for path in self._folder.iterdir() if (found := _CHECKPOINT.fullmatch(path.name))]
+        names = [path.name for path in self._folder.glob("global_step_*")]
+        saved = [int(found[1]) for name in names if (found := _CHECKPOINT.fullmatch(name))]
         if not saved:
             return "there is no checkpoint to resume from (trainer.ckpt_interval)"
         changes = ["a larger trainer.epochs or trainer.max_steps"] if max(saved) >= self._total else []

@@ -42,7 +42,7 @@ def test_every_skyrl_key_spelt_out_at_its_default_is_ok(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    code, text = run(capsys, monkeypatch, *every_key_at_its_default())
+    code, text = run(capsys, monkeypatch, check_config.ELSEWHERE, *every_key_at_its_default())
     assert code == 0, text
     assert "config ok" in text
     assert "warning:" not in text
@@ -124,7 +124,7 @@ def test_information_flags_of_hydra_work_and_write_nothing(tmp_path: Path):
     assert text.count("my/model") == 3
     assert "tensor_parallel_size: 1" in text
     assert "trainer:" in printed("--help")
-    assert "config ok" in printed(f"--config-name={BASE}")
+    assert "config ok" in printed("--elsewhere", f"--config-name={BASE}")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -136,7 +136,7 @@ def test_a_plan_says_what_every_role_holds_and_whether_it_fits(
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     model = f"trainer.policy.model.path={save_tiny_model(tmp_path)}"
-    code, text = run(capsys, monkeypatch, "--plan", model, *placement)
+    code, text = run(capsys, monkeypatch, "--plan", "--elsewhere", model, *placement)
     assert code == 0, text
     said = ["config ok", "policy", "reference", "engine", "parameters", "gradients", "optimizer", "activations"]
     said += ["logits", "weight-sync buckets", "KV cache", "at its peak", "all slots together", ": fits"]
@@ -147,7 +147,7 @@ def test_a_plan_of_a_model_that_is_not_there_exits_2_and_names_its_key(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    code, text = run(capsys, monkeypatch, "--plan", "trainer.policy.model.path=/no/such/model")
+    code, text = run(capsys, monkeypatch, "--plan", "--elsewhere", "trainer.policy.model.path=/no/such/model")
     assert code == 2
     assert "trainer.policy.model.path='/no/such/model' cannot be loaded" in text
     assert "config ok" not in text

@@ -41,7 +41,7 @@ def test_installed_wheel_finds_its_presets_outside_the_checkout(tmp_path: Path):
     environment = {**os.environ, "PYTHONPATH": str(target), "CUDA_VISIBLE_DEVICES": ""}
     where = "import skyrl_train.config.hydra as h; print(h.presets_dir())"
     for name in sorted(Path(preset).stem for preset in presets):
-        check = ["-m", "skyrl_train.entrypoints.check_config", "--config-name", name]
+        check = ["-m", "skyrl_train.entrypoints.check_config", "--elsewhere", "--config-name", name]
         for arguments in (["-c", where], check):
             done = subprocess.run(
                 [sys.executable, *arguments], cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=60

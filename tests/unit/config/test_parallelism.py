@@ -28,11 +28,48 @@ def test_its_tensor_parallelism_is_that_of_fsdp2_and_each_change_is_said():
     assert not any("tensor_model_parallel_size" in warning for warning in map(str, prepared.warnings))
 
 
-@pytest.mark.parametrize("kind", ["pipeline_model", "context", "expert_model", "expert_tensor"])
-def test_its_other_kinds_of_parallelism_are_refused_by_name(kind: str):
+@pytest.mark.parametrize("kind", ["pipeline_model", "expert_model", "expert_tensor"])
+def test_ranks_of_its_other_kinds_are_those_of_fsdp2(kind: str):
     key = f"trainer.policy.megatron_config.{kind}_parallel_size"
-    with pytest.raises(ConfigError, match=f"{key}=2"):
-        prepare([*RECIPE, f"{key}=2"], has_accelerator=True)
+    prepared = prepare([*RECIPE, f"{key}=2"], has_accelerator=True)
+    assert f"{key}=2 -> FSDP2 over those ranks." in prepared.notes
+    assert prepared.config == prepare(RECIPE, has_accelerator=True).config
+    assert not any(kind in warning for warning in prepared.warnings)
+
+
+def test_its_context_parallelism_divides_sequences_and_then_tensors_are_whole():
+    key = "trainer.policy.megatron_config.context_parallel_size"
+    prepared = prepare([*RECIPE, f"{key}=4"], has_accelerator=True)
+    policy, ref = prepared.config.trainer.policy, prepared.config.trainer.ref
+    assert (policy.sequence_parallel_size, policy.tensor_parallel_size) == (4, 1)
+    assert (ref.sequence_parallel_size, ref.tensor_parallel_size) == (1, 4)
+    assert f"{key}=4 -> trainer.policy.sequence_parallel_size=4." in prepared.notes
+    theirs = "trainer.policy.megatron_config.tensor_model_parallel_size=2"
+    assert f"{theirs} -> FSDP2 over those ranks: sequences are divided already." in prepared.notes
+
+
+@pytest.mark.parametrize("why", ["trainer.policy.model.lora.rank=8", "trainer.policy.use_torch_compile=true"])
+def test_where_layers_cannot_be_divided_they_are_sharded(why: str):
+    prepared = prepare([*RECIPE, why], has_accelerator=True)
+    assert prepared.config.trainer.policy.tensor_parallel_size == 1
+    assert any("tensor_model_parallel_size=2 -> FSDP2 over those ranks: " in note for note in prepared.notes)
+
+
+def test_a_size_that_cannot_fit_the_ranks_is_refused_under_the_key_that_it_has_here():
+    keys = [f"trainer.policy.megatron_config.{kind}_parallel_size=3" for kind in ("context", "tensor_model")]
+    with pytest.raises(ConfigError, match=r"trainer\.policy\.sequence_parallel_size=3: must be a divisor .* 4"):
+        prepare([*RECIPE, *keys], has_accelerator=True)
+
+
+@pytest.mark.parametrize(("experts", "left"), [(8, 2), (1, 1)])
+def test_copies_inside_an_engine_are_engines_of_their_own(experts: int, left: int):
+    sizes = {"tensor": 2, "data": 4, "expert": experts}
+    keys = [f"generator.inference_engine_{kind}_parallel_size={size}" for kind, size in sizes.items()]
+    prepared = prepare([*RECIPE, *keys, "generator.num_inference_engines=3"], has_accelerator=True)
+    generator = prepared.config.generator
+    assert (generator.num_inference_engines, generator.inference_engine_data_parallel_size) == (12, 1)
+    assert generator.inference_engine_expert_parallel_size == left
+    assert any("data_parallel_size=4 -> generator.num_inference_engines=12" in note for note in prepared.notes)
 
 
 def test_what_was_written_for_fsdp2_counts_more():

@@ -53,8 +53,11 @@ def test_a_tracker_that_raises_is_named_once_and_dropped_and_the_others_go_on(ca
     assert "disk full" in caplog.text
 
 
-def test_jsonl_is_always_there_and_a_name_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with make_trackers(["console", "console"], tmp_path, "project", "run", {}) as trackers:
+@pytest.mark.parametrize("names", [[], ["console", "console"]])
+def test_jsonl_and_console_are_always_there_and_a_name_counts_once(
+    names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with make_trackers(names, tmp_path, "project", "run", {}) as trackers:
         trackers.begin(0, 2)
         trackers.log({"reward/mean": 0.5}, 1)
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["reward/mean"] == 0.5
@@ -100,7 +103,7 @@ from pathlib import Path
 from skyrl_train.report.protocol import SampleRow
 from skyrl_train.report.trackers import make_trackers
 with make_trackers(["wandb"], Path(sys.argv[1]), "project", "run", {{"trainer": {{"seed": 1}}}}) as trackers:
-    assert set(trackers._members) == {{"jsonl", "wandb"}}
+    assert set(trackers._members) == {{"jsonl", "console", "wandb"}}
     trackers.begin(0, 2)
     trackers.log({{"reward/mean": float("nan")}}, 1)
     trackers.samples([SampleRow({HOSTILE!r}, {HOSTILE!r}, 1.0, "stop")], 1)
@@ -115,4 +118,7 @@ def test_wandb_needs_neither_network_nor_account(tmp_path: Path):
     )
     assert result.returncode == 0, result.stderr
     assert "failed" not in result.stderr
+    (where,) = [line for line in result.stdout.splitlines() if line.startswith("wandb: ")]
+    (kept,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert where == f"wandb: offline, `wandb sync {kept}` sends this run"
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
