@@ -34,9 +34,10 @@ class BasePPOExp:
 
     def __init__(self, cfg: Config):
         from skyrl_train.build.names import check_plugins
-        from skyrl_train.cluster.runtime import Cluster, importing
 
         check_plugins(cfg)
+        from skyrl_train.cluster.runtime import Cluster, importing  # takes a second
+
         self.cfg = cfg
         self.cluster = Cluster(cfg.trainer.plugins)
         with importing("skyrl_train.build.run"):  # seconds of work, while Ray has seconds of waiting

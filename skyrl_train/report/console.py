@@ -86,8 +86,8 @@ class ConsoleTracker:
             return
         yield f"{self._name}: {self._step} of {self._total} steps; metrics, samples and checkpoints are in {folder}"
         if best := best_evaluation(rows):
-            name, value, step = best
-            yield f"{self._name}: best evaluation: {visible(name)} {_short(value)} at step {step}"
+            source, value, step = best
+            yield f"{self._name}: best evaluation: {visible(source)} avg_score {_short(value)} at step {step}"
         yield f"{self._name}: {self._how_to_go_on()}"
 
     def _how_to_go_on(self) -> str:
@@ -134,7 +134,7 @@ def step_line(metrics: Mapping[str, float]) -> str:
 
 
 def best_evaluation(rows: Sequence[Mapping[str, Any]]) -> tuple[str, float, int] | None:
-    """(source and score, its highest value, step) over the lines of a run; of several sources, over all of them."""
+    """(data source, its highest mean score, step) over the lines of a run; of several sources, of all together."""
     found = [
         (name, value, row["step"])
         for row in rows
@@ -145,7 +145,7 @@ def best_evaluation(rows: Sequence[Mapping[str, Any]]) -> tuple[str, float, int]
     if not overall:
         return None
     name, value, step = max(overall, key=lambda item: item[1])
-    return name.removeprefix("eval/").replace("/", " "), value, step
+    return name.removeprefix("eval/").removesuffix("/avg_score"), value, step
 
 
 def evaluation_line(metrics: Mapping[str, float]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,18 +13,31 @@ import pytest
 from skyrl_train.testing.tiny_models import save_tiny_model
 
 from .conftest import Run, metrics_of
+from .front_door import REPOSITORY, clean_environment, run_watched
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "gsm8k" / "gsm8k_dataset.py"
+
+def commands_of_the_readme() -> tuple[str, str]:
+    """The two commands of its GSM8K chapter, as they stand there: the data, and the training."""
+    chapter = (REPOSITORY / "README.md").read_text().partition("\n## GRPO on GSM8K\n")[2]
+    block = chapter.partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ")
+    data, training = (line for line in block.splitlines() if line.strip())
+    return data.partition(" # ")[0], training
 
 
 @pytest.fixture(scope="session")
-def gsm8k(gsm8k_jsonl: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(gsm8k_jsonl: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's home after the README's first command, but for where rows come from and how many."""
+    home = tmp_path_factory.mktemp("home")
+    data, _ = commands_of_the_readme()
+    command = ["bash", "-c", f"{data} --input {gsm8k_jsonl} --limit 64"]
+    subprocess.run(command, cwd=REPOSITORY, env=clean_environment(home), check=True, timeout=120, capture_output=True)
+    return home
+
+
+@pytest.fixture(scope="session")
+def gsm8k(home: Path) -> Path:
     """Parquet files as examples/gsm8k writes them; 64 rows to evaluate on."""
-    folder = tmp_path_factory.mktemp("gsm8k")
-    limit = ["--limit", "64"]
-    command = [sys.executable, str(EXAMPLE), "--input", str(gsm8k_jsonl), "--output", str(folder), *limit]
-    subprocess.run(command, check=True, timeout=120, capture_output=True)
-    return folder
+    return home / "data" / "gsm8k"
 
 
 @pytest.fixture(scope="session")
@@ -113,18 +127,33 @@ def assert_trained(folder: Path, samples: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sglang", "vllm", "transformers"])
-def test_the_command_of_the_guide_trains(run: Run, gsm8k: Path, model: str, tmp_path: Path, backend: str):
+def test_the_command_of_the_readme_trains(home: Path, model: str, tmp_path: Path, backend: str):
+    """As a user has it: `uv run` in the repository and nothing in the environment."""
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed: scripts/cpu_engines does")
-    run(
-        "main_base",
-        *command_of_the_guide(gsm8k, model, backend),
+    _, training = commands_of_the_readme()
+    changes = [
+        f"trainer.policy.model.path={model}",
+        f"generator.backend={backend}",
         *sizes(tmp_path),
         "generator.n_samples_per_prompt=4",
         "generator.sampling_params.max_generate_length=64",
-        WANDB_MODE="offline",
-    )
+        *(["trainer.logger=wandb"] if backend == "vllm" else []),  # what SkyRL's recipes say
+    ]
+    # No tracker of the run may need an account, nor an engine the hub.
+    done = run_watched(["bash", "-c", f"{training} {shlex.join(changes)}"], clean_environment(home), REPOSITORY)
     assert_trained(tmp_path, samples=4)
+    assert done.site_prefixes == {sys.prefix}, "a process of another environment"
+    assert len(done.workers) >= 3, "the trainer's, the reference's and the engine's"
+    for noise in ("Failed to load weights", "Token authentication", "repeated", "virtual environment", "Installed"):
+        assert noise not in done.output, noise
+    lines = done.output.splitlines()
+    last = [line for line in lines if line.startswith("test_run: ")][-3:]
+    assert last[0].endswith(f"2 of 2 steps; metrics, samples and checkpoints are in {tmp_path / 'ckpts'}")
+    assert "best evaluation: openai/gsm8k avg_score " in last[1]
+    assert last[2].startswith("test_run: resume from step 2: the same command")
+    assert any(line.startswith("step 1/2  reward ") for line in lines)
+    assert any(line.startswith("wandb: offline, `wandb sync ") for line in lines) is (backend == "vllm")
 
 
 @pytest.mark.slow

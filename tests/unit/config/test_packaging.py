@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
 from pathlib import Path
+
+from tests.wheel import build_wheel
 
 ROOT = Path(__file__).parents[3]
 
@@ -19,16 +20,8 @@ def test_packages_of_the_wheel_are_the_folders_of_the_checkout():
 
 
 def test_installed_wheel_finds_its_presets_outside_the_checkout(tmp_path: Path):
-    source, target, elsewhere = tmp_path / "source", tmp_path / "site", tmp_path / "elsewhere"
-    for name in ("skyrl_train", "config"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    subprocess.run(
-        [sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True, timeout=120
-    )
-    (wheel,) = tmp_path.glob("skyrl_train-*.whl")
+    target, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    wheel = build_wheel(tmp_path)
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         archive.extractall(target)

@@ -1,0 +1,182 @@
+"""The command line that everybody types first, started as a user does: nothing in the environment but PATH and HOME."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+import venv
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.testing.machine import slowness
+from tests.wheel import build_wheel
+
+from .conftest import metrics_of
+from .front_door import REPOSITORY, clean_environment, installing_environment, run_watched
+
+ONE_STEP = ["trainer.max_steps=1", "trainer.ckpt_interval=0", "trainer.eval_before_train=false"]
+
+PREFIX_PROBE = """
+import os, sys
+from pathlib import Path
+(Path({folder!r}) / str(os.getpid())).write_text(sys.prefix)
+"""
+"""A plugin that says which environment each process that imports it has."""
+
+OWN_PROGRAM = """
+from skyrl_train.algorithms.registry import register_reduction
+from skyrl_train.algorithms.reductions import token_mean
+from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
+
+import ray  # before anything of ours
+
+
+@register_reduction("my_mean")
+def my_mean(mask, sequence_ids, group_ids, *, max_seq_len):
+    return token_mean(mask, sequence_ids, group_ids, max_seq_len=max_seq_len)
+
+
+class Tenfold(BasePPOExp):
+    def get_generator(self, client, environments, *, evaluation):
+        generator = super().get_generator(client, environments, evaluation=evaluation)
+        rollout = generator.rollout
+
+        async def with_my_reward(prompt, position):
+            group = await rollout(prompt, position)
+            for trajectory in group.trajectories:
+                trajectory.reward = self.cfg.generator.my_reward * self.cfg.environment.my_factor
+            return group
+
+        generator.rollout = with_my_reward
+        return generator
+
+
+if __name__ == "__main__":
+    run_experiment(Tenfold)
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    folder = tmp_path / "home"
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.slow
+def test_an_isolated_environment_of_uv_is_that_of_every_process(
+    small: Callable[[Path], list[str]], home: Path, tmp_path: Path
+):
+    command = ["uv", "run", "--isolated", "-m", "skyrl_train.entrypoints.main_base", *small(tmp_path), *ONE_STEP]
+    done = run_watched(command, installing_environment(home), REPOSITORY)
+    assert metrics_of(tmp_path)[1]["rollouts/failed"] == 0
+    (prefix,) = done.site_prefixes  # one, of the driver and of all others
+    assert prefix != sys.prefix
+    assert len(done.workers) >= 2
+    assert "virtual environment" not in done.output
+
+
+@contextmanager
+def ray_started_by_hand(env: dict[str, str]) -> Iterator[str]:
+    """RAY_ADDRESS of a cluster that somebody started with the Python of the tests."""
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    start = ["start", "--head", "--block", f"--port={address.partition(':')[2]}", "--num-cpus=2"]
+    command = [str(Path(sys.executable).with_name("ray")), *start, "--include-dashboard=false"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as head:
+        assert head.stdout is not None
+        assert any("Ray runtime started" in line for line in head.stdout), "it ended before it began"
+        try:
+            yield address
+        finally:
+            head.terminate()
+            head.communicate(timeout=60)
+
+
+@pytest.fixture
+def installed_wheel(tmp_path: Path) -> Path:
+    """Python of an environment with the wheel in it, and everything else from the environment of the tests."""
+    folder = tmp_path / "installed"
+    venv.create(folder, symlinks=True)
+    (site,) = (folder / "lib").glob("python*/site-packages")
+    with zipfile.ZipFile(build_wheel(tmp_path)) as archive:
+        archive.extractall(site)
+    (theirs,) = Path(sys.prefix, "lib").glob("python*/site-packages")
+    (site / "theirs.pth").write_text(f"{theirs}\n")
+    return folder / "bin" / "python"
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_named_runs_the_driver_s_python_which_has_the_wheel(
+    small: Callable[[Path], list[str]], installed_wheel: Path, home: Path, tmp_path: Path
+):
+    folder = tmp_path / "prefixes"
+    folder.mkdir()
+    (tmp_path / "probe.py").write_text(PREFIX_PROBE.format(folder=str(folder)))
+    command = [str(installed_wheel), "-m", "skyrl_train.entrypoints.main_base", *small(tmp_path), *ONE_STEP]
+    with ray_started_by_hand(clean_environment(home)) as address:
+        env = clean_environment(home) | {"RAY_ADDRESS": address}
+        run_watched([*command, "trainer.plugins=[probe]"], env, tmp_path)
+    assert metrics_of(tmp_path)[1]["rollouts/failed"] == 0
+    prefixes = [file.read_text() for file in folder.iterdir()]
+    assert len(prefixes) >= 4, "driver, rank, engine and processes of environments"
+    assert set(prefixes) == {str(installed_wheel.parents[1])}
+
+
+@pytest.mark.slow
+def test_a_program_of_the_user_s_own_reads_its_keys_and_uses_its_names(
+    small: Callable[[Path], list[str]], home: Path, tmp_path: Path
+):
+    (tmp_path / "main_tenfold.py").write_text(OWN_PROGRAM)
+    own = ["+generator.my_reward=0.5", "+environment.my_factor=10", "trainer.algorithm.loss_reduction=my_mean"]
+    command = ["uv", "run", "--project", str(REPOSITORY), "--no-sync", "main_tenfold.py", *small(tmp_path), *ONE_STEP]
+    done = run_watched([*command, *own], clean_environment(home), tmp_path)
+    assert metrics_of(tmp_path)[1]["reward/mean"] == 5.0
+    assert done.site_prefixes == {sys.prefix}
+    assert "note: generator.my_reward=0.5 is a key of your own: only your code reads it." in done.output
+
+
+def refusal(home: Path, cwd: Path, entrypoint: str, *arguments: str) -> tuple[str, float]:
+    """What an entrypoint prints that exits with 2, and after how many seconds."""
+    command = [sys.executable, "-m", f"skyrl_train.entrypoints.{entrypoint}", *arguments]
+    began = time.monotonic()
+    done = subprocess.run(
+        command, env=clean_environment(home), cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+    )
+    seconds = time.monotonic() - began
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr, seconds
+
+
+MISSING = {
+    "data": (["data.train_data=['{folder}/trian.jsonl']"], "data.train_data={folder}/trian.jsonl: must be a file"),
+    "evaluation data": (["data.val_data=[/none/x.parquet]"], "data.val_data=/none/x.parquet: must be a file"),
+    "model": (["trainer.policy.model.path=/none/model"], "trainer.policy.model.path=/none/model: must be a model's"),
+    "plugin": (["trainer.plugins=[no_such_plugin]"], "trainer.plugins: 'no_such_plugin' cannot be imported"),
+    "plugin with a mistake": (
+        ["trainer.plugins=[broken]"],
+        "ZeroDivisionError: division by zero, in {folder}/broken.py, line 2",
+    ),
+    "ranks": (["trainer.placement.policy_num_gpus_per_node=5000"], "this machine has"),
+}
+
+
+@pytest.mark.parametrize("entrypoint", ["check_config", "main_base"])
+@pytest.mark.parametrize("what", MISSING)
+def test_what_is_not_there_is_said_before_ray_starts(
+    what: str, entrypoint: str, small: Callable[[Path], list[str]], home: Path, tmp_path: Path
+):
+    (tmp_path / "broken.py").write_text("x = 1\n1 / 0\n")
+    arguments, said = ([text.format(folder=tmp_path) for text in MISSING[what][0]], MISSING[what][1])
+    text, seconds = refusal(home, tmp_path, entrypoint, *small(tmp_path), *arguments)
+    assert said.format(folder=tmp_path) in text
+    assert seconds < 3 * slowness()
+    assert not (tmp_path / "ckpts").exists()
