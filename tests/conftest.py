@@ -24,19 +24,14 @@ from xdist.scheduler import LoadScopeScheduling
 
 _SESSION = f"SKYRL_TEST_SESSION={uuid.uuid4().hex}"
 """In the environment of every process that a test starts, so that one which daemonised is found too."""
+# What keeps tests off the network and apart from each other, and nothing else: what runs need, the package sets itself.
 _HF_HOME = tempfile.mkdtemp(prefix="skyrl-test-hf-")
 os.environ.update(
     {
         "SKYRL_TEST_SESSION": _SESSION.partition("=")[2],
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": _HF_HOME,
-        "HYDRA_FULL_ERROR": "1",
-        "RAY_DEDUP_LOGS": "0",
-        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "TOKENIZERS_PARALLELISM": "false",
         "WANDB_MODE": "offline",
-        "WANDB_SILENT": "true",
     }
 )
 # Ranks and engines share few cores in tests: threads that spin for each other cost more than they bring, and how a sum

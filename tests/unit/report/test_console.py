@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import unicodedata
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from skyrl_train.report.console import ConsoleTracker, evaluation_line, step_line, visible
+from skyrl_train.report.console import ConsoleTracker, best_evaluation, evaluation_line, step_line, visible
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
 
 SETUP = TrackerSetup(Path("unused"), "project", "run [bold]")
@@ -50,6 +51,63 @@ def test_a_terminal_gets_our_colours_but_none_of_the_model():
     assert "\x1b[31m" not in text
     assert "\x1b]0;title" not in text
     assert "[bold]x[/bold][/nothing]" in text
+
+
+def lines_of(folder: Path, total: int, resume_mode: str = "latest", steps: int = 2) -> list[str]:
+    """What a run says that began at step 0 and logged `steps` steps."""
+    out = io.StringIO()
+    setup = TrackerSetup(folder, "project", "mine", {"trainer": {"resume_mode": resume_mode}})
+    tracker = ConsoleTracker(setup, Console(file=out, markup=False, highlight=False, soft_wrap=True))
+    tracker.begin(0, total)
+    for step in range(1, steps + 1):
+        tracker.log({"reward/mean": 0.5}, step)
+    tracker.close()
+    return out.getvalue().splitlines()
+
+
+def test_the_last_lines_name_folder_steps_best_evaluation_and_how_to_go_on(tmp_path: Path):
+    scores = [(0, 0.25), (1, 0.75), (2, 0.5)]
+    rows = [{"step": step, "eval/openai/gsm8k/avg_score": score, "reward/mean": 1.0} for step, score in scores]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "global_step_1").mkdir()
+    (tmp_path / "global_step_2.partial").mkdir()
+    assert lines_of(tmp_path, total=3)[0] == f"mine: step 0 of 3, in {tmp_path}"
+    assert lines_of(tmp_path, total=3)[-3:] == [
+        f"mine: 2 of 3 steps; metrics, samples and checkpoints are in {tmp_path}",
+        "mine: best evaluation: openai/gsm8k avg_score 0.75 at step 1",
+        "mine: resume from step 1: the same command",
+    ]
+    (tmp_path / "global_step_2").mkdir()
+    assert lines_of(tmp_path, total=2)[-1] == (
+        "mine: resume from step 2: the same command with a larger trainer.epochs or trainer.max_steps"
+    )
+    assert lines_of(tmp_path, total=3, resume_mode="none")[-1].endswith("command with trainer.resume_mode=latest")
+
+
+def test_without_evaluation_and_checkpoint_the_last_lines_say_so(tmp_path: Path):
+    assert lines_of(tmp_path, total=2)[-2:] == [
+        f"mine: 2 of 2 steps; metrics, samples and checkpoints are in {tmp_path}",
+        "mine: there is no checkpoint to resume from (trainer.ckpt_interval)",
+    ]
+    assert lines_of(tmp_path, total=0, steps=0) == [
+        f"mine: evaluation, in {tmp_path}",
+        f"mine: evaluated; metrics are in {tmp_path}",
+    ]
+
+
+def test_a_run_that_never_began_has_no_last_lines(tmp_path: Path):
+    out = io.StringIO()
+    ConsoleTracker(TrackerSetup(tmp_path, "project", "mine"), Console(file=out)).close()
+    assert out.getvalue() == ""
+
+
+def test_of_several_sources_the_best_is_that_of_all_together():
+    rows = [
+        {"step": 1, "eval/a/avg_score": 1.0, "eval/b/avg_score": 0.0, "eval/all/avg_score": 0.5},
+        {"step": 2, "eval/a/avg_score": 0.9, "eval/b/avg_score": 0.5, "eval/all/avg_score": 0.7, "eval/all/x": 9.0},
+    ]
+    assert best_evaluation(rows) == ("all", 0.7, 2)
+    assert best_evaluation([{"step": 1, "eval/a/avg_score": None, "reward/mean": 1.0}]) is None
 
 
 def test_an_ascii_terminal_survives_any_letter():

@@ -1,0 +1,149 @@
+"""What a configuration names and this machine must have, looked at before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.config import presence
+from skyrl_train.config.device import count_accelerators
+from skyrl_train.config.prepare import prepare
+from skyrl_train.config.presence import Uses, missing, slots_of
+from skyrl_train.entrypoints.main_base import BasePPOExp, used_by
+from skyrl_train.entrypoints.main_generate import EvaluationExp
+from skyrl_train.entrypoints.main_sft import SFTExp
+from skyrl_train.entrypoints.serve import ServingExp
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Overrides of a run that has everything."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name in ("train.jsonl", "validation.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return [
+        f"data.train_data=['{tmp_path}/train.jsonl']",
+        f"data.val_data=['{tmp_path}/validation.jsonl']",
+        f"trainer.policy.model.path={tmp_path}/model",
+    ]
+
+
+Found = Callable[..., list[str]]
+
+
+def found(*overrides: str, uses: Uses = Uses(), accelerator: bool = False) -> list[str]:  # noqa: B008
+    config = prepare(overrides, has_accelerator=accelerator).config
+    return [str(problem) for problem in missing(config, uses)]
+
+
+def test_nothing_is_missing_where_all_is_there_or_may_be_on_the_hub(there: list[str]):
+    assert found(*there) == []
+    assert found(*there, "data.train_data=[openai/gsm8k:train]", "trainer.policy.model.path=Qwen/Qwen3-4B") == []
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "data.train_data=['{0}/trian.jsonl']",
+            "trian.jsonl: must be a file that exists. In {0} there is model, tr",
+        ),
+        ("data.train_data=['{0}/none/x.parquet']", "There is no folder {0}/none either."),
+        ("data.train_data=['{0}/none/folder:test']", "must be a file, a folder or a dataset's name on the hub"),
+        ("data.val_data=['{0}/x.json']", "data.val_data={0}/x.json: must be a file"),
+        ("trainer.policy.model.path={0}/modle", "trainer.policy.model.path={0}/modle: must be a model's folder or"),
+        ("trainer.policy.model.path={0}", "It has no config.json"),
+        ("trainer.policy.model.path='~/model'", "must be written out"),
+        ("trainer.ref.model.path={0}/none", "trainer.ref.model.path={0}/none: must be a model's folder"),
+        ("trainer.reward.model.path={0}/none", "trainer.reward.model.path={0}/none: must be a model's folder"),
+        ("generator.chat_template={{source: file, name_or_path: '{0}/t.jinja'}}", "t.jinja: must be a file"),
+    ],
+)
+def test_what_is_missing_is_named_with_what_is_there(override: str, said: str, there: list[str], tmp_path: Path):
+    if override.startswith("generator.chat_template"):
+        overrides = [f"generator.chat_template.name_or_path={tmp_path}/t.jinja", "generator.chat_template.source=file"]
+    else:
+        overrides = [override.format(tmp_path)]
+    (problem,) = found(*there, *overrides)
+    assert said.format(tmp_path) in problem
+
+
+def test_a_checkpoint_to_resume_from_must_be_there(there: list[str], tmp_path: Path):
+    keys = ["trainer.resume_mode=from_path", f"trainer.resume_path={tmp_path}/global_step_3"]
+    assert "trainer.resume_path" in found(*there, *keys)[0]
+    (tmp_path / "global_step_3").mkdir()
+    assert found(*there, *keys) == []
+
+
+def test_models_and_data_that_nothing_reads_may_be_missing(there: list[str], tmp_path: Path):
+    unread = ["trainer.algorithm.use_kl_loss=false", f"trainer.ref.model.path={tmp_path}/none"]
+    unread += [f"trainer.critic.model.path={tmp_path}/none", "trainer.eval_before_train=false"]
+    assert found(*there, *unread, f"data.val_data=['{tmp_path}/x.json']", "trainer.eval_interval=-1") == []
+
+
+def test_an_engine_must_be_installed_unless_servers_have_it(there: list[str], monkeypatch: pytest.MonkeyPatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(presence.importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
+    assert "generator.backend=vllm: must be an engine that is installed" in found(*there, "generator.backend=vllm")[0]
+    servers = ["generator.run_engines_locally=false", "generator.backend=vllm"]
+    assert found(*there, *servers) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needed"),
+    [
+        (["trainer.placement.policy_num_gpus_per_node=3", "generator.num_inference_engines=3"], 3),
+        (["generator.num_inference_engines=2", "generator.inference_engine_tensor_parallel_size=2"], 4),
+        (["trainer.placement.colocate_all=false", "generator.num_inference_engines=2"], 3),
+    ],
+)
+def test_more_slots_than_accelerators_are_refused_on_one_machine_and_left_to_a_cluster(
+    overrides: list[str], needed: int, there: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    overrides = [*there, *overrides, "generator.backend=transformers"]
+    if "parallel" in " ".join(overrides):
+        overrides[-1] = "generator.run_engines_locally=true"
+        monkeypatch.setattr(presence.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(needed))))
+    assert count_accelerators() == needed
+    assert found(*overrides, accelerator=True) == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(needed - 1))))
+    (problem,) = found(*overrides, accelerator=True)
+    assert f"The run needs {needed} slots" in problem
+    assert f"this machine has {needed - 1} GPU" in problem
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert found(*overrides, accelerator=True) == []
+
+
+def test_an_entrypoint_asks_for_what_it_uses(there: list[str], tmp_path: Path):
+    config = prepare([*there, "trainer.placement.colocate_all=false"], has_accelerator=False).config
+    totals: dict[Any, int] = {
+        experiment: slots_of(config, used_by(experiment)).total
+        for experiment in (BasePPOExp, EvaluationExp, SFTExp, ServingExp)
+    }
+    assert totals == {BasePPOExp: 2, EvaluationExp: 1, SFTExp: 1, ServingExp: 1}
+    assert used_by(BasePPOExp) == Uses()
+    assert (used_by(SFTExp).train_data, used_by(SFTExp).val_data) == (True, False)
+    assert (used_by(EvaluationExp).train_data, used_by(EvaluationExp).val_data) == (False, True)
+    assert (used_by(ServingExp).train_data, used_by(ServingExp).val_data) == (False, False)
+
+
+def test_data_that_a_subclass_brings_itself_needs_no_file(there: list[str]):
+    class OwnData(BasePPOExp):
+        def get_train_dataset(self) -> Any:
+            return None
+
+    class OwnDemonstrations(SFTExp):
+        def get_train_dataset(self) -> None:  # type: ignore[override]
+            return None
+
+    uses = used_by(OwnData)
+    assert (uses.train_data, uses.val_data) == (False, True)
+    assert not used_by(OwnDemonstrations).train_data
+    assert found(*there, "data.train_data=[/none/x.parquet]", uses=uses) == []
