@@ -53,7 +53,8 @@ Other variables are refused, because a configuration is printed, saved and sent 
 
 **Device.** `device=auto` is CUDA where there is an accelerator and CPU elsewhere. Defaults that the device cannot
 serve (bfloat16, NCCL, flash attention, the vllm engine) are replaced and the replacement is printed. A default that is
-written out counts as untouched; any other value is kept or refused.
+written out counts as untouched, but for the engine: `generator.backend=vllm`, written out, stays vLLM. Any other value
+is kept or refused.
 
 **Plugins.** Modules in `trainer.plugins` are imported in the driver and in every worker. The names they register are
 accepted by {plugins}.
