@@ -68,7 +68,8 @@ be that. {spellings}.
 **Keys of your own.** With `trainer.plugins`, or from a program of your own that calls `run_experiment`, keys that are
 added with a plus below `generator` and `environment` are kept for your code: `+generator.my_key=3` is
 `cfg.generator.my_key`, and `+environment.skyrl_gym.my_env.level=3` is in the `env_config` of `my_env`. Each is named in
-a note. Such a program may use names that it registered itself, wherever those of plugins are accepted.
+a note, and what lies below one is a plain mapping. Such a program may use names that it registered itself wherever
+those of plugins are accepted, but for environments and tools: their processes import `trainer.plugins` alone.
 """
 
 

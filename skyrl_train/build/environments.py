@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from typing import Any
 
+from skyrl_train.build.names import check_reachable
 from skyrl_train.config.choices import ENVIRONMENTS
 from skyrl_train.config.hydra import plain
 from skyrl_train.config.schema import Config
@@ -43,10 +44,11 @@ def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
     if others:
         named = ", ".join(f"{name} {count}" for name, count in sorted(others.items()))
         print(
-            f"note: {sum(others.values())} of {counts.total()} rows name an env_class of their own ({named}): it "
-            f"counts, and environment.env_class={cfg.environment.env_class} is for rows without one.",
+            f"note: {sum(others.values())} of {counts.total()} rows name their env_class themselves ({named}), which "
+            f"counts; environment.env_class ({cfg.environment.env_class}) is for rows that name none.",
             file=sys.stderr,
         )
+    check_reachable(cfg, counts)
     registry.check_environments(counts, environment_settings(cfg))
 
 

@@ -11,7 +11,7 @@ from skyrl_train.build.layout import Layout, Seats
 from skyrl_train.cluster.actors import spawn
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.choices import STRATEGIES
-from skyrl_train.config.schema import CriticConfig, LoraConfig, PolicyConfig, RefConfig, TrainerConfig
+from skyrl_train.config.schema import CriticConfig, LoraConfig, PolicyConfig, RefConfig, TimeoutsConfig, TrainerConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import has_tokenizer, load_tokenizer
 from skyrl_train.trainer.schedule import StepSchedule
@@ -42,7 +42,7 @@ def build_learner(
 ) -> Learner:
     """Spawn the ranks of policy, reference and critic; `Learner.setup` then loads their models."""
     assert layout.policy is not None
-    deadline_s = trainer.timeouts.update_s
+    timeouts = trainer.timeouts
     spec = LearnerSpec(
         model_path=trainer.policy.model.path,
         strategy=STRATEGIES[trainer.strategy],
@@ -74,13 +74,13 @@ def build_learner(
     if layout.reference is not None:
         check_same_tokens(trainer.policy.model.path, trainer.ref.model.path, "trainer.ref.model.path")
         frozen = _reference(spec, trainer, threads_per_process(cluster, layout.reference.count, device))
-        reference = _group(cluster, frozen, layout.reference, "reference", deadline_s)
+        reference = _group(cluster, frozen, layout.reference, "reference", timeouts)
     if layout.critic is not None:
         check_same_tokens(trainer.policy.model.path, str(trainer.critic.model.path), "trainer.critic.model.path")
         valued = _critic(spec, trainer, threads_per_process(cluster, layout.critic.count, device), learning, schedule)
-        critic = _group(cluster, valued, layout.critic, "critic", deadline_s)
+        critic = _group(cluster, valued, layout.critic, "critic", timeouts)
     return Learner(
-        _group(cluster, spec, layout.policy, "policy", deadline_s),
+        _group(cluster, spec, layout.policy, "policy", timeouts),
         reference,
         batch_sizes(trainer),
         critic=critic,
@@ -185,7 +185,7 @@ def batch_sizes(trainer: TrainerConfig) -> BatchSizes:
     )
 
 
-def _group(cluster: Cluster, spec: LearnerSpec, seats: Seats, role: str, deadline_s: float) -> WorkerGroup:
+def _group(cluster: Cluster, spec: LearnerSpec, seats: Seats, role: str, timeouts: TimeoutsConfig) -> WorkerGroup:
     return WorkerGroup(
         [
             spawn(
@@ -196,7 +196,8 @@ def _group(cluster: Cluster, spec: LearnerSpec, seats: Seats, role: str, deadlin
                 index=rank,
                 name=f"{role} rank {rank}",
                 concurrent=False,
-                deadline_s=deadline_s,
+                deadline_s=timeouts.update_s,
+                deadlines=dict.fromkeys(("save", "load", "export"), timeouts.checkpoint_s),
             )
             for rank in range(seats.count)
         ],

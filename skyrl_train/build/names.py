@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from skyrl_train.config.keys import value_at
 from skyrl_train.config.problems import Problem, raise_all
@@ -18,7 +18,29 @@ def check_plugins(cfg: Config) -> None:
     torch only for a name that is not built in.
     """
     import_plugins(cfg.trainer.plugins)
-    raise_all(
+    raise_all([*_unregistered(cfg), *_out_of_reach(cfg, [cfg.environment.env_class])])
+
+
+def check_reachable(cfg: Config, env_classes: Iterable[str]) -> None:
+    """Raises ConfigError for environments that rows name and environment processes cannot have."""
+    raise_all(_out_of_reach(cfg, env_classes))
+
+
+def _out_of_reach(cfg: Config, env_classes: Iterable[str]) -> Iterator[Problem]:
+    """Environments and tools of the user's program: the processes in which they run import plugins alone."""
+    if cfg.trainer.plugins:
+        return
+    tools = cfg.environment.skyrl_gym.tool_use.tools
+    keys = {"environment.env_class": env_classes, "environment.skyrl_gym.tool_use.tools": tools}
+    for key, names in keys.items():
+        for name in names:
+            if name not in CHOICES[key] and name in _REGISTERED[key]():
+                advice = "It runs in processes of its own, which import trainer.plugins alone."
+                yield Problem(key, name, "registered by a module of trainer.plugins", advice)
+
+
+def _unregistered(cfg: Config) -> Iterator[Problem]:
+    return (
         Problem(key, name, "registered by a module of trainer.plugins or by your program", _guess(key, name))
         for key in sorted(OPEN_TO_PLUGINS)
         for name in _names(value_at(cfg, key))

@@ -57,7 +57,16 @@ class Remote:
     `deadline_s` raises DeadlineExceeded naming the process and the method.
     """
 
-    def __init__(self, handle: ActorHandle, name: str, deadline_s: float, died: type[SkyRLError] = WorkerDied):
+    def __init__(
+        self,
+        handle: ActorHandle,
+        name: str,
+        deadline_s: float,
+        died: type[SkyRLError] = WorkerDied,
+        deadlines: Mapping[str, float] | None = None,
+    ):
+        """`deadlines`: methods that have one of their own."""
+        self._deadlines = dict(deadlines or {})
         self._handle = handle
         self._name = name
         self._deadline_s = deadline_s
@@ -76,7 +85,8 @@ class Remote:
             raise AttributeError(method)
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            return await self._wait(self._handle.call.remote(method, args, kwargs), method, self._deadline_s)
+            deadline_s = self._deadlines.get(method, self._deadline_s)
+            return await self._wait(self._handle.call.remote(method, args, kwargs), method, deadline_s)
 
         return call
 
@@ -124,10 +134,12 @@ def spawn(
     deadline_s: float,
     died: type[SkyRLError] = WorkerDied,
     devices: str | None = None,
+    deadlines: Mapping[str, float] | None = None,
 ) -> Remote:
     """Start "module:Class"(**kwargs) in slot `index`. Returns at once: the first call waits for the constructor.
 
     `devices`: accelerators of several slots that it uses (placement.visible_devices), instead of that of its own.
+    `deadlines`: methods with another one than `deadline_s`.
     """
     shell = ray.remote(_AsyncShell if concurrent else _Shell)
     handle: Any = shell.options(
@@ -138,7 +150,7 @@ def spawn(
         scheduling_strategy=PlacementGroupSchedulingStrategy(slots.group, placement_group_bundle_index=index),
     ).remote(target, dict(kwargs), cluster.plugins, devices)
     cluster.owns_actor(handle)
-    return Remote(handle, name, deadline_s, died)
+    return Remote(handle, name, deadline_s, died, deadlines)
 
 
 def spawn_apart(

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -24,19 +25,15 @@ import psutil
 import ray
 from ray._private import ray_constants, ray_logging
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.cluster.guard import Guard
+from skyrl_train.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_DRIVER_ENV = {
-    # Under `uv run` Ray would copy the working tree and build an environment anew for its workers, without what was
-    # installed beside the lock file. Ours run the driver's Python.
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    # Lines of several workers that look alike are shown, not counted ("repeated 2x across cluster").
-    "RAY_DEDUP_LOGS": "0",
-}
 _OWN_CLUSTER_ENV = {
     # Keep CUDA_VISIBLE_DEVICES as it is for actors without a GPU (Ray's announced future default).
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -74,12 +71,24 @@ def importing(module: str) -> Iterator[None]:
         imported.result()
 
 
-def _settle() -> None:
-    """What Ray reads when it is imported, as it should be: a user's own main may have imported it before us."""
-    os.environ.update({key: os.environ.get(key, value) for key, value in _DRIVER_ENV.items()})
-    ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = ray_constants.env_bool("RAY_ENABLE_UV_RUN_RUNTIME_ENV", False)
+def _settle(drivers_python: bool) -> None:
+    """Set what Ray has read when it was imported: a user's own main may have done that before us.
+
+    Its hook for `uv run` copies the working tree and builds an environment anew for the workers, without what was
+    installed beside the lock file: off where they run the driver's Python, unless RAY_ENABLE_UV_RUN_RUNTIME_ENV asks
+    for it. Lines of several workers that look alike are shown, not counted ("repeated 2x across cluster").
+    """
+    ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = _asks_for_uv_hook(default=not drivers_python)
     ray_logging.RAY_DEDUP_LOGS = ray_constants.env_bool("RAY_DEDUP_LOGS", False)
     logging.getLogger(_NOTICES).setLevel(logging.ERROR)
+
+
+def _asks_for_uv_hook(default: bool = False) -> bool:
+    return bool(ray_constants.env_bool("RAY_ENABLE_UV_RUN_RUNTIME_ENV", default))
+
+
+def _prefix() -> str:
+    return sys.prefix
 
 
 def _start_own(settings: Mapping[str, Any]) -> None:
@@ -162,20 +171,61 @@ class Cluster:
         if ray.is_initialized():
             return
         _users.clear()
-        _settle()
         settings = dict(self._settings)
         address = settings.pop("address", None) or os.environ.get("RAY_ADDRESS")
         if address and address != "local":
-            given: dict[str, Any] = {
-                "runtime_env": self._runtime_env(address),
-                "logging_level": logging.WARNING,
-            } | settings
-            ray.init(address=address, **given)
+            self._join(address, settings)
         else:
+            _settle(drivers_python=True)
             os.environ.update({key: os.environ.get(key, value) for key, value in _OWN_CLUSTER_ENV.items()})
             _start_own(settings)
             _guards.append(Guard())
         _users.add(self)
+
+    def _join(self, address: str, settings: Mapping[str, Any]) -> None:
+        """Connect to a cluster that somebody else started. Raises ConfigError where its nodes have not got our Python.
+
+        A job that was submitted to the cluster, a hook of the user's and a driver outside of the cluster (`ray://`)
+        keep whatever Python their workers have.
+        """
+        chosen_elsewhere = address.startswith("ray://") or any(os.environ.get(name) for name in _CHOOSES_PYTHON)
+        drivers_python = not chosen_elsewhere and not _asks_for_uv_hook()
+        _settle(drivers_python)
+        env = self._modules()
+        if drivers_python:
+            env["py_executable"] = shlex.quote(sys.executable)
+        given: dict[str, Any] = {"runtime_env": env, "logging_level": logging.WARNING}
+        try:
+            ray.init(address=address, **(given | dict(settings)))
+        except ConnectionError as error:
+            raise ConfigError(
+                f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}). If it asks for a token, as one does "
+                "that was started where there is a ~/.ray/auth_token, set RAY_AUTH_MODE=token."
+            ) from error
+        if drivers_python:
+            self._check_nodes(address)
+
+    def _check_nodes(self, address: str) -> None:
+        """Start a worker on every node: one that cannot start is tried again for ever."""
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        asked = [
+            ray.remote(_prefix)
+            .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+            .remote()
+            for node in nodes
+        ]
+        _, silent = ray.wait(asked, num_returns=len(asked), timeout=LONGEST_START_S)
+        try:
+            if silent:
+                raise TimeoutError(f"{len(silent)} of {len(asked)} nodes started no worker in {LONGEST_START_S:g} s")
+            ray.get(asked)
+        except (TimeoutError, RayError) as error:
+            ray.shutdown()
+            raise ConfigError(
+                f"RAY_ADDRESS={address}: workers run the driver's Python, {sys.executable}, which must be there "
+                f"on every node ({error}). Put it on a shared disk or into the nodes' image, or set "
+                "RAY_ENABLE_UV_RUN_RUNTIME_ENV=1 under `uv run`, with which Ray makes an environment on each node."
+            ) from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -231,20 +281,10 @@ class Cluster:
         if _users:
             _users.add(self)
 
-    def _runtime_env(self, address: str) -> Mapping[str, Any]:
-        """The driver's Python for the workers, and users' modules, for a cluster that does not share our disk.
-
-        A job that was submitted to the cluster, a hook of the user's and a driver outside of the cluster (`ray://`)
-        keep whatever Python their workers have.
-        """
+    def _modules(self) -> dict[str, Any]:
+        """The part of a runtime environment that takes users' modules to nodes that do not share our disk."""
         roots = {name.partition(".")[0] for name in self._plugins}
         found = [importlib.util.find_spec(root) for root in sorted(roots)]
         files = [Path(spec.origin) for spec in found if spec is not None and spec.origin is not None]
         modules = [str(path.parent if path.name == "__init__.py" else path) for path in files]
-        env: dict[str, Any] = {"py_modules": modules} if modules else {}
-        chosen_elsewhere = (
-            address.startswith("ray://")
-            or any(os.environ.get(name) for name in _CHOOSES_PYTHON)
-            or ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
-        )
-        return env if chosen_elsewhere else env | {"py_executable": sys.executable}
+        return {"py_modules": modules} if modules else {}

@@ -9,7 +9,7 @@ from typing import Any
 
 from skyrl_train.config.hydra import Override, parse_flags, parse_override, presets_dir
 from skyrl_train.config.inspection import inspect, unknown_key_advice
-from skyrl_train.config.keys import canonical, find
+from skyrl_train.config.keys import OTHER_SECTIONS, canonical, find
 from skyrl_train.config.problems import Problem, UnknownKey, one_line, show
 from skyrl_train.config.safety import unsafe
 
@@ -77,7 +77,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
 def own_key(override: Override) -> str | None:
     """Where a key of the user's own is kept, for one that is added to `generator` or `environment`; None for others.
 
-    Settings below environment.skyrl_gym are those of the environment that they name.
+    Settings below environment.skyrl_gym are those of an environment of the user's that they name.
     """
     if find(override.key) is not None or not override.text.startswith("+") or override.error or override.sweeps:
         return None
@@ -85,10 +85,8 @@ def own_key(override: Override) -> str | None:
         name = override.key.removeprefix(f"{section}.")
         if name != override.key:
             parts = name.split(".")
-            inside_ours = find(f"{section}.{parts[0]}") is not None
-            if len(parts) < least or (inside_ours and section != "environment.skyrl_gym"):
-                return None
-            return f"{section}.own.{name}"
+            inside_ours = find(f"{section}.{parts[0]}") is not None or f"{section}.{parts[0]}" in OTHER_SECTIONS
+            return None if len(parts) < least or inside_ours else f"{section}.own.{name}"
     return None
 
 

@@ -58,7 +58,10 @@ def convert(value: Any, hint: Any) -> Any:
 
 
 def read(value: Any, hint: Any) -> Any:
-    """As `convert`, for what a person wrote: null may be an empty list or mapping, and an empty text null."""
+    """As `convert`, for what a person wrote: null and an empty text may be an empty list, null an empty mapping, and an
+    empty text null."""
+    if value == "" and typing.get_origin(hint) is list:
+        return []
     if value is None and typing.get_origin(hint) in (list, dict):
         return typing.get_origin(hint)()
     if isinstance(value, str) and not value and {str, type(None)} <= set(arms(hint)):

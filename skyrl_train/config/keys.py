@@ -67,11 +67,13 @@ ENGINE_ALIASES = {
 }
 """Where SkyRL keeps the engines' keys since 0.4."""
 ALL_ALIASES = ALIASES | ENGINE_ALIASES
+OTHER_SECTIONS = frozenset({_ENGINE})
+"""Sections that there are only under other names of keys."""
 
 _NEVER: dict[Any, Any] = {None: -1}
 SPELLINGS: dict[str, dict[Any, Any]] = {
     "trainer.resume_mode": {None: "none", "": "none", "None": "none"},
-    "trainer.logger": {None: []},
+    "trainer.logger": {None: [], "": [], "none": []},
     "trainer.ckpt_interval": _NEVER,
     "trainer.hf_save_interval": _NEVER,
     "trainer.eval_interval": _NEVER,
@@ -151,13 +153,21 @@ def find(name: str) -> Key | None:
     return None
 
 
+def misspelt_sibling(name: str) -> str | None:
+    """The known key of the same section that the name is almost."""
+    section = name.rpartition(".")[0]
+    siblings = [key for key in (*all_keys(), *ALIASES) if key.rpartition(".")[0] == section]
+    return next(iter(difflib.get_close_matches(name, siblings, n=1, cutoff=0.85)), None)
+
+
 def nearest(name: str) -> str | None:
     """The known key that was probably meant: misspelt in its section, without its section, or misspelt anywhere."""
+    if sibling := misspelt_sibling(name):
+        return sibling
     known = [key for key in (*all_keys(), *ALIASES) if not name.startswith(f"{key}.")]
-    section, _, leaf = name.rpartition(".")
-    siblings = [key for key in known if key.rpartition(".")[0] == section]
+    leaf = name.rpartition(".")[2]
     same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
-    for candidates, cutoff in ((siblings, 0.85), (same_leaf, 0.3), (known, 0.75)):
+    for candidates, cutoff in ((same_leaf, 0.3), (known, 0.75)):
         if close := difflib.get_close_matches(name, candidates, n=1, cutoff=cutoff):
             return close[0]
     by_leaf = {key.rpartition(".")[2]: key for key in reversed(known)}

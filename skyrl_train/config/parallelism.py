@@ -40,22 +40,22 @@ def _moves(config: Config, role: str) -> Iterator[tuple[str, str, int | None, st
     tensor, context = megatron.tensor_model_parallel_size, megatron.context_parallel_size
     ours = f"trainer.{role}"
     sharded = "FSDP2 over those ranks"
-    if context != 1 and section.sequence_parallel_size == 1:  # else what was written for fsdp2 counts
+    if context > 1 and section.sequence_parallel_size == 1:  # else what was written for fsdp2 counts
         yield "context", f"{ours}.sequence_parallel_size", context, ""
-    if tensor != 1 and section.tensor_parallel_size == 1:
+    if tensor > 1 and section.tensor_parallel_size == 1:
         why = _why_no_tensor_parallelism(config, role, context)
         if why:
             yield "tensor_model", sharded, None, f": {why}"
         else:
             yield "tensor_model", f"{ours}.tensor_parallel_size", tensor, ""
     for kind in _SHARDED:
-        if getattr(megatron, f"{kind}_parallel_size") not in (1, None):
+        if (getattr(megatron, f"{kind}_parallel_size") or 1) > 1:
             yield kind, sharded, None, ""
 
 
 def _why_no_tensor_parallelism(config: Config, role: str, context: int) -> str:
     section = getattr(config.trainer, role)
-    if context != 1 or section.sequence_parallel_size != 1:
+    if context > 1 or section.sequence_parallel_size > 1:
         return "sequences are divided already"
     if role != "ref" and section.model.lora.rank > 0:
         return "LoRA adapters are whole"
@@ -66,7 +66,7 @@ def resolve_engine_copies(config: Config) -> tuple[Config, list[str]]:
     """Data-parallel copies inside an engine as engines of their own: the same accelerators and samples."""
     generator = config.generator
     copies, ranks = generator.inference_engine_data_parallel_size, generator.inference_engine_tensor_parallel_size
-    if copies == 1 or not generator.run_engines_locally:
+    if copies <= 1 or not generator.run_engines_locally:
         return config, []
     engines = generator.num_inference_engines * copies
     note = (

@@ -14,6 +14,7 @@ from skyrl_train.config.command_line import CommandLine, read_command_line
 from skyrl_train.config.device import accelerator_present, device_problems, resolve_device
 from skyrl_train.config.hydra import compose, finish, resolve, show_information, written_keys
 from skyrl_train.config.inert import without_effect
+from skyrl_train.config.keys import misspelt_sibling
 from skyrl_train.config.parallelism import resolve_engine_copies, resolve_megatron
 from skyrl_train.config.presence import Uses, missing
 from skyrl_train.config.problems import Problem, UnknownKey, one_line, raise_all, show
@@ -84,7 +85,7 @@ def _check(
     if not problems and uses is not None:
         problems += missing(config, uses)
     raise_all(problems)
-    notes += [f"{own.key}={show(own.value)} is a key of your own: only your code reads it." for own in line.own]
+    notes += [one_line(f"{own.key}={show(own.value)} is a key of your own. {_hint(own)}") for own in line.own]
     defaults, _ = resolve_device(_resolved_defaults(os.environ.get("HOME")), present)
     return PreparedConfig(freeze(config), list(without_effect(config, freeze(defaults))), notes)
 
@@ -93,6 +94,12 @@ def _check(
 def _resolved_defaults(home: str | None) -> Config:
     """What every key is when nobody sets any. `home`: the one variable that defaults refer to."""
     return resolve({})[0]
+
+
+def _hint(own: UnknownKey) -> str:
+    """What a key of the user's own may have been meant to be, where it is almost one of ours."""
+    close = misspelt_sibling(own.key)
+    return f"Did you mean {close}?" if close else "Only your code reads it."
 
 
 def _nobodys(own: UnknownKey) -> UnknownKey:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from skyrl_train.config.device import count_accelerators
 from skyrl_train.config.problems import Problem
-from skyrl_train.config.reference import ESTIMATORS, kl_in_loss, kl_in_reward
+from skyrl_train.config.reference import ESTIMATORS, SFT_LOSSES, kl_in_loss, kl_in_reward
 from skyrl_train.config.schema import Config
 from skyrl_train.config.slots import SlotCounts, count_slots
 from skyrl_train.config.sources import is_file_of_rows, may_be_on_hub, split_of
@@ -35,32 +35,41 @@ class Uses:
     val_data: bool = True
     learner: bool = True
     engines: bool = True
+    rewards: bool = True
+    """The reward model, where one is named."""
 
 
 def missing(config: Config, uses: Uses) -> Iterator[Problem]:
     """Everything that is not here; raises nothing."""
     yield from _data(config, uses)
     yield from _models(config, uses)
-    yield from _other_files(config)
+    yield from _other_files(config, uses)
     backend = config.generator.backend
     local_engines = uses.engines and config.generator.run_engines_locally
     if local_engines and backend in INSTALL and importlib.util.find_spec(backend) is None:
         yield Problem("generator.backend", backend, "an engine that is installed", f"Install it: {INSTALL[backend]}.")
-    if not os.environ.get("RAY_ADDRESS"):  # whose nodes nobody knows yet
+    if not _is_connected() and os.environ.get("RAY_ADDRESS") in (None, "", "local"):  # else nobody knows the nodes yet
         yield from _slots(config, uses)
+
+
+def _is_connected() -> bool:
+    """Whether a program of the user's has started Ray itself; asked without importing it."""
+    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
 def slots_of(config: Config, uses: Uses) -> SlotCounts:
     """The slots of the run, where no plugin asks for a model that the configuration does not show."""
     algorithm = config.trainer.algorithm
-    reference = kl_in_loss(algorithm) or kl_in_reward(algorithm) or algorithm.advantage_estimator in ESTIMATORS
+    reference = algorithm.sft.loss_type in SFT_LOSSES
+    if uses.engines:
+        reference = kl_in_loss(algorithm) or kl_in_reward(algorithm) or algorithm.advantage_estimator in ESTIMATORS
     return count_slots(
         config.trainer.placement,
         config.generator,
         with_policy=uses.learner,
-        with_reference=uses.learner and uses.engines and reference,
+        with_reference=uses.learner and reference,
         with_critic=uses.learner and uses.engines and algorithm.advantage_estimator == "gae",
-        with_reward=uses.engines and config.trainer.reward.model.path is not None,
+        with_reward=uses.rewards and config.trainer.reward.model.path is not None,
         with_engines=uses.engines and config.generator.run_engines_locally,
     )
 
@@ -69,19 +78,24 @@ def _data(config: Config, uses: Uses) -> Iterator[Problem]:
     evaluates = config.trainer.eval_before_train or config.trainer.eval_interval > 0
     for name, used in (("train_data", uses.train_data), ("val_data", uses.val_data and evaluates)):
         for source in getattr(config.data, name) if used else ():
-            path = Path(split_of(source)[0]).expanduser()
-            if is_file_of_rows(source) and not path.is_file():
-                yield Problem(f"data.{name}", source, "a file that exists", _beside(path))
-            elif not path.exists() and not may_be_on_hub(split_of(source)[0]):
-                yield Problem(f"data.{name}", source, "a file, a folder or a dataset's name on the hub", _beside(path))
+            path = os.path.expanduser(split_of(source)[0])
+            if is_file_of_rows(source) and not os.path.isfile(path):
+                yield Problem(f"data.{name}", source, "a file that exists", _instead(path))
+            elif not os.path.exists(path) and not may_be_on_hub(path):
+                yield Problem(f"data.{name}", source, "a file, a folder or a dataset's name on the hub", _instead(path))
 
 
-def _beside(path: Path) -> str:
-    """What is there instead."""
-    folder = path.parent
-    if not folder.is_dir():
+def _instead(path: str) -> str:
+    """What is there, for a path that is not."""
+    if "://" in path:
+        return "Addresses are not read: download it, and name the file or folder."
+    folder = os.path.abspath(os.path.dirname(path))
+    try:
+        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))[:6]
+    except FileNotFoundError:
         return f"There is no folder {folder} either."
-    names = sorted(item.name for item in folder.iterdir() if not item.name.startswith("."))[:6]
+    except OSError as error:
+        return f"{folder} cannot be read: {error.strerror}."
     return f"In {folder} there is {', '.join(names) or 'nothing'}."
 
 
@@ -91,7 +105,7 @@ def _models(config: Config, uses: Uses) -> Iterator[Problem]:
         "policy": True,
         "ref": bool(slots.reference or slots.reference_colocated),
         "critic": bool(slots.critic or slots.critic_colocated),
-        "reward": uses.engines,
+        "reward": uses.rewards,
     }
     for role in (name for name, is_used in used.items() if is_used):
         path = getattr(trainer, role).model.path
@@ -101,23 +115,25 @@ def _models(config: Config, uses: Uses) -> Iterator[Problem]:
 
 
 def _model_problem(key: str, path: str) -> Problem | None:
-    allowed = "a model's folder or its name on the hub"
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         advice = "It has no config.json, which every model's folder has."
-        return None if (Path(path) / "config.json").is_file() else Problem(key, path, "a model's folder", advice)
+        there = os.path.isfile(os.path.join(path, "config.json"))
+        return None if there else Problem(key, path, "a model's folder", advice)
     if path.startswith("~"):
         return Problem(key, path, "written out", "The shell leaves ~ as it is behind a =; write $HOME.")
-    return None if may_be_on_hub(path) else Problem(key, path, allowed, _beside(Path(path)))
+    allowed = "a model's folder or its name on the hub"
+    return None if may_be_on_hub(path) else Problem(key, path, allowed, _instead(path))
 
 
-def _other_files(config: Config) -> Iterator[Problem]:
+def _other_files(config: Config, uses: Uses) -> Iterator[Problem]:
     template, trainer = config.generator.chat_template, config.trainer
-    if template.source == "file" and template.name_or_path and not Path(template.name_or_path).is_file():
+    if template.source == "file" and template.name_or_path and not os.path.isfile(template.name_or_path):
         key = "generator.chat_template.name_or_path"
-        yield Problem(key, template.name_or_path, "a file with source=file", _beside(Path(template.name_or_path)))
-    if trainer.resume_mode == "from_path" and trainer.resume_path and not Path(trainer.resume_path).is_dir():
-        path = Path(trainer.resume_path)
-        yield Problem("trainer.resume_path", trainer.resume_path, "a checkpoint's folder", _beside(path))
+        yield Problem(key, template.name_or_path, "a file with source=file", _instead(template.name_or_path))
+    resumes = uses.learner and trainer.resume_mode == "from_path" and trainer.resume_path
+    if resumes and not os.path.isdir(str(trainer.resume_path)):
+        allowed, advice = "a checkpoint's folder", _instead(str(trainer.resume_path))
+        yield Problem("trainer.resume_path", trainer.resume_path, allowed, advice)
 
 
 def _slots(config: Config, uses: Uses) -> Iterator[Problem]:

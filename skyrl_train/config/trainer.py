@@ -65,7 +65,9 @@ class TimeoutsConfig(Section):
     weight_sync_s: float = 600.0
     """The trainer's weights reach all engines."""
     update_s: float = 3600.0
-    """One call of the trainer's ranks: to score or to learn from a batch, to write or to read a checkpoint."""
+    """One call of the trainer's ranks: to score or to learn from a batch."""
+    checkpoint_s: float = 1800.0
+    """A rank writes or reads its part of a checkpoint, or exports the model."""
 
 
 @dataclass

@@ -22,7 +22,7 @@ from skyrl_train.config.convert import Unfit, convert
 from skyrl_train.config.keys import leaves, value_at
 from skyrl_train.config.problems import Problem
 from skyrl_train.config.ranges import LEAST_TEMPERATURE, out_of_range
-from skyrl_train.config.reference import kl_in_loss, kl_in_reward
+from skyrl_train.config.reference import ESTIMATORS, kl_in_loss, kl_in_reward
 from skyrl_train.config.schema import Config
 from skyrl_train.config.unavailable import NAMES, unavailable
 from skyrl_train.registry import unknown
@@ -213,7 +213,8 @@ def _own_ranks(config: Config) -> Iterator[Problem]:
     """Roles that have slots of their own must have some."""
     placement, algorithm = config.trainer.placement, config.trainer.algorithm
     apart = {
-        "ref": (kl_in_loss(algorithm) or kl_in_reward(algorithm)) and not placement.colocate_policy_ref,
+        "ref": not placement.colocate_policy_ref
+        and (kl_in_loss(algorithm) or kl_in_reward(algorithm) or algorithm.advantage_estimator in ESTIMATORS),
         "critic": algorithm.advantage_estimator == "gae",
         "reward": config.trainer.reward.model.path is not None,
     }

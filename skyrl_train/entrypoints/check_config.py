@@ -2,8 +2,8 @@
 
 Starts nothing. Exit code 0 and "config ok" with notes and warnings, or 2 and every problem at once; files, models,
 engines, plugins and accelerators that a training run would not find here are problems too. With `--elsewhere`, for a
-run on another machine, nothing is looked for and no plugin imported. With `--plan` it also prints what every slot will
-hold in memory; that reads the configurations of the models, not their weights.
+run on another machine, nothing is looked for, and plugins are imported for a plan alone. With `--plan` it also prints
+what every slot will hold in memory; that reads the configurations of the models, not their weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tell = report_with_plan if PLAN in argv else report
 
     def check(prepared: PreparedConfig) -> None:
-        if here and prepared.config.trainer.plugins:
+        if prepared.config.trainer.plugins and (here or PLAN in argv):
             from skyrl_train.build.names import check_plugins
 
             check_plugins(prepared.config)

@@ -153,12 +153,12 @@ def start(experiment: type[BasePPOExp], argv: Sequence[str] | None = None, *, ow
 
 def used_by(experiment: type[BasePPOExp]) -> Uses:
     """What must be there for it: what the class says that names its `uses`, but for files of methods replaced since."""
-    named = next(cls for cls in experiment.__mro__ if "uses" in vars(cls))
-    assert issubclass(named, BasePPOExp)
+    named = next(cls for cls in experiment.__mro__ if issubclass(cls, BasePPOExp) and "uses" in vars(cls))
+    uses = experiment.uses
     return replace(
-        named.uses,
-        train_data=named.uses.train_data and experiment.get_train_dataset is named.get_train_dataset,
-        val_data=named.uses.val_data and experiment.get_eval_dataset is named.get_eval_dataset,
+        uses,
+        train_data=uses.train_data and experiment.get_train_dataset is named.get_train_dataset,
+        val_data=uses.val_data and experiment.get_eval_dataset is named.get_eval_dataset,
     )
 
 

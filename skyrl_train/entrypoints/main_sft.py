@@ -16,7 +16,7 @@ from skyrl_train.entrypoints.main_base import BasePPOExp, start
 class SFTExp(BasePPOExp):
     """An experiment without engines, environments or rewards."""
 
-    uses = Uses(val_data=False, engines=False)
+    uses = Uses(val_data=False, engines=False, rewards=False)
 
     def get_train_dataset(self) -> None:  # type: ignore[override]
         """Demonstrations are read when the run starts."""

@@ -18,7 +18,7 @@ from skyrl_train.entrypoints.main_base import BasePPOExp, start
 class ServingExp(BasePPOExp):
     """Tokenizer, engines and their client; no data, no trainer."""
 
-    uses = Uses(train_data=False, val_data=False, learner=False)
+    uses = Uses(train_data=False, val_data=False, learner=False, rewards=False)
 
     def get_train_dataset(self) -> None:  # type: ignore[override]
         """There is nothing to train on."""

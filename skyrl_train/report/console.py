@@ -32,7 +32,9 @@ class ConsoleTracker:
         self._console = console or Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._name = visible(setup.run_name)
         self._folder = setup.run_dir.absolute()
-        self._resume_mode = setup.config.get("trainer", {}).get("resume_mode", "latest")
+        trainer = setup.config.get("trainer", {})
+        self._resume_mode = trainer.get("resume_mode", "latest")
+        self._saves_none = trainer.get("ckpt_interval", 1) <= 0
         self._step: int | None = None
         self._total = 0
         self._progress: Progress | None = None
@@ -82,9 +84,9 @@ class ConsoleTracker:
         folder = visible(str(self._folder))
         rows = read_jsonl(self._folder / METRICS_FILE) if (self._folder / METRICS_FILE).exists() else []
         if not self._total:
-            yield f"{self._name}: evaluated; metrics are in {folder}"
+            yield f"{self._name}: evaluated, in {folder}"
             return
-        yield f"{self._name}: {self._step} of {self._total} steps; metrics, samples and checkpoints are in {folder}"
+        yield f"{self._name}: {self._step} of {self._total} steps, in {folder}"
         if best := best_evaluation(rows):
             source, value, step = best
             yield f"{self._name}: best evaluation: {visible(source)} avg_score {_short(value)} at step {step}"
@@ -94,7 +96,7 @@ class ConsoleTracker:
         names = [path.name for path in self._folder.glob("global_step_*")]
         saved = [int(found[1]) for name in names if (found := _CHECKPOINT.fullmatch(name))]
         if not saved:
-            return "there is no checkpoint to resume from (trainer.ckpt_interval)"
+            return f"no checkpoint to resume from{': trainer.ckpt_interval is off' if self._saves_none else ''}"
         changes = ["a larger trainer.epochs or trainer.max_steps"] if max(saved) >= self._total else []
         changes += [] if self._resume_mode == "latest" else ["trainer.resume_mode=latest"]
         changed = f" with {' and '.join(changes)}" if changes else ""

@@ -43,9 +43,10 @@ class WandbTracker:
             )
             self._run = self._open("offline")
         # Its own lines would say so too, among a dozen others.
-        kept = Path(self._run.dir).parent
-        where = f"offline, `wandb sync {kept}` sends this run" if self._run.offline else self._run.url
-        print(f"wandb: {where}", flush=True)
+        if self._run.offline:
+            print(f"wandb: offline, `wandb sync {Path(self._run.dir).parent}` sends this run", flush=True)
+        elif self._run.url:  # none where it is disabled
+            print(f"wandb: {self._run.url}", flush=True)
 
     def _open(self, mode: str) -> wandb.Run:
         settings = wandb.Settings(init_timeout=INIT_TIMEOUT_S, console="off", silent=True)

@@ -29,6 +29,15 @@ from pathlib import Path
 """
 """A plugin that says which environment each process that imports it has."""
 
+NO_SUCH_PYTHON = """
+import sys
+from skyrl_train.cluster import runtime
+runtime.LONGEST_START_S = 3.0
+sys.executable = "/no/such/python"
+runtime.Cluster().connect()
+"""
+"""A driver whose Python the cluster has not got."""
+
 OWN_PROGRAM = """
 from skyrl_train.algorithms.registry import register_reduction
 from skyrl_train.algorithms.reductions import token_mean
@@ -124,6 +133,16 @@ def test_a_cluster_that_is_named_runs_the_driver_s_python_which_has_the_wheel(
     with ray_started_by_hand(clean_environment(home)) as address:
         env = clean_environment(home) | {"RAY_ADDRESS": address}
         run_watched([*command, "trainer.plugins=[probe]"], env, tmp_path)
+        elsewhere = subprocess.run(
+            [str(installed_wheel), "-c", NO_SUCH_PYTHON],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert "ConfigError: RAY_ADDRESS=" in elsewhere.stderr
+    assert "workers run the driver's Python, /no/such/python, which must be there on every node" in elsewhere.stderr
     assert metrics_of(tmp_path)[1]["rollouts/failed"] == 0
     prefixes = [file.read_text() for file in folder.iterdir()]
     assert len(prefixes) >= 4, "driver, rank, engine and processes of environments"
@@ -140,7 +159,7 @@ def test_a_program_of_the_user_s_own_reads_its_keys_and_uses_its_names(
     done = run_watched([*command, *own], clean_environment(home), tmp_path)
     assert metrics_of(tmp_path)[1]["reward/mean"] == 5.0
     assert done.site_prefixes == {sys.prefix}
-    assert "note: generator.my_reward=0.5 is a key of your own: only your code reads it." in done.output
+    assert "note: generator.my_reward=0.5 is a key of your own. Only your code reads it." in done.output
 
 
 def refusal(home: Path, cwd: Path, entrypoint: str, *arguments: str) -> tuple[str, float]:

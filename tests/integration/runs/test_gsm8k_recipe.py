@@ -149,7 +149,7 @@ def test_the_command_of_the_readme_trains(home: Path, model: str, tmp_path: Path
         assert noise not in done.output, noise
     lines = done.output.splitlines()
     last = [line for line in lines if line.startswith("test_run: ")][-3:]
-    assert last[0].endswith(f"2 of 2 steps; metrics, samples and checkpoints are in {tmp_path / 'ckpts'}")
+    assert last[0].endswith(f"2 of 2 steps, in {tmp_path / 'ckpts'}")
     assert "best evaluation: openai/gsm8k avg_score " in last[1]
     assert last[2].startswith("test_run: resume from step 2: the same command")
     assert any(line.startswith("step 1/2  reward ") for line in lines)

@@ -64,7 +64,7 @@ def test_a_run_goes_on_only_with_its_own_data_and_folder(run: Run, small: Callab
     overrides[0] = f"data.train_data=['{data}']"
     run("main_base", *overrides)
     again = run("main_base", *overrides)
-    assert "step 2 of 2, resumed" in again.stdout, "a finished run has nothing left to do"
+    assert "resumed at step 2 of 2" in again.stdout, "a finished run has nothing left to do"
 
     lines = data.read_text().splitlines()
     row = json.loads(lines[0])

@@ -6,6 +6,8 @@ from skyrl_train.build.environments import check_environments
 from skyrl_train.config.hydra import load
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.data.trajectory import Prompt
+from skyrl_train.environments.registry import environments, register
+from skyrl_train.errors import ConfigError
 
 
 def rows(*env_classes: str) -> PromptDataset:
@@ -18,9 +20,20 @@ def test_rows_that_name_their_environment_go_before_the_key_and_that_is_said_onc
     check_environments(load(["environment.env_class=gsm8k"]), train, evaluation)
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        "note: 4 of 5 rows name an env_class of their own (arithmetic 3, multiply 1): it counts, and "
-        "environment.env_class=gsm8k is for rows without one."
+        "note: 4 of 5 rows name their env_class themselves (arithmetic 3, multiply 1), which counts; "
+        "environment.env_class (gsm8k) is for rows that name none."
     )
+
+
+def test_rows_of_an_environment_that_only_the_driver_knows_are_refused():
+    register("drivers_own", "somewhere:Env")
+    try:
+        with pytest.raises(
+            ConfigError, match=r"env_class=drivers_own: must be registered by a module of trainer\.plug"
+        ):
+            check_environments(load(), rows("drivers_own"))
+    finally:
+        environments.forget("drivers_own")
 
 
 def test_rows_that_agree_with_the_key_are_not_worth_a_word(capsys: pytest.CaptureFixture[str]):

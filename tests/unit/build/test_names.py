@@ -32,7 +32,15 @@ MINE = [
 
 
 def test_names_that_were_registered_are_good(registered: None):
-    check_plugins(prepare(MINE, has_accelerator=False, own_code=True).config)
+    check_plugins(prepare([*MINE, "trainer.plugins=[json]"], has_accelerator=False).config)
+    check_plugins(prepare(MINE[1:], has_accelerator=False, own_code=True).config)
+
+
+def test_an_environment_that_only_the_driver_knows_is_refused(registered: None):
+    with pytest.raises(
+        ConfigError, match=r"env_class=mine: must be .* processes of its own, which import trainer\.plug"
+    ):
+        check_plugins(prepare(MINE, has_accelerator=False, own_code=True).config)
 
 
 def test_names_that_nobody_registered_are_refused_all_at_once_with_the_known_ones():

@@ -9,8 +9,10 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from ray._private import ray_constants
 
 from skyrl_train.cluster import runtime
+from skyrl_train.errors import ConfigError
 
 SLOW = "The current node timed out during startup. This could happen because ..."
 
@@ -65,3 +67,49 @@ def test_starts_take_turns():
         with pytest.raises(subprocess.TimeoutExpired):
             other.wait(timeout=8)
     assert other.communicate(timeout=300)[0] == "in\n"
+
+
+UV = ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
+
+
+@pytest.mark.parametrize(
+    ("address", "variables", "drivers_python", "uv_hook"),
+    [
+        ("10.0.0.1:6379", {}, True, False),
+        ("auto", {}, True, False),
+        ("auto", {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "1"}, False, True),
+        ("auto", {"RAY_RUNTIME_ENV_HOOK": "my.hook"}, False, True),
+        ("auto", {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}, False, True),
+        ("auto", {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}, False, False),
+        ("ray://10.0.0.1:10001", {}, False, True),
+    ],
+)
+def test_a_named_cluster_runs_the_driver_s_python_unless_somebody_chose_another(
+    address: str, variables: dict[str, str], drivers_python: bool, uv_hook: bool, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("RAY_RUNTIME_ENV_HOOK", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_ENABLE_UV_RUN_RUNTIME_ENV"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "executable", "/with a space/python")
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(ray, "init", lambda **given: asked.update(given))
+    checked: list[str] = []
+    cluster = runtime.Cluster()
+    monkeypatch.setattr(cluster, "_check_nodes", checked.append)
+    try:
+        cluster._join(address, {})
+        assert asked["runtime_env"] == ({"py_executable": "'/with a space/python'"} if drivers_python else {})
+        assert ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV is uv_hook
+        assert checked == [address] * drivers_python
+    finally:
+        ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = UV
+
+
+def test_a_cluster_that_does_not_answer_is_a_mistake_of_the_address_or_the_token(monkeypatch: pytest.MonkeyPatch):
+    def init(**_: Any) -> None:
+        raise ConnectionError("nobody there")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS=10\.0\.0\.1:1: .*nobody there.*RAY_AUTH_MODE=token"):
+        runtime.Cluster()._join("10.0.0.1:1", {})

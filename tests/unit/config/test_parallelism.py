@@ -55,6 +55,14 @@ def test_where_layers_cannot_be_divided_they_are_sharded(why: str):
     assert any("tensor_model_parallel_size=2 -> FSDP2 over those ranks: " in note for note in prepared.notes)
 
 
+@pytest.mark.parametrize("kind", ["pipeline_model", "context", "expert_model", "expert_tensor", "tensor_model"])
+@pytest.mark.parametrize("size", [0, -3])
+def test_a_size_that_is_none_is_refused_under_its_own_key(kind: str, size: int):
+    key = f"trainer.policy.megatron_config.{kind}_parallel_size"
+    with pytest.raises(ConfigError, match=rf"{key}={size}: must be at least 1"):
+        prepare([*RECIPE, f"{key}={size}"], has_accelerator=True)
+
+
 def test_a_size_that_cannot_fit_the_ranks_is_refused_under_the_key_that_it_has_here():
     keys = [f"trainer.policy.megatron_config.{kind}_parallel_size=3" for kind in ("context", "tensor_model")]
     with pytest.raises(ConfigError, match=r"trainer\.policy\.sequence_parallel_size=3: must be a divisor .* 4"):

@@ -37,6 +37,8 @@ def prepared(*overrides: str, own_code: bool = False) -> PreparedConfig:
         ("trainer.plugins=null", "trainer.plugins", ()),
         ("data.val_data=null", "data.val_data", ()),
         ("data.val_data=[]", "data.val_data", ()),
+        ("data.val_data=''", "data.val_data", ()),
+        ("trainer.logger=none", "trainer.logger", ()),
         ("generator.max_input_length=null", "generator.max_input_length", 512),
         ("generator.sampling_params.top_k=null", "generator.sampling_params.top_k", -1),
         ("generator.engine_init_kwargs=null", "generator.engine_init_kwargs", {}),
@@ -89,7 +91,7 @@ def test_keys_with_a_plus_are_the_user_s_own_where_there_is_code_to_read_them(ho
     config = pickle.loads(pickle.dumps(done.config))
     assert (config.generator.my_key, config.environment.my_list) == (3, (1, 2))
     assert config.environment.skyrl_gym.own == {"my_env": {"level": "hard"}}
-    assert "generator.my_key=3 is a key of your own: only your code reads it." in done.notes
+    assert "generator.my_key=3 is a key of your own. Only your code reads it." in done.notes
     assert len([note for note in done.notes if "of your own" in note]) == 3
     save_resolved(config, tmp_path / "config.yaml")
     again = prepared("--config-dir", str(tmp_path), "--config-name", "config", own_code=True).config
@@ -110,11 +112,25 @@ def test_without_such_code_they_are_unknown():
 
 @pytest.mark.parametrize(
     "override",
-    ["generator.my_key=3", "+trainer.my_key=3", "+generator.sampling_params.my_key=3", "+my_key=3", "~generator.mine"],
+    [
+        "+environment.skyrl_gym.search.tpok=3",
+        "+environment.skyrl_gym.tpok=3",
+        "+generator.inference_engine.foo=2",
+        "generator.my_key=3",
+        "+trainer.my_key=3",
+        "+generator.sampling_params.my_key=3",
+        "+my_key=3",
+        "~generator.mine",
+    ],
 )
 def test_no_other_key_is_the_user_s_own(override: str):
     with pytest.raises(ConfigError, match="unknown key"):
         prepared(override, own_code=True)
+
+
+def test_a_key_that_looks_like_one_of_ours_is_asked_about():
+    (note,) = [note for note in prepared("+environment.env_clas=3", own_code=True).notes if "of your own" in note]
+    assert note == "environment.env_clas=3 is a key of your own. Did you mean environment.env_class?"
 
 
 def test_a_key_of_the_user_s_own_may_run_no_code():

@@ -4,6 +4,7 @@ import io
 import json
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -53,10 +54,10 @@ def test_a_terminal_gets_our_colours_but_none_of_the_model():
     assert "[bold]x[/bold][/nothing]" in text
 
 
-def lines_of(folder: Path, total: int, resume_mode: str = "latest", steps: int = 2) -> list[str]:
+def lines_of(folder: Path, total: int, steps: int = 2, **trainer: Any) -> list[str]:
     """What a run says that began at step 0 and logged `steps` steps."""
     out = io.StringIO()
-    setup = TrackerSetup(folder, "project", "mine", {"trainer": {"resume_mode": resume_mode}})
+    setup = TrackerSetup(folder, "project", "mine", {"trainer": trainer})
     tracker = ConsoleTracker(setup, Console(file=out, markup=False, highlight=False, soft_wrap=True))
     tracker.begin(0, total)
     for step in range(1, steps + 1):
@@ -73,7 +74,7 @@ def test_the_last_lines_name_folder_steps_best_evaluation_and_how_to_go_on(tmp_p
     (tmp_path / "global_step_2.partial").mkdir()
     assert lines_of(tmp_path, total=3)[0] == f"mine: step 0 of 3, in {tmp_path}"
     assert lines_of(tmp_path, total=3)[-3:] == [
-        f"mine: 2 of 3 steps; metrics, samples and checkpoints are in {tmp_path}",
+        f"mine: 2 of 3 steps, in {tmp_path}",
         "mine: best evaluation: openai/gsm8k avg_score 0.75 at step 1",
         "mine: resume from step 1: the same command",
     ]
@@ -86,12 +87,13 @@ def test_the_last_lines_name_folder_steps_best_evaluation_and_how_to_go_on(tmp_p
 
 def test_without_evaluation_and_checkpoint_the_last_lines_say_so(tmp_path: Path):
     assert lines_of(tmp_path, total=2)[-2:] == [
-        f"mine: 2 of 2 steps; metrics, samples and checkpoints are in {tmp_path}",
-        "mine: there is no checkpoint to resume from (trainer.ckpt_interval)",
+        f"mine: 2 of 2 steps, in {tmp_path}",
+        "mine: no checkpoint to resume from",
     ]
+    assert lines_of(tmp_path, total=2, ckpt_interval=-1)[-1].endswith("resume from: trainer.ckpt_interval is off")
     assert lines_of(tmp_path, total=0, steps=0) == [
         f"mine: evaluation, in {tmp_path}",
-        f"mine: evaluated; metrics are in {tmp_path}",
+        f"mine: evaluated, in {tmp_path}",
     ]
 
 
