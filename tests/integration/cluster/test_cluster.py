@@ -60,12 +60,19 @@ def cluster(ray_runtime: None) -> Iterator[Cluster]:
         yield running
 
 
-def start(cluster: Cluster, concurrent: bool = False, deadline_s: float = 180.0, **kwargs: bool) -> Remote:
+def start(
+    cluster: Cluster,
+    concurrent: bool = False,
+    deadline_s: float = 180.0,
+    deadlines: dict[str, float] | None = None,
+    **kwargs: bool,
+) -> Remote:
     slots = reserve(cluster, count=1, tenants=1, device="cpu", total_slots=8, deadline_s=10, key="test")
     target = f"{__name__}:Subject"
     return spawn(
-        cluster, target, kwargs, slots=slots, index=0, name="subject", concurrent=concurrent, deadline_s=deadline_s
-    )
+        cluster, target, kwargs, slots=slots, index=0, name="subject", concurrent=concurrent,
+        deadline_s=deadline_s, deadlines=deadlines,
+    )  # fmt: skip
 
 
 def test_calls_results_and_errors_cross_as_they_are(cluster: Cluster):
@@ -90,6 +97,18 @@ def test_a_concurrent_actor_overlaps_its_calls(cluster: Cluster):
         return time.monotonic() - begun
 
     assert asyncio.run(run()) < 7.0
+
+
+def test_a_method_may_have_a_deadline_of_its_own(cluster: Cluster):
+    subject = start(cluster, deadlines={"hang": 0.3})
+
+    async def run() -> None:
+        assert await subject.add(1) == 1
+        with pytest.raises(DeadlineExceeded, match=r"subject\.hang did not finish within 0\.3 s"):
+            await subject.hang()
+
+    asyncio.run(run())
+    subject.kill()
 
 
 def test_silence_and_death_are_errors_that_name_the_process(cluster: Cluster):

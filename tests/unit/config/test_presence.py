@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +76,31 @@ def test_what_is_missing_is_named_with_what_is_there(override: str, said: str, t
     assert said.format(tmp_path) in problem
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.train_data=['s3://bucket/x.parquet']", "Addresses are not read: download it"),
+        ("data.train_data=['hf://datasets/openai/gsm8k']", "Addresses are not read: download it"),
+        ("trainer.policy.model.path=s3://bucket/model", "Addresses are not read: download it"),
+        (f"data.train_data=['/tmp/{'x' * 300}.jsonl']", "must be a file that exists. In /tmp there is"),
+        (f"trainer.policy.model.path=/tmp/{'x' * 300}", "must be a model's folder"),
+        ("data.train_data=[x.jsonl]", "In {here} there is"),
+    ],
+)
+def test_odd_paths_are_problems_like_others(override: str, said: str, there: list[str]):
+    (problem,) = found(*there, override)
+    assert said.format(here=Path.cwd()) in problem
+
+
+def test_a_folder_that_cannot_be_read_is_a_problem_and_no_crash(there: list[str], monkeypatch: pytest.MonkeyPatch):
+    def refuse(folder: str) -> list[str]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(presence.os, "listdir", refuse)
+    (problem,) = found(*there, "data.train_data=[/secret/x.jsonl]")
+    assert "/secret cannot be read: Permission denied." in problem
+
+
 def test_a_checkpoint_to_resume_from_must_be_there(there: list[str], tmp_path: Path):
     keys = ["trainer.resume_mode=from_path", f"trainer.resume_path={tmp_path}/global_step_3"]
     assert "trainer.resume_path" in found(*there, *keys)[0]
@@ -117,7 +144,12 @@ def test_more_slots_than_accelerators_are_refused_on_one_machine_and_left_to_a_c
     (problem,) = found(*overrides, accelerator=True)
     assert f"The run needs {needed} slots" in problem
     assert f"this machine has {needed - 1} GPU" in problem
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # a Ray of our own
+    assert found(*overrides, accelerator=True) == [problem]
     monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert found(*overrides, accelerator=True) == []
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))  # type: ignore[arg-type]
     assert found(*overrides, accelerator=True) == []
 
 
@@ -132,6 +164,17 @@ def test_an_entrypoint_asks_for_what_it_uses(there: list[str], tmp_path: Path):
     assert (used_by(SFTExp).train_data, used_by(SFTExp).val_data) == (True, False)
     assert (used_by(EvaluationExp).train_data, used_by(EvaluationExp).val_data) == (False, True)
     assert (used_by(ServingExp).train_data, used_by(ServingExp).val_data) == (False, False)
+    judged = [
+        f"trainer.reward.model.path={tmp_path}/none",
+        "trainer.resume_mode=from_path",
+        "trainer.resume_path=/none/x",
+    ]
+    assert len(found(*there, *judged)) == 2
+    assert found(*there, *judged, uses=used_by(ServingExp)) == []
+    taught = ["trainer.algorithm.sft.loss_type=minor_sft", "trainer.algorithm.loss_reduction=sequence_mean"]
+    taught += ["trainer.algorithm.use_kl_loss=false", f"trainer.ref.model.path={tmp_path}/none"]
+    assert found(*there, *taught) == []
+    assert "trainer.ref.model.path" in found(*there, *taught, uses=used_by(SFTExp))[0]
 
 
 def test_data_that_a_subclass_brings_itself_needs_no_file(there: list[str]):
