@@ -33,7 +33,7 @@ class PreparedConfig:
     warnings: list[str]
     """Keys that were set and have no effect, a line each."""
     notes: list[str]
-    """Defaults that were fitted to this machine, a line each."""
+    """What was fitted to this machine or to this package, and keys of the user's own: a line each."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,10 @@ def _check(
     for respread in (resolve_megatron, resolve_engine_copies):
         config, moved = respread(config)
         notes += moved
-    for problem in (*device_problems(config, present), *validate(config, open_to_names)):
+    absent = [] if uses is None else missing(config, uses)
+    for problem in (*device_problems(config, present), *validate(config, open_to_names), *absent):
         if not any(key in str(problem) for key in suspects):  # it may only follow from a default that stands in
             problems.append(problem)
-    if not problems and uses is not None:
-        problems += missing(config, uses)
     raise_all(problems)
     notes += [one_line(f"{own.key}={show(own.value)} is a key of your own. {_hint(own)}") for own in line.own]
     defaults, _ = resolve_device(_resolved_defaults(os.environ.get("HOME")), present)

@@ -79,7 +79,7 @@ def test_bad_configuration_exits_2_with_key_value_and_advice(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     arguments, parts = BAD[name]
-    code, text = run(capsys, monkeypatch, *arguments)
+    code, text = run(capsys, monkeypatch, check_config.ELSEWHERE, *arguments)
     assert code == 2
     assert [part for part in parts if part not in text] == []
     assert "config ok" not in text

@@ -19,6 +19,7 @@ from skyrl_train.entrypoints.main_base import BasePPOExp, used_by
 from skyrl_train.entrypoints.main_generate import EvaluationExp
 from skyrl_train.entrypoints.main_sft import SFTExp
 from skyrl_train.entrypoints.serve import ServingExp
+from skyrl_train.errors import ConfigError
 
 
 @pytest.fixture
@@ -99,6 +100,17 @@ def test_a_folder_that_cannot_be_read_is_a_problem_and_no_crash(there: list[str]
     monkeypatch.setattr(presence.os, "listdir", refuse)
     (problem,) = found(*there, "data.train_data=[/secret/x.jsonl]")
     assert "/secret cannot be read: Permission denied." in problem
+
+
+def test_what_is_missing_is_said_with_everything_else_that_is_wrong(there: list[str], tmp_path: Path):
+    wrong = ["trainer.epcohs=3", f"data.train_data=['{tmp_path}/trian.jsonl']", "trainer.policy.model.path=/none/model"]
+    with pytest.raises(ConfigError) as refused:
+        prepare([*there, *wrong], has_accelerator=False, uses=Uses())
+    text = str(refused.value)
+    assert text.startswith("3 problems")
+    assert "Did you mean trainer.epochs?" in text
+    assert "trian.jsonl: must be a file" in text
+    assert "/none/model: must be a model's folder" in text
 
 
 def test_a_checkpoint_to_resume_from_must_be_there(there: list[str], tmp_path: Path):
