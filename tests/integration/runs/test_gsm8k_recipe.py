@@ -65,6 +65,25 @@ def command_of_the_guide(gsm8k: Path, model: str, backend: str) -> list[str]:
     ]
 
 
+def test_check_config_with_the_readme_s_arguments_knows_what_is_missing(home: Path, model: str, tmp_path: Path):
+    """`uv run -m skyrl_train.entrypoints.check_config` with the same arguments, as the README says."""
+    _, training = commands_of_the_readme()
+    command = f"{training.replace('main_base', 'check_config')} trainer.policy.model.path={model}"
+
+    def check(where: Path) -> subprocess.CompletedProcess[str]:
+        env = clean_environment(where)
+        return subprocess.run(
+            ["bash", "-c", command], cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    done = check(home)
+    assert (done.returncode, done.stdout) == (0, "config ok\n"), done.stderr
+    done = check(tmp_path)
+    assert done.returncode == 2
+    for name in ("train", "validation"):
+        assert f"{name}.parquet: must be a file that exists. There is no folder {tmp_path}/data/gsm8k" in done.stderr
+
+
 FILE_OF_THE_GUIDE = """
 defaults:
   - ppo_base_config
