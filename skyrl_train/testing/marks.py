@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-SETS_ASIDE = {"skip", "skipif", "xfail", "gpu"}
+SETS_ASIDE = {"skip", "skipif", "xfail", "gpu", "on_demand"}
 SKIPS = {"pytest.skip", "pytest.importorskip"}
 
 

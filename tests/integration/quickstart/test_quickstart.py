@@ -98,6 +98,7 @@ def test_without_a_learning_rate_nothing_is_learnt(train_again: Callable[..., li
 ADAPTERS = ["trainer.policy.model.lora.rank=32", "trainer.policy.model.lora.alpha=64"]
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(

@@ -194,6 +194,7 @@ def test_the_configuration_file_of_the_guide_trains(run: Run, gsm8k: Path, model
     assert_trained(tmp_path, samples=5)
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
