@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL_LMS
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL_LMS,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,

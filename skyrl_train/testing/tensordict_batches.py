@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.data.tensordict_rows import TokenLayout, column, rows_of
+from skyrl_train.tensordict.ragged import TokenLayout, column, rows_of
 
 LAYOUTS = ("ragged", "left prompt, right response", "all left", "right, in a stack of different widths")
 

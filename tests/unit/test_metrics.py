@@ -5,8 +5,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from skyrl_train.metrics import Metrics
 

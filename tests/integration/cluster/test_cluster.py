@@ -18,7 +18,7 @@ from skyrl_train.cluster.placement import cpus_per_slot, reserve
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.schema import GeneratorConfig, PlacementConfig
 from skyrl_train.errors import ConfigError, DeadlineExceeded, WorkerDied
-from skyrl_train.policies.wrappers import RemoteTransformersWrapper
+from skyrl_train.tensordict.wrappers.backends import RemoteTransformersWrapper
 
 
 class Subject:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from skyrl_train.collectors.vllm_updater import vLLMUpdater
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.token_scorer import TokenScorer
-from skyrl_train.policies.containers import ChatHistory, Text, Tokens
-from skyrl_train.policies.history import History
-from skyrl_train.policies.wrappers import SGLangWrapper, TransformersWrapper, vLLMWrapper
-from skyrl_train.tensordict_envs.chat import ChatEnv
+from skyrl_train.tensordict.collectors.vllm_updater import vLLMUpdater
+from skyrl_train.tensordict.containers import ChatHistory, Text, Tokens
+from skyrl_train.tensordict.envs.chat import ChatEnv
+from skyrl_train.tensordict.history import History
+from skyrl_train.tensordict.wrappers.backends import SGLangWrapper, TransformersWrapper, vLLMWrapper
 from skyrl_train.testing.engine_bench import TOKENIZER, TOLERANCE, Bench, spelling_model
 from skyrl_train.testing.reference_sampler import Reference
 

@@ -20,8 +20,8 @@ from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.http.native import NativeEngine
 from skyrl_train.engines.http.wire import API_KEY
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
-from skyrl_train.policies.sglang_server import AsyncSGLang
-from skyrl_train.policies.wrappers import SGLangWrapper
+from skyrl_train.tensordict.wrappers.backends import SGLangWrapper
+from skyrl_train.tensordict.wrappers.sglang_server import AsyncSGLang
 from skyrl_train.testing.engine_bench import assert_logprobs
 from skyrl_train.testing.native_servers import TOKEN, NativeServerProcess
 from skyrl_train.testing.reference_sampler import Reference

@@ -12,12 +12,12 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 
-from skyrl_train.collectors.llm_collector import LLMCollector
-from skyrl_train.collectors.updaters import WeightUpdaterBase
-from skyrl_train.data.replay_buffer import ReplayBuffer
-from skyrl_train.tensordict_envs.base import StepCounter, Transform
-from skyrl_train.tensordict_envs.chat import DatasetChatEnv
-from skyrl_train.tensordict_envs.versions import PolicyVersion
+from skyrl_train.tensordict.buffer import ReplayBuffer
+from skyrl_train.tensordict.collectors.llm_collector import LLMCollector
+from skyrl_train.tensordict.collectors.weight_updaters import WeightUpdaterBase
+from skyrl_train.tensordict.envs.base import StepCounter, Transform
+from skyrl_train.tensordict.envs.chat import DatasetChatEnv
+from skyrl_train.tensordict.envs.versions import PolicyVersion
 
 DEADLINE_S = 60.0
 

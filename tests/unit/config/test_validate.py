@@ -5,13 +5,11 @@ import functools
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from skyrl_train.config.convert import Unfit, convert
 from skyrl_train.config.device import resolve_device
-from skyrl_train.config.hydra import compose as hydra_compose
-from skyrl_train.config.hydra import finish, load, parse_override
+from skyrl_train.config.hydra import compose as hydra_compose, finish, load, parse_override
 from skyrl_train.config.keys import all_keys, leaves
 from skyrl_train.config.ranges import RANGES
 from skyrl_train.config.schema import Config

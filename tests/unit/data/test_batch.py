@@ -4,8 +4,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from skyrl_train.data.batch import SEQUENCE_FIELDS, TOKEN_FIELDS, TrainBatch, cat, collate, pack
 from skyrl_train.data.trajectory import FAILED, OK, Prompt, Trajectory, TrajectoryGroup, Turn

@@ -14,8 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from skyrl_train.build.serving import check_endpoint
 from skyrl_train.config.prepare import prepare

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from skyrl_train.engines.base import Capabilities, Completion, SampleRequest, SamplingParams, VersionSpan
 from skyrl_train.engines.http.codec import Malformed, Untransferable, decode, encode, read_json, write_json

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from skyrl_train.engines.base import SAMPLING, Capabilities, SamplingParams
 from skyrl_train.engines.sampling import active, check_supported, normalise, request_seed

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from skyrl_train.engines.stop_strings import StopStrings
 from skyrl_train.testing.tiny_models import byte_tokenizer

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from skyrl_train.environments.gsm8k import GSM8KEnv, flexible_answer, score, strict_answer
 

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from skyrl_train.report.jsonl import JsonlTracker, read_jsonl
 from skyrl_train.report.protocol import SampleRow

@@ -1,0 +1,218 @@
+"""TorchRL's language-model parts over this project's engines: wrappers, environments, losses, collectors, a buffer.
+
+Every public name of docs/tensordict.md can be imported from here; its module is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from skyrl_train.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from skyrl_train.tensordict.buffer import ReplayBuffer as ReplayBuffer
+    from skyrl_train.tensordict.collectors.llm_collector import LLMCollector as LLMCollector
+    from skyrl_train.tensordict.collectors.ray_collector import RayLLMCollector as RayLLMCollector
+    from skyrl_train.tensordict.collectors.vllm_updater import (
+        vLLMUpdater as vLLMUpdater,
+        vLLMUpdaterV2 as vLLMUpdaterV2,
+    )
+    from skyrl_train.tensordict.collectors.weight_updaters import (
+        EngineUpdater as EngineUpdater,
+        WeightUpdaterBase as WeightUpdaterBase,
+    )
+    from skyrl_train.tensordict.containers import (
+        ChatHistory as ChatHistory,
+        LLMData as LLMData,
+        LogProbs as LogProbs,
+        Masks as Masks,
+        Text as Text,
+        Tokens as Tokens,
+    )
+    from skyrl_train.tensordict.envs.base import StepCounter as StepCounter, Transform as Transform
+    from skyrl_train.tensordict.envs.chat import ChatEnv as ChatEnv, DatasetChatEnv as DatasetChatEnv
+    from skyrl_train.tensordict.envs.gsm8k import (
+        GSM8KEnv as GSM8KEnv,
+        GSM8KPrepareQuestion as GSM8KPrepareQuestion,
+        GSM8KRewardParser as GSM8KRewardParser,
+    )
+    from skyrl_train.tensordict.envs.ifeval import (
+        IFEvalEnv as IFEvalEnv,
+        IFEvalScoreData as IFEvalScoreData,
+        IfEvalScorer as IfEvalScorer,
+    )
+    from skyrl_train.tensordict.envs.kl import (
+        KLRewardTransform as KLRewardTransform,
+        RetrieveLogProb as RetrieveLogProb,
+    )
+    from skyrl_train.tensordict.envs.llm_env import (
+        LLMEnv as LLMEnv,
+        LLMHashingEnv as LLMHashingEnv,
+        make_gsm8k_env as make_gsm8k_env,
+    )
+    from skyrl_train.tensordict.envs.mlgym import MLGymWrapper as MLGymWrapper, make_mlgym as make_mlgym
+    from skyrl_train.tensordict.envs.primer import (
+        DataLoadingPrimer as DataLoadingPrimer,
+        as_nested_tensor as as_nested_tensor,
+        as_padded_tensor as as_padded_tensor,
+    )
+    from skyrl_train.tensordict.envs.text import (
+        IncrementalTokenizer as IncrementalTokenizer,
+        TemplateTransform as TemplateTransform,
+        Tokenizer as Tokenizer,
+    )
+    from skyrl_train.tensordict.envs.tools import (
+        BrowserTransform as BrowserTransform,
+        MCPToolTransform as MCPToolTransform,
+        PythonInterpreter as PythonInterpreter,
+    )
+    from skyrl_train.tensordict.envs.versions import PolicyVersion as PolicyVersion
+    from skyrl_train.tensordict.history import (
+        ContentBase as ContentBase,
+        History as History,
+        add_chat_template as add_chat_template,
+    )
+    from skyrl_train.tensordict.losses.grpo import (
+        CISPO as CISPO,
+        DAPO as DAPO,
+        GRPOLoss as GRPOLoss,
+        GRPOLossOutput as GRPOLossOutput,
+    )
+    from skyrl_train.tensordict.losses.mc_advantage import MCAdvantage as MCAdvantage
+    from skyrl_train.tensordict.losses.sft import SFTLoss as SFTLoss, SFTLossOutput as SFTLossOutput
+    from skyrl_train.tensordict.losses.top_k import TopKRewardSelector as TopKRewardSelector
+    from skyrl_train.tensordict.wrappers.backends import (
+        RemoteTransformersWrapper as RemoteTransformersWrapper,
+        RemoteWrapper as RemoteWrapper,
+        SGLangWrapper as SGLangWrapper,
+        TransformersWrapper as TransformersWrapper,
+        vLLMWrapper as vLLMWrapper,
+    )
+    from skyrl_train.tensordict.wrappers.base import LLMWrapperBase as LLMWrapperBase
+    from skyrl_train.tensordict.wrappers.categorical import CategoricalSequential as CategoricalSequential
+    from skyrl_train.tensordict.wrappers.dispatcher import Dispatcher as Dispatcher
+    from skyrl_train.tensordict.wrappers.distributions import (
+        LLMMaskedCategorical as LLMMaskedCategorical,
+        LogProbDistribution as LogProbDistribution,
+    )
+    from skyrl_train.tensordict.wrappers.sglang_server import AsyncSGLang as AsyncSGLang
+    from skyrl_train.tensordict.wrappers.stateless_group import (
+        stateless_init_process_group as stateless_init_process_group,
+    )
+    from skyrl_train.tensordict.wrappers.torchrl import ForTorchRL as ForTorchRL
+    from skyrl_train.tensordict.wrappers.vllm_workers import (
+        LLMOnDevice as LLMOnDevice,
+        make_vllm_worker as make_vllm_worker,
+        vLLMWorker as vLLMWorker,
+    )
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "skyrl_train.tensordict.containers": (
+            "Text",
+            "Tokens",
+            "Masks",
+            "LogProbs",
+            "ChatHistory",
+            "LLMData",
+        ),
+        "skyrl_train.tensordict.history": (
+            "History",
+            "ContentBase",
+            "add_chat_template",
+        ),
+        "skyrl_train.tensordict.wrappers.backends": (
+            "TransformersWrapper",
+            "vLLMWrapper",
+            "SGLangWrapper",
+            "RemoteWrapper",
+            "RemoteTransformersWrapper",
+        ),
+        "skyrl_train.tensordict.wrappers.base": ("LLMWrapperBase",),
+        "skyrl_train.tensordict.wrappers.categorical": ("CategoricalSequential",),
+        "skyrl_train.tensordict.wrappers.dispatcher": ("Dispatcher",),
+        "skyrl_train.tensordict.wrappers.distributions": (
+            "LogProbDistribution",
+            "LLMMaskedCategorical",
+        ),
+        "skyrl_train.tensordict.wrappers.sglang_server": ("AsyncSGLang",),
+        "skyrl_train.tensordict.wrappers.stateless_group": ("stateless_init_process_group",),
+        "skyrl_train.tensordict.wrappers.torchrl": ("ForTorchRL",),
+        "skyrl_train.tensordict.wrappers.vllm_workers": (
+            "make_vllm_worker",
+            "vLLMWorker",
+            "LLMOnDevice",
+        ),
+        "skyrl_train.tensordict.envs.base": (
+            "Transform",
+            "StepCounter",
+        ),
+        "skyrl_train.tensordict.envs.chat": (
+            "ChatEnv",
+            "DatasetChatEnv",
+        ),
+        "skyrl_train.tensordict.envs.gsm8k": (
+            "GSM8KEnv",
+            "GSM8KPrepareQuestion",
+            "GSM8KRewardParser",
+        ),
+        "skyrl_train.tensordict.envs.ifeval": (
+            "IFEvalEnv",
+            "IfEvalScorer",
+            "IFEvalScoreData",
+        ),
+        "skyrl_train.tensordict.envs.kl": (
+            "KLRewardTransform",
+            "RetrieveLogProb",
+        ),
+        "skyrl_train.tensordict.envs.llm_env": (
+            "make_gsm8k_env",
+            "LLMEnv",
+            "LLMHashingEnv",
+        ),
+        "skyrl_train.tensordict.envs.mlgym": (
+            "MLGymWrapper",
+            "make_mlgym",
+        ),
+        "skyrl_train.tensordict.envs.primer": (
+            "DataLoadingPrimer",
+            "as_nested_tensor",
+            "as_padded_tensor",
+        ),
+        "skyrl_train.tensordict.envs.text": (
+            "TemplateTransform",
+            "Tokenizer",
+            "IncrementalTokenizer",
+        ),
+        "skyrl_train.tensordict.envs.tools": (
+            "PythonInterpreter",
+            "MCPToolTransform",
+            "BrowserTransform",
+        ),
+        "skyrl_train.tensordict.envs.versions": ("PolicyVersion",),
+        "skyrl_train.tensordict.losses.grpo": (
+            "GRPOLoss",
+            "DAPO",
+            "CISPO",
+            "GRPOLossOutput",
+        ),
+        "skyrl_train.tensordict.losses.mc_advantage": ("MCAdvantage",),
+        "skyrl_train.tensordict.losses.sft": (
+            "SFTLoss",
+            "SFTLossOutput",
+        ),
+        "skyrl_train.tensordict.losses.top_k": ("TopKRewardSelector",),
+        "skyrl_train.tensordict.buffer": ("ReplayBuffer",),
+        "skyrl_train.tensordict.collectors.llm_collector": ("LLMCollector",),
+        "skyrl_train.tensordict.collectors.ray_collector": ("RayLLMCollector",),
+        "skyrl_train.tensordict.collectors.vllm_updater": (
+            "vLLMUpdater",
+            "vLLMUpdaterV2",
+        ),
+        "skyrl_train.tensordict.collectors.weight_updaters": (
+            "WeightUpdaterBase",
+            "EngineUpdater",
+        ),
+    },
+)

@@ -1,0 +1,225 @@
+"""Where the batches of a collector go: to its caller, a replay buffer or a queue, here or from a thread."""
+
+from __future__ import annotations
+
+import queue as queues
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from tensordict import TensorDictBase
+
+from skyrl_train.errors import ConfigError, DeadlineExceeded
+
+Postproc = Callable[[TensorDictBase], TensorDictBase]
+_LOOK_S = 0.1
+"""How often a thread that waits looks whether it shall stop."""
+
+
+class Buffer(Protocol):
+    """A replay buffer, of this project (tensordict/buffer.py) or TorchRL's."""
+
+    def extend(self, tensordict: TensorDictBase, /) -> Any: ...
+
+
+class Delivery(ABC):
+    """Iterating gives batches until there are no more; None for each one that went to `replay_buffer` or `queue`.
+
+    `start` does the same in a thread. With `max_staleness` s it begins batch k (from 0) only once the policy has had
+    k - s updates since `start`: one update a batch then never meets a batch begun more than s versions before. A batch
+    of which the buffer stored nothing (yet) is not counted.
+
+    The thread waits for an update, or for room in the queue, `timeout` seconds: DeadlineExceeded ends it then. However
+    it ends, the queue gets a None after the last batch.
+    """
+
+    def __init__(
+        self,
+        replay_buffer: Buffer | None,
+        queue: Any,
+        postproc: Postproc | None,
+        max_staleness: int | None,
+        timeout: float,
+    ):
+        if replay_buffer is not None and queue is not None:
+            raise RuntimeError("a collector writes to a replay_buffer or to a queue, not to both.")
+        if max_staleness is not None and (type(max_staleness) is not int or max_staleness < 0):
+            raise ConfigError(f"max_staleness={max_staleness!r}: give a whole number of at least 0, or None.")
+        if not timeout > 0:
+            raise ConfigError(f"timeout={timeout!r}: give seconds above 0.")
+        self.replay_buffer, self.queue, self.postproc = replay_buffer, queue, postproc
+        self.max_staleness, self.timeout = max_staleness, timeout
+        self._ahead: int | None = None
+        """Updates that the policy will have had when the batch under way is trained on; None: as many as now."""
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    @abstractmethod
+    def rollout(self) -> TensorDictBase | None:
+        """One batch, not delivered; None after the last one, or when it was stopped."""
+
+    @abstractmethod
+    def _updates(self) -> int:
+        """How often the policy was updated so far."""
+
+    @abstractmethod
+    def _release(self, close_env: bool) -> None:
+        """Close what the collector made."""
+
+    def _interrupt(self) -> None:
+        """Make a rollout under way in the thread end soon."""
+        self._stopping.set()
+
+    def set_postproc(self, postproc: Postproc) -> None:
+        """What every batch goes through before it is delivered. RuntimeError where there is one."""
+        if self.postproc is not None:
+            raise RuntimeError("the collector has a postproc already.")
+        self.postproc = postproc
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        return self.iterator()
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """RuntimeError while the thread of `start` runs, or after `shutdown`."""
+        while True:
+            self._check_usable()
+            batch = self.rollout()
+            if batch is None:
+                return
+            yield self._delivered(batch)
+
+    def start(self) -> None:
+        """Collect in a thread, into the replay buffer or the queue, until there are no more batches or `shutdown`."""
+        if self.replay_buffer is None and self.queue is None:
+            raise RuntimeError("start() needs a replay_buffer or a queue to write to.")
+        self._check_usable()
+        self._stopping.clear()
+        self._thread = threading.Thread(target=self._run, name="skyrl-collector", daemon=True)
+        self._thread.start()
+
+    def is_running(self) -> bool:
+        """Whether the thread of `start` collects."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """End the thread after the turn under way, close environment and policy where they are the collector's.
+
+        Raises what ended the thread, or DeadlineExceeded where it does not end. A second call does nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        thread, seconds = self._thread, self.timeout if timeout is None else timeout
+        try:
+            self._interrupt()
+            if thread is not None:
+                thread.join(seconds)
+                if thread.is_alive():
+                    raise DeadlineExceeded("the collector's thread", seconds)
+            self._raise_failure()
+        finally:
+            self._release(close_env)
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """The same: TorchRL's name for it after `start`."""
+        self.shutdown(timeout, close_env)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.shutdown()
+
+    def _run(self) -> None:
+        """consumes: turns · produces: delivered batches · waits for: an update · unblocked by: its version, shutdown"""
+        begun, updates = 0, self._updates()
+        try:
+            while not self._stopping.is_set():
+                self._wait_for_update(updates + begun)
+                self._ahead = updates + begun
+                batch = self.rollout()
+                if batch is None:
+                    return
+                begun += self._stored(self._processed(batch))
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._ahead = None
+            if self.queue is not None:
+                self._say_over()
+
+    def _wait_for_update(self, trained_at: int) -> None:
+        """Until a batch that is trained on after so many updates may begin, or the thread is to stop."""
+        deadline = time.monotonic() + self.timeout
+        while self.max_staleness is not None and trained_at - self._updates() > self.max_staleness:
+            if self._stopping.wait(_LOOK_S / 10):
+                return
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"the update before the next batch (max_staleness={self.max_staleness}: one for each batch)",
+                    self.timeout,
+                )
+
+    def _delivered(self, batch: TensorDictBase) -> TensorDictBase | None:
+        batch = self._processed(batch)
+        if self.replay_buffer is None and self.queue is None:
+            return batch
+        self._stored(batch)
+        return None
+
+    def _processed(self, batch: TensorDictBase) -> TensorDictBase:
+        return batch if self.postproc is None else self.postproc(batch)
+
+    def _stored(self, batch: TensorDictBase) -> bool:
+        """Whether anything of it was: a buffer may hold rows back until their group is whole."""
+        if self.replay_buffer is None:
+            self._put(batch)
+            return True
+        numbers = self.replay_buffer.extend(batch)
+        return numbers is None or torch.as_tensor(numbers).numel() > 0
+
+    def _put(self, batch: TensorDictBase) -> None:
+        """Wait for room: DeadlineExceeded after `timeout`, nothing put where the thread is to stop."""
+        deadline = time.monotonic() + self.timeout
+        while not self._stopping.is_set():
+            try:
+                self.queue.put(batch, timeout=_LOOK_S)
+                return
+            except queues.Full:
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded("room in the collector's queue", self.timeout) from None
+
+    def _say_over(self) -> None:
+        """None into the queue, as soon as there is room: whoever reads must not wait for what does not come."""
+        deadline = time.monotonic() + self.timeout
+        with suppress(Exception):  # of a queue that is gone
+            while True:
+                try:
+                    self.queue.put(None, timeout=_LOOK_S)
+                    return
+                except queues.Full:
+                    if self._stopping.is_set() or time.monotonic() > deadline:
+                        return
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        if self.is_running():
+            raise RuntimeError("the collector's thread collects; read what it writes, or shut it down.")
+
+    def _check_open(self) -> None:
+        """Raises what ended the thread, too."""
+        self._raise_failure()
+        if self._closed:
+            raise RuntimeError("the collector was shut down.")
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure

@@ -1,0 +1,239 @@
+"""A collector in a Ray actor, and what a driver holds of it: both ends."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from skyrl_train.cluster.actors import Remote, spawn_apart
+from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.errors import ConfigError, SkyRLError
+from skyrl_train.tensordict.collectors.delivery import Buffer, Delivery, Postproc
+from skyrl_train.tensordict.collectors.llm_collector import LLMCollector, check_yields, one_source
+from skyrl_train.tensordict.envs.base import Policy, TensorDictEnv
+from skyrl_train.tensordict.envs.versions import Version
+from skyrl_train.tensordict.wrappers.event_loop import call
+from skyrl_train.tensordict.wrappers.weight_sync import Source, weights_of
+
+
+class RayLLMCollector(Delivery):
+    """An LLMCollector whose environment and policy live in an actor. It takes all its arguments; where they differ:
+
+    - env, policy_factory, weight_updater: functions that are called in the actor, where engines are made; what they
+      close over is pickled. `policy` must be something that can be pickled.
+    - dialog_turns_per_batch is needed.
+    - replay_buffer, queue, postproc: of this process, where batches come to.
+    - sync_iter: True begins a batch when it is asked for, so that the newest weights sample it. False begins the next
+      one when a batch is handed out: with one update a batch, none is older than one update.
+    - ray_init_config: arguments of `ray.init`, where Ray is not running. remote_config: options of the actor
+      (`ray.remote`'s), which `num_cpus` (1) and `num_gpus` (0) go into.
+    - timeout: seconds for a batch, and for every other wait.
+
+    Close it: what it started, Ray included, ends with `shutdown`.
+    """
+
+    def __init__(
+        self,
+        env: Callable[[], TensorDictEnv],
+        *,
+        policy: Policy | None = None,
+        policy_factory: Callable[[], Policy] | None = None,
+        dialog_turns_per_batch: int | None = None,
+        postproc: Postproc | None = None,
+        replay_buffer: Buffer | None = None,
+        queue: Any = None,
+        max_staleness: int | None = None,
+        timeout: float = 600.0,
+        ray_init_config: Mapping[str, Any] | None = None,
+        remote_config: Mapping[str, Any] | None = None,
+        sync_iter: bool = True,
+        num_cpus: float | None = None,
+        num_gpus: float | None = None,
+        **settings: Any,
+    ):
+        super().__init__(replay_buffer, queue, postproc, max_staleness, timeout)
+        settings |= {
+            "env": env,
+            "policy": policy,
+            "policy_factory": policy_factory,
+            "dialog_turns_per_batch": dialog_turns_per_batch,
+            "max_staleness": max_staleness,
+            "timeout": timeout,
+        }
+        completed = _check(settings, sync_iter)
+        if replay_buffer is not None and not completed:
+            settings.setdefault("flatten_data", True)
+        self.dialog_turns_per_batch, self.sync_iter = dialog_turns_per_batch, sync_iter
+        self._pushes = 0
+        options = {"num_cpus": 1, "num_gpus": 0} | dict(remote_config or {})
+        options |= {
+            name: value for name, value in (("num_cpus", num_cpus), ("num_gpus", num_gpus)) if value is not None
+        }
+        self._cluster = Cluster(settings=ray_init_config)
+        self._cluster.connect()
+        try:
+            self._actor = self._start_actor(settings, options)
+        except BaseException:
+            self._cluster.__exit__(None, None, None)
+            raise
+
+    # -- policy and versions ----------------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> Version:
+        self._check_open()
+        version: Version = self._ask("policy_version")
+        return version
+
+    def get_policy_version(self) -> Version:
+        return self.policy_version
+
+    def increment_version(self) -> None:
+        """The policy has new weights; an updater says so itself."""
+        self._check_open()
+        self._pushes = self._ask("increment_version")
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Source | None = None,
+        *,
+        worker_ids: Any = None,
+        model_id: str | None = None,
+        weights: Source | None = None,
+        policy: Source | None = None,
+        weights_dict: Mapping[str, Source] | None = None,
+    ) -> None:
+        """See LLMCollector: a copy of the weights goes to the actor, where its updater pushes them."""
+        self._check_open()
+        chosen = one_source(policy_or_weights, weights, policy, weights_dict, model_id)
+        tensors = None if chosen is None else {name: tensor.cpu() for name, tensor in weights_of(chosen).items()}
+        self._pushes = self._ask("update", tensors, worker_ids)
+
+    # -- batches ------------------------------------------------------------------------------------------------------
+
+    def rollout(self) -> TensorDictBase | None:
+        """See Delivery. DeadlineExceeded where the actor takes longer than `timeout`, WorkerDied where it is gone."""
+        ahead = not self.sync_iter and not self.is_running()  # the thread of `start` is ahead by itself
+        batch: TensorDictBase | None = self._ask("take", ahead, self._ahead)
+        return batch
+
+    def _updates(self) -> int:
+        return self._pushes
+
+    def _interrupt(self) -> None:
+        super()._interrupt()
+        self._end("stop")
+
+    # -- the actor ----------------------------------------------------------------------------------------------------
+
+    def _start_actor(self, settings: dict[str, Any], options: dict[str, Any]) -> Remote:
+        target = f"{_Hosted.__module__}:{_Hosted.__name__}"
+        try:
+            actor = spawn_apart(
+                self._cluster,
+                target,
+                {"settings": settings},
+                options=options,
+                name="the collector's actor",
+                deadline_s=self.timeout,
+            )
+        except TypeError as error:  # Ray's, with a page about what cannot be pickled
+            raise ConfigError(
+                f"RayLLMCollector: something given cannot travel to the actor ({str(error).splitlines()[0]}); give "
+                "functions that make it there: env, policy_factory, weight_updater."
+            ) from error
+        call(actor.read("ready", self.timeout), "the start of the collector's actor", self.timeout + 5.0)
+        return actor
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        return call(getattr(self._actor, method)(*args), f"the collector's actor ({method})", self.timeout + 5.0)
+
+    def _end(self, method: str, *args: Any) -> None:
+        """What an actor that is gone, or hangs, need not do."""
+        with suppress(SkyRLError):
+            call(getattr(self._actor, method)(*args), method, self.timeout + 5.0)
+
+    def _release(self, close_env: bool) -> None:
+        with ExitStack() as ending:  # each of them, whatever another one raises
+            ending.callback(self._cluster.__exit__, None, None, None)
+            self._end("shutdown", close_env)
+
+
+class _Hosted:
+    """What the actor holds. Batches are made in threads: it answers while one is under way."""
+
+    ready = True
+
+    def __init__(self, settings: dict[str, Any]):
+        self._collector = LLMCollector(**settings)
+        self._next: asyncio.Future[Any] | None = None
+
+    async def take(self, begin_next: bool, trained_at: int | None) -> TensorDictBase | None:
+        """A batch, begun now unless it was before; `trained_at`: updates by the time that it is trained on."""
+        if self._next is None:
+            self._next = self._begin(trained_at)
+        coming = self._next
+        try:
+            batch: TensorDictBase | None = await asyncio.shield(coming)  # who gives up leaves it to the next call
+        finally:
+            if self._next is coming and coming.done():
+                self._next = None
+        if begin_next and batch is not None and self._next is None:
+            self._next = self._begin(self._collector._updates() + 1)
+        return batch
+
+    def _begin(self, trained_at: int | None) -> asyncio.Future[Any]:
+        self._collector._ahead = trained_at
+        return asyncio.ensure_future(asyncio.to_thread(self._collector.rollout))
+
+    async def update(self, weights: dict[str, Any] | None, worker_ids: Any) -> int:
+        """How many updates there were so far."""
+        await asyncio.to_thread(self._collector.update_policy_weights_, weights, worker_ids=worker_ids)
+        return self._collector._updates()
+
+    async def increment_version(self) -> int:
+        await asyncio.to_thread(self._collector.increment_version)
+        return self._collector._updates()
+
+    def policy_version(self) -> Version:
+        return self._collector.policy_version
+
+    async def stop(self) -> None:
+        """End the batch under way after its turn."""
+        self._collector._interrupt()
+        if self._next is not None:
+            await asyncio.wait([self._next])
+
+    async def shutdown(self, close_env: bool) -> None:
+        await asyncio.to_thread(self._collector.shutdown, None, close_env)
+
+
+def _check(settings: Mapping[str, Any], sync_iter: bool) -> bool:
+    """Whether whole trajectories are yielded. Raises for what LLMCollector, or an actor, cannot have."""
+    env, turns = settings["env"], settings["dialog_turns_per_batch"]
+    inspect.signature(LLMCollector).bind(**settings)  # TypeError for a name that it has not
+    only_last = bool(settings.get("yield_only_last_steps"))
+    completed = only_last or bool(settings.get("yield_completed_trajectories"))
+    check_yields(
+        turns,
+        settings.get("total_dialog_turns", -1),
+        completed=completed,
+        only_last=only_last,
+        flatten_data=settings.get("flatten_data"),
+        reset_at_each_iter=settings.get("reset_at_each_iter", False),
+        async_envs=settings.get("async_envs"),
+    )
+    if hasattr(env, "reset") or not callable(env):
+        raise ConfigError(f"RayLLMCollector makes its environment in the actor: give a function, not {env!r:.80}.")
+    if (settings["policy"] is None) == (settings["policy_factory"] is None):
+        raise ConfigError("RayLLMCollector needs exactly one of policy and policy_factory.")
+    if turns is None:
+        raise ConfigError("RayLLMCollector needs dialog_turns_per_batch.")
+    if settings["max_staleness"] == 0 and not sync_iter:
+        raise ConfigError("sync_iter=False collects one batch ahead: max_staleness must be at least 1.")
+    return completed

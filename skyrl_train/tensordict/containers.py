@@ -1,0 +1,99 @@
+"""What goes into and comes out of the wrappers: prompt, response and full, once as each of four things.
+
+Not padded (`padded` False) they are lazy stacks of rows of any length: read them with `get(key, as_list=True)`,
+`as_padded_tensor=True` or `as_nested_tensor=True`, or row by row. Padded ones are tensors: prompts padded on the left,
+responses on the right.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from tensordict import TensorClass, TensorDict, lazy_stack
+from torch import Tensor
+
+from skyrl_train.tensordict.history import History
+
+
+class Tokens(TensorClass["nocast"]):  # type: ignore[name-defined]
+    """int64 token ids: prompt [B, Lp], response [B, Lr], full [B, L]."""
+
+    prompt: Tensor | None = None
+    response: Tensor | None = None
+    full: Tensor | None = None
+    padded: bool | None = None
+
+
+class LogProbs(TensorClass["nocast"]):  # type: ignore[name-defined]
+    """nats, of the same shapes as Tokens, after temperature and before truncation.
+
+    When generating, `prompt` is None (nobody computed it) and `full` is 0 wherever the token was not sampled. When only
+    scoring, `full` has all but the first token's, which is 0.
+    """
+
+    prompt: Tensor | None = None
+    response: Tensor | None = None
+    full: Tensor | None = None
+    padded: bool | None = None
+
+
+class Masks(TensorClass["nocast"]):  # type: ignore[name-defined]
+    """bool, as long as Tokens.full: which are no padding, and which the assistant wrote (the end of turn included)."""
+
+    all_attention_mask: Tensor | None = None
+    all_assistant_mask: Tensor | None = None
+    padded: bool | None = None
+
+
+class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
+    prompt: str | None = None
+    response: str | None = None
+    full: str | None = None
+
+
+class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
+    """Conversations; each History has one batch dimension more, its turns."""
+
+    prompt: History | None = None
+    response: History | None = None
+    full: History | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "response", "full"):
+            history = getattr(self, name)
+            if isinstance(history, History) and history.ndim == self.ndim:
+                warnings.warn(
+                    f"ChatHistory.{name} has batch size {tuple(history.batch_size)}, no dimension of turns: each "
+                    "message is taken as a conversation of one turn.",
+                    stacklevel=3,
+                )
+                setattr(self, name, lazy_stack([history], -1))
+
+
+class LLMData(TensorClass["nocast"]):  # type: ignore[name-defined]
+    """The flat container of TorchRL before Text, Tokens and LogProbs."""
+
+    tokens: Tensor | None = None
+    tokens_response: Tensor | None = None
+    attention_mask: Tensor | None = None
+    token_list: list[int] | list[list[int]] | None = None
+    tokens_response_list: list[list[int]] | None = None
+    logits: Tensor | None = None
+    log_probs: Tensor | None = None
+    text: str | list[str] | None = None
+    text_response: str | list[str] | None = None
+
+
+def nested_stack(rows: Sequence[Any], shape: Sequence[int]) -> Any:
+    """Rows of any length, stacked lazily into `shape`; `rows` are in row-major order."""
+    if not shape:
+        return rows[0]
+    step = len(rows) // shape[0]
+    return lazy_stack([nested_stack(rows[i * step : (i + 1) * step], shape[1:]) for i in range(shape[0])])
+
+
+def ragged(kind: type, rows: Sequence[dict[str, Any]], shape: Sequence[int]) -> Any:
+    """A container of `kind` over rows of fields, not padded."""
+    return kind.from_tensordict(nested_stack([TensorDict(row) for row in rows], shape))  # type: ignore[attr-defined]

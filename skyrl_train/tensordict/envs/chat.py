@@ -1,0 +1,266 @@
+"""Conversations as environments: a blank one, and one whose questions come from a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from skyrl_train.data.chat import render_prompt
+from skyrl_train.data.rows import read_hub, read_rows
+from skyrl_train.data.trajectory import Message
+from skyrl_train.tensordict.containers import ChatHistory, Text, Tokens
+from skyrl_train.tensordict.envs.base import TensorDictEnv
+from skyrl_train.tensordict.envs.conversation import (
+    INPUT_MODES,
+    conversation,
+    full_messages,
+    history_of,
+    part,
+    text_of,
+    unpadded,
+)
+from skyrl_train.tensordict.envs.primer import DataLoadingPrimer, batches
+from skyrl_train.tensordict.envs.text import IncrementalTokenizer
+
+QUESTION_KEYS = ("query", "text")
+
+
+class ChatEnv(TensorDictEnv):
+    """A conversation without a reward of its own: transforms add rewards, tools and an end.
+
+    `reset` reads a question from `data_key` ("query"; the string under "text" is taken as well, and stored under
+    "query") and gives (input_mode, "prompt"). An action is (input_mode, "full"), or "response" of the same container,
+    or a string "text_response" ("tokens_response" in tokens mode). `step` makes what it says the next prompt.
+
+    Modes "text" and "tokens" render the prompt by the tokenizer's chat template. Without a tokenizer a text prompt is
+    the messages' contents, a blank line between them.
+
+    Args:
+        with_tokenizer: Keep ("tokens", "prompt") beside the history; see `IncrementalTokenizer`.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_mode: str = "history",
+        batch_size: Sequence[int] | int | None = None,
+        system_prompt: str | None = None,
+        tokenizer: Any = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        system_role: str = "system",
+        user_role: str = "user",
+        policy_role: str = "assistant",
+        data_key: str | None = None,
+        device: torch.device | str | None = None,
+        with_tokenizer: bool = False,
+    ):
+        if batch_size is not None and not isinstance(batch_size, int) and len(tuple(batch_size)) == 0:
+            raise ValueError("batch_size=() is not supported: use (1,) for one conversation")
+        super().__init__(batch_size, device)
+        if input_mode not in INPUT_MODES:
+            raise ValueError(f"input_mode={input_mode!r} is not one of {INPUT_MODES}")
+        if with_tokenizer and input_mode != "history":
+            raise ValueError(f"with_tokenizer=True is for input_mode='history', not {input_mode!r}")
+        if tokenizer is None and (with_tokenizer or input_mode == "tokens"):
+            needs = "with_tokenizer=True" if with_tokenizer else 'input_mode="tokens"'
+            raise ValueError(f"{needs} needs tokenizer=")
+        self.input_mode = input_mode
+        self.system_prompt = system_prompt
+        self.tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
+        self.system_role, self.user_role, self.policy_role = system_role, user_role, policy_role
+        self.data_key = data_key or QUESTION_KEYS[0]
+        self.kept_key = QUESTION_KEYS[0] if self.data_key == "text" else self.data_key
+        """Where the question stays: policies write a container under "text"."""
+        if with_tokenizer:
+            self.append_transform(IncrementalTokenizer(tokenizer, template_kwargs=template_kwargs))
+
+    def opening(self, question: str) -> list[Message]:
+        """The messages that a conversation begins with."""
+        asked = {"role": self.user_role, "content": question}
+        return [asked] if self.system_prompt is None else [self._system(), asked]
+
+    def _system(self) -> Message:
+        return {"role": self.system_role, "content": self.system_prompt}
+
+    def _reset_row(self, given: TensorDictBase) -> TensorDictBase:
+        question = self._question(given)
+        messages = self.opening(question)
+        row = TensorDict({}, batch_size=[])
+        for key in {self.kept_key, QUESTION_KEYS[0]}:  # what groups episodes by their question looks for the second
+            row.set_non_tensor(key, question)
+        return row.set(self.input_mode, self._prompt(messages))
+
+    def _question(self, given: TensorDictBase) -> str:
+        for key in dict.fromkeys((self.data_key, *QUESTION_KEYS)):
+            question = text_of(given, key)
+            if question is not None:
+                return question
+        raise RuntimeError(
+            f"ChatEnv.reset expects a tensordict with a string under {self.data_key!r} (or 'text'), got the keys "
+            f"{sorted(map(str, given.keys()))}."
+        )
+
+    def _prompt(self, messages: list[Message]) -> Any:
+        if self.input_mode == "history":
+            return conversation(messages)
+        if self.input_mode == "tokens":
+            ids = torch.tensor(render_prompt(self.tokenizer, messages, self.template_kwargs))
+            return Tokens(prompt=ids, padded=False, batch_size=[])
+        if self.tokenizer is None:
+            return Text(prompt="\n\n".join(str(message["content"]) for message in messages), batch_size=[])
+        options = {"add_generation_prompt": True, "tokenize": False, **self.template_kwargs}
+        return Text(prompt=self.tokenizer.apply_chat_template(messages, **options), batch_size=[])
+
+    def _step_row(self, root: TensorDictBase) -> TensorDictBase:
+        following = {"history": self._after_history, "text": self._after_text, "tokens": self._after_tokens}
+        container = following[self.input_mode](root)
+        if container is None:
+            mode, old = self.input_mode, "tokens_response" if self.input_mode == "tokens" else "text_response"
+            raise ValueError(
+                f"ChatEnv.step found no action: a policy writes ({mode!r}, 'full'), ({mode!r}, 'response') or {old!r}; "
+                f"got the keys {sorted(map(str, root.keys()))}."
+            )
+        return TensorDict({}, batch_size=[]).set(self.input_mode, container)
+
+    def _after_history(self, root: TensorDictBase) -> ChatHistory | None:
+        full = part(root, "history", "full")
+        if full is None:
+            messages = full_messages(root, self.policy_role)
+            full = None if messages is None else history_of(messages)
+            if full is not None:
+                root["history"].full = full
+        return None if full is None else ChatHistory(prompt=full, batch_size=[])
+
+    def _after_text(self, root: TensorDictBase) -> Text | None:
+        full = part(root, "text", "full")
+        if not isinstance(full, str):
+            response = part(root, "text", "response")
+            response = response if isinstance(response, str) else text_of(root, "text_response")
+            full = None if response is None else part(root, "text", "prompt") + response
+        return None if full is None else Text(prompt=full, batch_size=[])
+
+    def _after_tokens(self, root: TensorDictBase) -> Tokens | None:
+        full = part(root, "tokens", "full")
+        if full is not None:
+            return Tokens(prompt=unpadded(root, full, response=False), padded=False, batch_size=[])
+        response = part(root, "tokens", "response")
+        response = response if response is not None else root.get("tokens_response", None)
+        if response is None:
+            return None
+        return Tokens(prompt=torch.cat([root["tokens"].prompt, response]), padded=False, batch_size=[])
+
+
+class DatasetChatEnv(ChatEnv):
+    """A ChatEnv whose every reset takes the next row of a dataset, without end.
+
+    Args:
+        dataset: Rows (mappings), or what `data.rows.read_rows` reads: a .parquet, .json or .jsonl file, a folder,
+            a name on the hub. A column "text" is the question, unless there is "query" or `data_key` says otherwise.
+        shuffle: A new order in every pass over the rows, repeatable by `seed`.
+        name, split: Configuration and split of a dataset on the hub.
+        num_envs: Rows of the batch.
+        repeats: How often each row comes, one after the other: the group of GRPO.
+        batch_size_dl: Rows drawn at a time; `collate_fn` gets a list of so many and gives the rows to use.
+        group_repeats: Accepted: repeats always follow each other.
+        apply_template: Accepted, without effect, as in TorchRL.
+    """
+
+    def __init__(
+        self,
+        *,
+        dataset: str | Sequence[Mapping[str, Any]] | Iterable[Mapping[str, Any]] | _Loader,
+        shuffle: bool = True,
+        name: str | None = None,
+        split: str | None = None,
+        num_envs: int = 1,
+        repeats: int | None = None,
+        batch_size_dl: int = 1,
+        seed: int | None = None,
+        group_repeats: bool = False,
+        tokenizer: Any = None,
+        device: torch.device | str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        apply_template: bool = False,
+        collate_fn: Callable[[list[Mapping[str, Any]]], Any] | None = None,
+        input_mode: str = "history",
+        data_key: str | None = None,
+        primers: Any = None,
+        system_prompt: str | None = None,
+        system_role: str = "system",
+        user_role: str = "user",
+        policy_role: str = "assistant",
+        with_tokenizer: bool = False,
+        ray_backend: bool = False,
+        dataloader_actor_name: str | None = None,
+    ):
+        if ray_backend or dataloader_actor_name is not None:
+            raise ValueError("ray_backend, dataloader_actor_name: every environment reads its own rows; leave them out")
+        super().__init__(
+            batch_size=(num_envs,),
+            tokenizer=tokenizer,
+            device=device,
+            template_kwargs=template_kwargs,
+            input_mode=input_mode,
+            data_key=data_key,
+            system_prompt=system_prompt,
+            system_role=system_role,
+            user_role=user_role,
+            policy_role=policy_role,
+            with_tokenizer=with_tokenizer,
+        )
+        if isinstance(dataset, _Loader):
+            loader = dataset.batches
+        else:
+            rows = _rows(dataset, name, split)
+            loader = batches(rows, batch_size_dl, shuffle=shuffle, seed=seed, collate_fn=collate_fn)
+        self.primer = DataLoadingPrimer(loader, repeats=repeats)
+        self.append_transform(self.primer)
+
+    @classmethod
+    def from_dataloader(
+        cls,
+        dataloader: Iterable[Any],
+        *,
+        tokenizer: Any = None,
+        repeats: int | None = None,
+        num_envs: int = 1,
+        **settings: Any,
+    ) -> Self:
+        """Over a loader of rows (mappings, lists of them, or batched mappings), read again when it ends.
+
+        `settings` are the constructor's, but for those that say how rows are read: TypeError.
+        """
+        if of_rows := sorted(
+            {"dataset", "name", "split", "shuffle", "seed", "batch_size_dl", "collate_fn"} & set(settings)
+        ):
+            raise TypeError(f"{cls.__name__}.from_dataloader takes no {of_rows}: the loader says it")
+        given: dict[str, Any] = {"tokenizer": tokenizer, "repeats": repeats, "num_envs": num_envs, **settings}
+        return cls(dataset=_Loader(dataloader), **given)
+
+    def reset_dataloader(self) -> None:
+        """Begin with the first row again."""
+        self.primer.reset_dataloader()
+
+
+@dataclass(frozen=True)
+class _Loader:
+    """Stands for a dataset whose batches somebody else makes."""
+
+    batches: Iterable[Any]
+
+
+def _rows(dataset: Any, name: str | None, split: str | None) -> list[Mapping[str, Any]]:
+    if not isinstance(dataset, str):
+        rows = list(dataset)
+    elif name is not None or (split is not None and not dataset.endswith((".parquet", ".json", ".jsonl"))):
+        rows = [row for _, row in read_hub(dataset, split or "train", name)]
+    else:
+        rows = [row for _, row in read_rows(dataset)]
+    if not rows:
+        raise ValueError(f"dataset={dataset!r:.80} has no rows")
+    return rows

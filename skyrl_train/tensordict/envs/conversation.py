@@ -1,0 +1,116 @@
+"""Conversations between their two forms: `History` in tensordicts, lists of messages everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase
+
+from skyrl_train.data.chat import plain_text
+from skyrl_train.data.trajectory import Message
+from skyrl_train.tensordict.containers import ChatHistory
+from skyrl_train.tensordict.history import History
+
+INPUT_MODES = ("history", "text", "tokens")
+
+
+def text_of(given: TensorDictBase, key: Any) -> str | None:
+    """The string under `key` of a row, or None where there is none or something else."""
+    value = given.get(key, None)
+    value = getattr(value, "data", value)
+    return value if isinstance(value, str) else None
+
+
+def set_texts(tensordict: TensorDictBase, key: Any, texts: Sequence[str]) -> None:
+    """Write a string for every row of [B]."""
+    tensordict.set(key, NonTensorStack(*(NonTensorData(text) for text in texts)))
+
+
+def value_of(given: TensorDictBase, key: Any) -> Any:
+    """A row's value under `key` as plain Python; None where it is missing."""
+    value = given.get(key, None)
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return value.tolist() if hasattr(value, "tolist") else getattr(value, "data", value)
+
+
+def history_of(messages: Sequence[Message]) -> History:
+    """One conversation as a History [turns]."""
+    return History.from_chats([dict(message) for message in messages])
+
+
+def messages_of(history: History) -> list[Message]:
+    """The messages of a History [turns]."""
+    return list(history.to_chats())
+
+
+def rendered_form(messages: Sequence[Message]) -> list[Message]:
+    """Messages as chat templates have them."""
+    return [{name: value for name, value in message.items() if name != "is_complete"} for message in messages]
+
+
+def conversation(prompt: Sequence[Message]) -> ChatHistory:
+    """A row's container with only its prompt."""
+    return ChatHistory(prompt=history_of(prompt), batch_size=[])
+
+
+def part(row: TensorDictBase, mode: str, name: str) -> Any:
+    """A container's field (prompt, response or full) of a row, or None."""
+    container = row.get(mode, None)
+    if container is None or isinstance(container, str | torch.Tensor | NonTensorData):
+        return None
+    found = container.get(name, None)
+    return getattr(found, "data", found) if mode == "text" else found
+
+
+def full_messages(row: TensorDictBase, policy_role: str = "assistant") -> list[Message] | None:
+    """A row's conversation with the answer of its action; None where it is not in history mode or has no action.
+
+    An action is ("history", "full"), else ("history", "response") or a string "text_response" after the prompt.
+    """
+    full = part(row, "history", "full")
+    if full is not None:
+        return messages_of(full)
+    prompt, response = part(row, "history", "prompt"), part(row, "history", "response")
+    if prompt is None:
+        return None
+    if response is not None:
+        return messages_of(prompt) + messages_of(response)
+    text = text_of(row, "text_response")
+    return None if text is None else [*messages_of(prompt), {"role": policy_role, "content": text}]
+
+
+def last_response(row: TensorDictBase, tokenizer: Any = None, policy_role: str = "assistant") -> str | None:
+    """What the model wrote in this step, never what it was asked: None where the row has no action.
+
+    Read from the history, else from ("text", "response") or "text_response", else from ("tokens", "response").
+    """
+    messages = full_messages(row, policy_role)
+    if messages is not None:
+        said = messages and messages[-1]["role"] in (policy_role, "assistant")  # wrappers write the latter
+        return plain_text(messages[-1]) if said else None
+    for key in (("text", "response"), "text_response"):
+        text = part(row, *key) if isinstance(key, tuple) else text_of(row, key)
+        if isinstance(text, str):
+            return text
+    full, prompt = part(row, "text", "full"), part(row, "text", "prompt")
+    if isinstance(full, str) and isinstance(prompt, str) and full.startswith(prompt):
+        return full[len(prompt) :]
+    tokens = part(row, "tokens", "response")
+    if tokens is None or tokenizer is None:
+        return None
+    return str(tokenizer.decode(unpadded(row, tokens, response=True).tolist(), skip_special_tokens=True))
+
+
+def unpadded(row: TensorDictBase, tokens: torch.Tensor, *, response: bool) -> torch.Tensor:
+    """A row's ids without padding: by ("masks", "all_attention_mask"), which is as long as ("tokens", "full").
+
+    A prompt is its beginning, a response its end. Without a mask nothing is taken for padding.
+    """
+    masks = row.get("masks", None)
+    mask = None if masks is None else masks.get("all_attention_mask", None)
+    if mask is None or len(mask) < len(tokens):
+        return tokens
+    return tokens[mask[len(mask) - len(tokens) :] if response else mask[: len(tokens)]]

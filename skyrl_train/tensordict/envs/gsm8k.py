@@ -1,0 +1,160 @@
+"""Grade-school mathematics as a tensordict environment (arXiv:2110.14168)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from skyrl_train.environments.gsm8k import NUMBER, canonical, strict_answer
+from skyrl_train.tensordict.envs.base import StepCounter, TensorDictEnv, Transform
+from skyrl_train.tensordict.envs.chat import DatasetChatEnv
+from skyrl_train.tensordict.envs.conversation import last_response, set_texts, text_of
+from skyrl_train.tensordict.envs.rewards import add_rewards, answers_in, end, thoughts_in
+
+REWARD_KEYS = ("reward_answer", "reward_think", "reward_right", "reward", "success")
+SYSTEM_PROMPT = (
+    "Solve the problem step by step between <think> and </think>, then give the number that answers it between "
+    "<answer> and </answer>."
+)
+BASE_PROMPT = (
+    "A user asks a question and the assistant answers it. The assistant thinks first, between <think> and </think>, "
+    "then writes the number that answers the question between <answer> and </answer>. User: %s. Assistant: <think>"
+)
+
+
+def given_answer(text: str) -> str | None:
+    """The number that a response gives, in the form that equal numbers share; None for none, or several that differ.
+
+    Read from <answer> blocks after the reasoning ("72 clips" is 72), else after "####" as `gsm8k.strict_answer` does.
+    """
+    blocks = answers_in(text)
+    if not blocks:
+        return strict_answer(text)
+    values = {canonical(number) for block in blocks for number in NUMBER.finditer(block)}
+    return values.pop() if len(values) == 1 else None
+
+
+def true_answer(answer: str) -> str:
+    """The number of a row's "answer": after "####", else the whole. Raises ValueError where that is no number."""
+    number = NUMBER.fullmatch(answer.rpartition("####")[2].strip().rstrip("."))
+    if number is None:
+        raise ValueError(f"the row's answer {answer!r:.80} does not end in '#### <number>' and is no number")
+    return canonical(number)
+
+
+class GSM8KRewardParser(Transform):
+    """Rewards what the model wrote in this step, against the row's "answer"; what it was asked is never looked at.
+
+    Writes, [B, 1, 1] each: "reward_answer" 1 for exactly one answer, "reward_think" 1 for exactly one <think> block,
+    "reward_right" 1 for the right answer, "success" the same as a boolean, and "reward": `correct_reward` for the right
+    answer, `format_reward` for another single one, else 0, added to what other transforms gave in this step.
+
+    Args:
+        tokenizer: For tokens mode; the environment's by default.
+        in_keys: The key of the row's answer, "answer".
+        out_keys: Five other names, in the order above with "success" last.
+        eos_token: Cut off the end of the response first.
+        set_done_if_answer: Terminate the episode of a response with an answer.
+        input_mode: The environment's, checked where given: what is read follows the environment.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        in_keys: Sequence[str] | None = None,
+        out_keys: Sequence[str] | None = None,
+        eos_token: str | None = None,
+        set_done_if_answer: bool = True,
+        input_mode: str | None = None,
+        format_reward: float = 0.1,
+        correct_reward: float = 1.0,
+    ):
+        self.tokenizer = tokenizer
+        self.answer_key = (in_keys or ["answer"])[-1]
+        self.out_keys = tuple(out_keys or REWARD_KEYS)
+        if len(self.out_keys) != len(REWARD_KEYS):
+            raise ValueError(f"out_keys={out_keys!r} must be {len(REWARD_KEYS)} names, for {REWARD_KEYS}")
+        self.of_one_step = self.out_keys
+        self.eos_token = eos_token
+        self.set_done_if_answer = set_done_if_answer
+        self.input_mode = input_mode
+        self.format_reward, self.correct_reward = format_reward, correct_reward
+
+    def attach(self, environment: TensorDictEnv) -> None:
+        mode = getattr(environment, "input_mode", "text")
+        if self.input_mode not in (None, mode):
+            raise ValueError(f"GSM8KRewardParser: input_mode={self.input_mode!r} in an environment of {mode!r}")
+        super().attach(environment)
+
+    def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        tokenizer = self.tokenizer or getattr(self.environment, "tokenizer", None)
+        role = getattr(self.environment, "policy_role", "assistant")
+        columns: dict[str, list[float]] = {name: [] for name in self.out_keys}
+        for row in root.unbind(0):
+            text, answer = last_response(row, tokenizer, role), text_of(row, self.answer_key)
+            if text is None or answer is None:
+                missing = "the model's response" if text is None else f"the row's {self.answer_key!r}"
+                raise ValueError(f"GSM8KRewardParser: {missing} is missing among {sorted(map(str, row.keys()))}")
+            for name, value in zip(self.out_keys, self._scores(text, answer), strict=True):
+                columns[name].append(value)
+        add_rewards(following, columns, total=self.out_keys[3])
+        following.set(self.out_keys[4], following[self.out_keys[4]].bool())
+        if self.set_done_if_answer:
+            end(following, [value > 0 for value in columns[self.out_keys[0]]])
+        return following
+
+    def _scores(self, text: str, answer: str) -> tuple[float, float, float, float, float]:
+        text = text.removesuffix(self.eos_token) if self.eos_token else text
+        given = given_answer(text)
+        right = float(given == true_answer(answer))
+        reward = self.correct_reward if right else self.format_reward if given is not None else 0.0
+        return float(given is not None), float(thoughts_in(text) == 1), right, reward, right
+
+
+class GSM8KEnv(DatasetChatEnv):
+    """A question of GSM8K in every row of the batch, one turn unless `max_steps` says otherwise.
+
+    Rows have "question" and "answer" ("... #### 72"); the arguments are DatasetChatEnv's.
+    """
+
+    def __init__(
+        self,
+        *,
+        dataset: str | Sequence[Mapping[str, Any]] | Iterable[Mapping[str, Any]] = "openai/gsm8k",
+        name: str | None = None,
+        split: str | None = None,
+        system_prompt: str | None = SYSTEM_PROMPT,
+        compute_reward: bool = True,
+        max_steps: int = 1,
+        **settings: Any,
+    ):
+        if dataset == "openai/gsm8k":
+            name, split = name or "main", split or "train"
+        settings.setdefault("data_key", "question")
+        super().__init__(dataset=dataset, name=name, split=split, system_prompt=system_prompt, **settings)
+        self.append_transform(StepCounter(max_steps))
+        if compute_reward:
+            self.append_transform(GSM8KRewardParser(tokenizer=self.tokenizer))
+
+
+class GSM8KPrepareQuestion(Transform):
+    """Puts the question into the base prompt, for models without a chat template.
+
+    `in_keys` are read in every reset and written under `out_keys` (the same by default).
+    """
+
+    def __init__(self, in_keys: Sequence[str] | None = None, out_keys: Sequence[str] | None = None):
+        self.in_keys = list(in_keys or ["text"])
+        self.out_keys = list(out_keys or self.in_keys)
+        if len(self.in_keys) != len(self.out_keys):
+            raise ValueError(f"in_keys={self.in_keys} and out_keys={self.out_keys} must be as many")
+
+    def before_reset(self, given: TensorDictBase) -> TensorDictBase:
+        for source, out in zip(self.in_keys, self.out_keys, strict=True):
+            questions = [text_of(row, source) for row in given.unbind(0)]
+            if None in questions:
+                raise KeyError(f"GSM8KPrepareQuestion: there is no text under {source!r}")
+            set_texts(given, out, [BASE_PROMPT % question for question in questions])
+        return given

@@ -1,0 +1,144 @@
+"""Instruction following as a tensordict environment (IFEval, arXiv:2311.07911)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorClass, TensorDictBase, lazy_stack
+
+from skyrl_train.environments.ifeval import score
+from skyrl_train.tensordict.envs.base import StepCounter, Transform
+from skyrl_train.tensordict.envs.chat import QUESTION_KEYS, ChatEnv, DatasetChatEnv
+from skyrl_train.tensordict.envs.conversation import last_response, text_of, value_of
+from skyrl_train.tensordict.envs.rewards import add_rewards, answers_in, end, thoughts_in
+
+log = logging.getLogger(__name__)
+ONE_ANSWER, ONE_THOUGHT = 0.1, 0.05
+
+
+class IFEvalScoreData(TensorClass["nocast"]):  # type: ignore[name-defined]
+    """Accuracies of a response, [B, 1] each: whether it follows all instructions, and the share that it follows."""
+
+    prompt_level_strict_acc: torch.Tensor
+    inst_level_strict_acc: torch.Tensor
+    prompt_level_loose_acc: torch.Tensor
+    inst_level_loose_acc: torch.Tensor
+
+
+Aggregate = Callable[[IFEvalScoreData], float]
+
+
+class IfEvalScorer(Transform):
+    """Scores what the model wrote in this step by the row's instructions, in history mode.
+
+    What is scored is the content of a single <answer> block, else the whole response after its reasoning. Writes the
+    accuracies under `score_key` (`IFEvalScoreData`) and "reward" [B, 1, 1]: the accuracies weighted (strict prompt,
+    strict instructions, loose prompt, loose instructions), + 0.1 for exactly one <answer>, + 0.05 for exactly one
+    <think>: 0 to 1.15.
+
+    Args:
+        instruction_ids_key, keyword_args_key, prompt_key: Columns of the row; the prompt is also looked for under
+            the question keys of ChatEnv.
+        id_key: A column that errors, and what `verbose` logs of every score, name the row by.
+        response_column: Only "text_response": what the policy wrote is scored, wherever it wrote it.
+        aggregate_reward: False for no reward, or scores of one row -> the number in place of the weighted sum.
+        set_done_if_answer: Terminate the episode of a response with exactly one <answer>.
+    """
+
+    def __init__(
+        self,
+        *,
+        instruction_ids_key: str = "instruction_id_list",
+        prompt_key: str = "text",
+        keyword_args_key: str = "kwargs",
+        id_key: str = "key",
+        response_column: str = "text_response",
+        score_key: str = "ifeval_score",
+        aggregate_reward: bool | Aggregate = True,
+        format_weights: Sequence[float] | None = None,
+        verbose: bool = False,
+        set_done_if_answer: bool = True,
+    ):
+        if response_column != "text_response":
+            raise ValueError(f"response_column={response_column!r}: only 'text_response', what the policy wrote")
+        self.id_key, self.verbose = id_key, verbose
+        self.weights = tuple(format_weights or (0.4, 0.3, 0.2, 0.1))
+        if len(self.weights) != 4:
+            raise ValueError(f"format_weights={format_weights!r} must be four numbers")
+        self.instruction_ids_key, self.keyword_args_key = instruction_ids_key, keyword_args_key
+        self.prompt_keys = tuple(dict.fromkeys((prompt_key, "prompt", *QUESTION_KEYS)))
+        self.score_key, self.aggregate_reward = score_key, aggregate_reward
+        self.of_one_step = (score_key,)
+        self.set_done_if_answer = set_done_if_answer
+
+    def attach(self, environment: Any) -> None:
+        if not isinstance(environment, ChatEnv) or environment.input_mode != "history":
+            raise ValueError("IfEvalScorer needs a ChatEnv with input_mode='history'")
+        super().attach(environment)
+
+    def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        scores, rewards, answered = [], [], []
+        role = getattr(self.environment, "policy_role", "assistant")
+        for row in root.unbind(0):
+            text = last_response(row, policy_role=role)
+            if text is None:
+                raise ValueError("IfEvalScorer: the history does not end in an answer of the model")
+            blocks = answers_in(text)
+            found = self._score(row, blocks[0] if len(blocks) == 1 else text.rpartition("</think>")[2])
+            scores.append(found)
+            answered.append(len(blocks) == 1)
+            rewards.append(self._reward(found, len(blocks) == 1, thoughts_in(text) == 1))
+            if self.verbose:
+                log.info("row %s: reward %.3f", value_of(row, self.id_key), rewards[-1])
+        following.set(self.score_key, lazy_stack(scores))
+        if self.aggregate_reward is not False:
+            add_rewards(following, {"reward": rewards}, total="reward")
+        if self.set_done_if_answer:
+            end(following, answered)
+        return following
+
+    def _score(self, row: TensorDictBase, text: str) -> IFEvalScoreData:
+        names, kwargs = value_of(row, self.instruction_ids_key), value_of(row, self.keyword_args_key)
+        prompt = next((found for key in self.prompt_keys if (found := text_of(row, key)) is not None), None)
+        if not names or kwargs is None or prompt is None:
+            wanted = (self.instruction_ids_key, self.keyword_args_key, self.prompt_keys[0])
+            place, there = value_of(row, self.id_key), sorted(map(str, row.keys()))
+            raise ValueError(f"IfEvalScorer: the row {place!r} needs {wanted}, got {there}")
+        metrics = score(names, kwargs, prompt, text).metrics()
+        return IFEvalScoreData(**{name: torch.tensor([value]) for name, value in metrics.items()}, batch_size=[])
+
+    def _reward(self, found: IFEvalScoreData, one_answer: bool, one_thought: bool) -> float:
+        if callable(self.aggregate_reward):
+            return float(self.aggregate_reward(found))
+        parts = (
+            found.prompt_level_strict_acc,
+            found.inst_level_strict_acc,
+            found.prompt_level_loose_acc,
+            found.inst_level_loose_acc,
+        )
+        weighted = sum(weight * float(value) for weight, value in zip(self.weights, parts, strict=True))
+        return weighted + ONE_ANSWER * one_answer + ONE_THOUGHT * one_thought
+
+
+class IFEvalEnv(DatasetChatEnv):
+    """A prompt of IFEval in every row of the batch, one turn unless `max_steps` says otherwise.
+
+    Rows have "prompt", "instruction_id_list" and "kwargs"; the arguments are DatasetChatEnv's.
+    """
+
+    def __init__(
+        self,
+        *,
+        dataset: str | Sequence[Mapping[str, Any]] | Iterable[Mapping[str, Any]] = "google/IFEval",
+        compute_reward: bool = True,
+        max_steps: int = 1,
+        **settings: Any,
+    ):
+        settings.setdefault("data_key", "prompt")
+        super().__init__(dataset=dataset, **settings)
+        self.append_transform(StepCounter(max_steps))
+        if compute_reward:
+            self.append_transform(IfEvalScorer(prompt_key=self.data_key))

@@ -1,0 +1,146 @@
+"""Environments of this project behind tensordicts, and research tasks on a server (MLGym's kind) among them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from skyrl_train.data.trajectory import Message
+from skyrl_train.environments.adapters.openenv import OpenEnvEnv
+from skyrl_train.environments.base import StepOutput, checked_messages, checked_step_output
+from skyrl_train.tensordict.envs.base import keys_of
+from skyrl_train.tensordict.envs.chat import ChatEnv
+from skyrl_train.tensordict.envs.conversation import conversation, full_messages, last_response
+
+CODE_BLOCK = re.compile(r"^```\w*[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+WRONG_FORMAT = "Your answer must hold exactly one block of code between ``` and ```; nothing was run."
+
+
+class Episode(Protocol):
+    """What a TextEnv does."""
+
+    def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]: ...
+    def step(self, action: str) -> Any: ...
+    def close(self) -> None: ...
+
+
+class MLGymWrapper(ChatEnv):
+    """Episodes of a TextEnv as a ChatEnv: its observations are the messages that follow, its rewards "reward" [B, 1].
+
+    Args:
+        env: () -> a new episode: of `environments.make(...)`, of an OpenEnv server (`make_mlgym`), or your own. Or an
+            object with `init`, `step` and `close`, for a batch of one episode at a time.
+        reward_wrong_format: If given, an action is the only fenced block of an answer; an answer without one, or with
+            several, has this reward and is not shown to the environment. Else the action is the whole answer.
+    """
+
+    def __init__(
+        self,
+        env: Callable[[], Episode] | Episode,
+        *,
+        system_prompt: str | None = None,
+        tokenizer: Any = None,
+        batch_size: Sequence[int] | int | None = None,
+        device: torch.device | str | None = None,
+        reward_wrong_format: float | None = None,
+        with_tokenizer: bool = False,
+    ):
+        super().__init__(
+            batch_size=(1,) if batch_size is None else batch_size,
+            system_prompt=system_prompt,
+            tokenizer=tokenizer,
+            device=device,
+            with_tokenizer=with_tokenizer,
+        )
+        single = hasattr(env, "step") and not isinstance(env, type)
+        if single and self.batch_size[0] != 1:
+            raise ValueError(f"batch_size={tuple(self.batch_size)} of one environment object: give a factory")
+        self._make = cast(Callable[[], Episode], (lambda: env) if single else env)
+        self.reward_wrong_format = reward_wrong_format
+        self._running: dict[int, Episode] = {}
+
+    def _reset_row(self, given: TensorDictBase) -> TensorDictBase:
+        asked = self.opening(self._question(given)) if "query" in keys_of(given) else []
+        opening = asked or ([self._system()] if self.system_prompt is not None else [])
+        episode = self._make()
+        try:
+            messages = checked_messages(episode.init(opening)[0])
+        except BaseException:
+            episode.close()
+            raise
+        self._running[int(given["episode"])] = episode
+        return TensorDict({}, batch_size=[]).set("history", conversation(messages))
+
+    def _step_row(self, root: TensorDictBase) -> TensorDictBase:
+        row = super()._step_row(root)
+        text = last_response(root, policy_role=self.policy_role)
+        if text is None:
+            raise ValueError("MLGymWrapper.step found no answer of the model at the end of the history")
+        episode = self._running.get(int(root["episode"]))
+        if episode is None:
+            raise RuntimeError("this episode is over: reset its row before the next step")
+        output = self._answered(episode, text)
+        said = full_messages(root, self.policy_role) or []
+        row.set("history", conversation([*said, *output.observations]))
+        row.set("reward", torch.tensor([float(output.reward)]))
+        row.set("terminated", torch.tensor([output.done]))
+        return row
+
+    def _answered(self, episode: Episode, text: str) -> StepOutput:
+        if self.reward_wrong_format is None:
+            return checked_step_output(episode.step(text))
+        blocks = CODE_BLOCK.findall(text)
+        if len(blocks) != 1:
+            told: Message = {"role": self.user_role, "content": WRONG_FORMAT}
+            return StepOutput([told], self.reward_wrong_format, done=False)
+        return checked_step_output(episode.step(blocks[0].rstrip("\n")))
+
+    def _end_episodes(self, episodes: Sequence[int] | None) -> None:
+        for number in list(self._running) if episodes is None else episodes:
+            if (episode := self._running.pop(number, None)) is not None:
+                episode.close()
+
+
+def make_mlgym(
+    *,
+    task: str | None = None,
+    tasks: Sequence[str] | None = None,
+    tokenizer: Any = None,
+    device: torch.device | str = "cpu",
+    reward_wrong_format: float | None = None,
+    base_url: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    num_envs: int = 1,
+    system_prompt: str | None = None,
+) -> MLGymWrapper:
+    """Research tasks behind an OpenEnv server as a ChatEnv: every reset starts `task`, or the next one of `tasks`.
+
+    The server gets `{"task": NAME}` with /reset and the model's answers (or their one block of code, with
+    `reward_wrong_format`) with /step. Nothing of MLGym or its containers runs in this process.
+
+    Args:
+        task, tasks: Exactly one of them; ValueError otherwise.
+        base_url: The server. More `settings` are `OpenEnvEnv`'s: timeout, token_variable, action_key, observation_key.
+        num_envs: Episodes of the batch.
+    """
+    if (task is None) == (tasks is None):
+        raise ValueError("make_mlgym needs exactly one of task and tasks")
+    names = [task] if task is not None else list(tasks or ())
+    if not names:
+        raise ValueError("tasks=[] must name at least one task")
+    chosen = {**(settings or {}), "base_url": base_url}
+    OpenEnvEnv.check(chosen)
+    turn = itertools.cycle(names)
+    return MLGymWrapper(
+        lambda: OpenEnvEnv(chosen, {"reset": {"task": next(turn)}}),
+        system_prompt=system_prompt,
+        tokenizer=tokenizer,
+        batch_size=(num_envs,),
+        device=device,
+        reward_wrong_format=reward_wrong_format,
+    )

@@ -1,0 +1,318 @@
+"""Tools for the model in a ChatEnv: what it calls in its answer is run, and the results follow as messages."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict import TensorDictBase, lazy_stack
+
+from skyrl_train.data.trajectory import Message
+from skyrl_train.environments.tools.base import Tool, ToolBox, ToolError, ToolResult
+from skyrl_train.environments.tools.browser import BrowserTool
+from skyrl_train.environments.tools.mcp import McpTool, shown_tools
+from skyrl_train.environments.tools.parsers import MAX_CALLS
+from skyrl_train.environments.tools.python import PythonTool
+from skyrl_train.environments.tools.sandbox import Outcome
+from skyrl_train.tensordict.envs.base import TensorDictEnv, Transform
+from skyrl_train.tensordict.envs.chat import ChatEnv
+from skyrl_train.tensordict.envs.conversation import conversation, last_response, messages_of, part
+
+MAX_WORKERS = 16
+"""Rows whose tools run at the same time."""
+SERVICE_NAME = "python_executor"
+"""TorchRL's default."""
+PYTHON_BLOCK = re.compile(r"^```python[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+TOOL_BLOCK = re.compile(r"<tool>\s*([\w.-]+)[ \t]*\n(.*?)</tool>", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an answer: of a tool, or `wrong`, what cannot be read as one, with what the model is told."""
+
+    shown_as: str
+    """How the result names it."""
+    name: str = ""
+    arguments: Mapping[str, Any] | None = None
+    wrong: str | None = None
+
+
+class ToolTransform(Transform, ABC):
+    """Runs the calls of the model's last answer, and puts a message of role `tool_name` for each behind it.
+
+    Every episode has tools of its own, closed when it ends; rows run at the same time. What a model gets wrong, and
+    what a tool raises, is a text for the model. Rows without a call, and rows that are done, get no message. Subclasses
+    define `make_tools`, `calls` and `told`.
+
+    RuntimeError for anything but a ChatEnv in history mode.
+    """
+
+    def __init__(self, tool_name: str = "tool"):
+        self.tool_name = tool_name
+        self._boxes: dict[int, ToolBox] = {}
+
+    @abstractmethod
+    def make_tools(self) -> list[Tool]:
+        """The tools of one episode."""
+
+    @abstractmethod
+    def calls(self, text: str) -> list[Call]:
+        """The calls of one answer, in their order."""
+
+    @abstractmethod
+    def told(self, call: Call, result: ToolResult) -> str:
+        """The message of a result."""
+
+    def described(self) -> str | None:
+        """What the system message says about the tools."""
+        return None
+
+    def attach(self, environment: TensorDictEnv) -> None:
+        if not isinstance(environment, ChatEnv) or environment.input_mode != "history":
+            raise RuntimeError(f"{type(self).__name__} needs a ChatEnv with input_mode='history'")
+        super().attach(environment)
+
+    def after_reset(self, given: TensorDictBase, root: TensorDictBase) -> TensorDictBase:
+        words = self.described()
+        if words is None:
+            return root
+        rows = list(root.unbind(0))
+        for row in rows:
+            row.set("history", conversation(_with_system(messages_of(part(row, "history", "prompt")), words)))
+        return lazy_stack(rows)
+
+    def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        rows = list(following.unbind(0))
+        role = getattr(self.environment, "policy_role", "assistant")
+        work: list[tuple[TensorDictBase, int, list[Call]]] = []
+        for before, row in zip(root.unbind(0), rows, strict=True):
+            text = None if bool(row["done"].any()) else last_response(before, policy_role=role)
+            if found := self.calls(_without_reasoning(text)) if text else []:
+                work.append((row, int(row["episode"]), found))
+        if not work:
+            return following
+        with ThreadPoolExecutor(min(len(work), MAX_WORKERS)) as pool:
+            answers = list(pool.map(lambda item: self._answers(item[1], item[2]), work))
+        for (row, _, _), messages in zip(work, answers, strict=True):
+            prompt = messages_of(part(row, "history", "prompt"))
+            row.set("history", conversation([*prompt, *messages]))
+        return lazy_stack(rows)
+
+    def end_episodes(self, episodes: Sequence[int] | None) -> None:
+        for episode in list(self._boxes) if episodes is None else episodes:
+            if (box := self._boxes.pop(episode, None)) is not None:
+                box.close()
+
+    def _answers(self, episode: int, calls: Sequence[Call]) -> list[Message]:
+        texts = []
+        for call in calls[:MAX_CALLS]:
+            if call.wrong is not None:
+                result = ToolResult(call.wrong, "bad_arguments")
+            else:
+                if episode not in self._boxes:
+                    self._boxes[episode] = ToolBox(self.make_tools())
+                result = self._boxes[episode].call(call.name, dict(call.arguments or {}))
+            texts.append(self.told(call, result))
+        if len(calls) > MAX_CALLS:
+            texts.append(f"More than {MAX_CALLS} calls in one message: the others were not run.")
+        return [{"role": self.tool_name, "content": text} for text in texts]
+
+
+class PythonInterpreter(ToolTransform):
+    """Runs every ```python block of the last answer in a sandbox, each one alone or, `persistent`, in one session.
+
+    The messages are "Code block 1 executed successfully:" or "Code block 1 failed:" and what it printed. Failed is what
+    raised, left with another status than 0, or passed a limit; a warning on standard error is output.
+
+    Args:
+        timeout: Seconds for one block.
+        sandbox: `environment.skyrl_gym.sandbox`: bubblewrap unless it says otherwise. Nothing of this process's
+            environment, files or network is inside.
+        services, service_name, namespace: Only the defaults: every episode has its own sandbox here, wherever the
+            environment runs.
+        tokenizer: Accepted for TorchRL's sake: blocks are read from the conversation.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        tool_name: str = "tool",
+        persistent: bool = False,
+        timeout: float = 10.0,
+        services: str | None = None,
+        service_name: str = SERVICE_NAME,
+        namespace: str | None = None,
+        sandbox: Mapping[str, Any] | None = None,
+    ):
+        if services is not None:
+            raise ValueError(f"services={services!r}: only None; every episode has its own sandbox")
+        if service_name != SERVICE_NAME or namespace is not None:
+            given = f"service_name={service_name!r}, namespace={namespace!r}"
+            raise ValueError(f"{given}: leave them out; there is no service, every episode has its own sandbox")
+        super().__init__(tool_name)
+        self.persistent, self.timeout, self.sandbox = persistent, timeout, sandbox
+
+    def make_tools(self) -> list[Tool]:
+        return [_Blocks(persistent=self.persistent, wall_s=self.timeout, sandbox=self.sandbox)]
+
+    def calls(self, text: str) -> list[Call]:
+        blocks = PYTHON_BLOCK.findall(text)
+        return [Call(f"Code block {number}", "python", {"code": code}) for number, code in enumerate(blocks, 1)]
+
+    def told(self, call: Call, result: ToolResult) -> str:
+        how = "executed successfully" if result.error is None else "failed"
+        return f"{call.shown_as} {how}:\n{result.text}"
+
+
+class _Blocks(PythonTool):
+    def told(self, outcome: Outcome) -> str:
+        text = super().told(outcome)
+        raised = re.search(r"^Traceback \(most recent call last\)", outcome.stderr, re.MULTILINE) is not None
+        if outcome.returncode or outcome.timed_out or outcome.killed_by or raised:
+            raise ToolError(text)
+        return text
+
+
+class _BlockTools(ToolTransform):
+    """Calls written as <tool>name, a line break, the arguments as JSON, </tool>."""
+
+    def __init__(self, tool_name: str, pattern: str | re.Pattern[str] | None, describe: bool):
+        super().__init__(tool_name)
+        self.pattern = TOOL_BLOCK if pattern is None else re.compile(pattern, re.DOTALL)
+        if self.pattern.groups < 2:
+            raise ValueError(f"tool_call_pattern={self.pattern.pattern!r} must have two groups: name and arguments")
+        self.describe = describe
+
+    def calls(self, text: str) -> list[Call]:
+        return [self._call(*match.group(1, 2)) for match in self.pattern.finditer(text)]
+
+    def named(self, name: str, arguments: dict[str, Any]) -> Call:
+        """The call of a tool that a block means."""
+        raise NotImplementedError
+
+    def told(self, call: Call, result: ToolResult) -> str:
+        how = "executed successfully" if result.error is None else "failed"
+        return f"Tool {call.shown_as} {how}:\n{result.text}"
+
+    def _call(self, name: str, body: str) -> Call:
+        try:
+            arguments = json.loads(body) if body.strip() else {}
+        except (ValueError, RecursionError):
+            return Call(name, wrong="The arguments are not valid JSON.")
+        if not isinstance(arguments, dict):
+            return Call(name, wrong="The arguments must be a JSON object.")
+        return self.named(name, arguments)
+
+
+class MCPToolTransform(_BlockTools):
+    """Tools of MCP servers, called as <tool>server.tool, a line break, {json}, </tool>.
+
+    A name without a server is of the first one. The system message says which tools there are, with their schemas
+    (`describe`). Connection failures raise ConfigError at once; a call that passes `timeout` is cancelled.
+
+    Args:
+        servers: Name -> {"command", "args", "env"} or {"url"}, and "tools", the ones that may be called; without it all
+            that the server shows now. See `environments.tools.mcp.Server`.
+        tool_call_pattern: Two groups: the name, and the arguments.
+    """
+
+    def __init__(
+        self,
+        servers: Mapping[str, Mapping[str, Any]],
+        tool_call_pattern: str | re.Pattern[str] | None = None,
+        tool_name: str = "tool",
+        timeout: float = 10.0,
+        describe: bool = True,
+    ):
+        super().__init__(tool_name, tool_call_pattern, describe)
+        if not servers:
+            raise ValueError("servers={}: name at least one")
+        self.servers = {
+            name: entry if "tools" in entry else {**entry, "tools": shown_tools(name, entry)}
+            for name, entry in servers.items()
+        }
+        self.timeout = timeout
+        self._description = self.make_tools()[0].description
+
+    def make_tools(self) -> list[Tool]:
+        return [McpTool(self.servers, self.timeout)]
+
+    def named(self, name: str, arguments: dict[str, Any]) -> Call:
+        full = name if name.partition(".")[0] in self.servers else f"{next(iter(self.servers))}.{name}"
+        return Call(full, "mcp", {"tool": full, "arguments": arguments})
+
+    def described(self) -> str | None:
+        return f"{_HOW}\n\n{self._description}" if self.describe else None
+
+
+class BrowserTransform(_BlockTools):
+    """A browser for every row, called as <tool>browser, a line break, {"action": ..., ...}, </tool>.
+
+    The actions are BrowserTool's: goto (also "navigate") with "url", click and type with "element" (its number in the
+    page's listing), read (also "extract" and "scroll", for the whole page is read), back. There are no selectors.
+
+    Args:
+        allowed_domains: With all their subdomains, as "name" or "name:port"; None: every public name. Redirects and
+            what pages load are checked too. An address of this machine or its networks only through `allow_private`.
+        headless: Only True.
+        timeout: Seconds for a call.
+        tokenizer: Accepted for TorchRL's sake: calls are read from the conversation.
+    """
+
+    ALIASES: Mapping[str, str] = {"navigate": "goto", "extract": "read", "scroll": "read"}
+
+    def __init__(
+        self,
+        allowed_domains: Sequence[str] | None = None,
+        headless: bool = True,
+        timeout: float = 30.0,
+        tokenizer: Any = None,
+        tool_name: str = "tool",
+        allow_private: Sequence[str] = (),
+        describe: bool = True,
+    ):
+        if not headless:
+            raise ValueError("headless=False: the browsers of a batch have no screen")
+        super().__init__(tool_name, None, describe)
+        self._make: Callable[[], Tool] = lambda: BrowserTool(
+            ["*"] if allowed_domains is None else list(allowed_domains), allow_private, timeout=timeout
+        )
+        self._make()  # what cannot work is told now
+
+    def make_tools(self) -> list[Tool]:
+        return [self._make()]
+
+    def named(self, name: str, arguments: dict[str, Any]) -> Call:
+        action = arguments.get("action")
+        if "selector" in arguments:
+            return Call(name, wrong='There are no selectors: name the element by its number, {"element": 3}.')
+        if isinstance(action, str) and action in self.ALIASES:
+            kept = {key: value for key, value in arguments.items() if key == "url"}
+            arguments = {**kept, "action": self.ALIASES[action]}
+        return Call(name, name, arguments)
+
+    def described(self) -> str | None:
+        if not self.describe:
+            return None
+        return f"{_HOW}\n\n- browser: {BrowserTool.description} Arguments: {json.dumps(BrowserTool.parameters)}"
+
+
+_HOW = """You can call tools. To call one, write its name, a line break, and its arguments as JSON:
+<tool>NAME
+{"argument": "value"}</tool>"""
+
+
+def _with_system(messages: list[Message], words: str) -> list[Message]:
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{words}"}, *messages[1:]]
+    return [{"role": "system", "content": words}, *messages]
+
+
+def _without_reasoning(text: str) -> str:
+    """A call in a <think> block is a thought."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]

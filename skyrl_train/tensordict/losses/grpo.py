@@ -1,0 +1,269 @@
+"""GRPO on tensordicts: TorchRL's names and arguments over the trainer's own losses, KL estimator and reductions."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from tensordict import TensorClass, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from skyrl_train.algorithms.corrections import effective_sample_size
+from skyrl_train.algorithms.kl import k3
+from skyrl_train.algorithms.losses import cispo, clipped_surrogate
+from skyrl_train.algorithms.ratios import importance_ratios
+from skyrl_train.algorithms.reductions import sequence_mean, token_mean
+from skyrl_train.tensordict.losses.scoring import (
+    ASSISTANT,
+    ATTENTION,
+    MASKING_STRATEGIES,
+    PROMPT,
+    Actor,
+    Scored,
+    check_actor,
+    read,
+    score,
+)
+from skyrl_train.tensordict.ragged import Key, flattened
+
+AGGREGATIONS = {"token_mean": token_mean, "prompt_mean": sequence_mean}
+"""TorchRL's names; its `prompt_mean` weighs every sequence the same, which is the trainer's `sequence_mean`."""
+REDUCTIONS = (None, "mean", "sum", "none")
+
+
+class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
+    """Scalars, float64; those whose term was not asked for are None. Means are over the tokens that count.
+
+    With aggregation or reduction "none" the loss_* are rectangles [B, L], 0 on tokens that do not count.
+    """
+
+    loss_objective: Tensor
+    clip_fraction: Tensor
+    """Share of tokens where the clip took effect."""
+    kl_approx: Tensor
+    """Mean of sample_log_prob - log_prob, nats."""
+    ESS: Tensor
+    """Effective sample size of the importance ratios over the number of tokens: 1 on-policy."""
+    entropy: Tensor | None = None
+    """nats"""
+    loss_entropy: Tensor | None = None
+    loss_kl_to_ref: Tensor | None = None
+    kl_to_ref: Tensor | None = None
+    """nats"""
+    loss_kl_to_inference: Tensor | None = None
+    kl_to_inference: Tensor | None = None
+    """nats"""
+
+    @property
+    def loss(self) -> Tensor:
+        """The sum of all loss_*: what to call `backward` on."""
+        found = [value for name, value in self.items() if name.startswith("loss_")]
+        return torch.stack(found).sum(0)
+
+
+@dataclass(frozen=True)
+class GRPOKeys:
+    """Where a GRPOLoss reads; token-level entries have the layout of `action`."""
+
+    action: Key = ("tokens", "full")
+    sample_log_prob: Key = ("log_probs", "full")
+    advantage: Key = "advantage"
+    """One value a row or one a token."""
+    ref_log_probs: Key = ("next", "ref_log_probs", "full")
+
+
+class GRPOLoss(TensorDictModuleBase):
+    """Clipped policy gradient with optional entropy bonus and KL terms (arXiv:2402.03300); actors: see scoring.py.
+
+    loss_objective       sum_t w_t -min(r A, clip(r, 1 - low, 1 + high) A)
+    loss_entropy         sum_t w_t -entropy_coeff H_t
+    loss_kl_to_*         sum_t w_t coeff k3(log_prob, reference's or sampling policy's)
+
+    w are the weights of the aggregation over the tokens that count: 1 / tokens for "token_mean", 1 / (tokens of the
+    sequence * sequences) for "prompt_mean". Sums are float64, as the trainer's.
+    """
+
+    def __init__(
+        self,
+        actor_network: Actor | None = None,
+        *,
+        clip_epsilon: float | tuple[float, float] = 0.2,
+        kl_mask_threshold: float | None = None,
+        aggregation: str = "token_mean",
+        entropy_bonus: bool = True,
+        samples_mc_entropy: int = 1,
+        entropy_coeff: float = 0.01,
+        gamma: float | None = None,
+        reduction: str | None = None,
+        clip_value: float | None = None,
+        kl_to_ref_coeff: float | None = None,
+        kl_to_inference_coeff: float | None = None,
+        device: torch.device | str | None = None,
+        masking_strategy: str = "sft",
+    ):
+        """ValueError for a value out of range; `gamma` and `clip_value` are for critics, which GRPO has not."""
+        super().__init__()
+        low, high = (clip_epsilon, clip_epsilon) if isinstance(clip_epsilon, int | float) else clip_epsilon
+        _check(low >= 0 and high >= 0, "clip_epsilon", clip_epsilon, "a number, or two, not below 0")
+        _one_of("aggregation", aggregation, (*AGGREGATIONS, "none"))
+        _one_of("reduction", reduction, REDUCTIONS)
+        _one_of("masking_strategy", masking_strategy, MASKING_STRATEGIES)
+        _check(gamma is None, "gamma", gamma, "None: advantages come discounted or not at all")
+        _check(clip_value is None, "clip_value", clip_value, "None: there is no critic")
+        _check(samples_mc_entropy >= 1, "samples_mc_entropy", samples_mc_entropy, "at least 1")
+        check_actor(actor_network)
+        self.actor_network = actor_network
+        self.clip_epsilon = float(low), float(high)
+        self.kl_mask_threshold = kl_mask_threshold
+        self.aggregation, self.reduction = aggregation, reduction or "mean"
+        self.entropy_bonus = entropy_bonus
+        self.samples_mc_entropy = samples_mc_entropy
+        self.entropy_coeff = entropy_coeff
+        self.kl_to_ref_coeff = kl_to_ref_coeff
+        self.kl_to_inference_coeff = kl_to_inference_coeff
+        self.masking_strategy = masking_strategy
+        self.out_keys = ["loss_objective", "clip_fraction", "kl_approx", "ESS"]
+        self.out_keys += ["entropy", "loss_entropy"] if entropy_bonus else []
+        self.out_keys += ["loss_kl_to_ref", "kl_to_ref"] if kl_to_ref_coeff is not None else []
+        self.out_keys += ["loss_kl_to_inference", "kl_to_inference"] if kl_to_inference_coeff is not None else []
+        self.set_keys()
+        if device is not None:
+            self.to(device)
+
+    def set_keys(self, **keys: Key) -> None:
+        """Other places to read from, by the names of GRPOKeys. ValueError for another name."""
+        self.tensor_keys = replaced_keys(getattr(self, "tensor_keys", GRPOKeys()), keys)
+        masks = {"sft": [PROMPT, ATTENTION], "rlhf": [ASSISTANT], "generic": [ATTENTION]}[self.masking_strategy]
+        names = self.tensor_keys
+        reference = [] if self.kl_to_ref_coeff is None else [names.ref_log_probs]
+        self.in_keys = [names.action, names.sample_log_prob, names.advantage, *reference, *masks]
+
+    def policy_loss(self, logprobs: Tensor, advantages: Tensor, mask: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+        """(values, was_clipped), all [T]; what variants of GRPO differ in."""
+        low, high = self.clip_epsilon
+        return clipped_surrogate(logprobs, advantages, mask, old_logprobs=old, eps_low=low, eps_high=high)
+
+    def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
+        """Losses and statistics of the sequences in a tensordict of any batch size, which stays as it is.
+
+        ValueError: action or advantage missing, shapes that differ. KeyError: log-probs missing. RuntimeError: those of
+        sampling or of the reference require a gradient.
+        """
+        rows, names = flattened(tensordict), self.tensor_keys
+        advantages = read(rows, names.advantage, "advantage")
+        read(rows, names.action, "action")
+        old = read(rows, names.sample_log_prob, "log-probs of sampling", KeyError)
+        scored = score(
+            self.actor_network,
+            rows,
+            names.action,
+            self.masking_strategy,
+            entropy=self.entropy_bonus,
+            mc_samples=self.samples_mc_entropy,
+        )
+        layout = scored.layout
+        advantage = layout.spread(advantages, names.advantage).to(scored.logprobs.device)
+        inference = constant(layout.flat(old, names.sample_log_prob), names.sample_log_prob)
+        reference = None
+        if self.kl_to_ref_coeff is not None:
+            values = read(rows, names.ref_log_probs, "log-probs of the reference", KeyError)
+            reference = constant(layout.flat(values, names.ref_log_probs), names.ref_log_probs)
+        return self._output(scored, advantage, inference, reference)
+
+    def _output(self, scored: Scored, advantage: Tensor, inference: Tensor, reference: Tensor | None) -> GRPOLossOutput:
+        logprobs, mask = scored.logprobs, scored.mask
+        if self.kl_mask_threshold is not None:
+            distance = (logprobs.detach() - inference).square() / 2
+            mask = mask & (distance <= self.kl_mask_threshold)
+        values, clipped = self.policy_loss(logprobs, advantage, mask, inference)
+        frozen = logprobs.detach()
+        found = {
+            "loss_objective": self._reduced(values, mask, scored),
+            "clip_fraction": mean_over(clipped, mask),
+            "kl_approx": mean_over(inference - frozen, mask),
+            "ESS": effective_sample_size(importance_ratios(frozen, inference, mask)[mask]),
+        }
+        if scored.entropy is not None:
+            entropy = torch.where(mask, scored.entropy, 0.0)
+            found["entropy"] = mean_over(entropy.detach(), mask)
+            found["loss_entropy"] = -self.entropy_coeff * self._reduced(entropy, mask, scored)
+        for name, coefficient, other in (
+            ("kl_to_ref", self.kl_to_ref_coeff, reference),
+            ("kl_to_inference", self.kl_to_inference_coeff, inference),
+        ):
+            if coefficient is not None and other is not None:
+                kl = k3(logprobs, other, mask)
+                found[name] = mean_over(kl.detach(), mask)
+                found[f"loss_{name}"] = coefficient * self._reduced(kl, mask, scored)
+        return GRPOLossOutput(**found, batch_size=[])
+
+    def _reduced(self, values: Tensor, mask: Tensor, scored: Scored) -> Tensor:
+        """[T], 0 outside the mask, to float64: a scalar, or [B, L] where nothing is reduced."""
+        if "none" in (self.aggregation, self.reduction):
+            return scored.layout.unflat(values.double())
+        if self.reduction == "sum":
+            return values.double().sum()
+        ids = scored.layout.sequence_ids
+        return (values * AGGREGATIONS[self.aggregation](mask, ids, ids, max_seq_len=1)).sum()
+
+
+class DAPO(GRPOLoss):
+    """GRPO with a wider upper bound (Clip-Higher, arXiv:2503.14476) and every token weighing the same."""
+
+    def __init__(
+        self,
+        actor_network: Actor | None = None,
+        *,
+        clip_epsilon: float | tuple[float, float] = (0.2, 0.28),
+        **settings: Any,
+    ):
+        super().__init__(actor_network, clip_epsilon=clip_epsilon, **settings)
+
+
+class CISPO(GRPOLoss):
+    """-sg[clip(r, 1 - low, 1 + high)] A log_prob: clipped tokens keep their gradient (arXiv:2506.13585, eq. 4-5)."""
+
+    def policy_loss(self, logprobs: Tensor, advantages: Tensor, mask: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = self.clip_epsilon
+        return cispo(
+            logprobs,
+            advantages,
+            mask,
+            old_logprobs=old,
+            frozen_logprobs=logprobs.detach(),
+            cispo_eps_low=low,
+            cispo_eps_high=high,
+        )
+
+
+CISPOLoss = CISPO
+"""TorchRL's name."""
+
+
+def mean_over(values: Tensor, mask: Tensor) -> Tensor:
+    """Float64 over the tokens in the mask, 0 where there are none."""
+    return torch.where(mask, values.double(), 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def constant(values: Tensor, key: Key) -> Tensor:
+    if values.requires_grad:
+        raise RuntimeError(f"{key!r} requires a gradient; log-probs of another policy are numbers: detach them.")
+    return values
+
+
+def replaced_keys(keys: Any, changes: dict[str, Key]) -> Any:
+    unknown = sorted(changes.keys() - asdict(keys).keys())
+    if unknown:
+        raise ValueError(f"set_keys: {', '.join(unknown)} not known; keys are {', '.join(asdict(keys))}.")
+    return replace(keys, **changes)
+
+
+def _one_of(name: str, value: Any, allowed: Any) -> None:
+    _check(value in allowed, name, value, f"one of {', '.join(map(str, allowed))}")
+
+
+def _check(good: bool, name: str, value: Any, allowed: str) -> None:
+    if not good:
+        raise ValueError(f"{name}={value!r} must be {allowed}.")

@@ -1,0 +1,105 @@
+"""GRPO's advantages on tensordicts, made when a replay buffer is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.advantages import grpo
+from skyrl_train.tensordict.losses.grouping import Episode, GroupTransform
+from skyrl_train.tensordict.ragged import Key
+
+RETURNS: dict[str, Callable[[Sequence[float]], float]] = {
+    "sum": sum,
+    "max": max,
+    "mean": lambda rewards: sum(rewards) / len(rewards),
+}
+
+Selector = Callable[[Tensor, int], Sequence[int] | None]
+"""(returns [N], group_size) to the indices of those that make the group, or None: none of them will do."""
+
+
+class MCAdvantage(GroupTransform):
+    """(R - mean of the group's R) / (their std + 1e-6) on every step of a trajectory of return R, std unbiased.
+
+    The numbers are the trainer's (`advantage_estimator=grpo`): a group of equal returns, or of one trajectory, gets 0.
+    Nothing is stored before `grpo_size` trajectories of a prompt have come.
+    """
+
+    def __init__(
+        self,
+        grpo_size: int,
+        prompt_key: Key = "query",
+        rewards_key: Key = ("next", "reward"),
+        advantage_key: Key = "advantage",
+        done_key: Key = ("next", "done"),
+        verbose: bool = False,
+        *,
+        trajectory_return: str | None = None,
+        keep_return_bounds: tuple[float, float] | None = None,
+        candidate_group_size: int | None = None,
+        candidate_selection_min_size: int | None = None,
+        candidate_selector: Selector | None = None,
+        version_key: Key = "policy_version",
+        max_staleness: int = 1,
+        max_pending: int = 65536,
+    ):
+        """trajectory_return: "sum" (None is the same), "max" or "mean" of the steps' rewards.
+        keep_return_bounds: groups whose mean return is outside are not stored (dynamic sampling).
+        candidate_group_size: as many trajectories of a prompt may come. `candidate_selector` (`most_different`) picks
+        grpo_size of them as soon as there are `candidate_selection_min_size` (grpo_size), and the group is stored when
+        the picked differ and keep to the bounds; when all have come and do not, they are dropped.
+        """
+        super().__init__(prompt_key, rewards_key, done_key, verbose, version_key, max_staleness, max_pending)
+        self.grpo_size, self.advantage_key = grpo_size, advantage_key
+        self.trajectory_return = trajectory_return or "sum"
+        self.keep_return_bounds = keep_return_bounds
+        self.candidate_group_size = grpo_size if candidate_group_size is None else candidate_group_size
+        least = candidate_selection_min_size
+        self.candidate_selection_min_size = grpo_size if least is None else least
+        self.candidate_selector = candidate_selector or most_different
+        if grpo_size < 1:
+            raise ValueError(f"grpo_size={grpo_size} must be at least 1.")
+        if self.trajectory_return not in RETURNS:
+            raise ValueError(f"trajectory_return={trajectory_return!r} must be one of {', '.join(RETURNS)} or None.")
+        if not grpo_size <= self.candidate_selection_min_size <= self.candidate_group_size:
+            raise ValueError(
+                f"grpo_size={grpo_size}, candidate_selection_min_size={self.candidate_selection_min_size} and "
+                f"candidate_group_size={self.candidate_group_size} must not fall."
+            )
+
+    def finish(self, group: list[Episode]) -> list[Episode] | None:
+        if len(group) < self.candidate_selection_min_size:
+            return None
+        returns = torch.tensor([RETURNS[self.trajectory_return](e.rewards) for e in group], dtype=torch.float32)
+        last = len(group) >= self.candidate_group_size
+        if self.candidate_group_size > self.grpo_size:
+            picked = self.candidate_selector(returns, self.grpo_size)
+            useful = picked is not None and bool((returns[list(picked)] != returns[picked[0]]).any())
+            if picked is None or not useful:
+                return [] if last else None
+            group, returns = [group[index] for index in picked], returns[list(picked)]
+        if self.keep_return_bounds is not None:
+            low, high = self.keep_return_bounds
+            if not low <= float(returns.mean()) <= high:
+                return [] if last else None
+        self._write(group, returns)
+        return group
+
+    def _write(self, group: list[Episode], returns: Tensor) -> None:
+        """Advantages in the shape of rewards."""
+        ids, valid = torch.zeros(len(group), dtype=torch.int64), torch.ones(len(group), dtype=torch.bool)
+        for episode, advantage in zip(group, grpo(returns, ids, valid, norm_by_std=True), strict=True):
+            for step in episode.steps:
+                reward = step.get(self.rewards_key)
+                value = float(advantage)
+                step.set(self.advantage_key, torch.full_like(reward, value, dtype=torch.float32))
+
+
+def most_different(returns: Tensor, group_size: int) -> list[int]:
+    """The largest and the smallest in turn: the selection of widest spread, in order of arrival where returns tie."""
+    order = torch.argsort(returns, descending=True, stable=True).tolist()
+    above = (group_size + 1) // 2
+    return sorted(order[:above] + order[len(order) - (group_size - above) :])

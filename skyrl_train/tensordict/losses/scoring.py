@@ -1,0 +1,213 @@
+"""What a loss on tensordicts asks of a policy: log-probs of given tokens, and entropy where it has a distribution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDictBase, lazy_stack
+from torch import Tensor
+
+from skyrl_train.tensordict.ragged import Column, Key, TokenLayout, column
+from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
+
+ATTENTION: Key = ("masks", "all_attention_mask")
+ASSISTANT: Key = ("masks", "all_assistant_mask")
+PROMPT: Key = ("tokens", "prompt")
+LOG_PROBS: Key = ("log_probs", "full")
+MASKING_STRATEGIES = ("sft", "rlhf", "generic")
+
+
+class TokenDistribution(Protocol):
+    """Over the vocabulary at [B, L] positions, L being the tokens of the longest row; others padded on the left."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """[B, L] int64 to nats [B, L]; a row's first token and padding may have any."""
+        ...
+
+    def entropy(self) -> Tensor:
+        """[B, L] nats; NotImplementedError where only log-probs are known."""
+        ...
+
+
+class DistributionPolicy(Protocol):
+    """The first of two forms of an actor; NotImplementedError from `get_dist` makes it the second."""
+
+    def get_dist(self, tensordict: TensorDictBase) -> TokenDistribution: ...
+
+
+class ScoringPolicy(Protocol):
+    """The second: called, it returns a tensordict with ("log_probs", "full"), with a gradient where one is wanted.
+
+    Rows as given, or padded in some way, with ("tokens", "full") and an attention mask that tell which.
+    """
+
+    def __call__(self, tensordict: TensorDictBase, /) -> TensorDictBase: ...
+
+
+Actor = DistributionPolicy | ScoringPolicy
+
+
+@dataclass(frozen=True)
+class Scored:
+    """B sequences under the current policy, as the trainer's own losses read them: [T], no padding."""
+
+    layout: TokenLayout
+    mask: Tensor
+    """[T] bool: tokens that count."""
+    logprobs: Tensor
+    """[T] nats, with a gradient."""
+    entropy: Tensor | None
+    """[T] nats"""
+
+
+def check_actor(actor: Any) -> None:
+    """ValueError for a wrapper that would generate instead of scoring."""
+    if getattr(actor, "generate", None) is True:
+        raise ValueError(
+            "The actor has generate=True; a loss scores given tokens: use actor.get_new_version(generate=False)."
+        )
+
+
+def read(tensordict: TensorDictBase, key: Key, what: str, error: type[Exception] = ValueError) -> Column:
+    """An entry that must be there."""
+    value = column(tensordict, key)
+    if value is None:
+        found = sorted(map(str, tensordict.keys(include_nested=True, leaves_only=True)))
+        raise error(f"No {what} at {key!r}; entries are {', '.join(found)}. set_keys names another.")
+    return value
+
+
+def score(
+    actor: Any, tensordict: TensorDictBase, action: Key, strategy: str, *, entropy: bool, mc_samples: int = 1
+) -> Scored:
+    """The tokens at `action` of a tensordict [B] under `actor`, which is given a copy without padding.
+
+    What it finds is on the batch's device, wherever the policy computes.
+
+    ValueError: no actor, tokens or masks, other shapes, or an entropy asked of a policy that has log-probs alone.
+    """
+    if actor is None:
+        raise ValueError("The loss has no actor_network; give it the policy that is trained.")
+    actor, tokens = _reader_of(actor, action), read(tensordict, action, "action")
+    layout = TokenLayout.of(tokens, column(tensordict, ATTENTION))
+    mask = token_mask(tensordict, tokens, layout, strategy)
+    ids = list(layout.flat(tokens, action).split(layout.present.sum(1).tolist()))
+    distribution = _distribution(actor, _unpadded(tensordict, ids, layout, action))
+    if distribution is None:
+        if entropy:
+            raise ValueError("The policy gives log-probs alone, which have no entropy; use entropy_bonus=False.")
+        return Scored(layout, mask, _called(actor, _unpadded(tensordict, ids, layout, action), ids, action), None)
+    theirs, device = TokenLayout.of(ids, None), layout.present.device
+    found = distribution.log_prob(theirs.rectangle(ids, action)).to(device)
+    logprobs = theirs.flat(found, "log-probs of the policy")
+    spread = theirs.flat(_entropy(distribution, mc_samples).to(device), "entropy of the policy") if entropy else None
+    return Scored(layout, mask, logprobs, spread)
+
+
+def token_mask(tensordict: TensorDictBase, tokens: Column, layout: TokenLayout, strategy: str) -> Tensor:
+    """[T] bool, never True on a row's first token, which has no log-prob.
+
+    "rlhf": what the assistant said, in all turns. "sft": what follows the prompt (the assistant mask where the prompt
+    is not known). "generic": everything.
+    """
+    assistant, prompts = column(tensordict, ASSISTANT), column(tensordict, PROMPT)
+    if strategy == "rlhf" or (strategy == "sft" and prompts is None):
+        if assistant is None:
+            raise ValueError(
+                f"masking_strategy={strategy!r} needs {ASSISTANT!r}{' or the prompt' if strategy == 'sft' else ''}, "
+                "which the tensordict has not."
+            )
+        mask = layout.flat(assistant, ASSISTANT).bool()
+    elif not layout.padding_known:
+        raise ValueError(
+            f"masking_strategy={strategy!r} needs {ATTENTION!r}: a rectangle does not tell tokens from padding."
+        )
+    elif strategy == "sft":
+        assert prompts is not None
+        mask = layout.after(tokens, prompts)
+    else:
+        mask = torch.ones_like(layout.sequence_ids, dtype=torch.bool)
+    return mask & ~layout.first_tokens
+
+
+def scored_texts(actor: Any, tensordict: TensorDictBase, action: Key) -> tuple[TensorDictBase, Tensor, TokenLayout]:
+    """What the policy made of conversations: a tensordict with tokens and masks, log-probs [T], their layout."""
+    result = actor(tensordict)
+    tokens = read(result, action, "tokens of the policy")
+    layout = TokenLayout.of(tokens, column(result, ATTENTION))
+    return result, layout.flat(read(result, LOG_PROBS, "log-probs of the policy", KeyError), LOG_PROBS), layout
+
+
+def _unpadded(tensordict: TensorDictBase, ids: list[Tensor], layout: TokenLayout, action: Key) -> TensorDictBase:
+    """The rows without padding, and without the log-probs of sampling, which are not to be taken for the policy's."""
+    assistant = column(tensordict, ASSISTANT)
+    said = None if assistant is None else layout.flat(assistant, ASSISTANT).split([len(row) for row in ids])
+    result = []
+    for index, (row, tokens) in enumerate(zip(tensordict.unbind(0), ids, strict=True)):
+        plain = row.exclude("tokens", "masks", "log_probs").copy()
+        plain.set(action, tokens)
+        plain.set(ATTENTION, torch.ones_like(tokens, dtype=torch.bool))
+        if said is not None:
+            plain.set(ASSISTANT, said[index])
+        result.append(plain)
+    return lazy_stack(result)
+
+
+def _reader_of(actor: Any, action: Key) -> Any:
+    """A wrapper of another input mode would make other tokens of the conversation than those that were sampled."""
+    key = (action,) if isinstance(action, str) else action
+    if not isinstance(actor, LLMWrapperBase) or (actor.input_mode, actor.in_keys) == ("tokens", [key]):
+        return actor
+    return actor.get_new_version(input_mode="tokens", input_key=key)
+
+
+def _distribution(actor: Any, tensordict: TensorDictBase) -> TokenDistribution | None:
+    # TorchRL's `get_dist` masks with the wrong shape; its `_get_generic_dist` is what its own loss calls.
+    for name in ("_get_generic_dist", "get_dist"):
+        ask = getattr(actor, name, None)
+        if ask is not None:
+            try:
+                found: TokenDistribution = ask(tensordict)
+            except NotImplementedError:
+                return None
+            return found
+    return None
+
+
+def _entropy(distribution: Any, samples: int) -> Tensor:
+    """[B, L]; from samples where there is no closed form."""
+    try:
+        exact: Tensor = distribution.entropy()
+    except NotImplementedError:
+        try:
+            drawn = distribution.sample((samples,))
+        except NotImplementedError:
+            raise ValueError(
+                "The policy's distribution has no entropy and cannot be sampled; use entropy_bonus=False."
+            ) from None
+        sampled: Tensor = -distribution.log_prob(drawn).mean(0)
+        return sampled
+    return exact
+
+
+def _called(actor: Any, tensordict: TensorDictBase, ids: list[Tensor], action: Key) -> Tensor:
+    """[T] log-probs of an actor that is called."""
+    result, device = actor(tensordict), ids[0].device
+    values = _moved(read(result, LOG_PROBS, "log-probs of the policy", KeyError), device)
+    theirs = column(result, action)
+    if theirs is None:
+        return TokenLayout.of(ids, None).flat(values, LOG_PROBS)
+    theirs, attention = _moved(theirs, device), column(result, ATTENTION)
+    layout = TokenLayout.of(theirs, None if attention is None else _moved(attention, device))
+    if not torch.equal(layout.flat(theirs, action), torch.cat(ids)):
+        raise ValueError(
+            "The policy scored other tokens than those that were sampled (a template made them anew); "
+            'use input_mode="tokens".'
+        )
+    return layout.flat(values, LOG_PROBS)
+
+
+def _moved(values: Column, device: torch.device) -> Column:
+    return values.to(device) if isinstance(values, Tensor) else [row.to(device) for row in values]

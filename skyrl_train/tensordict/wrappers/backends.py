@@ -1,0 +1,231 @@
+"""The public wrappers. Each only chooses an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skyrl_train.config.choices import ENGINES
+from skyrl_train.engines.base import InferenceEngine
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.loading import load_config, load_tokenizer
+from skyrl_train.tensordict.wrappers.base import SETTINGS, LLMWrapperBase
+from skyrl_train.tensordict.wrappers.engine_view import EngineView
+from skyrl_train.tensordict.wrappers.event_loop import call
+from skyrl_train.tensordict.wrappers.hf_module import ModuleScorer
+
+
+class _Owned:
+    """An engine that wrappers made, shared by the versions of one; closed once."""
+
+    def __init__(self, engine: Any, tokenizer: Any, closing: Callable[[], None] | None = None):
+        """`closing` ends what the engine stands on."""
+        self.engine, self.tokenizer, self.closing = engine, tokenizer, closing
+        self.closed = False
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            try:
+                call(self.engine.close(), "closing an engine", 60.0)
+            finally:
+                if self.closing is not None:
+                    self.closing()
+
+
+class _MadeWrapper(LLMWrapperBase):
+    """A wrapper over an engine that is given (or what holds one: a worker, a wrapper), or made of a model's path.
+
+    Keywords that are no settings of a wrapper go to the engine that is made.
+    """
+
+    def __init__(self, model: Any, *, tokenizer: Any = None, **options: Any):
+        settings = {name: value for name, value in options.items() if name in SETTINGS}
+        rest = {name: value for name, value in options.items() if name not in SETTINGS}
+        self_made = model if isinstance(model, _Owned) else None
+        if self_made is None:
+            model = _engine_of(model)
+        if self_made is None and not _is_engine(model):
+            if isinstance(tokenizer, str):
+                tokenizer = load_tokenizer(tokenizer)
+            self_made = self._made(model, tokenizer, rest)
+        elif rest:
+            raise TypeError(
+                f"{type(self).__name__} has no settings {sorted(rest)}, and makes no engine to give them to."
+            )
+        engine = model if self_made is None else self_made.engine
+        if tokenizer is None and self_made is not None:
+            tokenizer = self_made.tokenizer
+        try:
+            super().__init__(engine, tokenizer=tokenizer, **settings)
+        except BaseException:
+            if self_made is not None and self_made is not model:
+                self_made.close()
+            raise
+        self._owned = self_made
+
+    def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:
+        if not isinstance(model, str):
+            raise ConfigError(f"{type(self).__name__} takes a model's path or an engine, got {type(model).__name__}.")
+        tokenizer = tokenizer or load_tokenizer(model)
+        return _Owned(self._start(model, tokenizer, options), tokenizer)
+
+    def _start(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> InferenceEngine:
+        raise NotImplementedError
+
+    def _model_of_versions(self) -> Any:
+        return self.model if self._owned is None else self._owned
+
+    def close(self) -> None:
+        if self._owned is not None:
+            self._owned.close()
+
+
+class TransformersWrapper(_MadeWrapper):
+    """The engine in this process. Also takes a Hugging Face model.
+
+    With `generate` the engine owns the model, and nobody else may run it. With `generate=False` it stays yours to
+    train: log-probs are those of its weights at the time, and `get_dist` has a gradient.
+    """
+
+    _reads_rectangles = True
+
+    def __init__(self, model: Any, *, generate: bool = True, pad_model_input: bool | None = None, **options: Any):
+        """`pad_model_input`: how a module reads rows in `get_dist`, all in one rectangle (True, the default) or each
+        in a forward of its own; engines read what they are given without padding."""
+        model = _engine_of(model)
+        if isinstance(model, nn.Module) and not generate:
+            model = ModuleScorer(model)
+        super().__init__(model, generate=generate, pad_model_input=pad_model_input, **options)
+        if isinstance(model, ModuleScorer):
+            self.network = model.module  # its parameters are this module's
+
+    def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:
+        if isinstance(model, nn.Module):
+            return _Owned(self._start(model, tokenizer, options), tokenizer)
+        return super()._made(model, tokenizer, options)
+
+    def _logits(self, rows: list[list[int]]) -> Tensor:
+        if not isinstance(self.model, ModuleScorer):
+            return super()._logits(rows)
+        if self.pad_model_input is not False:
+            return self.model.logits(rows)
+        length = max(map(len, rows))
+        alone = [self.model.logits([row])[0] for row in rows]
+        return torch.stack([torch.nn.functional.pad(one, (0, 0, length - len(one), 0)) for one in alone])
+
+    def _start(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> InferenceEngine:
+        from skyrl_train.engines.transformers.engine import TransformersEngine
+
+        return TransformersEngine(model, tokenizer, **options)
+
+
+class vLLMWrapper(_MadeWrapper):
+    """vLLM in this process; keywords beyond the settings are those of VLLMEngine and vLLM's EngineArgs."""
+
+    def _start(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> InferenceEngine:
+        from skyrl_train.engines.vllm.engine import VLLMEngine
+
+        return VLLMEngine(model, **options)
+
+
+class SGLangWrapper(_MadeWrapper):
+    """SGLang in this process; keywords beyond the settings are those of SGLangEngine and SGLang's ServerArgs.
+
+    `model` may also be the http(s) address of SGLang's own server, and the keywords those of AsyncSGLang.connect.
+    """
+
+    def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:
+        if not (isinstance(model, str) and model.startswith(("http://", "https://"))):
+            return super()._made(model, tokenizer, options)
+        from skyrl_train.tensordict.wrappers.sglang_server import AsyncSGLang
+
+        server = AsyncSGLang.connect(model, **options)
+        return _Owned(server.engine, tokenizer or server.tokenizer, server.close)
+
+    def _start(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> InferenceEngine:
+        from skyrl_train.engines.sglang.engine import SGLangEngine
+
+        return SGLangEngine(model, tokenizer, **options)
+
+
+class RemoteWrapper(_MadeWrapper):
+    """An engine behind our server (`skyrl-train serve`): `model` is its URL, `token` its key."""
+
+    def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:
+        if not isinstance(model, str):
+            raise ConfigError(f"RemoteWrapper takes a URL or an engine, got {type(model).__name__}.")
+        return _Owned(self._start(model, tokenizer, options), tokenizer)
+
+    def _start(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> InferenceEngine:
+        from skyrl_train.engines.http.remote import RemoteEngine
+
+        token, deadline_s = options.pop("token", ""), options.pop("connect_timeout", 60.0)
+
+        async def connected() -> InferenceEngine:
+            return await RemoteEngine(model, token, **options).connect(deadline_s)
+
+        return call(connected(), f"connecting to {model}", deadline_s + 5.0)
+
+
+class RemoteTransformersWrapper(_MadeWrapper):
+    """A TransformersWrapper whose engine is in a Ray actor of its own; Ray is started where it is not.
+
+    Keys, settings and properties are this object's: only prompts and answers travel.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        max_concurrency: int = 16,
+        validate_model: bool = True,
+        actor_name: str | None = None,
+        num_gpus: float | None = None,
+        num_cpus: float = 1,
+        **options: Any,
+    ):
+        """`model`: path or hub name. `max_concurrency`: sequences sampled at a time. `validate_model`: see that it can
+        be read before an actor is started. `actor_name`: in messages. The actor has one accelerator where Ray has any
+        (`num_gpus` may say so: 1, or 0 where there is none) and computes with `num_cpus` threads on a CPU.
+        """
+        if not isinstance(model, _Owned):  # else a version of one: its actor is there
+            options |= {"max_concurrency": max_concurrency, "validate_model": validate_model}
+            options |= {"actor_name": actor_name, "num_gpus": num_gpus, "num_cpus": num_cpus}
+        super().__init__(model, **options)
+
+    def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:
+        concurrency, validate = options.pop("max_concurrency"), options.pop("validate_model")
+        name, gpus, cpus = options.pop("actor_name"), options.pop("num_gpus"), options.pop("num_cpus")
+        if not isinstance(model, str):
+            raise ConfigError(f"RemoteTransformersWrapper takes a model's path or name, got {type(model).__name__}.")
+        if type(concurrency) is not int or concurrency < 1 or gpus not in (None, 0, 1) or not cpus > 0:
+            raise ConfigError(
+                f"max_concurrency={concurrency}, num_gpus={gpus}, num_cpus={cpus}: give at least 1, one of "
+                "[0, 1, None], and more than 0."
+            )
+        if validate:
+            load_config(model, key="model")
+        tokenizer = tokenizer or load_tokenizer(model)
+        wanted = {"model": model, "max_num_seqs": concurrency, "threads": max(1, int(cpus)), **options}
+        if gpus == 0:
+            wanted.setdefault("device", "cpu")
+        from skyrl_train.tensordict.wrappers.ray_engine import engine_in_actor
+
+        engine, closing = engine_in_actor(
+            ENGINES["transformers"], wanted, name=name or f"transformers of {model}", start_ray=True
+        )
+        return _Owned(engine, tokenizer, closing)
+
+
+def _is_engine(model: Any) -> bool:
+    return hasattr(model, "capabilities") and hasattr(model, "score")
+
+
+def _engine_of(model: Any) -> Any:
+    """What a worker, a server or another wrapper holds; anything else as it is."""
+    if _is_engine(model) or not isinstance(model, EngineView | LLMWrapperBase):
+        return model
+    return model.engine

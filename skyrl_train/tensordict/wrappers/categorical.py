@@ -1,0 +1,70 @@
+"""A module that writes logits as a policy with distributions, as TorchRL had it before the wrappers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.tensordict.ragged import column
+from skyrl_train.tensordict.wrappers.distributions import LLMMaskedCategorical
+
+Key = str | tuple[str, ...]
+
+
+class CategoricalSequential(TensorDictModuleBase):
+    """`module` writes `logits_key`, [B, T, V] or ragged rows [t, V]; log-probs are of `action_key`, [B, T] or ragged.
+
+    Rows come out padded on the right. Which positions count is told by `mask_key` where it is there, else by the rows'
+    lengths, else by `padding_value` in all of a position's logits: never by single logits that are equal to it.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        logits_key: Key = "logits",
+        action_key: Key = "tokens_response",
+        mask_key: Key | None = None,
+        padding_value: float = 0.0,
+    ):
+        super().__init__()
+        self.module = module
+        self.logits_key, self.action_key, self.mask_key = logits_key, action_key, mask_key
+        self.padding_value = padding_value
+        self.in_keys = list(getattr(module, "in_keys", []))
+        self.out_keys = list(getattr(module, "out_keys", [logits_key]))
+
+    def forward(self, tensordict: TensorDictBase, *args: Any, **options: Any) -> Any:
+        return self.module(tensordict, *args, **options)
+
+    def get_dist(self, tensordict: TensorDictBase, *args: Any, **options: Any) -> LLMMaskedCategorical:
+        """ConfigError where the module wrote no logits."""
+        out = self.module(tensordict.copy(), *args, **options)
+        logits = column(out, self.logits_key)
+        if logits is None:
+            raise ConfigError(f"the module wrote no {self.logits_key!r}; name its key with logits_key=.")
+        mask = None if self.mask_key is None else column(tensordict, self.mask_key)
+        if isinstance(logits, Tensor):
+            found = (logits != self.padding_value).any(-1) if mask is None else _right(mask)[0].bool()
+            return LLMMaskedCategorical(logits, found)
+        values, lengths = _right(logits)
+        return LLMMaskedCategorical(values, lengths if mask is None else _right(mask)[0].bool())
+
+    def log_prob(self, tensordict: TensorDictBase, *args: Any, **options: Any) -> Tensor:
+        """[B, T] nats, 0 where a position does not count."""
+        action = column(tensordict, self.action_key)
+        if action is None:
+            raise ConfigError(f"no tokens at {self.action_key!r}; name their key with action_key=.")
+        return self.get_dist(tensordict, *args, **options).log_prob(_right(action)[0])
+
+
+def _right(rows: Any) -> tuple[Tensor, Tensor]:
+    """[B, T, ...] padded on the right with 0, and which of [B, T] are real."""
+    values = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows], device=values.device)
+    return values, torch.arange(values.shape[1], device=values.device) < lengths.unsqueeze(-1)

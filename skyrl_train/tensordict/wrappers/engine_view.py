@@ -1,0 +1,144 @@
+"""What TorchRL's engine classes have in common: the model's tensors, and ways to change them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from skyrl_train.engines.base import InferenceEngine
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.loading import load_causal_lm, meta_model
+from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
+from skyrl_train.tensordict.wrappers.event_loop import call
+from skyrl_train.tensordict.wrappers.stateless_group import StatelessGroup, stateless_init_process_group
+from skyrl_train.tensordict.wrappers.weight_sync import Source, WeightPusher, weights_of
+from skyrl_train.weight_sync.wire import dtype_of
+
+
+class EngineView:
+    """An engine with synchronous calls. Wrappers take it in place of the engine; close it when they are done.
+
+    Whichever way weights come, they are given to the engine whole, checked and proven (weight_sync): a tensor that is
+    missing, altered or of another shape is refused by name.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        model: str,
+        *,
+        dtype: str = "float32",
+        timeout: float = 600.0,
+        closing: Callable[[], None] | None = None,
+    ):
+        """`model`: path or hub name, whose shapes the engine holds in `dtype`. `closing` ends what it stands on."""
+        self._engine: InferenceEngine | None = engine
+        self.model_path, self.dtype, self.timeout = model, dtype, timeout
+        self._closing = closing
+        self._pusher: WeightPusher | None = None
+        self._group: StatelessGroup | None = None
+        self._synced = False
+
+    @property
+    def engine(self) -> InferenceEngine:
+        """RuntimeError where there is none (any more)."""
+        if self._engine is None:
+            raise RuntimeError(f"{type(self).__name__} of {self.model_path!r} has no engine: not started, or closed.")
+        return self._engine
+
+    def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Of every tensor that a sync sends, by checkpoint name; a tied head is not apart from its embedding."""
+        dtype = dtype_of(self.dtype)
+        return {name: (one.dtype, one.shape) for name, one in meta_model(self.model_path, dtype).named_parameters()}
+
+    def update_weights(self, weights: Source | Iterable[tuple[str, Tensor]], version: int | None = None) -> int:
+        """A model's weights (LoRA merged on the way), or tensors by name; returns the version that is served now.
+
+        Raises WeightSyncError naming the tensor, ConfigError for what has no weights.
+        """
+        known = isinstance(weights, nn.Module | LLMWrapperBase | TensorDictBase | Mapping)
+        found: Any = weights if known or not isinstance(weights, Iterable) else dict(weights)
+        if self._pusher is None:
+            self._pusher = WeightPusher([self.engine], wire_dtype=self.dtype, timeout=self.timeout)
+        served = self._pusher.push(weights_of(found), version)
+        self._synced = True
+        return served
+
+    def update_weights_from_tensor(self, named_tensors: Source | Iterable[tuple[str, Tensor]]) -> int:
+        return self.update_weights(named_tensors)
+
+    def update_weights_from_disk(self, model_path: str) -> int:
+        """Those of a Hugging Face folder of the same model."""
+        return self.update_weights(load_causal_lm(model_path, dtype=dtype_of(self.dtype), key="model_path"))
+
+    # -- from a process group ---------------------------------------------------------------------------------------
+
+    def init_weight_update_group(
+        self,
+        master_address: str,
+        master_port: int | str,
+        rank_offset: int = 1,
+        world_size: int = 2,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Be rank `rank_offset` of the trainer's group (stateless_init_process_group), whose rank 0 has the weights.
+
+        One member for the whole engine, however many accelerators it uses.
+        """
+        self.destroy_weight_update_group()
+        self._group = stateless_init_process_group(
+            master_address, master_port, rank_offset, world_size, device, self.timeout
+        )
+
+    def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[torch.dtype | str],
+        shapes: Sequence[Sequence[int]],
+        version: int | None = None,
+    ) -> int:
+        """Receive these tensors, one broadcast each in this order, then `update_weights`."""
+        if isinstance(names, str) or not len(names) == len(dtypes) == len(shapes):
+            raise ConfigError("names, dtypes and shapes are lists of one length: one entry for each tensor.")
+        received = {name: self._received(d, s) for name, d, s in zip(names, dtypes, shapes, strict=True)}
+        return self.update_weights(received, version)
+
+    def destroy_weight_update_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _received(self, dtype: torch.dtype | str, shape: Sequence[int]) -> Tensor:
+        if self._group is None:
+            raise RuntimeError("no process group is joined; call init_weight_update_group first.")
+        kind = dtype if isinstance(dtype, torch.dtype) else dtype_of(str(dtype).removeprefix("torch."))
+        return self._group.broadcast(torch.empty(tuple(shape), dtype=kind, device=self._group.device))
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Closing twice is harmless."""
+        self.destroy_weight_update_group()
+        pusher, self._pusher = self._pusher, None
+        if pusher is not None:
+            pusher.close()
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        try:
+            call(engine.close(), "closing an engine", 60.0)
+        finally:
+            if self._closing is not None:
+                self._closing()
+
+    shutdown = close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()

@@ -1,0 +1,184 @@
+"""Rows of a tensordict -> what is asked of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, TensorDictBase
+from torch import Tensor
+
+from skyrl_train.data.chat import is_control, render_conversation, render_prompt
+from skyrl_train.errors import ConfigError
+from skyrl_train.tensordict.history import History, pad_id, template_options
+
+MODES = ("history", "text", "tokens")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt to continue, or one whole sequence to score."""
+
+    ids: list[int]
+    text: str | None = None
+    history: History | None = None
+    assistant: list[bool] = field(default_factory=list)
+    """When scoring: which of `ids` the assistant wrote."""
+    copy: int = 0
+    """With a seed: how many rows of the call before this one equal it."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How a wrapper finds its input. `key` is (container, field); the container's own key holds it bare."""
+
+    mode: str
+    key: tuple[str, ...]
+    tokenizer: Any
+    masks_key: str
+    attention_mask_key: str | None
+    tokens_key: str
+    template: str | None
+    template_name: str | None
+    tokenizer_kwargs: Mapping[str, Any]
+    prefer_tokens: bool
+    whole: bool
+    """Whether rows are scored: a conversation is rendered to its end, not for an answer."""
+
+    def read(self, rows: list[TensorDictBase]) -> list[Row]:
+        """Raises ConfigError for a key that is missing, TypeError for a value of another kind."""
+        if not rows:
+            raise ConfigError("the tensordict has a batch of 0; there is nothing to answer.")
+        read = {"history": self._history, "text": self._text, "tokens": self._tokens}[self.mode]
+        found = [read(row) for row in rows]
+        for place, row in enumerate(found):
+            if not row.ids:
+                raise ConfigError(f"row {place} at {self.key} has no token; give a prompt that is not empty.")
+        return found
+
+    def _value(self, row: TensorDictBase) -> Any:
+        value = lookup(row, self.key)
+        if value is None:
+            what = f"{self.key} (or {self.key[0]!r})" if len(self.key) > 1 else repr(self.key[0])
+            raise ConfigError(
+                f"input_mode={self.mode!r} reads {what}; the tensordict has {sorted(map(str, row.keys()))}."
+            )
+        return value
+
+    def _history(self, row: TensorDictBase) -> Row:
+        history = self._value(row)
+        if not isinstance(history, History):
+            raise TypeError(f"{self.key} must hold a History, got {type(history).__name__}.")
+        if history.device is not None:  # messages are text: what is said is put behind them wherever the tensors are
+            history = history.copy().clear_device_()
+        if self.prefer_tokens and not self.whole:
+            for name in ("prompt", "full"):
+                if isinstance(tokens := lookup(row, (self.tokens_key, name), bare=False), Tensor):
+                    return Row(self._real(tokens, row, name == "full"), history=history)
+        messages = history.to_chats()
+        options = template_options(self.tokenizer, self.template, self.template_name)
+        plain = [{name: value for name, value in message.items() if name != "is_complete"} for message in messages]
+        if not self.whole:
+            return Row(render_prompt(self.tokenizer, plain, options), history=history)
+        ids, mask = render_conversation(self.tokenizer, plain, options)
+        if messages and messages[-1].get("is_complete") is False and any(mask):
+            last = max(place for place, one in enumerate(mask) if one)
+            end = last if is_control(self.tokenizer, ids[last]) else last + 1
+            ids, mask = ids[:end], mask[:end]
+        return Row(ids, history=history, assistant=mask)
+
+    def _text(self, row: TensorDictBase) -> Row:
+        text = self._value(row)
+        if not isinstance(text, str):
+            raise TypeError(f"{self.key} must hold a string, got {type(text).__name__}.")
+        ids = list(self.tokenizer(text, **{"add_special_tokens": False, **self.tokenizer_kwargs})["input_ids"])
+        return Row(ids, text=text, assistant=self._copied(row, ids))
+
+    def _tokens(self, row: TensorDictBase) -> Row:
+        tokens = self._value(row)
+        if not isinstance(tokens, Tensor) or tokens.dim() != 1:
+            raise TypeError(f"{self.key} must hold token ids of one dimension a row, got {type(tokens).__name__}.")
+        ids = self._real(tokens, row, self.whole)
+        return Row(ids, assistant=self._copied(row, ids))
+
+    def _copied(self, row: TensorDictBase, ids: list[int]) -> list[bool]:
+        """The assistant's tokens as the input says: its mask, else what follows its prompt, else none."""
+        if not self.whole:
+            return []
+        mask = lookup(row, (self.masks_key, "all_assistant_mask"), bare=False)
+        attention = lookup(row, (self.masks_key, "all_attention_mask"), bare=False)
+        if isinstance(mask, Tensor):
+            kept = mask[attention.bool()] if isinstance(attention, Tensor) else mask
+            if len(kept) == len(ids):
+                return kept.bool().tolist()
+        prompt = lookup(row, (self.tokens_key, "prompt"), bare=False)
+        if isinstance(prompt, Tensor):
+            before = self._real(prompt, row, False)
+            if ids[: len(before)] == before:
+                return [False] * len(before) + [True] * (len(ids) - len(before))
+        return [False] * len(ids)
+
+    def response(self, record: TensorDictBase, row: Row) -> list[bool]:
+        """Which of a whole sequence's ids follow its prompt; the assistant's where no prompt is told."""
+        prompt = lookup(record, (self.tokens_key, "prompt"), bare=False)
+        if not isinstance(prompt, Tensor):
+            return row.assistant
+        before = self._real(prompt, record, False)
+        if row.ids[: len(before)] != before:
+            raise ConfigError(f"({self.tokens_key!r}, 'prompt') is not what the sequence begins with.")
+        return [False] * len(before) + [True] * (len(row.ids) - len(before))
+
+    def _real(self, tokens: Tensor, row: TensorDictBase, both_sides: bool) -> list[int]:
+        """Token ids without padding: by a mask, which is as long as they, or as the full sequence they begin.
+
+        Without a mask and without `padded=False`, a run of the pad id on the padded side is taken for padding; one
+        that is also an end of sequence is kept once after a sequence: it may have been sampled.
+        """
+        for key in ((self.masks_key, "all_attention_mask"), (self.attention_mask_key,)):
+            mask = lookup(row, key, bare=False) if key[0] else None  # type: ignore[arg-type]
+            if isinstance(mask, Tensor) and (mask.shape == tokens.shape or self._begins(tokens, mask, row)):
+                return [int(one) for one in tokens[mask[: len(tokens)].bool()]]
+        ids: list[int] = tokens.tolist()
+        padded = lookup(row, (self.tokens_key, "padded"), bare=False)
+        if (padded is not None and not padded) or self.tokenizer is None:
+            return ids
+        pad, start, end = pad_id(self.tokenizer), 0, len(ids)
+        while start < end and ids[start] == pad:
+            start += 1
+        while both_sides and end > start and ids[end - 1] == pad:
+            end -= 1
+        keep = end < len(ids) and pad == getattr(self.tokenizer, "eos_token_id", None)
+        return ids[start : end + 1 if keep else end]
+
+    def _begins(self, tokens: Tensor, mask: Tensor, row: TensorDictBase) -> bool:
+        """Whether a mask is of a full sequence that these tokens are the beginning of; an older one's is not theirs."""
+        full = lookup(row, (self.tokens_key, "full"), bare=False)
+        whole = isinstance(full, Tensor) and full.shape == mask.shape and len(full) > len(tokens)
+        return whole and torch.equal(full[: len(tokens)], tokens)
+
+
+def lookup(row: TensorDictBase, key: tuple[str, ...], bare: bool = True) -> Any:
+    """The value at `key` of a row, None where there is none; with `bare` also what stands at its first part alone."""
+    value: Any = row.get(key[0], None)
+    if len(key) > 1 and value is not None:
+        container = hasattr(value, "get") and key[1] in _names(value)
+        value = value.get(key[1], None) if container else value if bare and not _is_container(value) else None
+    if isinstance(value, NonTensorData):
+        value = value.data
+    return value
+
+
+def _is_container(value: Any) -> bool:
+    return hasattr(value, "get") and not isinstance(value, History | NonTensorData)
+
+
+def _names(value: Any) -> set[str]:
+    if isinstance(value, History | NonTensorData | Tensor):
+        return set()
+    return set(value.keys())
+
+
+def as_tensor(ids: list[int]) -> Tensor:
+    return torch.tensor(ids, dtype=torch.int64)

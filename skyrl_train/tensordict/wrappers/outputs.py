@@ -1,0 +1,178 @@
+"""What the engine answered -> containers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
+from torch import Tensor
+from torch.nested import nested_tensor
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.tensordict.containers import ChatHistory, LogProbs, Masks, Text, Tokens, nested_stack, ragged
+from skyrl_train.tensordict.history import History
+from skyrl_train.tensordict.wrappers.inputs import Row, as_tensor
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sampled continuation."""
+
+    ids: list[int]
+    logprobs: list[float]
+    ended: bool
+    """Whether it ended by itself: not cut at its length, not aborted."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    shape: tuple[int, ...]
+    """Of the output: that of the input, then samples where asked."""
+    padded: bool
+    pad: int
+    log_probs: bool
+    skip_special_tokens: bool
+    jagged: bool = False
+    """Rows that are not padded as nested tensors."""
+
+
+def generated(rows: Sequence[Row], answers: Sequence[Answer], tokenizer: Any, ends: frozenset[int], at: Layout) -> Any:
+    """Containers by name of rows and their answers, both in the order of `at.shape`."""
+    fields = [_generated_fields(row, answer) for row, answer in zip(rows, answers, strict=True)]
+    out = {"tokens": _generated(Tokens, [f[0] for f in fields], at, at.pad)}
+    if at.log_probs:
+        out["log_probs"] = _generated(LogProbs, [f[1] for f in fields], at, 0.0)
+    out["masks"] = _generated(Masks, [f[2] for f in fields], at, False)
+    if at.padded:
+        _spread_full(out, rows, fields, at)
+    if tokenizer is None:
+        return out
+    prompts = [tokenizer.decode(row.ids) if row.text is None else row.text for row in rows]
+    texts = [tokenizer.decode(answer.ids, skip_special_tokens=at.skip_special_tokens) for answer in answers]
+    full = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
+    out["text"] = text_container({"prompt": prompts, "response": texts, "full": full}, at.shape)
+    if rows[0].history is not None:
+        out["history"] = _histories(rows, answers, tokenizer, ends, at)
+    return out
+
+
+def scored(rows: Sequence[Row], logprobs: Sequence[Sequence[float]], tokenizer: Any, at: Layout) -> Any:
+    """Containers of whole sequences: only `full`, padded on the left; `logprobs` lack the first token's."""
+    tokens = [{"full": as_tensor(row.ids)} for row in rows]
+    values = [{"full": torch.tensor([0.0, *row])} for row in logprobs]
+    masks = [
+        {
+            "all_attention_mask": torch.ones(len(row.ids), dtype=torch.bool),
+            "all_assistant_mask": torch.tensor(row.assistant, dtype=torch.bool),
+        }
+        for row in rows
+    ]
+    left = dict.fromkeys(("full", "all_attention_mask", "all_assistant_mask"), "left")
+    out = {
+        "tokens": _container(Tokens, tokens, at, at.pad, left),
+        "log_probs": _container(LogProbs, values, at, 0.0, left),
+        "masks": _container(Masks, masks, at, False, left),
+    }
+    if tokenizer is not None:
+        texts = [tokenizer.decode(row.ids) if row.text is None else row.text for row in rows]
+        out["text"] = text_container({"full": texts}, at.shape)
+    if rows[0].history is not None:
+        histories = [{"full": row.history} for row in rows]
+        out["history"] = ragged(ChatHistory, histories, at.shape)
+    return out
+
+
+def text_container(columns: dict[str, list[str]], shape: tuple[int, ...]) -> Text:
+    def nested(texts: list[str], shape: tuple[int, ...]) -> Any:
+        if not shape:
+            return texts[0]
+        if len(shape) == 1:
+            return NonTensorStack(*texts)
+        step = len(texts) // shape[0]
+        return NonTensorStack(*(nested(texts[i * step : (i + 1) * step], shape[1:]) for i in range(shape[0])))
+
+    fields = {name: nested(texts, shape) for name, texts in columns.items()}
+    return Text(**fields, batch_size=shape)
+
+
+def _generated_fields(row: Row, answer: Answer) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    prompt, response = as_tensor(row.ids), as_tensor(answer.ids)
+    logprobs = torch.tensor(answer.logprobs, dtype=torch.float32)
+    full = torch.cat([torch.zeros(len(prompt)), logprobs])
+    tokens = {"prompt": prompt, "response": response, "full": torch.cat([prompt, response])}
+    assistant = torch.zeros(len(full), dtype=torch.bool)
+    assistant[len(prompt) :] = True
+    return (
+        tokens,
+        {"response": logprobs, "full": full},
+        {"all_attention_mask": torch.ones(len(full), dtype=torch.bool), "all_assistant_mask": assistant},
+    )
+
+
+def _generated(kind: type, rows: list[dict[str, Tensor]], at: Layout, fill: Any) -> Any:
+    """Padded, `full` is the padded prompt and then the padded response: split where `prompt` ends."""
+    return _container(kind, rows, at, fill, {"prompt": "left", "response": "right"})
+
+
+def _container(kind: type, rows: list[dict[str, Tensor]], at: Layout, fill: Any, sides: dict[str, str]) -> Any:
+    if at.jagged:
+        if len(at.shape) != 1:
+            raise ConfigError(f"layout=torch.jagged needs one batch dimension, got {list(at.shape)}.")
+        nested = {name: nested_tensor([row[name] for row in rows], layout=torch.jagged) for name in rows[0]}
+        return kind(**nested, padded=False, batch_size=at.shape)
+    if not at.padded:
+        out = ragged(kind, rows, at.shape)
+        out.padded = False
+        return out
+    columns = {name: _padded([row[name] for row in rows], fill, sides.get(name, "right")) for name in rows[0]}
+    return kind(**{k: v.reshape(*at.shape, v.shape[-1]) for k, v in columns.items()}, padded=True, batch_size=at.shape)
+
+
+def _padded(rows: list[Tensor], fill: Any, side: str) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill, padding_side=side)
+
+
+def _spread_full(out: dict[str, Any], rows: Sequence[Row], fields: Sequence[Any], at: Layout) -> None:
+    """Lay out what is as long as `full`: prompts end, and responses begin, at one place."""
+    before = max(len(row.ids) for row in rows)
+    length = before + max(len(tokens["response"]) for tokens, _, _ in fields)
+
+    def spread(values: Sequence[Tensor], fill: Any) -> Tensor:
+        whole = torch.full((len(rows), length), fill, dtype=values[0].dtype)
+        for place, (row, value) in enumerate(zip(rows, values, strict=True)):
+            start = before - len(row.ids)
+            whole[place, start : start + len(value)] = value
+        return whole.reshape(*at.shape, length)
+
+    out["tokens"].full = spread([f[0]["full"] for f in fields], at.pad)
+    if at.log_probs:
+        out["log_probs"].full = spread([f[1]["full"] for f in fields], 0.0)
+    for name in ("all_attention_mask", "all_assistant_mask"):
+        setattr(out["masks"], name, spread([f[2][name] for f in fields], False))
+
+
+def _histories(rows: Sequence[Row], answers: Sequence[Answer], tokenizer: Any, ends: frozenset[int], at: Layout) -> Any:
+    """What the model said is one message, its tokens but the end decoded: never looked for in text."""
+    found = []
+    for row, answer in zip(rows, answers, strict=True):
+        ids = answer.ids[:-1] if answer.ids and answer.ids[-1] in ends else answer.ids
+        said = tokenizer.decode(ids, skip_special_tokens=at.skip_special_tokens)
+        assert row.history is not None
+        turn = _turn("assistant", said, answer.ended)
+        before = row.history._tensordict.unbind(0)
+        histories = {"prompt": row.history, "response": _conversation([turn]), "full": _conversation([*before, turn])}
+        found.append(TensorDict(histories))
+    return ChatHistory.from_tensordict(nested_stack(found, at.shape))
+
+
+def _turn(role: str, content: str, complete: bool) -> TensorDict:
+    """What a History of one message has inside: several times faster than its constructor."""
+    fields = {"role": role, "content": content, "is_complete": complete}
+    return TensorDict({name: NonTensorData(data=value) for name, value in fields.items()})
+
+
+def _conversation(turns: Sequence[TensorDict]) -> History:
+    return History._from_tensordict(LazyStackedTensorDict(*turns, stack_dim=0))  # type: ignore[no-any-return]

@@ -1,0 +1,75 @@
+"""An engine in a Ray actor, for one wrapper or worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from skyrl_train.cluster.actors import spawn
+from skyrl_train.cluster.placement import places_of, reserve, visible_devices
+from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.tensordict.wrappers.event_loop import call
+
+_PLACED_S = 60.0
+
+
+def engine_in_actor(
+    target: str,
+    options: Mapping[str, Any],
+    *,
+    name: str,
+    ranks: int = 1,
+    devices: Sequence[str] | None = None,
+    start_ray: bool = False,
+    deadline_s: float = 600.0,
+) -> tuple[Any, Callable[[], None]]:
+    """ "module:Class"(**options) in a process of its own, once it is loaded, and what gives its place back.
+
+    `ranks`: accelerators that it uses, one slot each; `devices`: which ones, as in CUDA_VISIBLE_DEVICES: Ray chooses,
+    and ConfigError says so where it gives others. Without `options["device"]` it uses them where Ray has any. Ray must
+    have been started, else RuntimeError, unless `start_ray`. ConfigError where there is no place.
+    """
+    cluster = Cluster()
+    if not cluster.connected and not start_ray:
+        raise RuntimeError("Ray is not started: call ray.init() first, or pass make_ray_worker=False.")
+    cluster.connect()
+    try:
+        device = options.get("device") or ("cuda" if cluster.gpus else "cpu")
+        on_gpu = device != "cpu"
+        slots = reserve(
+            cluster,
+            count=ranks if on_gpu else 1,
+            tenants=1,
+            device="cuda" if on_gpu else "cpu",
+            total_slots=ranks,
+            deadline_s=_PLACED_S,
+            key=name,
+        )
+        visible = None
+        if on_gpu and (devices is not None or ranks > 1):
+            places = call(places_of(slots, range(ranks), _PLACED_S), "the engine's accelerators", _PLACED_S + 5.0)
+            visible = visible_devices(places, name)
+            if devices is not None and set(devices) != set(visible.split(",")):
+                raise ConfigError(
+                    f"{name}: devices={','.join(devices)}, but Ray has given it {visible}. Give "
+                    f"num_devices={ranks} and let Ray choose, or start it in this process: make_ray_worker=False."
+                )
+        engine = spawn(
+            cluster,
+            target,
+            {**options, "device": device},
+            slots=slots,
+            index=0,
+            name=name,
+            concurrent=True,
+            deadline_s=deadline_s,
+            died=EngineError,
+            devices=visible,
+        )
+        known = call(engine.read("capabilities", deadline_s), f"starting {name}", deadline_s + 5.0)
+        engine.know(capabilities=known)
+    except BaseException:
+        cluster.__exit__(None, None, None)
+        raise
+    return engine, lambda: cluster.__exit__(None, None, None)

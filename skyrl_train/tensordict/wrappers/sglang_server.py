@@ -1,0 +1,212 @@
+"""SGLang with the calls of TorchRL's AsyncSGLang: an engine that is started here, or a server that runs elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyrl_train.config.choices import ENGINES
+from skyrl_train.engines.base import Completion, InferenceEngine, SampleRequest
+from skyrl_train.engines.http.connection import Connection
+from skyrl_train.engines.http.native import NativeEngine
+from skyrl_train.engines.http.native_sglang import SGLangServer
+from skyrl_train.engines.http.wire import API_KEY
+from skyrl_train.engines.sampling import check_supported
+from skyrl_train.errors import ConfigError, DeadlineExceeded, EngineError
+from skyrl_train.models.loading import load_tokenizer
+from skyrl_train.registry import load_object
+from skyrl_train.tensordict.wrappers.engine_view import EngineView
+from skyrl_train.tensordict.wrappers.event_loop import call
+from skyrl_train.tensordict.wrappers.parameters import Generation, read_generate_kwargs
+from skyrl_train.tensordict.wrappers.requests import sample_requests
+
+
+class AsyncSGLang(EngineView):
+    """Give `model_path` to start SGLang here (its processes end with `close`), or `server_url` of `launch_server`.
+
+    All prompts of a call are under way at once, and calls may come from several threads.
+    """
+
+    def __init__(
+        self,
+        server_url: str | None = None,
+        model_path: str | None = None,
+        tp_size: int = 1,
+        dp_size: int = 1,
+        timeout: float = 300.0,
+        *,
+        tokenizer: Any = None,
+        dtype: str | None = None,
+        token: str | None = None,
+        connect_timeout: float = 30.0,
+        weight_folder: str | None = None,
+        **server_kwargs: Any,
+    ):
+        """`timeout`: seconds for a call. With `server_url`: `token` is the server's --api-key (default: of the
+        environment, SKYRL_API_KEY), `weight_folder` a folder that it can read too, and `model_path` its model, where
+        that has another path here. `server_kwargs` are SGLangEngine's.
+
+        Raises ConfigError for arguments, ConnectionError when no SGLang answers within `connect_timeout` seconds.
+        """
+        if dp_size != 1:
+            raise ConfigError(f"dp_size={dp_size}: one AsyncSGLang is one replica; make {dp_size} of them.")
+        on_cpu = not torch.cuda.is_available()
+        self.server_url = server_url
+        dtype = dtype or ("float32" if on_cpu else "bfloat16")
+        device = server_kwargs.pop("device", "cpu" if on_cpu else "cuda")
+        closing = None
+        engine: InferenceEngine
+        if server_url is not None:
+            if server_kwargs or tp_size != 1:
+                given = sorted(server_kwargs) or ["tp_size"]
+                raise ConfigError(f"{given}: a server that runs already was started with its own; leave them out.")
+            key = os.environ.get(API_KEY, "") if token is None else token
+            folder = weight_folder or tempfile.mkdtemp(prefix="skyrl-sglang-")
+            if weight_folder is None:
+                closing = _removing(folder)
+            try:
+                engine, model_path = _reach(server_url, key, model_path, dtype, device, folder, connect_timeout)
+            except BaseException:
+                if closing is not None:
+                    closing()
+                raise
+        elif model_path is not None:
+            tokenizer = load_tokenizer(tokenizer or model_path) if isinstance(tokenizer or "", str) else tokenizer
+            start = load_object(ENGINES["sglang"])
+            engine = start(
+                model_path, tokenizer, dtype=dtype, device=device, tensor_parallel_size=tp_size, **server_kwargs
+            )
+        else:
+            raise ConfigError("AsyncSGLang needs server_url or model_path.")
+        super().__init__(engine, model_path, dtype=dtype, timeout=timeout, closing=closing)
+        self._tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+
+    @classmethod
+    def connect(cls, server_url: str, **options: Any) -> AsyncSGLang:
+        """A server that runs already. Raises ConnectionError when no SGLang answers there."""
+        return cls(server_url, **options)
+
+    @classmethod
+    def from_pretrained(cls, model_name: str, tp_size: int = 1, dp_size: int = 1, **options: Any) -> AsyncSGLang:
+        """SGLang started here, on `tp_size` accelerators."""
+        return cls(model_path=model_name, tp_size=tp_size, dp_size=dp_size, **options)
+
+    @property
+    def tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.model_path)
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | Tensor | Sequence[Tensor] | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        return_logprobs: bool = False,
+        timeout: float | None = None,
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """One prompt gives a dict, several (or `n` samples) a list of them, samples of a prompt together.
+
+        A dict has "text", "output_ids" and "meta_info": finish_reason, prompt_tokens, completion_tokens, and with
+        `return_logprobs` output_token_logprobs, (nats, id, None) each, before truncation. `sampling_params` are those
+        of tensordict/wrappers/parameters.py. ValueError unless exactly one of `prompts` and `input_ids` is given.
+        """
+        if (prompts is None) == (input_ids is None):
+            raise ConfigError("generate takes prompts or input_ids, exactly one of them.")
+        rows, one = self._rows(prompts, input_ids)
+        if not rows or not all(rows):
+            raise ConfigError("a prompt without a token; give prompts that are not empty.")
+        generation = read_generate_kwargs({"skip_special_tokens": True, **(sampling_params or {})}, None)
+        check_supported(generation.sampling, self.engine.capabilities)
+        requests = sample_requests(rows, generation, self.engine.capabilities)
+        done = call(self.engine.generate(requests), f"{self.model_path}: generate", timeout or self.timeout)
+        answers = [
+            self._answer(request, completion, generation, return_logprobs)
+            for request, completion in zip(requests, done, strict=True)
+        ]
+        return answers[0] if one and generation.num_samples is None else answers
+
+    def flush_cache(self) -> bool:
+        """Forget the keys and values of prompts."""
+        call(self.engine.reset_prefix_cache(), f"{self.model_path}: flush_cache", self.timeout)
+        return True
+
+    def _rows(self, prompts: Any, input_ids: Any) -> tuple[list[list[int]], bool]:
+        """Token ids of every prompt, and whether it was one that did not stand in a list."""
+        if prompts is not None:
+            texts = [prompts] if isinstance(prompts, str) else list(prompts)
+            return [list(self.tokenizer(text)["input_ids"]) for text in texts], isinstance(prompts, str)
+        given = input_ids.tolist() if isinstance(input_ids, Tensor) else list(input_ids)
+        given = [one.tolist() if isinstance(one, Tensor) else one for one in given]
+        if given and all(isinstance(one, int) for one in given):
+            return [given], True
+        return [list(row) for row in given], False
+
+    def _answer(
+        self, request: SampleRequest, done: Completion, generation: Generation, logprobs: bool
+    ) -> dict[str, Any]:
+        reason: dict[str, Any] = {"type": done.stop_reason}
+        if done.stop_text is not None:
+            reason["matched"] = done.stop_text
+        meta = {
+            "id": request.request_id,
+            "finish_reason": reason,
+            "prompt_tokens": len(request.token_ids),
+            "completion_tokens": len(done.token_ids),
+            "weight_version": str(done.versions[-1].version) if done.versions else None,
+        }
+        if logprobs:
+            pairs = zip(done.full_logprobs, done.token_ids, strict=True)
+            meta["output_token_logprobs"] = [(logprob, token, None) for logprob, token in pairs]
+        text = self.tokenizer.decode(done.token_ids, skip_special_tokens=generation.skip_special_tokens)
+        return {"text": text, "output_ids": list(done.token_ids), "meta_info": meta}
+
+
+def _reach(
+    url: str, token: str, model: str | None, dtype: str, device: str, folder: str, deadline_s: float
+) -> tuple[InferenceEngine, str]:
+    """An engine over a server, and the path of its model."""
+
+    async def connected() -> tuple[InferenceEngine, str]:
+        path = model if model is not None else await _served(Connection(url, token, name=url), deadline_s)
+        server = SGLangServer(Connection(url, token, name=url), 600.0)
+        engine = NativeEngine(server, model=path, dtype=dtype, device=device, folder=folder)
+        return await engine.connect(deadline_s), path
+
+    try:
+        return call(connected(), f"connecting to {url}", 2 * deadline_s + 60.0)
+    except (DeadlineExceeded, EngineError) as error:
+        raise ConnectionError(f"no SGLang server at {url}: {error}") from error
+
+
+async def _served(connection: Connection, deadline_s: float) -> str:
+    """The path of a server's model."""
+
+    async def asked() -> tuple[int, bytes] | None:
+        status, raw = await connection.once("GET", "/server_info")
+        return None if status == 503 else (status, raw)
+
+    await connection.open()
+    try:
+        status, raw = await connection.until_there(asked, deadline_s)
+    finally:
+        await connection.close()
+    try:
+        path = json.loads(raw)["model_path"] if status == 200 else None
+    except (ValueError, KeyError, TypeError):
+        path = None
+    if not isinstance(path, str):
+        raise EngineError(f"/server_info was answered with HTTP status {status} and no model_path.")
+    return path
+
+
+def _removing(folder: str) -> Callable[[], None]:
+    return lambda: shutil.rmtree(folder, ignore_errors=True)

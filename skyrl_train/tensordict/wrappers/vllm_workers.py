@@ -1,0 +1,162 @@
+"""vLLM engines with the names of TorchRL's workers; vLLMWrapper takes each of them as its model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyrl_train.config.choices import ENGINES
+from skyrl_train.errors import ConfigError
+from skyrl_train.registry import load_object
+from skyrl_train.tensordict.wrappers.engine_view import EngineView
+
+KIND = "vllm"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class vLLMWorker(EngineView):
+    """An engine whose weights may come tensor by tensor: it takes them when the last one of the model has come."""
+
+    def __init__(self, engine: Any, model: str, **options: Any):
+        """See EngineView."""
+        super().__init__(engine, model, **options)
+        self._arrived: dict[str, Tensor] = {}
+
+    def update_weight_broadcast(self, name: str, dtype: torch.dtype | str, shape: Sequence[int]) -> None:
+        """Receive one tensor from the group. ConfigError for a name that the model has not."""
+        self._check(name)
+        self.update_weight(name, self._received(dtype, shape))
+
+    def update_weight(self, name: str, weight: Tensor) -> None:
+        self._check(name)
+        self._arrived[name] = weight
+        if len(self._arrived) == len(self.get_model_metadata()):
+            arrived, self._arrived = self._arrived, {}
+            self.update_weights(arrived)
+
+    def check_weights_changed(self) -> bool:
+        """Whether a whole set of weights has come since it was started."""
+        return self._synced
+
+    def _check(self, name: str) -> None:
+        known = self.get_model_metadata()
+        if name not in known:
+            raise ConfigError(f"{name!r} is no tensor of the model; it has {', '.join(sorted(known)[:3])}, ...")
+
+    def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """See EngineView; asked for every tensor that comes, so it is looked up once."""
+        if self._metadata is None:
+            self._metadata = super().get_model_metadata()
+        return dict(self._metadata)
+
+    _metadata: dict[str, tuple[torch.dtype, torch.Size]] | None = None
+
+
+class LLMOnDevice(vLLMWorker):
+    """vLLM in this process, on chosen accelerators; nothing is loaded before `initialize`."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        bundle_indices: Sequence[int] | None = None,
+        dtype: str = "float32",
+        timeout: float = 600.0,
+        **options: Any,
+    ):
+        """`bundle_indices`: accelerators of this machine, one rank each. `options` are VLLMEngine's, and vLLM's.
+
+        Raises ConfigError for accelerators that are not there.
+        """
+        super().__init__(None, model, dtype=dtype, timeout=timeout)
+        self._indices = None if bundle_indices is None else check_devices(bundle_indices)
+        self._options = options
+
+    def initialize(self) -> None:
+        """Start the engine; blocks until the model is loaded. ConfigError where torch has chosen other accelerators."""
+        if self._engine is not None:
+            return
+        options = {"device": "cuda" if torch.cuda.is_available() else "cpu", **self._options}
+        if self._indices is not None:
+            _choose(self._indices)
+            options.setdefault("tensor_parallel_size", len(self._indices))
+        self._engine = load_object(ENGINES[KIND])(self.model_path, dtype=self.dtype, **options)
+
+
+def make_vllm_worker(
+    *,
+    model_name: str,
+    devices: Sequence[int | torch.device] | None = None,
+    num_devices: int | None = None,
+    make_ray_worker: bool = True,
+    enforce_eager: bool = False,
+    enable_fp32_output: bool = False,
+    dtype: str = "float32",
+    timeout: float = 600.0,
+    **options: Any,
+) -> vLLMWorker:
+    """vLLM, started: in a Ray actor, or with make_ray_worker=False in this process.
+
+    `devices`: accelerators that this process sees, by index, or `num_devices` (1) of them, wherever they are free. For
+    an actor Ray chooses: where it gives others than `devices`, that is a ConfigError. Log-probs are computed in float32
+    always; enable_fp32_output=True says so of the model too, and wants dtype="float32".
+
+    Raises ConfigError (a ValueError) for devices that are not there and contradictions, RuntimeError without Ray.
+    """
+    if devices is not None and num_devices is not None:
+        raise ConfigError(f"devices={list(devices)} and num_devices={num_devices}: give one of them.")
+    if num_devices is not None and num_devices < 1:
+        raise ConfigError(f"num_devices={num_devices}: give at least 1.")
+    if enable_fp32_output and dtype != "float32":
+        raise ConfigError(f"enable_fp32_output=True: the head computes in dtype={dtype!r}; give dtype='float32'.")
+    indices = None if devices is None else check_devices(devices)
+    ranks = len(indices) if indices is not None else num_devices or 1
+    options = {"enforce_eager": enforce_eager, "tensor_parallel_size": ranks, **options}
+    if not make_ray_worker:
+        local = LLMOnDevice(model_name, bundle_indices=indices, dtype=dtype, timeout=timeout, **options)
+        local.initialize()
+        return local
+    from skyrl_train.tensordict.wrappers.ray_engine import engine_in_actor
+
+    engine, closing = engine_in_actor(
+        ENGINES[KIND],
+        {"model": model_name, "dtype": dtype, **options},
+        name=f"{KIND} worker",
+        ranks=ranks,
+        devices=None if indices is None else [accelerators()[index] for index in indices],
+        deadline_s=timeout,
+    )
+    return vLLMWorker(engine, model_name, dtype=dtype, timeout=timeout, closing=closing)
+
+
+def check_devices(devices: Sequence[int | torch.device]) -> list[int]:
+    """Indices of accelerators. Raises ConfigError for none, doubles, and those that are not there."""
+    indices = [one.index or 0 if isinstance(one, torch.device) else one for one in devices]
+    there = len(accelerators())
+    if not indices or len(set(indices)) != len(indices) or not all(0 <= one < there for one in indices):
+        raise ConfigError(f"devices={indices}: give different ones of the {there} accelerators here, from 0.")
+    return indices
+
+
+@cache
+def accelerators() -> tuple[str, ...]:
+    """What CUDA_VISIBLE_DEVICES called those of this process at first: indices count these, whatever is chosen."""
+    there = torch.cuda.device_count()
+    named = os.environ.get(VISIBLE)
+    return tuple(map(str, range(there))) if named is None else tuple(map(str.strip, named.split(",")))[:there]
+
+
+def _choose(indices: Sequence[int]) -> None:
+    """vLLM takes the first ones that it sees."""
+    wanted = [accelerators()[index] for index in indices]
+    visible = [one.strip() for one in os.environ.get(VISIBLE, ",".join(accelerators())).split(",")]
+    if visible[: len(wanted)] == wanted:
+        return
+    if torch.cuda.is_initialized():
+        raise ConfigError(f"devices={list(indices)}: torch uses accelerators already; start with make_ray_worker=True.")
+    os.environ[VISIBLE] = ",".join(wanted)

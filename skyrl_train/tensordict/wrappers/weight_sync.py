@@ -1,0 +1,214 @@
+"""Weights of this process to the engines of wrappers: a trainer of one rank, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from typing import Any, TypeAlias
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from skyrl_train.engines.base import InferenceEngine
+from skyrl_train.errors import ConfigError, SkyRLError
+from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
+from skyrl_train.tensordict.wrappers.event_loop import call
+from skyrl_train.weight_sync.publish import WeightPublisher
+from skyrl_train.weight_sync.sender import WeightSender
+from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest
+
+Source: TypeAlias = nn.Module | LLMWrapperBase | TensorDictBase | Mapping[str, Tensor]
+"""A model, a wrapper over one that scores, or tensors by Hugging Face name; a nested tensordict's keys are joined by
+dots. Of `TensorDict.from_module(model)` the parameters are taken; once copied (`.data`, `.cpu()`) nothing tells them
+from buffers, nor a tied head from its embedding: leave out what the engine does not hold, or give the model."""
+_LEAVING_S = 10.0
+Metadata: TypeAlias = Mapping[str, tuple[torch.dtype, torch.Size]]
+
+
+class ModelWeights(Mapping[str, Tensor]):
+    """A module's parameters by their checkpoint names; peft's LoRA adapters are merged into what is read.
+
+    The module is not changed, and there is no copy of it: a tensor is merged when it is read.
+    """
+
+    def __init__(self, module: nn.Module):
+        """Raises ConfigError for adapters that are no sum with the weight (DoRA, adapters with a bias)."""
+        self._read: dict[str, Callable[[], Tensor]] = {}
+        self.shapes: dict[str, torch.Size] = {}
+        for name, parameter in module.named_parameters():
+            if "lora_" in name or ".original_module." in name:
+                continue
+            layer, held, kind = name.rpartition(".base_layer.")
+            plain = (f"{layer}.{kind}" if held else name).removeprefix("base_model.model.")
+            plain = plain.replace(".modules_to_save.default.", ".")
+            self.shapes[plain] = parameter.shape
+            if held and kind == "weight":
+                adapted = module.get_submodule(layer)
+                _check_adapter(adapted, layer)
+                self._read[plain] = lambda adapted=adapted, weight=parameter: _merged(adapted, weight)  # type: ignore[misc]
+            else:
+                self._read[plain] = parameter.detach
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+
+def weights_of(source: Source) -> Mapping[str, Tensor]:
+    """Tensors by checkpoint name; a tensor that stands under two names (a tied head) is there once.
+
+    Raises ConfigError for what has no weights.
+    """
+    if isinstance(source, LLMWrapperBase):
+        source = getattr(source, "network", source)
+    if isinstance(source, TensorDictBase):
+        leaves = dict(source.flatten_keys(".").items())
+        source = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, nn.Parameter)} or leaves  # no buffers
+    found: Any = ModelWeights(source) if isinstance(source, nn.Module) else source
+    if not isinstance(found, Mapping) or not found:
+        raise ConfigError(
+            f"weights of {type(source).__name__}: give a module with parameters, a wrapper over one "
+            "(TransformersWrapper(module, generate=False)), or tensors by name."
+        )
+    if isinstance(found, ModelWeights):
+        return found
+    # A state_dict has tied tensors under all their names; engines know them under the first.
+    names = list(found)[::-1]
+    first = {(found[name].data_ptr(), found[name].shape, found[name].dtype): name for name in names}
+    kept = set(first.values())
+    return {name: tensor.detach() for name, tensor in found.items() if name in kept or not tensor.numel()}
+
+
+def check_metadata(weights: Mapping[str, Tensor], metadata: Metadata) -> None:
+    """Raises ConfigError naming the first tensor that differs from what was announced."""
+    if absent := sorted(set(metadata) - set(weights)):
+        raise ConfigError(f"{absent[0]} is in model_metadata, but the policy has no such tensor.")
+    shapes = weights.shapes if isinstance(weights, ModelWeights) else {name: one.shape for name, one in weights.items()}
+    for name, shape in shapes.items():
+        if name not in metadata:
+            raise ConfigError(f"{name} is a tensor of the policy that model_metadata does not name.")
+        if tuple(metadata[name][1]) != tuple(shape):
+            raise ConfigError(f"{name} has shape {list(shape)}; model_metadata says {list(metadata[name][1])}.")
+
+
+class WeightPusher:
+    """Whole, proven syncs (weight_sync/publish.py) of tensors in this process to some engines.
+
+    A sync that fails leaves the engine torn: it serves nothing until the next one.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[InferenceEngine],
+        *,
+        route: str = "in_process",
+        address: tuple[str, int | None] = ("127.0.0.1", None),
+        folder: str = "",
+        wire_dtype: str = "float32",
+        bucket_bytes: int = 1 << 28,
+        timeout: float = 600.0,
+    ):
+        """`address`: where the `broadcast` group meets; no port: a free one. `folder`: of the `checkpoint` route."""
+        if route not in ROUTES:
+            raise ConfigError(f"route={route!r} is not one of {sorted(ROUTES)}.")
+        self._engines, self._timeout, self._route = list(engines), timeout, route
+        self._rank = _Rank(address, wire_dtype, bucket_bytes)
+        self._publisher = WeightPublisher(
+            self._rank, lambda: self._engines, route=route, deadline_s=timeout, folder=folder
+        )
+        self._lock = threading.Lock()
+
+    def push(self, weights: Mapping[str, Tensor], version: int | None = None) -> int:
+        """Returns the version that the engines serve now: the one after theirs unless given.
+
+        Raises WeightSyncError naming engine and tensor, DeadlineExceeded naming the phase.
+        """
+
+        async def publish() -> int:
+            chosen = version
+            if chosen is None:
+                health = await asyncio.gather(*(engine.health() for engine in self._engines))
+                chosen = max(one.version for one in health) + 1
+            await self._publisher.publish(chosen)
+            return chosen
+
+        with self._lock:
+            self._rank.weights = weights
+            try:
+                return call(publish(), "a sync of weights", self._timeout + 5.0)
+            finally:
+                self._rank.weights = {}
+
+    def close(self) -> None:
+        """Leave the group, on both sides: an engine that stayed would go on listening for it."""
+        self._rank.disconnect_weights()
+        if self._route == "broadcast":
+            for engine in self._engines:
+                with suppress(SkyRLError):  # one that is gone has left
+                    call(engine.connect_weights("in_process", "", 1, 2, _LEAVING_S), "leaving a group", _LEAVING_S)
+
+
+class _Rank:
+    """A `publish.TrainerRanks` of one."""
+
+    def __init__(self, address: tuple[str, int | None], wire_dtype: str, bucket_bytes: int):
+        self.weights: Mapping[str, Tensor] = {}
+        self._address = address
+        self._sender = WeightSender(self._parameters, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, rank=0)
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.weights.items()
+
+    async def all(self, method: str, *args: Any) -> list[Any]:
+        return [await asyncio.to_thread(getattr(self, method), *args)]
+
+    def address(self) -> tuple[str, int]:
+        host, port = self._address
+        if port is not None:
+            return host, port
+        with closing(socket.socket()) as probe:
+            probe.bind(("", 0))
+            return host, probe.getsockname()[1]
+
+    def connect_weights(self, route: str, address: str, world_size: int, timeout_s: float, apart: bool = False) -> None:
+        self._sender.connect(route, address, world_size, timeout_s, apart)
+
+    def manifest(self, version: int, rehearsal: bool = False) -> Manifest:
+        return self._sender.manifest(version, rehearsal)
+
+    def send_weights(self, index: int) -> Bucket | None:
+        return self._sender.send(index)
+
+    def weights_delivered(self, version: int) -> None:
+        self._sender.delivered(version)
+
+    def disconnect_weights(self) -> None:
+        self._sender.disconnect()
+
+
+def _check_adapter(layer: Any, name: str) -> None:
+    for option in ("use_dora", "lora_bias", "lora_variant"):
+        values = getattr(layer, option, None) or {}
+        if any(values.values()):
+            raise ConfigError(f"{name} has an adapter with {option}, which is no sum with the weight; train without.")
+
+
+@torch.no_grad()
+def _merged(layer: Any, weight: Tensor) -> Tensor:
+    """W + s B A, of the adapters that act and are not in W already."""
+    active = () if layer.disable_adapters else layer.active_adapters
+    result = weight.detach()
+    for adapter in active:
+        if adapter in layer.scaling and adapter not in layer.merged_adapters:
+            change = layer.get_delta_weight(adapter)
+            result = result.to(change.dtype) + change
+    return result

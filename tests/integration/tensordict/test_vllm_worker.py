@@ -1,0 +1,38 @@
+"""TorchRL's worker as it is meant: vLLM in a Ray actor, sampled from and updated by this process."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.tensordict.wrappers.backends import vLLMWrapper
+from skyrl_train.tensordict.wrappers.vllm_workers import make_vllm_worker
+from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
+from skyrl_train.testing.weight_targets import score
+
+ROW = [5, 9, 77, 30]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_worker_in_an_actor_samples_and_takes_weights(tmp_path: Path):
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed; scripts/cpu_engines installs it")
+    model, trained = save_tiny_model(tmp_path, "qwen3"), tiny_model("qwen3", seed=3)
+    with (
+        Cluster(),
+        make_vllm_worker(model_name=model, device="cpu", max_model_len=64, max_num_seqs=2, threads=1) as worker,
+    ):
+        wrapper = vLLMWrapper(worker, tokenizer=byte_tokenizer(), input_mode="text", inplace=False)
+        out = wrapper(TensorDict(text=["hello"], batch_size=(1,)), max_new_tokens=4, temperature=0.0)
+        assert len(out[0]["tokens"].response) <= 4
+        assert worker.update_weights(trained) == 1
+        assert worker.check_weights_changed()
+        scorer = wrapper.get_new_version(generate=False, input_mode="tokens")
+        found = scorer(TensorDict(tokens=torch.tensor(ROW)))["log_probs"].full[1:]
+        torch.testing.assert_close(found.tolist(), score(trained, [ROW])[0], atol=1e-4, rtol=0)

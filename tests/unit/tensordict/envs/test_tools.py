@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from tensordict import TensorDict, TensorDictBase
+
+from skyrl_train.environments.countdown import CountdownEnv
+from skyrl_train.environments.tools import mcp
+from skyrl_train.environments.tools.browser import PROGRAMS
+from skyrl_train.environments.tools.guard import Guard, Refused
+from skyrl_train.errors import ConfigError
+from skyrl_train.tensordict.envs.base import StepCounter
+from skyrl_train.tensordict.envs.chat import ChatEnv
+from skyrl_train.tensordict.envs.conversation import messages_of
+from skyrl_train.tensordict.envs.tools import BrowserTransform, MCPToolTransform, PythonInterpreter, ToolTransform
+from skyrl_train.testing.web_server import Response, web_server
+
+SERVER = str(Path(__file__).parents[1] / "environments" / "tools" / "mcp_server.py")
+needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: scripts/sandbox_tools")
+needs_chromium = pytest.mark.skipif(
+    not any(map(shutil.which, PROGRAMS)), reason="needs Chromium: scripts/browser_tools"
+)
+
+
+def blocks(*codes: str) -> str:
+    return "\n".join(f"```python\n{code}\n```" for code in codes)
+
+
+class Talk:
+    """An environment with one tool, and what follows answers of its rows."""
+
+    def __init__(self, transform: ToolTransform, rows: int = 1):
+        self.env = ChatEnv(batch_size=(rows,))
+        self.env.append_transform(transform)
+        self.root: TensorDictBase = self.env.reset(TensorDict(query=["?"] * rows, batch_size=[rows]))
+        self.before = self.messages()
+
+    def messages(self) -> list[list[dict[str, Any]]]:
+        return [messages_of(row["history"].prompt) for row in self.root.unbind(0)]
+
+    def say(self, *answers: str) -> list[list[str]]:
+        """The messages of tools that follow, for each row."""
+        self.root["text_response"] = list(answers)
+        self.root = self.env.step(self.root)["next"]
+        following = []
+        for messages in self.messages():
+            last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
+            assert {message["role"] for message in messages[last + 1 :]} <= {"tool"}
+            following.append([message["content"] for message in messages[last + 1 :]])
+        return following
+
+
+@needs_bubblewrap
+@pytest.mark.defect("D36")
+def test_blocks_of_python_run_apart_from_this_machine_with_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("A_SECRET", "hunter2")
+    talk = Talk(PythonInterpreter(timeout=60.0), rows=3)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    spy = "import os; print(os.environ.get('A_SECRET'), os.path.exists('/root'), os.getuid() != 0)"
+    warns = "import warnings; warnings.warn('careful'); print(6 * 7)"
+    spied, failed, none = talk.say(blocks(spy, warns), blocks("print('a' * 100_000)", "1 / 0"), "no code")
+    assert spied[0] == "Code block 1 executed successfully:\nNone False True"
+    assert spied[1].startswith("Code block 2 executed successfully:\n42") and "careful" in spied[1]
+    assert failed[0].startswith("Code block 1 ") and len(failed[0]) < 10_000
+    assert failed[1].startswith("Code block 2 failed:\nTraceback") and none == []
+    talk.env.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_bubblewrap
+@pytest.mark.defect("D36")
+def test_a_session_keeps_functions_and_no_line_it_prints_ends_it():
+    transform = PythonInterpreter(persistent=True, timeout=60.0)
+    talk = Talk(transform, rows=2)
+    first = "def f(n):\n    return 1 if n < 2 else n * f(n - 1)\nprint('---END---')\nprint('after it')"
+    assert talk.say(blocks(first), blocks("x = 1"))[0][0].endswith("\n---END---\nafter it")
+    lines = "print(f(5))\nfor i in range(7_000): print(i)"  # at 10 ms a line it would take longer than the limit
+    again, other = talk.say(blocks(lines), blocks("print(f(5))"))
+    assert again[0].startswith("Code block 1 executed successfully:\n120\n0\n1")
+    assert other[0].startswith("Code block 1 failed:") and "NameError" in other[0]
+    children = len(psutil.Process().children(recursive=True))
+    assert children > 0
+    talk.env.reset(TensorDict(query=["?"] * 2, batch_size=[2]))
+    assert transform._boxes == {}
+    talk.env.close()
+
+
+def running(word: str) -> bool:
+    """A descendant with this argument; those that end meanwhile are none."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if word in process.cmdline():
+                return True
+    return False
+
+
+@needs_bubblewrap
+@pytest.mark.defect("D36")
+def test_a_block_that_does_not_end_is_stopped_with_its_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    talk = Talk(PythonInterpreter(timeout=1.0))
+    code = "import subprocess\nsubprocess.Popen(['sleep', '987'])\nwhile True: pass"
+    assert talk.say(blocks(code))[0][0].startswith("Code block 1 failed:\n[timed out after 1 s]")
+    assert not running("987")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.defect("D36")
+def test_code_runs_nowhere_without_a_sandbox_or_consent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no bubblewrap
+    code = blocks(f"open({str(tmp_path / 'escaped')!r}, 'w')")
+    for sandbox in (None, {"kind": "unsafe_local"}):
+        talk = Talk(PythonInterpreter(sandbox=sandbox))
+        with pytest.raises(ConfigError, match=r"bwrap|i_know_this_runs_model_code_on_this_machine"):
+            talk.say(code)
+        talk.env.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.defect("D36")
+def test_sessions_and_limits_hold_wherever_code_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    consent = {"kind": "unsafe_local", "i_know_this_runs_model_code_on_this_machine": True}
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    talk = Talk(PythonInterpreter(persistent=True, timeout=60.0, sandbox=consent))
+    first = "def f(n):\n    return 1 if n < 2 else n * f(n - 1)\nprint('---END---')\nprint(f(5))"
+    warns = "import warnings; warnings.warn('careful'); print(f(3))"
+    told = talk.say(blocks(first, warns, "print('a' * 100_000)"))[0]
+    assert told[0] == "Code block 1 executed successfully:\n---END---\n120"
+    assert told[1].startswith("Code block 2 executed successfully:\n6")
+    assert len(told[2]) < 10_000
+    talk.env.close()
+    talk = Talk(PythonInterpreter(timeout=1.0, sandbox=consent))
+    endless = "import subprocess\nsubprocess.Popen(['sleep', '986'])\nwhile True: pass"
+    assert talk.say(blocks(endless))[0][0].startswith("Code block 1 failed:\n[timed out after 1 s]")
+    talk.env.close()
+    assert not running("986")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_thoughts_are_not_run_and_a_row_that_is_over_gets_no_message():
+    talk = Talk(PythonInterpreter())
+    assert talk.say(f"<think>{blocks('1')}</think> done") == [[]]
+    env = ChatEnv()
+    env.append_transform(StepCounter(1))
+    env.append_transform(PythonInterpreter())
+    root = env.reset(TensorDict(query=["?"], batch_size=[1]))
+    root["text_response"] = [blocks("1")]
+    following = env.step(root)["next"]
+    assert [message["role"] for message in messages_of(following[0]["history"].prompt)] == ["user", "assistant"]
+
+
+def test_tools_need_a_conversation():
+    for mode in ("text",):
+        with pytest.raises(RuntimeError, match="history"):
+            ChatEnv(input_mode=mode).append_transform(PythonInterpreter())
+    with pytest.raises(ValueError, match="ray"):
+        PythonInterpreter(services="ray")
+    settings: Any
+    for settings in ({"service_name": "mine"}, {"namespace": "mine"}):
+        with pytest.raises(ValueError, match="mine"):
+            PythonInterpreter(**settings)
+
+
+@pytest.mark.defect("D38")
+def test_tools_of_a_server_are_described_called_by_any_name_and_read_as_text():
+    pytest.importorskip("mcp")
+    transform = MCPToolTransform({"my-server": {"command": sys.executable, "args": [SERVER, "stdio"]}}, timeout=60.0)
+    talk = Talk(transform, rows=2)
+    system, asked = talk.before[0]
+    assert system["role"] == "system" and asked["content"] == "?"
+    assert "my-server.add: Add two numbers." in system["content"] and '"integer"' in system["content"]
+    called = '<tool>my-server.add\n{"a": 2, "b": 3}</tool><tool>add\n{"a": 1, "b": 1}</tool>'
+    wrong = "<tool>my-server.fail\n{}</tool><tool>my-server.add\nnot json</tool><tool>my-server.no-tool\n{}</tool>"
+    right, failed = talk.say(called, wrong)
+    names = ["my-server.add", "my-server.add"]
+    assert right == [f"Tool {name} executed successfully:\n{sum}" for name, sum in zip(names, "52", strict=True)]
+    assert [text.partition(":")[0] for text in failed] == [
+        "Tool my-server.fail failed",
+        "Tool my-server.add failed",
+        "Tool my-server.no-tool failed",
+    ]
+    talk.env.close()
+
+
+@pytest.mark.defect("D38")
+def test_a_server_that_cannot_be_reached_is_told_at_once():
+    pytest.importorskip("mcp")
+    with pytest.raises(ValueError, match=r"servers\.s"):
+        MCPToolTransform({"s": {"command": sys.executable, "args": ["-c", "raise SystemExit(3)"]}})
+
+
+class Client:
+    """What the SDK's client of a server does, as far as it is used."""
+
+    def __init__(self) -> None:
+        self.tools = {"add-up": "Adds.", "hang": "Never answers."}
+        self.cancelled = 0
+
+    async def list_tools(self, cursor: Any) -> Any:
+        schema = {"type": "object", "properties": {"numbers": {"type": "array"}}}
+        listed = [SimpleNamespace(name=n, description=d, input_schema=schema) for n, d in self.tools.items()]
+        return SimpleNamespace(tools=listed, next_cursor=None)
+
+    async def call_tool(self, tool: str, arguments: dict[str, Any]) -> Any:
+        if tool == "hang":
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        text = str(sum(arguments["numbers"]))
+        return SimpleNamespace(content=[SimpleNamespace(type="text", text=text)], is_error=False)
+
+
+@pytest.mark.fault("F25")
+@pytest.mark.defect("D38")
+def test_tools_of_servers_are_shown_called_read_and_ended_without_the_sdk_too(monkeypatch: pytest.MonkeyPatch):
+    client = Client()
+
+    @asynccontextmanager
+    async def connected(server: Any) -> AsyncIterator[Client]:
+        if server.name == "away":
+            raise ConnectionError("nobody there")
+        yield client
+
+    monkeypatch.setattr(mcp, "connected", connected)
+    monkeypatch.setattr(mcp, "_library", lambda: None)
+    monkeypatch.setattr(mcp, "_pins", {})
+    with pytest.raises(ConfigError, match="nobody there"):
+        MCPToolTransform({"away": {"url": "http://127.0.0.1:1/mcp"}})
+    servers = {"my-server": {"url": "http://127.0.0.1:1/mcp", "tools": ["add-up"]}}
+    talk = Talk(MCPToolTransform(servers, timeout=60.0))
+    system = talk.before[0][0]["content"]
+    assert "my-server.add-up: Adds." in system and '"numbers"' in system and "hang" not in system
+    call = '<tool>{}\n{{"numbers": [2, 3]}}</tool>'
+    assert talk.say(call.format("add-up"))[0] == ["Tool my-server.add-up executed successfully:\n5"]
+    assert talk.say(call.format("my-server.hang"))[0][0].startswith("Tool my-server.hang failed:")  # not allowed
+    client.tools["another"] = "Was not there."
+    assert "has changed its tools" in talk.say(call.format("add-up"))[0][0]
+    talk.env.close()
+    talk = Talk(MCPToolTransform({"late": {"url": "http://127.0.0.1:1/mcp"}}, timeout=0.5))
+    assert "timed out" in talk.say(call.format("hang"))[0][0]
+    talk.env.close()
+    assert client.cancelled == 1
+
+
+@pytest.mark.defect("D37")
+def test_domains_are_compared_by_their_labels_and_ports():
+    guard = Guard(["example.com", "example.org:8080"])
+    for url in ("http://example.com/", "https://www.example.com/a", "http://example.org:8080/"):
+        guard.target(url)
+    for url in ("http://evilexample.com/", "http://example.com:8080/", "http://example.com@other.org/"):
+        with pytest.raises(Refused):
+            guard.target(url)
+
+
+@needs_chromium
+@pytest.mark.defect("D37")
+def test_every_row_has_a_browser_of_its_own_and_redirects_are_checked():
+    pytest.importorskip("playwright")
+    with web_server(lambda request: Response(b"<title>Inside</title>secret")) as inside:
+
+        def answer(request: Any) -> Response:
+            if request.path == "/away":
+                return Response(status=302, headers={"Location": f"{inside.url}/"})
+            return Response(f"<title>Page</title>at {request.path} <a href='{inside.url}/'>in</a>".encode())
+
+        with web_server(answer) as outside:
+            transform = BrowserTransform(["example.com"], timeout=60.0, allow_private=[outside.at])
+            talk = Talk(transform, rows=2)
+            goto = '<tool>browser\n{{"action": "navigate", "url": "{}"}}</tool>'
+            talk.say(*(goto.format(f"{outside.url}/{row}") for row in range(2)))
+            read = '<tool>browser\n{"action": "extract"}</tool>'
+            shown = talk.say(read, read)
+            assert ["at /0" in shown[0][0], "at /1" in shown[1][0]] == [True, True]
+            away = talk.say(
+                goto.format(f"{outside.url}/away"), '<tool>browser\n{"action": "click", "selector": "a"}</tool>'
+            )
+            assert away[0][0].startswith("Tool browser failed:") and "number" in away[1][0]
+            clicked = talk.say("nothing", '<tool>browser\n{"action": "click", "element": 1}</tool>')[1][0]
+            assert "secret" not in clicked
+            talk.env.close()
+        assert inside.requests == []
+
+
+@pytest.mark.defect("D39")
+def test_an_expression_of_towers_is_refused_without_being_calculated():
+    env = CountdownEnv({}, {"reward_spec": {"ground_truth": {"target": 1, "numbers": [9, 9, 9, 9]}}})
+    assert env.step("<answer>9**9**9**9</answer>").reward == 0.0

@@ -1,0 +1,145 @@
+"""Conversations as tensor classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tensordict import lazy_stack
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.tensordict.containers import ChatHistory, LLMData, Text
+from skyrl_train.tensordict.history import ContentBase, History, add_chat_template
+from skyrl_train.testing.tiny_models import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": " yes\n", "is_complete": False},
+    {"role": "tool", "content": "4", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]},
+]
+
+
+def test_conversations_come_back_as_they_went_in():
+    assert History.from_chats(CHAT).to_chats() == CHAT
+    ragged = History.from_chats([CHAT, CHAT[:1]])
+    assert ragged.ndim == 2
+    assert ragged.to_chats() == [CHAT, CHAT[:1]]
+
+
+def test_append_and_extend_add_turns():
+    one, turn = History.from_chats(CHAT[:2]), History.from_chats(CHAT[:1])
+    assert one.append(turn[0], inplace=False).to_chats() == [*CHAT[:2], CHAT[0]]
+    assert len(one.to_chats()) == 2
+    one.append(turn[0])
+    assert one.extend(turn).to_chats() == [*CHAT[:2], CHAT[0], CHAT[0]]
+    many = History.from_chats([CHAT[:1], CHAT[:2]])
+    assert many.append(lazy_stack([turn[0], turn[0]])).to_chats() == [[CHAT[0]] * 2, [*CHAT[:2], CHAT[0]]]
+    with pytest.raises(RuntimeError, match="dimensions"):
+        one.append(turn)
+    with pytest.raises(RuntimeError, match="dimensions"):
+        one.extend(many)
+
+
+@pytest.mark.defect("D16")
+def test_the_mask_covers_what_the_assistant_wrote_and_the_end_of_its_turn():
+    talk = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "yes"}]
+    rendered = History.from_chats(talk).apply_chat_template(
+        tokenizer=TOKENIZER, add_generation_prompt=False, return_assistant_tokens_mask=True
+    )
+    learnt = [i for i, one in zip(rendered["input_ids"], rendered["assistant_masks"], strict=True) if one]
+    assert TOKENIZER.decode(learnt) == "yes<|im_end|>"
+    assert rendered["input_ids"].count(TOKENIZER.eos_token_id) == 2  # the spelt one is text
+
+
+def test_templates_give_text_ids_and_padded_tensors():
+    history = History.from_chats([CHAT[:1], [{"role": "user", "content": "hello"}]])
+    texts = history.apply_chat_template(tokenizer=TOKENIZER)
+    assert texts[0] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    out = history.apply_chat_template(tokenizer=TOKENIZER, return_tensors="pt", padding=True, return_dict=True)
+    assert [TOKENIZER.decode(row[mask.bool()]) for row, mask in zip(*map(out.get, out), strict=True)] == texts
+    assert out["attention_mask"][0].tolist()[:3] == [0, 0, 0]
+
+
+@pytest.mark.defect("D17")
+def test_a_template_is_the_given_the_named_or_the_tokenizers_own_never_guessed_from_a_path():
+    plain = byte_tokenizer()
+    plain.chat_template = "{% for m in messages %}{{ m['content'] }}!{% endfor %}"
+    plain.name_or_path = "/models/llama/qwen"
+    history = History.from_chats(CHAT[:1])
+    assert history.apply_chat_template(tokenizer=plain) == "hi!"
+    assert history.apply_chat_template(tokenizer=plain, chat_template_name="chatml").startswith("<|im_start|>")
+    plain.chat_template = None
+    with pytest.raises(ConfigError, match="chat_template_name"):
+        history.apply_chat_template(tokenizer=plain)
+
+
+def test_templates_can_be_added_once():
+    add_chat_template("shouting", "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", lambda text: [])
+    assert History.from_chats(CHAT[:1]).apply_chat_template(tokenizer=TOKENIZER, chat_template_name="shouting") == "HI"
+    with pytest.raises(ConfigError, match="shouting"):
+        add_chat_template("shouting", "other")
+    with pytest.raises(RuntimeError, match="no turn"):
+        History.from_text("x", chat_template_name="shouting")
+
+
+@pytest.mark.defect("D16")
+def test_a_rendered_text_is_read_with_its_blanks_and_its_open_turn():
+    text = "<|im_start|>user\n hi <|im_end|>\n<|im_start|>assistant\nye"
+    chat = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "ye", "is_complete": False}]
+    assert History.from_text(text).to_chats() == chat
+    assert History.from_text([text, text]).to_chats() == [chat, chat]
+    with pytest.raises(ConfigError, match="parser"):
+        History.from_text(text, chat_template_name="falcon")
+
+
+@pytest.mark.defect("D16")
+def test_calls_of_tools_go_round_as_they_were_written():
+    called = '<tool_call>\n{"name": "now"}\n</tool_call>'
+    history = History.from_chats([{"role": "assistant", "content": called}])
+    text = history.apply_chat_template(tokenizer=TOKENIZER, chat_template_name="qwen", add_generation_prompt=False)
+    assert History.from_text(text, chat_template_name="qwen").to_chats() == history.to_chats()
+    unargued = {"role": "assistant", "content": "", "tool_calls": [{"name": "now"}]}
+    assert History.from_chats([unargued]).apply_chat_template(tokenizer=TOKENIZER).startswith("<|im_start|>assistant")
+
+
+def test_containers_hold_their_fields():
+    with pytest.warns(UserWarning, match="turns"):
+        chat: Any = ChatHistory(prompt=History.from_chats(CHAT[:2]), batch_size=(2,))
+    assert chat.prompt.ndim == 2
+    assert Text(prompt=["a", "b"], batch_size=(2,))[1].prompt == "b"
+    assert LLMData(text="a").text == "a"
+    assert ContentBase(type="text", text="a").text == "a"
+
+
+def test_the_mask_stands_at_the_answers_tokens_where_text_would_be_cut_elsewhere():
+    """With a token for two line breaks, a header and an answer that begins with one are other tokens as one text."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["\n\n"])
+    history = History.from_chats([{"role": "user", "content": "a"}, {"role": "assistant", "content": "\nbcd"}])
+    lengths = []
+    for opens in (False, True):
+        found = history.apply_chat_template(
+            tokenizer=tokenizer, add_generation_prompt=opens, return_assistant_tokens_mask=True
+        )
+        pairs = zip(found["input_ids"], found["assistant_masks"], strict=True)
+        assert tokenizer.decode([i for i, mine in pairs if mine]) == "\nbcd<|im_end|>"
+        lengths.append(len(found["input_ids"]))
+    assert tokenizer.decode(found["input_ids"][lengths[0] :]) == "<|im_start|>assistant\n"
+
+
+def test_parts_of_a_message_are_its_text_or_what_templates_call_parts():
+    text, image = ContentBase(type="text", text="hello"), ContentBase(type="image", url="a.png")
+    for content, wanted in ((text, "hello"), ([text, text], "hellohello")):
+        history = History.from_chats([{"role": "user", "content": content}])
+        assert history.to_chats() == [{"role": "user", "content": wanted}]
+        assert f"user\n{wanted}<|im_end|>" in history.apply_chat_template(tokenizer=TOKENIZER)
+    history = History.from_chats([{"role": "user", "content": [text, image]}])
+    parts = [{"type": "text", "text": "hello"}, {"type": "image", "url": "a.png"}]
+    assert history.to_chats() == [{"role": "user", "content": parts}]
+
+
+def test_turns_of_another_device_are_appended():
+    one, turn = History.from_chats(CHAT[:2]), History.from_chats(CHAT[:1])
+    assert one.to("cpu").append(turn[0], inplace=False).to_chats() == [*CHAT[:2], CHAT[0]]
+    assert one.append(turn.to("cpu")[0], inplace=False).to_chats() == [*CHAT[:2], CHAT[0]]

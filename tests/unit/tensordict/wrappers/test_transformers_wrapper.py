@@ -1,0 +1,236 @@
+"""The wrapper over the engine in this process: log-probs are the model's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.tensordict.containers import ChatHistory, Tokens
+from skyrl_train.tensordict.history import History
+from skyrl_train.tensordict.losses.scoring import score, token_mask
+from skyrl_train.tensordict.ragged import TokenLayout
+from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
+from skyrl_train.tensordict.wrappers.distributions import LLMMaskedCategorical, LogProbDistribution
+from skyrl_train.tensordict.wrappers.torchrl import ForTorchRL
+from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
+
+TOKENIZER = byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def wrapper(model: Any) -> Iterator[TransformersWrapper]:
+    kwargs = {"max_new_tokens": 6, "seed": 1, "ignore_eos": True}
+    made = TransformersWrapper(copy.deepcopy(model), tokenizer=TOKENIZER, generate_kwargs=kwargs, inplace=False)
+    yield made
+    made.close()
+
+
+def chats() -> TensorDict:
+    chat = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+    history = History.from_chats([chat, chat[1:]])
+    return TensorDict(history=ChatHistory(prompt=history, batch_size=(2,)), batch_size=(2,))
+
+
+def one_by_one(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return logs.gather(-1, torch.tensor(ids[1:]).unsqueeze(-1)).squeeze(-1)
+
+
+@pytest.mark.defect("D01")
+@pytest.mark.defect("D18")
+def test_generated_log_probs_are_the_models_the_first_included(wrapper: Any, model: Any):
+    out = wrapper(chats())
+    for row in out.unbind(0):
+        expected = one_by_one(model, row["tokens"].full.tolist())[len(row["tokens"].prompt) - 1 :]
+        torch.testing.assert_close(row["log_probs"].response, expected, atol=1e-4, rtol=0)
+        assert row["log_probs"].response[0] < 0
+
+
+@pytest.mark.defect("D19")
+def test_scores_of_engine_and_module_agree_with_a_forward_of_each_alone(wrapper: Any, model: Any):
+    rows = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
+    td = lazy_stack([TensorDict(tokens=torch.tensor(row)) for row in rows])
+    engine = wrapper.get_new_version(generate=False, input_mode="tokens", generate_kwargs=None)
+    module = TransformersWrapper(model, tokenizer=TOKENIZER, generate=False, input_mode="tokens", inplace=False)
+    for scorer in (engine, module):
+        found = scorer(td).get(("log_probs", "full"), as_list=True)
+        for row, logs in zip(rows, found, strict=True):
+            assert logs[0] == 0
+            torch.testing.assert_close(logs[1:], one_by_one(model, row), atol=1e-4, rtol=0)
+    padded = module.log_prob(td)
+    assert padded.requires_grad
+    torch.testing.assert_close(padded[1].detach()[-1:], one_by_one(model, rows[1]), atol=1e-4, rtol=0)
+    assert padded[1].tolist()[:3] == [0, 0, 0]
+
+
+@pytest.mark.defect("D19")
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_texts_of_different_lengths_are_scored_as_alone_whatever_the_attention(attention: str):
+    own = tiny_model()
+    own.set_attn_implementation(attention)
+    scorer = TransformersWrapper(own, tokenizer=TOKENIZER, generate=False, input_mode="text", inplace=False)
+    out = scorer(TensorDict(text=["what follows", "hi", "a bit longer than that"], batch_size=(3,)))
+    distributions = scorer.get_dist(TensorDict(text=["what follows", "hi"], batch_size=(2,)))
+    for row in out.unbind(0):
+        ids = row["tokens"].full.tolist()
+        assert row["log_probs"].full[0] == 0
+        torch.testing.assert_close(row["log_probs"].full[1:], one_by_one(own, ids), atol=1e-5, rtol=0)
+    short = out[1]["tokens"].full  # in a padded batch
+    torch.testing.assert_close(
+        distributions.logits[1, -1:].log_softmax(-1).gather(-1, short[-1:, None]).squeeze(-1),
+        one_by_one(own, short.tolist())[-1:],
+        atol=1e-5,
+        rtol=0,
+    )
+
+
+@pytest.mark.defect("D19")
+def test_log_probs_of_a_module_in_bfloat16_are_those_of_its_logits_in_float32():
+    own = tiny_model().bfloat16()
+    scorer = TransformersWrapper(own, tokenizer=TOKENIZER, generate=False, input_mode="tokens", inplace=False)
+    rows = torch.tensor([[5, 6, 7, 8, 9]])
+    with torch.no_grad():
+        logs = own(rows).logits[0, :-1].float().log_softmax(-1)
+    expected = logs.gather(-1, rows[0, 1:, None]).squeeze(-1)
+    td = TensorDict(tokens=rows, batch_size=(1,))
+    distribution = scorer.get_dist(td)
+    for found in (distribution.log_prob(rows)[0, 1:], scorer(td)["log_probs"][0].full[1:]):
+        torch.testing.assert_close(found.detach(), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(distribution.entropy()[0, 1:].detach(), -(logs.exp() * logs).sum(-1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.gpu
+def test_a_batch_on_the_cpu_is_scored_by_a_module_on_the_accelerator():
+    own: Any = tiny_model()
+    own.to("cuda")
+    scorer = TransformersWrapper(own, tokenizer=TOKENIZER, generate=False, input_mode="tokens", inplace=False)
+    td = lazy_stack([TensorDict(tokens=Tokens(full=torch.tensor(row))) for row in ([5, 6, 7], [8, 9])])
+    td = scorer(td)
+    distribution = ForTorchRL(scorer).get_dist(td)
+    assert distribution.positions.is_cuda
+    assert distribution.log_prob(torch.zeros(2, 3, dtype=torch.int64)).is_cuda
+    for actor in (scorer, lambda given: scorer(given)):
+        entropy = actor is scorer
+        found = score(actor, td, ("tokens", "full"), "generic", entropy=entropy)
+        assert not found.logprobs.is_cuda
+        assert not found.mask.is_cuda
+        torch.testing.assert_close(
+            found.logprobs.detach(), torch.cat(td.get(("log_probs", "full"), as_list=True)), atol=1e-4, rtol=0
+        )
+
+
+@pytest.mark.defect("D15")
+@pytest.mark.defect("D25")
+def test_distributions_count_what_the_losses_count(model: Any):
+    """Two turns of the assistant, the first in the prompt: the masks differ, and mean the same in both places."""
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "more"},
+        {"role": "assistant", "content": "no"},
+    ]
+    scorer = TransformersWrapper(model, tokenizer=TOKENIZER, generate=False, inplace=False)
+    scored = scorer(TensorDict(history=History.from_chats([chat, chat[:2]]), batch_size=(2,)))
+    lengths = [len(ids) for ids in scored.get(("tokens", "full"), as_list=True)]
+    prompts = [lengths[1] + 10, 5]
+    rows = [
+        TensorDict(
+            tokens=Tokens(full=row["tokens"].full, prompt=row["tokens"].full[:length]),
+            masks=row["masks"].to_tensordict(),
+        )
+        for row, length in zip(scored.unbind(0), prompts, strict=True)
+    ]
+    td = lazy_stack(rows)
+    policy = scorer.get_new_version(input_mode="tokens")
+    layout = TokenLayout.of([row["tokens"].full for row in rows], None)
+    counted = {}
+    for strategy in ("sft", "rlhf", "generic"):
+        wanted = token_mask(td, [row["tokens"].full for row in rows], layout, strategy)
+        positions = policy.get_dist(td, strategy).positions
+        assert torch.equal(positions, layout.unflat(wanted.int()).bool()), strategy
+        assert torch.equal(getattr(policy, f"_get_{strategy}_dist")(td).positions, positions)
+        counted[strategy] = positions.sum(1).tolist()
+    assert counted["rlhf"] == [4 + 3, 4]  # yes, no, and the ends of their turns
+    assert counted["sft"] == [length - prompt for length, prompt in zip(lengths, prompts, strict=True)]
+    assert counted["generic"] == [length - 1 for length in lengths]
+
+
+def test_a_distribution_of_a_mask_of_ones_own_and_of_rows_read_alone(model: Any):
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    td = TensorDict(history=History.from_chats([chat, [*chat, *chat]]), batch_size=(2,))
+    scorer = TransformersWrapper(model, tokenizer=TOKENIZER, generate=False)
+    sft = scorer.get_dist(td, "sft")
+    assert sft.positions.sum(1).tolist() == [4, 8]  # no prompt is told: the assistant's
+    custom = torch.zeros_like(sft.positions)
+    assert scorer.get_dist(td, custom).entropy().sum() == 0
+    assert sft.entropy()[~sft.positions].sum() == 0
+    drawable = torch.ones_like(sft.logits, dtype=torch.bool)
+    drawable[..., 100:] = False  # tokens that cannot be drawn, everywhere
+    assert int(scorer.get_dist(td, drawable).sample().max()) < 100
+    alone = scorer.get_new_version(pad_model_input=False).get_dist(td, "sft")
+    torch.testing.assert_close(alone.logits[sft.positions], sft.logits[sft.positions], atol=1e-4, rtol=0)
+    with pytest.raises(ConfigError, match="mask"):
+        scorer.get_dist(td, "some")
+    scored = scorer(td)
+    assert [key in scored.keys(include_nested=True) for key in scorer.log_prob_keys] == [False, True]
+    torch.testing.assert_close(scorer.log_prob(td)[1].detach(), scored[1]["log_probs"].full, atol=1e-4, rtol=0)
+
+
+@pytest.mark.defect("D28")
+def test_one_row_without_the_assistant_is_refused(model: Any):
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    td = TensorDict(history=History.from_chats([talk, talk[:1]]), batch_size=(2,))
+    with pytest.raises(ConfigError, match="row 1"):
+        TransformersWrapper(model, tokenizer=TOKENIZER, generate=False).get_dist(td, "sft")
+
+
+def test_there_is_no_distribution_without_logits(wrapper: Any):
+    with pytest.raises(NotImplementedError, match="generate"):
+        wrapper.get_dist(chats())
+    with pytest.raises(NotImplementedError, match="logits"):
+        wrapper.get_new_version(generate=False, input_mode="tokens").get_dist(TensorDict(tokens=torch.tensor([1, 2])))
+
+
+def test_a_seed_repeats_and_a_version_shares_the_engine(wrapper: Any):
+    again = wrapper.get_new_version(pad_output=True)
+    assert again.engine is wrapper.engine
+    first, second = wrapper(chats()), again(chats())
+    responses = [row.tolist() for row in first.get(("tokens", "response"), as_list=True)]
+    assert responses == second["tokens"].response.tolist()
+
+
+def test_a_masked_categorical_of_tokens_and_of_positions():
+    logits = torch.tensor([[[0.0, 0.0, 9.0], [0.0, 0.0, 0.0]]])
+    tokens = LLMMaskedCategorical(logits, torch.tensor([[[True, True, False], [False, False, False]]]))
+    torch.testing.assert_close(tokens.log_prob(torch.tensor([[0, 0]])), torch.tensor([[0.5, 1.0]]).log())
+    torch.testing.assert_close(tokens.entropy(), torch.tensor([[2.0, 1.0]]).log())
+    learnt = logits.clone().requires_grad_()
+    drawable = torch.tensor([[[True, True, False], [False, False, False]]])
+    LLMMaskedCategorical(learnt + torch.tensor([1.0, 0.0, 0.0]), drawable).entropy().sum().backward()
+    assert learnt.grad is not None
+    assert learnt.grad.isfinite().all()
+    assert learnt.grad[0, 0, 0] < 0 < learnt.grad[0, 0, 1]
+    positions = LLMMaskedCategorical(logits, torch.tensor([[False, True]]))
+    assert positions.sample().tolist()[0][0] == -100
+    assert positions.log_prob(torch.tensor([[0, -100]])).tolist() == [[0.0, 0.0]]
+    with pytest.raises(ValueError, match="mask"):
+        LLMMaskedCategorical(logits, torch.ones(3, dtype=torch.bool))
+
+
+def test_stored_log_probs_answer_for_their_own_tokens_only():
+    stored = LogProbDistribution(torch.tensor([[-1.0, -2.0]]), torch.tensor([[True, False]]), torch.tensor([[4, 5]]))
+    assert stored.log_prob(torch.tensor([[4, 9]])).tolist() == [[-1.0, 0.0]]
+    with pytest.raises(ValueError, match="tokens"):
+        stored.log_prob(torch.tensor([[3, 5]]))

@@ -1,0 +1,136 @@
+"""Our wrappers in TorchRL's own environment, collector and loss (the extra `torchrl`)."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import multiprocessing
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+
+from skyrl_train.tensordict.containers import Tokens
+from skyrl_train.tensordict.losses.grpo import GRPOLoss
+from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
+from skyrl_train.tensordict.wrappers.torchrl import ForTorchRL
+from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchrl") is None, reason="needs the extra torchrl")
+TOKENIZER = byte_tokenizer()
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without TorchRL's warnings of its own deprecations."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture(scope="module")
+def theirs() -> SimpleNamespace:
+    """What is used of torchrl. Importing it chooses how processes start."""
+    method = multiprocessing.get_start_method(allow_none=True)
+    with quietly():
+        import torchrl.collectors.llm
+        import torchrl.envs.llm
+        import torchrl.objectives.llm
+    multiprocessing.set_start_method(method, force=True)
+    return SimpleNamespace(
+        LLMCollector=torchrl.collectors.llm.LLMCollector,
+        History=torchrl.data.llm.History,
+        ChatHistory=torchrl.modules.llm.ChatHistory,
+        StepCounter=torchrl.envs.StepCounter,
+        DatasetChatEnv=torchrl.envs.llm.DatasetChatEnv,
+        GRPOLoss=torchrl.objectives.llm.GRPOLoss,
+    )
+
+
+def collected(theirs: SimpleNamespace, policy: Any, mode: str, turns: int) -> TensorDictBase:
+    """[2, turns / 2] from TorchRL's collector over its ChatEnv, two turns an episode."""
+    # Its tokens mode reads ids of all rows at once, so they must be as many.
+    questions = [{"query": ["10 + 1?" if mode == "tokens" else "1 + 1?", "20 + 1?"]}]
+    settings = {"batch_size": (2,), "tokenizer": TOKENIZER, "input_mode": mode, "system_prompt": "Be brief."}
+    with quietly():
+        env = theirs.DatasetChatEnv.from_dataloader(questions, **settings)
+        env = env.append_transform(theirs.StepCounter(max_steps=2))
+        collector = theirs.LLMCollector(env, policy=policy, dialog_turns_per_batch=turns, total_dialog_turns=turns)
+        try:
+            (played,) = list(collector)
+        finally:
+            collector.shutdown()
+    return played  # type: ignore[no-any-return]
+
+
+def texts(history: Any) -> list[tuple[str, str]]:
+    return [(turn.role, turn.content) for turn in history.unbind(0)]
+
+
+def test_a_wrapper_talks_in_their_environment_under_their_collector(theirs: SimpleNamespace, wrap: Any):
+    policy = ForTorchRL(wrap(lambda request: [*TOKENIZER(str(len(request.token_ids)))["input_ids"], END]))
+    played = collected(theirs, policy, "history", 4)
+    assert played.batch_size == (2, 2)
+    for question, row in zip(("1 + 1?", "20 + 1?"), played.unbind(0), strict=True):
+        first, second = row.unbind(0)
+        assert isinstance(first.get("history"), theirs.ChatHistory)
+        assert isinstance(first["history"].full, theirs.History)
+        opening = [("system", "Be brief."), ("user", question)]
+        said = str(len(first["tokens"].prompt))
+        assert texts(first["history"].prompt) == opening
+        assert texts(first["history"].full) == [*opening, ("assistant", said)]
+        assert texts(second["history"].prompt) == texts(first["next", "history"].prompt) == texts(first["history"].full)
+        assert texts(second["history"].full)[-1] == ("assistant", str(len(second["tokens"].prompt)))
+        assert [bool(step["next", "done"].any()) for step in (first, second)] == [False, True]
+
+
+@pytest.mark.parametrize("mode", ["text", "tokens"])
+def test_texts_and_tokens_need_no_translation(theirs: SimpleNamespace, wrap: Any, mode: str):
+    played = collected(theirs, wrap("yes", input_mode=mode), mode, 4)
+    for row in played.unbind(0):
+        first, second = row.unbind(0)
+        prompt, full = second["tokens"].prompt.tolist(), first["tokens"].full.tolist()
+        assert prompt == full
+        assert str(TOKENIZER.decode(full)).endswith("assistant\nyes<|im_end|>")
+
+
+END = TOKENIZER.eos_token_id
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("strategy", ["sft", "rlhf"])
+def test_their_loss_takes_our_batches_and_says_what_ours_says(theirs: SimpleNamespace, strategy: str, padded: bool):
+    model = tiny_model()
+    kwargs = {"max_new_tokens": 6, "seed": 1}
+    policy = TransformersWrapper(
+        copy.deepcopy(model), tokenizer=TOKENIZER, input_mode="tokens", generate_kwargs=kwargs, pad_output=padded
+    )
+    prompts = [Tokens(prompt=torch.tensor(ids)) for ids in ([5, 6, 7], [8], [9, 10])]
+    rows = lazy_stack([TensorDict(tokens=prompt) for prompt in prompts])
+    batch = policy(rows)
+    policy.close()
+    batch["advantage"] = torch.tensor([1.0, -0.5, 0.25]).reshape(3, 1, 1)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))  # so that ratios are not 1
+    actor = TransformersWrapper(model, tokenizer=TOKENIZER, input_mode="tokens", generate=False)
+    settings: dict[str, Any] = {"clip_epsilon": (0.2, 0.28), "masking_strategy": strategy, "entropy_coeff": 0.05}
+    ours = GRPOLoss(actor, **settings)(batch)
+    with quietly():
+        other = theirs.GRPOLoss(ForTorchRL(actor), **settings)(batch)
+    assert float(ours.clip_fraction) > 0
+    for name in ("loss_objective", "loss_entropy", "ESS"):
+        torch.testing.assert_close(getattr(other, name).squeeze().double(), getattr(ours, name), rtol=1e-5, atol=1e-7)
+    parameters = list(model.parameters())
+    for mine, their in zip(
+        torch.autograd.grad(ours.loss, parameters),
+        torch.autograd.grad(other.loss_objective.sum() + other.loss_entropy.sum(), parameters),
+        strict=True,
+    ):
+        torch.testing.assert_close(their, mine, rtol=1e-4, atol=1e-6)
