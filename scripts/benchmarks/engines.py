@@ -12,8 +12,8 @@ machine they tell more than the time does.
 - bare: `vllm.LLM.generate` and `sglang.Engine.generate`, started with the arguments that our engines start them with;
   their own samplers, no seeds, no text. Of the transformers engine the object itself. One call with all prompts, in a
   process of its own.
-- client: an EngineClient over an engine in a Ray actor, as skyrl_train.build makes them: a seed for every request, both
-  log-probs, weight versions. Calls of 8 requests, as the samples of a prompt make them.
+- client: an EngineClient over an engine in a Ray actor, as skyrl_train.assembly makes them: a seed for every
+  request, both log-probs, weight versions. Calls of 8 requests, as the samples of a prompt make them.
 - remote: an EngineClient over a RemoteEngine in a process of its own, the same calls. The HTTP endpoint is in the
   process that started the actor, as in skyrl_train.entrypoints.serve, and leads to the same actor.
 
@@ -44,9 +44,9 @@ from typing import Any
 import psutil
 import torch
 
-from skyrl_train.build.engines import build_client, build_engines
-from skyrl_train.build.layout import place
-from skyrl_train.build.learner import threads_per_process
+from skyrl_train.assembly.engines import build_client, build_engines
+from skyrl_train.assembly.layout import place
+from skyrl_train.assembly.learner import threads_per_process
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.hydra import load
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams

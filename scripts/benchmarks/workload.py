@@ -18,12 +18,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from skyrl_train.algorithms.losses import clipped_surrogate
+from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.objectives.policy import PolicyObjective
+from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
+from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.testing.learner_specs import tiny_spec
-from skyrl_train.workers.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
-from skyrl_train.workers.learner_worker import LearnerWorker
 
 LEARNING_RATE = 1e-5
 MESSAGES = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

@@ -16,7 +16,7 @@ from skyrl_train.config.prepare import PreparedConfig, launch
 from skyrl_train.config.presence import Uses
 
 if TYPE_CHECKING:
-    from skyrl_train.build.memory_plan import SlotPlan
+    from skyrl_train.assembly.memory_plan import SlotPlan
 
 PLAN = "--plan"
 ELSEWHERE = "--elsewhere"
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def check(prepared: PreparedConfig) -> None:
         if prepared.config.trainer.plugins and (here or PLAN in argv):
-            from skyrl_train.build.names import check_plugins
+            from skyrl_train.assembly.names import check_plugins
 
             check_plugins(prepared.config)
         tell(prepared)
@@ -44,8 +44,8 @@ def report(prepared: PreparedConfig) -> None:
 
 def report_with_plan(prepared: PreparedConfig) -> None:
     """torch is only imported here: a check without a plan is done before it would be loaded."""
-    from skyrl_train.build.capacity import capacity_of
-    from skyrl_train.build.memory_plan import memory_plan
+    from skyrl_train.assembly.capacity import capacity_of
+    from skyrl_train.assembly.memory_plan import memory_plan
 
     config = prepared.config
     capacity = capacity_of(config.device)
@@ -57,7 +57,7 @@ def report_with_plan(prepared: PreparedConfig) -> None:
 
 def plan_lines(plans: Sequence[SlotPlan], device: str, capacity: int | None, host: int | None) -> Iterator[str]:
     """A table for every kind of slot, and whether it fits. `capacity`: bytes of the device; `host`: of this machine."""
-    from skyrl_train.build.memory_plan import PHASES
+    from skyrl_train.assembly.memory_plan import PHASES
 
     unit, size = ("GiB", 2**30) if max(plan.peak()[0] for plan in plans) >= 2**30 else ("MiB", 2**20)
     for plan in plans:

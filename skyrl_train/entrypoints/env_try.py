@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.build.environments import build_environments, environment_settings
+from skyrl_train.assembly.environments import build_environments, environment_settings
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.schema import Config
 from skyrl_train.data.dataset import load_prompts
@@ -140,7 +140,7 @@ async def _play_all(
 ) -> int:
     tokenizer = None
     if model is not None:
-        from skyrl_train.build.data import build_tokenizer  # torch
+        from skyrl_train.assembly.data import build_tokenizer  # torch
 
         tokenizer = build_tokenizer(cfg)
     failed = 0

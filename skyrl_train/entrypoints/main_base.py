@@ -17,9 +17,9 @@ from skyrl_train.config.schema import Config
 from skyrl_train.errors import SkyRLError
 
 if TYPE_CHECKING:
-    from skyrl_train.build.run import RunningServices
+    from skyrl_train.assembly.run import RunningServices
     from skyrl_train.data.dataset import PromptDataset
-    from skyrl_train.generators.conversation import ConversationGenerator
+    from skyrl_train.rollouts.conversation import ConversationGenerator
     from skyrl_train.trainer.trainer import Trainer
 
 
@@ -33,14 +33,14 @@ class BasePPOExp:
     """What of a configuration it uses."""
 
     def __init__(self, cfg: Config):
-        from skyrl_train.build.names import check_plugins
+        from skyrl_train.assembly.names import check_plugins
 
         check_plugins(cfg)
         from skyrl_train.cluster.runtime import Cluster, importing  # takes a second
 
         self.cfg = cfg
         self.cluster = Cluster(cfg.trainer.plugins)
-        with importing("skyrl_train.build.run"):  # seconds of work, while Ray has seconds of waiting
+        with importing("skyrl_train.assembly.run"):  # seconds of work, while Ray has seconds of waiting
             self.cluster.connect()
         self.tokenizer = self.get_tokenizer()
         self.train_dataset = self.get_train_dataset()
@@ -49,19 +49,19 @@ class BasePPOExp:
 
     def get_tokenizer(self) -> Any:
         """The tokenizer of prompts and completions."""
-        from skyrl_train.build.data import build_tokenizer
+        from skyrl_train.assembly.data import build_tokenizer
 
         return build_tokenizer(self.cfg)
 
     def get_train_dataset(self) -> PromptDataset:
         """The prompts to train on."""
-        from skyrl_train.build.data import build_prompts
+        from skyrl_train.assembly.data import build_prompts
 
         return build_prompts(self.cfg, self.tokenizer, self.cfg.data.train_data, "data.train_data")
 
     def get_eval_dataset(self) -> PromptDataset | None:
         """The prompts to evaluate on; None without data.val_data or when nothing asks for an evaluation."""
-        from skyrl_train.build.data import build_prompts
+        from skyrl_train.assembly.data import build_prompts
 
         trainer = self.cfg.trainer
         if not self.cfg.data.val_data or not (trainer.eval_before_train or trainer.eval_interval > 0):
@@ -70,31 +70,31 @@ class BasePPOExp:
 
     def check_environments(self) -> None:
         """Refuse, before anything is started, environments that cannot do their work here."""
-        from skyrl_train.build.environments import check_environments
+        from skyrl_train.assembly.environments import check_environments
 
         check_environments(self.cfg, self.train_dataset, self.eval_dataset)
 
     def get_tracker(self, directory: Any) -> Any:
         """Where numbers and completions go, besides the JSONL files in `directory`."""
-        from skyrl_train.build.services import build_trackers
+        from skyrl_train.assembly.services import build_trackers
 
         return build_trackers(self.cfg, directory)
 
     def get_inference_client(self, engines: Sequence[Any]) -> Any:
         """The client in front of the engines."""
-        from skyrl_train.build.engines import build_client
+        from skyrl_train.assembly.engines import build_client
 
         return build_client(engines, self.cfg.generator, self.cfg.trainer.timeouts)
 
     def get_generator(self, client: Any, environments: Any, *, evaluation: bool) -> ConversationGenerator:
         """What turns a prompt into a group of trajectories: an object with `async rollout(prompt, position)`."""
-        from skyrl_train.build.run import build_generator
+        from skyrl_train.assembly.run import build_generator
 
         return build_generator(self.cfg, self.tokenizer, client, environments, evaluation=evaluation)
 
     def get_trainer(self, running: RunningServices) -> Trainer:
         """The loop over everything that is running."""
-        from skyrl_train.build.run import build_trainer
+        from skyrl_train.assembly.run import build_trainer
 
         return build_trainer(
             self.cfg,
@@ -111,8 +111,8 @@ class BasePPOExp:
         asyncio.run(self._run())
 
     async def _run(self) -> None:
-        from skyrl_train.build.run import services
-        from skyrl_train.build.serving import check_endpoint, endpoint_of_run
+        from skyrl_train.assembly.run import services
+        from skyrl_train.assembly.serving import check_endpoint, endpoint_of_run
 
         check_endpoint(self.cfg)
         async with (

@@ -20,7 +20,7 @@ class EvaluationExp(BasePPOExp):
         """There is nothing to train on."""
 
     async def _run(self) -> None:
-        from skyrl_train.build.run import build_evaluator, services
+        from skyrl_train.assembly.run import build_evaluator, services
         from skyrl_train.errors import ConfigError
 
         if self.eval_dataset is None:

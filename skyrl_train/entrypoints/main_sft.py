@@ -28,9 +28,9 @@ class SFTExp(BasePPOExp):
         print(f"exported to {folder}")
 
     async def _train(self) -> Path:
-        from skyrl_train.build.algorithm import sft_learning
-        from skyrl_train.build.data import build_demonstrations
-        from skyrl_train.build.services import (
+        from skyrl_train.assembly.algorithm import sft_learning
+        from skyrl_train.assembly.data import build_demonstrations
+        from skyrl_train.assembly.services import (
             build_batch_dump,
             build_state,
             fingerprints_of,

@@ -27,7 +27,7 @@ class ServingExp(BasePPOExp):
         """There is nothing to evaluate on."""
 
     async def _run(self) -> None:
-        from skyrl_train.build.serving import serving, until_none_lives
+        from skyrl_train.assembly.serving import serving, until_none_lives
 
         async with serving(self.cfg, self.cluster, self.tokenizer, self.get_inference_client) as client:
             watch = asyncio.ensure_future(until_none_lives(client))

@@ -9,13 +9,13 @@ import torch
 
 from skyrl_train.algorithms.kl import k3
 from skyrl_train.algorithms.losses import clipped_surrogate
+from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.reductions import token_mean, weigh
 from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.objectives.policy import PolicyObjective
+from skyrl_train.learner.worker import LearnerSpec
 from skyrl_train.testing.padded_reference import ragged_batch
-from skyrl_train.workers.learner_worker import LearnerSpec
 
 FULL_OBJECTIVE = PolicyObjective(partial(clipped_surrogate, eps_low=0.2, eps_high=0.2), k3, 0.1, 0.01)
 """All terms on: policy loss, KL and entropy."""

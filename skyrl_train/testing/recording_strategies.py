@@ -10,11 +10,11 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from skyrl_train.learner.worker import LearnerSpec, LearnerWorker
 from skyrl_train.models.ragged_model import RaggedModel
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.single import SingleStrategy
 from skyrl_train.testing.tiny_adapters import fill_adapters
-from skyrl_train.workers.learner_worker import LearnerSpec, LearnerWorker
 
 
 class _Recording:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Protocol
 
-from skyrl_train.workers.learner import Learner
+from skyrl_train.learner.learner import Learner
 
 
 class Residency(Protocol):

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import CheckpointError
+from skyrl_train.learner.learner import Learner
 from skyrl_train.trainer.checkpoints import Checkpoints
-from skyrl_train.workers.learner import Learner
 
 
 class RunState:

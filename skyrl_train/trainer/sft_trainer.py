@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from skyrl_train.data.sft import Demonstration, demonstration_batch
+from skyrl_train.learner.learner import Learner
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.trainer.batch_dump import BatchDump
 from skyrl_train.trainer.run_state import RunState
 from skyrl_train.trainer.schedule import StepSchedule
 from skyrl_train.trainer.trainer import Intervals
-from skyrl_train.workers.learner import Learner
 
 
 class SFTTrainer:

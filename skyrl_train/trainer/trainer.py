@@ -6,19 +6,19 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from skyrl_train.collectors.rollout_collector import RolloutCollector
 from skyrl_train.data.batch import TrainBatch, collate
 from skyrl_train.data.trajectory import TrajectoryGroup
 from skyrl_train.errors import EnginesLost, RewardModelLost, RolloutsFailed
+from skyrl_train.learner.learner import Learner
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.trackers import Trackers
+from skyrl_train.rollouts.collector import RolloutCollector
 from skyrl_train.trainer.batch_dump import BatchDump
 from skyrl_train.trainer.evaluation import Evaluator
 from skyrl_train.trainer.residency import Residency
 from skyrl_train.trainer.rollout_metrics import add_rollout_metrics, sample_rows
 from skyrl_train.trainer.run_state import RunState
 from skyrl_train.trainer.schedule import StepSchedule
-from skyrl_train.workers.learner import Learner
 
 BatchStep = Callable[[TrainBatch, Metrics], TrainBatch]
 """Adds to a scored batch what the update needs: advantages, off-policy corrections."""

@@ -12,7 +12,7 @@ import pytest
 import ray
 from tensordict import TensorDict
 
-from skyrl_train.build.layout import place
+from skyrl_train.assembly.layout import place
 from skyrl_train.cluster.actors import Remote, spawn
 from skyrl_train.cluster.placement import cpus_per_slot, reserve
 from skyrl_train.cluster.runtime import Cluster

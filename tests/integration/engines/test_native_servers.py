@@ -14,7 +14,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from skyrl_train.build.engines import connect_engine
+from skyrl_train.assembly.engines import connect_engine
 from skyrl_train.config.hydra import load
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.http.native import NativeEngine

@@ -10,7 +10,7 @@ from skyrl_train.data.trajectory import OK, Prompt, TrajectoryGroup
 from skyrl_train.engines.base import SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.environments.host import EnvironmentHost
-from skyrl_train.generators.conversation import ConversationGenerator, RolloutSettings
+from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
 

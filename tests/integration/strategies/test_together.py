@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.strategies.single import SingleStrategy
@@ -25,7 +26,6 @@ from skyrl_train.testing.learner_specs import policy_batch, tiny_spec
 from skyrl_train.testing.padded_reference import padded_scores, padded_values
 from skyrl_train.testing.recording_strategies import RecordingWorker
 from skyrl_train.testing.tiny_models import save_tiny_model
-from skyrl_train.workers.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
 
 from .rank_scripts import free_port, run_ranks
 from .together_ranks import CASES, OPTIMIZER, SPEC, STEPPED, loss_of, make_batch, make_model, train

@@ -22,14 +22,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from skyrl_train.algorithms.kl import k3
 from skyrl_train.algorithms.losses import gspo
+from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
+from skyrl_train.learner.micro_batches import PassLimits, micro_batches
+from skyrl_train.learner.worker import MiniBatch, filler
 from skyrl_train.models.ragged_model import RaggedModel
 from skyrl_train.models.rank_group import RankGroup
 from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.models.value_scorer import ValueScorer
-from skyrl_train.objectives.policy import PolicyObjective
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.process_group import close_process_group
 from skyrl_train.testing.double_precision import double_precision
@@ -37,8 +39,6 @@ from skyrl_train.testing.learner_specs import policy_batch, tiny_spec
 from skyrl_train.testing.padded_reference import grouped_batch, ragged_batch
 from skyrl_train.testing.recording_strategies import RecordingWorker
 from skyrl_train.testing.tiny_models import tiny_model
-from skyrl_train.workers.learner_worker import MiniBatch, filler
-from skyrl_train.workers.micro_batches import PassLimits, micro_batches
 
 CASES: dict[str, dict[str, Any]] = {
     "whole": {},

@@ -9,14 +9,13 @@ from statistics import fmean
 import pytest
 import torch
 
-from skyrl_train.algorithms import registry
+from skyrl_train.algorithms import advantage_step as advantages, registry
+from skyrl_train.algorithms.advantage_step import AdvantageStep
 from skyrl_train.algorithms.advantages import batch_normalised, grpo, maxrl
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 from skyrl_train.testing.hard_batches import SHAPES, hard_batch, mask_only, spoilt
-from skyrl_train.trainer import advantages
-from skyrl_train.trainer.advantages import AdvantageStep
 
 GAMMA, LAMBDA = 0.9, 0.8
 

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from skyrl_train.algorithms.reductions import weigh
-from skyrl_train.build.algorithm import build_advantages, build_corrections, build_objective, build_reduction
+from skyrl_train.assembly.algorithm import build_advantages, build_corrections, build_objective, build_reduction
 from skyrl_train.config.algorithm import AlgorithmConfig, CISPOConfig, OffPolicyCorrectionConfig
 from skyrl_train.config.schema import Config
 from skyrl_train.data.batch import TrainBatch

@@ -7,16 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.algorithms import registry
+from skyrl_train.algorithms import advantage_step as advantages, policy_objective as policy, registry
+from skyrl_train.algorithms.advantage_step import AdvantageStep
+from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.reductions import token_mean, weigh
-from skyrl_train.build.algorithm import settings
+from skyrl_train.assembly.algorithm import settings
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
-from skyrl_train.objectives import policy
-from skyrl_train.objectives.policy import PolicyObjective
-from skyrl_train.trainer import advantages
-from skyrl_train.trainer.advantages import AdvantageStep
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 

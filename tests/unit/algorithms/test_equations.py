@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms import registry
+from skyrl_train.algorithms import policy_objective as policy, registry
 from skyrl_train.algorithms.values import clipped_value_loss
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.objectives import policy
 from skyrl_train.testing.hard_batches import SHAPES, current_logprobs, hard_batch, mask_only, spoilt
 
 SETTINGS = {

@@ -7,10 +7,9 @@ from math import exp, log
 import pytest
 import torch
 
-from skyrl_train.algorithms import registry
+from skyrl_train.algorithms import policy_objective as policy, registry
 from skyrl_train.algorithms.losses import clipped_surrogate
 from skyrl_train.algorithms.values import clipped_value_loss
-from skyrl_train.objectives import policy
 
 SETTINGS = {
     "eps_low": 0.2,

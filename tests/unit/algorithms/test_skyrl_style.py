@@ -8,17 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_train.algorithms import registry
+from skyrl_train.algorithms import advantage_step as advantages, policy_objective as policy, registry
+from skyrl_train.algorithms.advantage_step import AdvantageStep
 from skyrl_train.algorithms.advantages import dr_grpo
 from skyrl_train.algorithms.losses import clipped_surrogate
 from skyrl_train.algorithms.skyrl_style import SkyRLEstimator, SkyRLLoss, is_skyrl_style
-from skyrl_train.build.algorithm import settings
+from skyrl_train.assembly.algorithm import settings
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.metrics import Metrics
-from skyrl_train.objectives import policy
 from skyrl_train.testing.hard_batches import SHAPES, current_logprobs, hard_batch, mask_only, spoilt
-from skyrl_train.trainer import advantages
-from skyrl_train.trainer.advantages import AdvantageStep
 
 CONFIG = AlgorithmConfig(gamma=0.9, lambd=0.5)
 

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from skyrl_train.build.serving import until_none_lives
+from skyrl_train.assembly.serving import until_none_lives
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.engines.http.wire import CALLS

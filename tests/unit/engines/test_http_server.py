@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from skyrl_train.build.serving import check_endpoint
+from skyrl_train.assembly.serving import check_endpoint
 from skyrl_train.config.prepare import prepare
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.engines.http.wire import CALLS, Limits

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.build.environments import check_environments
+from skyrl_train.assembly.environments import check_environments
 from skyrl_train.config.prepare import prepare
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.data.trajectory import Prompt

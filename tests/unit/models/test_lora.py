@@ -16,6 +16,7 @@ from skyrl_train.config.section import freeze
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.engines.adapter_folder import read_adapter
 from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.learner.worker import LearnerWorker, MiniBatch
 from skyrl_train.models.loading import load_causal_lm
 from skyrl_train.models.lora import Adapters, adapted_linears
 from skyrl_train.models.token_scorer import TokenScorer
@@ -26,7 +27,6 @@ from skyrl_train.testing.learner_specs import policy_batch, tiny_spec
 from skyrl_train.testing.padded_reference import padded_scores, padded_values, ragged_batch
 from skyrl_train.testing.tiny_adapters import fill_adapters
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
-from skyrl_train.workers.learner_worker import LearnerWorker, MiniBatch
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 DENSE = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]

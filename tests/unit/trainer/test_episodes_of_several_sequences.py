@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from skyrl_train.algorithms.advantage_step import AdvantageStep, KLInReward
 from skyrl_train.algorithms.advantages import gae, grpo, opo, reinforce_pp, rloo
+from skyrl_train.algorithms.correction_step import OffPolicyCorrection
 from skyrl_train.algorithms.kl import FixedKLController, k1
 from skyrl_train.algorithms.reductions import (
     prompt_mean,
@@ -23,8 +25,6 @@ from skyrl_train.config.algorithm import OffPolicyCorrectionConfig
 from skyrl_train.data.batch import TrainBatch, collate
 from skyrl_train.data.trajectory import Prompt, Restart, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.metrics import Metrics
-from skyrl_train.trainer.advantages import AdvantageStep, KLInReward
-from skyrl_train.trainer.corrections import OffPolicyCorrection
 
 
 def episode(sample: int, lengths: list[int], rewards: list[float], *, cut: bool, failed: bool = False) -> Trajectory:

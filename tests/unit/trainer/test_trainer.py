@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.collectors.rollout_collector import RolloutCollector
 from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.errors import RolloutsFailed, WeightSyncError
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.trackers import Trackers
+from skyrl_train.rollouts.collector import RolloutCollector
 from skyrl_train.trainer.batch_dump import BatchDump, read_batch
 from skyrl_train.trainer.residency import AlwaysResident, TimeShared
 from skyrl_train.trainer.schedule import StepSchedule

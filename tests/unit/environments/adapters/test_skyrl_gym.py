@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.build.environments import environment_settings
+from skyrl_train.assembly.environments import environment_settings
 from skyrl_train.config.prepare import prepare
 from skyrl_train.data.trajectory import Prompt
 from skyrl_train.environments.adapters import skyrl_gym

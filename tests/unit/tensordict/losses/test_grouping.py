@@ -10,11 +10,12 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
+from skyrl_train.algorithms.advantage_step import AdvantageStep
 from skyrl_train.algorithms.advantages import grpo
 from skyrl_train.algorithms.losses import clipped_surrogate
+from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.reductions import token_mean, weigh
 from skyrl_train.metrics import Metrics
-from skyrl_train.objectives.policy import PolicyObjective
 from skyrl_train.tensordict.buffer import ReplayBuffer
 from skyrl_train.tensordict.collectors.llm_collector import LLMCollector
 from skyrl_train.tensordict.envs.base import StepCounter, Transform
@@ -24,7 +25,6 @@ from skyrl_train.tensordict.losses.mc_advantage import MCAdvantage
 from skyrl_train.tensordict.losses.top_k import TopKRewardSelector
 from skyrl_train.testing.hard_batches import current_logprobs, hard_batch
 from skyrl_train.testing.tensordict_batches import TablePolicy, as_tensordict
-from skyrl_train.trainer.advantages import AdvantageStep
 
 
 def trajectory(prompt: object, *rewards: float, version: int | None = None, done: bool = True) -> TensorDictBase:

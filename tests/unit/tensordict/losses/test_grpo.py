@@ -12,10 +12,10 @@ from torch import Tensor
 
 from skyrl_train.algorithms.kl import k3
 from skyrl_train.algorithms.losses import cispo, clipped_surrogate
+from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.reductions import sequence_mean, token_mean, weigh
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
-from skyrl_train.objectives.policy import PolicyObjective
 from skyrl_train.tensordict.losses.grpo import CISPO, DAPO, CISPOLoss, GRPOLoss, GRPOLossOutput
 from skyrl_train.testing.hard_batches import current_logprobs, hard_batch
 from skyrl_train.testing.tensordict_batches import LAYOUTS, BigramPolicy, TablePolicy, as_tensordict

@@ -1,0 +1,242 @@
+"""Loss, advantages and corrections, from configuration: every function gets what it asks for by name."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from skyrl_train.algorithms import advantage_step as advantages, policy_objective as policy, sft_objective as sft
+from skyrl_train.algorithms.advantage_step import AdvantageStep, KLInReward
+from skyrl_train.algorithms.correction_step import OffPolicyCorrection
+from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController
+from skyrl_train.algorithms.policy_objective import PolicyObjective
+from skyrl_train.algorithms.registry import (
+    KLEstimator,
+    advantage_estimators,
+    bind,
+    keywords_of,
+    kl_estimators,
+    policy_losses,
+    reductions,
+    sft_losses,
+)
+from skyrl_train.algorithms.selections import selection_of
+from skyrl_train.algorithms.sft_objective import SFTObjective
+from skyrl_train.algorithms.skyrl_style import SkyRLEstimator, SkyRLLoss, is_skyrl_style
+from skyrl_train.algorithms.value_objective import ValueObjective
+from skyrl_train.config.reference import kl_in_loss, kl_in_reward
+from skyrl_train.config.schema import AlgorithmConfig, Config, OffPolicyCorrectionConfig, TrainerConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.learner.learner import Choose
+from skyrl_train.learner.worker import Objective
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What a learner is made for: its loss, and what that needs."""
+
+    objective: Objective
+    reduction: Callable[..., Tensor]
+    """What a token counts in its mini-batch."""
+    choose: Choose | None = None
+    """Tokens that the loss treats apart."""
+    with_reference: bool = False
+    needs_old_logprobs: bool | None = None
+    """See Learner: None where the loss alone reads them."""
+    critic: Objective | None = None
+    """What a critic minimises, where advantages are made of values."""
+
+
+def policy_learning(cfg: Config) -> Learning:
+    """Training with rewards. Raises ConfigError for names that nobody registered, or that ask for what nobody has."""
+    algorithm = cfg.trainer.algorithm
+    build_advantages(algorithm)  # what is wrong with an estimator must show before engines are started
+    objective = build_objective(algorithm)
+    return Learning(
+        objective=objective,
+        reduction=build_reduction(cfg),
+        choose=build_choice(algorithm),
+        with_reference=needs_reference(algorithm),
+        needs_old_logprobs=True if read_before_loss(algorithm) else None if objective.reads_old_logprobs else False,
+        critic=build_critic_objective(cfg.trainer),
+    )
+
+
+def sft_learning(cfg: Config) -> Learning:
+    """Supervised fine-tuning."""
+    objective = build_sft_objective(cfg.trainer.algorithm)
+    return Learning(objective, build_reduction(cfg), with_reference="ref_logprobs" in keywords_of(objective.sft_loss))
+
+
+def build_objective(algorithm: AlgorithmConfig) -> PolicyObjective:
+    """The policy loss with its KL and entropy terms.
+
+    Raises ConfigError for a name nobody registered, or for a function that asks for what nobody has.
+    """
+    loss = policy_losses.get(algorithm.policy_loss_type)
+    _refuse_twice_corrected(loss, algorithm)
+    if is_skyrl_style(loss):
+        _log.warning(
+            f"policy_loss_type={algorithm.policy_loss_type} has SkyRL's signature: its own mean over a micro-batch is "
+            "weighted by the micro-batch's share. Unless it is the mean that loss_reduction names, the update depends "
+            "on micro_train_batch_size_per_gpu."
+        )
+        loss = SkyRLLoss(loss, algorithm)
+    return PolicyObjective(
+        policy_loss=bind(loss, f"policy_loss_type={algorithm.policy_loss_type}", settings(algorithm), policy.TENSORS),
+        kl_estimator=_kl_estimator(algorithm) if kl_in_loss(algorithm) else None,
+        kl_coef=algorithm.kl_loss_coef,
+        entropy_coef=algorithm.entropy_loss_coef if algorithm.use_entropy_loss else None,
+    )
+
+
+def build_critic_objective(trainer: TrainerConfig) -> ValueObjective | None:
+    """The critic's loss; None where the advantage estimator does not name `values`, or can do without and no model is
+    given for them.
+
+    Raises ConfigError where it cannot do without, and no model is given.
+    """
+    name = trainer.algorithm.advantage_estimator
+    estimator = advantage_estimators.get(name)
+    path = trainer.critic.model.path
+    values = inspect.signature(estimator).parameters.get("values")
+    if path is None and values is not None and values.default is values.empty:
+        raise ConfigError(
+            f"trainer.critic.model.path=null: advantage_estimator={name} asks for values, which a critic predicts; "
+            "give the path of a model, usually the policy's."
+        )
+    if path is None or values is None:
+        return None
+    clip = trainer.algorithm.value_clip
+    return ValueObjective(math.inf if clip is None else clip)
+
+
+def _refuse_twice_corrected(loss: Callable[..., Any], algorithm: AlgorithmConfig) -> None:
+    kind = correction_of(algorithm).tis_ratio_type
+    if kind is not None and (is_skyrl_style(loss) or "rollout_logprobs" in keywords_of(loss)):
+        raise ConfigError(
+            f"trainer.algorithm.off_policy_correction.tis_ratio_type={kind}: must be null with policy_loss_type="
+            f"{algorithm.policy_loss_type}, which gets the engine's log-probs and corrects for them itself."
+        )
+
+
+def build_sft_objective(algorithm: AlgorithmConfig) -> SFTObjective:
+    """The supervised loss."""
+    name = algorithm.sft.loss_type
+    return SFTObjective(bind(sft_losses.get(name), f"sft.loss_type={name}", settings(algorithm), sft.TENSORS))
+
+
+def build_reduction(cfg: Config) -> Callable[..., Tensor]:
+    """What a token counts in its mini-batch."""
+    algorithm, generator = cfg.trainer.algorithm, cfg.generator
+    longest = algorithm.max_seq_len or generator.max_input_length + generator.sampling_params.max_generate_length
+    what = f"loss_reduction={algorithm.loss_reduction}"
+    return bind(reductions.get(algorithm.loss_reduction), what, {"max_seq_len": longest}, frozenset())
+
+
+def build_choice(algorithm: AlgorithmConfig) -> Choose | None:
+    """The choice of tokens that the policy loss declares."""
+    choose = selection_of(policy_losses.get(algorithm.policy_loss_type))
+    what = f"the selection of policy_loss_type={algorithm.policy_loss_type}"
+    return None if choose is None else bind(choose, what, settings(algorithm), frozenset())
+
+
+def build_advantages(algorithm: AlgorithmConfig) -> AdvantageStep:
+    """The advantage estimator, with the KL penalty on rewards where it is asked for."""
+    kl = None
+    if kl_in_reward(algorithm):
+        control = algorithm.kl_ctrl
+        controller: FixedKLController | AdaptiveKLController = FixedKLController(algorithm.kl_loss_coef)
+        if control.type == "adaptive":
+            controller = AdaptiveKLController(algorithm.kl_loss_coef, control.kl_target, control.horizon)
+        kl = KLInReward(_kl_estimator(algorithm), controller)
+    estimator = advantage_estimators.get(algorithm.advantage_estimator)
+    if is_skyrl_style(estimator):
+        estimator = SkyRLEstimator(estimator, algorithm)
+    what = f"advantage_estimator={algorithm.advantage_estimator}"
+    return AdvantageStep(
+        estimator=bind(estimator, what, settings(algorithm), advantages.TENSORS),
+        normalise_batch=algorithm.advantage_batch_normalize,
+        kl=kl,
+    )
+
+
+def build_corrections(algorithm: AlgorithmConfig) -> list[OffPolicyCorrection]:
+    """What follows the advantages: the off-policy correction, where one is asked for."""
+    return [OffPolicyCorrection(correction_of(algorithm))] if corrects(algorithm) else []
+
+
+def correction_of(algorithm: AlgorithmConfig) -> OffPolicyCorrectionConfig:
+    """The correction, with SkyRL's older keys for token-level truncation (`use_tis`) in their place."""
+    correction = algorithm.off_policy_correction
+    if not algorithm.use_tis or correction.tis_ratio_type is not None:
+        return correction
+    return replace(correction, tis_ratio_type="token", token_tis_ratio_clip_high=algorithm.tis_imp_ratio_cap)
+
+
+def settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """What functions of `algorithms/` may ask for by name and configuration gives."""
+    return {
+        "config": algorithm,
+        "norm_by_std": algorithm.grpo_norm_by_std,
+        "gamma": algorithm.gamma,
+        "lambd": algorithm.lambd,
+        "eps_low": algorithm.eps_clip_low,
+        "eps_high": algorithm.eps_clip_high,
+        "clip_ratio_c": algorithm.clip_ratio_c,
+        "tau_pos": algorithm.sapo.tau_pos,
+        "tau_neg": algorithm.sapo.tau_neg,
+        "clip_cov_ratio": algorithm.clip_cov.clip_ratio,
+        "clip_cov_low": algorithm.clip_cov.clip_cov_lb,
+        "clip_cov_high": algorithm.clip_cov.clip_cov_ub,
+        "kl_cov_fraction": algorithm.kl_cov.kl_cov_frac,
+        "kl_cov_coef": algorithm.kl_cov.ppo_kl_coef,
+        "cispo_eps_low": algorithm.cispo.cispo_eps_clip_low,
+        "cispo_eps_high": algorithm.cispo.cispo_eps_clip_high,
+        "dppo_tv_threshold": algorithm.dppo.tv_threshold,
+        "dppo_kl_threshold": algorithm.dppo.kl_threshold,
+        "minor_beta": algorithm.sft.minor_beta,
+    }
+
+
+def needs_reference(algorithm: AlgorithmConfig) -> bool:
+    """Whether anything reads the reference model's log-probs: with a coefficient of 0 nothing does."""
+    return kl_in_reward(algorithm) or kl_in_loss(algorithm) or "ref_logprobs" in _estimator_reads(algorithm)
+
+
+def read_before_loss(algorithm: AlgorithmConfig) -> bool:
+    """Whether the trainer's log-probs before the update are read by anything but the loss."""
+    return kl_in_reward(algorithm) or corrects(algorithm) or "old_logprobs" in _estimator_reads(algorithm)
+
+
+def corrects(algorithm: AlgorithmConfig) -> bool:
+    """Whether any off-policy correction is on."""
+    correction = correction_of(algorithm)
+    return any(
+        value is not None
+        for value in (
+            correction.tis_ratio_type,
+            correction.sequence_mask_metric,
+            correction.outlier_token_is_threshold_low,
+            correction.outlier_token_is_threshold_high,
+            correction.token_mask_eps_low,
+            correction.token_mask_eps_high,
+        )
+    )
+
+
+def _estimator_reads(algorithm: AlgorithmConfig) -> frozenset[str]:
+    return frozenset(keywords_of(advantage_estimators.get(algorithm.advantage_estimator)))
+
+
+def _kl_estimator(algorithm: AlgorithmConfig) -> KLEstimator:
+    name = algorithm.kl_estimator_type
+    return bind(kl_estimators.get(name), f"kl_estimator_type={name}", settings(algorithm), policy.TENSORS)

@@ -1,0 +1,59 @@
+"""Which rollouts a step trains on: the collector and its samplers, from configuration."""
+
+from __future__ import annotations
+
+from skyrl_train.config.schema import Config
+from skyrl_train.data.dataset import PromptDataset
+from skyrl_train.data.order import PromptOrder
+from skyrl_train.rollouts.collector import Rollout, RolloutCollector, Samplers
+from skyrl_train.rollouts.dynamic_sampling import Curriculum, DynamicSampling
+from skyrl_train.rollouts.reward_shaping import RewardShaping
+from skyrl_train.trainer.schedule import StepSchedule
+
+
+def build_collector(cfg: Config, rollout: Rollout, dataset: PromptDataset, schedule: StepSchedule) -> RolloutCollector:
+    """Rollouts of the training data in the order that the seed gives it."""
+    trainer = cfg.trainer
+    order = PromptOrder(len(dataset), trainer.seed)
+    return RolloutCollector(
+        rollout,
+        prompt_at=lambda position: dataset.prompts[order.row(position)],
+        prompts_of_step=schedule.prompts_of_step,
+        max_staleness=trainer.fully_async.max_staleness_steps if trainer.fully_async.enabled else 0,
+        max_failed_fraction=trainer.max_failed_fraction,
+        samplers=build_samplers(cfg),
+    )
+
+
+def build_samplers(cfg: Config) -> Samplers:
+    algorithm, generator = cfg.trainer.algorithm, cfg.generator
+    return Samplers(
+        shaping=RewardShaping(
+            zero_reward_on_non_stop=generator.zero_reward_on_non_stop,
+            apply_overlong_filtering=generator.apply_overlong_filtering,
+            overlong_buffer_tokens=algorithm.overlong_buffer.len,
+            overlong_penalty_factor=algorithm.overlong_buffer.penalty_factor,
+            max_generate_tokens=generator.sampling_params.max_generate_length,
+        ),
+        dynamic=_dynamic_sampling(cfg),
+        mask_equal_rewards=algorithm.zero_variance_filter,
+        over_provisioning=generator.over_provisioning,
+        curriculum=_curriculum(cfg),
+    )
+
+
+def _dynamic_sampling(cfg: Config) -> DynamicSampling | None:
+    settings = cfg.trainer.algorithm.dynamic_sampling
+    if settings.type is None:
+        return None
+    return DynamicSampling(
+        min_useful_fraction=settings.min_replace_ratio if settings.type == "replace" else 1.0,
+        max_batches=settings.max_sample_batches,
+    )
+
+
+def _curriculum(cfg: Config) -> Curriculum | None:
+    settings = cfg.data.curriculum
+    if settings.min_pass_rate <= 0 and settings.max_pass_rate >= 1:
+        return None
+    return Curriculum(settings.min_pass_rate, settings.max_pass_rate)

@@ -1,0 +1,186 @@
+"""The inference engines and the one client in front of them, from configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.assembly.layout import Seats
+from skyrl_train.assembly.learner import threads_per_process
+from skyrl_train.cluster.actors import Remote, spawn
+from skyrl_train.cluster.placement import places_of, visible_devices
+from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.config.choices import ENGINES
+from skyrl_train.config.presence import INSTALL
+from skyrl_train.config.schema import Config, GeneratorConfig, TimeoutsConfig
+from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.http.connection import Connection
+from skyrl_train.engines.http.native import NativeEngine
+from skyrl_train.engines.http.native_sglang import SGLangServer
+from skyrl_train.engines.http.native_vllm import VLLMServer
+from skyrl_train.engines.http.remote import RemoteEngine, has_our_routes
+from skyrl_train.engines.http.wire import API_KEY
+from skyrl_train.engines.sampling import check_supported, normalise
+from skyrl_train.errors import ConfigError, EngineError
+
+_NATIVE_SERVERS = {"vllm": VLLMServer, "sglang": SGLangServer}
+"""Engines that bring a server."""
+
+
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM may be told as max_lora_rank."""
+
+
+def require_installed(backend: str) -> None:
+    """Raises ConfigError naming the extra for an engine that is not installed here."""
+    if backend in INSTALL and importlib.util.find_spec(backend) is None:
+        raise ConfigError(f"generator.backend={backend!r} is not installed: {INSTALL[backend]}.")
+
+
+async def build_engines(
+    cluster: Cluster, generator: GeneratorConfig, timeouts: TimeoutsConfig, seats: Seats, device: str
+) -> list[Remote]:
+    """Start all engines at once and wait until they have loaded their weights."""
+    starts = (build_engine(index, cluster, generator, timeouts, seats, device) for index in range(seats.count))
+    return list(await asyncio.gather(*starts))
+
+
+async def build_engine(
+    index: int, cluster: Cluster, generator: GeneratorConfig, timeouts: TimeoutsConfig, seats: Seats, device: str
+) -> Remote:
+    """Start engine `index` in its slots and wait until it has loaded its weights."""
+    first = index * seats.stride
+    devices = None
+    if device == "cuda" and seats.stride > 1:  # its ranks are processes of its own
+        places = await places_of(seats.slots, range(first, first + seats.stride), timeouts.engine_start_s)
+        ranks = generator.inference_engine_tensor_parallel_size
+        devices = visible_devices(places, f"generator.inference_engine_tensor_parallel_size={ranks}")
+    engine = spawn(
+        cluster,
+        ENGINES[generator.backend],
+        engine_kwargs(generator, device, f"{generator.backend} {index}")
+        | {"threads": threads_per_process(cluster, seats.count, device), "slot": first},
+        slots=seats.slots,
+        index=first,
+        name=engine_name(generator, index),
+        concurrent=True,
+        deadline_s=timeouts.rollout_s + timeouts.weight_sync_s,
+        died=EngineError,
+        devices=devices,
+    )
+    try:
+        engine.know(capabilities=await engine.read("capabilities", timeouts.engine_start_s))
+    except BaseException:
+        engine.kill()  # what has not started still holds its slot
+        raise
+    return engine
+
+
+async def connect_engine(url: str, cfg: Config) -> RemoteEngine | NativeEngine:
+    """An engine that runs elsewhere: behind our own server, or behind that of vLLM or SGLang (generator.backend).
+
+    Raises ConfigError without a token, DeadlineExceeded when nobody answers, EngineError for a server of another kind.
+    """
+    token, generator, timeouts = os.environ.get(API_KEY), cfg.generator, cfg.trainer.timeouts
+    if not token:
+        raise ConfigError(f"generator.run_engines_locally=false: set {API_KEY} in the environment: the servers' token.")
+    deadline_s = timeouts.rollout_s + timeouts.weight_sync_s
+    connection = Connection(url, token, name=url)
+    if await has_our_routes(connection, timeouts.engine_start_s):
+        return await RemoteEngine(url, token, name=url, deadline_s=deadline_s).connect(timeouts.engine_start_s)
+    if generator.backend not in _NATIVE_SERVERS:
+        raise ConfigError(
+            f"generator.remote_inference_engine_urls: what answers at {url} is not skyrl_train.entrypoints.serve. For "
+            f"the servers of vLLM and SGLang set generator.backend, which is {generator.backend!r}."
+        )
+    engine = NativeEngine(
+        _NATIVE_SERVERS[generator.backend](connection, deadline_s),
+        model=generator.model_name,
+        dtype=generator.model_dtype,
+        device=cfg.device,
+        folder=str(Path(weight_folder(cfg)) / "served"),
+    )
+    return await engine.connect(timeouts.engine_start_s)
+
+
+def wants_adapter(cfg: Config) -> bool:
+    """Whether engines that can do it are to get the policy's adapter apart from its model.
+
+    `auto`: where merging into what they compute with would round most of the adapter away. In float32 it does not, and
+    merged weights are served faster.
+    """
+    lora = cfg.trainer.policy.model.lora
+    wanted = {"adapter": True, "merged": False, "auto": cfg.generator.model_dtype != "float32"}
+    return lora.rank > 0 and wanted[lora.sync]
+
+
+def engine_settings(cfg: Config) -> GeneratorConfig:
+    """`generator`, with what the run's own engines need to take the policy's adapter."""
+    generator, rank = cfg.generator, cfg.trainer.policy.model.lora.rank
+    room = next((most for most in _VLLM_RANKS if most >= rank), None)
+    if generator.backend != "vllm" or room is None or not wants_adapter(cfg):
+        return generator
+    return replace(generator, engine_init_kwargs={"max_lora_rank": room} | generator.engine_init_kwargs)
+
+
+def weight_folder(cfg: Config) -> str:
+    """Where weights lie that travel through files."""
+    return cfg.generator.weight_sync_folder or str(Path(cfg.trainer.ckpt_path) / "weight_sync")
+
+
+def server_urls(generator: GeneratorConfig) -> list[str]:
+    """Where the engines are, for run_engines_locally=false."""
+    return list(generator.external_server_urls or generator.remote_inference_engine_urls)
+
+
+def engine_name(generator: GeneratorConfig, index: int) -> str:
+    return f"engine {generator.backend} {index}"
+
+
+def engine_kwargs(generator: GeneratorConfig, device: str, name: str) -> dict[str, Any]:
+    """What an engine is constructed with."""
+    common = {
+        "model": generator.model_name,
+        "dtype": generator.model_dtype,
+        "device": device,
+        "max_num_seqs": generator.max_num_seqs,
+        "name": name,
+        "rope_scaling": generator.rope_scaling,
+        "rope_theta": generator.rope_theta,
+    }
+    if generator.backend != "transformers":
+        common |= {
+            "tensor_parallel_size": generator.inference_engine_tensor_parallel_size,
+            "pipeline_parallel_size": generator.inference_engine_pipeline_parallel_size,
+            "expert_parallel_size": generator.inference_engine_expert_parallel_size,
+            "enable_prefix_caching": generator.enable_prefix_caching,
+            "enable_chunked_prefill": generator.enable_chunked_prefill,
+            "max_num_batched_tokens": generator.max_num_batched_tokens,
+            "enforce_eager": generator.enforce_eager,
+            "gpu_memory_utilization": generator.gpu_memory_utilization,
+        }
+    return common | generator.engine_init_kwargs
+
+
+def build_client(engines: Sequence[Any], generator: GeneratorConfig, timeouts: TimeoutsConfig) -> EngineClient:
+    """One client for all engines.
+
+    Raises UnsupportedParameter for configured sampling that an engine cannot honour, ConfigError for weight syncs.
+    """
+    for key in ("sampling_params", "eval_sampling_params"):
+        sampling = normalise(getattr(generator, key), f"generator.{key}")
+        for engine in engines:
+            check_supported(sampling, engine.capabilities)
+    if generator.weight_sync_only_changed:
+        for engine in engines:
+            if not engine.capabilities.partial_weights:
+                raise ConfigError(
+                    f"generator.weight_sync_only_changed=true: the {generator.backend} engine loads whole models only; "
+                    "leave it false."
+                )
+    return EngineClient(engines, deadline_s=timeouts.rollout_s)

@@ -1,0 +1,61 @@
+"""Environments from configuration: every one's settings, and the processes they run in. Loads no torch."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+from skyrl_train.assembly.names import check_reachable
+from skyrl_train.config.choices import ENVIRONMENTS
+from skyrl_train.config.hydra import plain
+from skyrl_train.config.schema import Config
+from skyrl_train.data.dataset import PromptDataset
+from skyrl_train.environments import registry
+from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.errors import ConfigError
+
+
+def environment_settings(cfg: Config) -> dict[str, dict[str, Any]]:
+    """Every environment's `env_config`: its section of environment.skyrl_gym, and what `own` says on top of it.
+
+    All of them have `sandbox`, for the tools they may have.
+    """
+    gym = plain(cfg.environment.skyrl_gym)
+    own, sandbox = gym.pop("own"), gym.pop("sandbox")
+    sections = {name: settings for name, settings in gym.items() if isinstance(settings, dict)}
+    for name, settings in own.items():
+        if not isinstance(settings, dict):
+            raise ConfigError(
+                f"environment.skyrl_gym.own.{name}={settings!r}: the settings of one environment are a mapping; "
+                f"write environment.skyrl_gym.own.{name}.KEY=VALUE."
+            )
+        sections[name] = sections.get(name, {}) | settings
+    return {name: {"sandbox": sandbox, **sections.get(name, {})} for name in {*ENVIRONMENTS, *sections}}
+
+
+def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
+    """Refuse at once what the environments of these rows cannot do here: see `TextEnv.check`.
+
+    Rows may name another environment than environment.env_class, and theirs counts: said once, with their number.
+    """
+    counts = Counter(prompt.env_class for dataset in datasets if dataset is not None for prompt in dataset.prompts)
+    others = {name: count for name, count in counts.items() if name != cfg.environment.env_class}
+    if others:
+        named = ", ".join(f"{name} {count}" for name, count in sorted(others.items()))
+        print(
+            f"note: {sum(others.values())} of {counts.total()} rows name their env_class themselves ({named}), which "
+            f"counts; environment.env_class ({cfg.environment.env_class}) is for rows that name none.",
+            file=sys.stderr,
+        )
+    check_reachable(cfg, counts)
+    registry.check_environments(counts, environment_settings(cfg))
+
+
+def build_environments(cfg: Config) -> EnvironmentHost:
+    return EnvironmentHost(
+        environment_settings(cfg),
+        max_workers=max(cfg.environment.skyrl_gym.max_env_workers, 1),
+        step_deadline_s=cfg.trainer.timeouts.environment_step_s,
+        plugins=tuple(cfg.trainer.plugins),
+    )

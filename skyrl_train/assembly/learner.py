@@ -1,0 +1,205 @@
+"""The learner's workers, from configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.assembly.algorithm import Learning
+from skyrl_train.assembly.layout import Layout, Seats
+from skyrl_train.cluster.actors import spawn
+from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.config.choices import STRATEGIES
+from skyrl_train.config.schema import CriticConfig, LoraConfig, PolicyConfig, RefConfig, TimeoutsConfig, TrainerConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.learner.learner import BatchSizes, Learner, WorkerGroup
+from skyrl_train.learner.worker import LearnerSpec
+from skyrl_train.models.loading import has_tokenizer, load_tokenizer
+from skyrl_train.trainer.schedule import StepSchedule
+
+WORKER = "skyrl_train.learner.worker:LearnerWorker"
+
+
+def threads_per_process(cluster: Cluster, processes: int, device: str) -> int | None:
+    """CPU threads for each of `processes` that compute at the same time; None (torch's choice) with accelerators."""
+    if device == "cuda":
+        return None
+    return max(1, int(cluster.cpus) // max(1, processes))
+
+
+def build_learner(
+    cluster: Cluster,
+    trainer: TrainerConfig,
+    layout: Layout,
+    *,
+    learning: Learning,
+    schedule: StepSchedule,
+    device: str,
+    wire_dtype: str,
+    bucket_bytes: int,
+    only_changed: bool,
+) -> Learner:
+    """Spawn the ranks of policy, reference and critic; `Learner.setup` then loads their models."""
+    assert layout.policy is not None
+    timeouts = trainer.timeouts
+    spec = LearnerSpec(
+        model_path=trainer.policy.model.path,
+        strategy=STRATEGIES[trainer.strategy],
+        device=device,
+        dtype="bfloat16" if trainer.bf16 else "float32",
+        seed=trainer.seed,
+        threads=threads_per_process(cluster, layout.policy.count, device),
+        fsdp=trainer.policy.fsdp_config,
+        deepspeed=trainer.policy.deepspeed_config,
+        optimizer=trainer.policy.optimizer_config,
+        total_steps=optimizer_steps(trainer, schedule, trainer.policy_mini_batch_size),
+        objective=learning.objective,
+        gradient_checkpointing=trainer.gradient_checkpointing,
+        gradient_checkpointing_use_reentrant=trainer.gradient_checkpointing_use_reentrant,
+        model_config_kwargs=trainer.policy.model_config_kwargs,
+        rope_scaling=trainer.rope_scaling,
+        rope_theta=trainer.rope_theta,
+        rendezvous_s=trainer.timeouts.rendezvous_s,
+        collective_s=trainer.timeouts.update_s,
+        wire_dtype=wire_dtype,
+        bucket_bytes=bucket_bytes,
+        only_changed=only_changed,
+        lora=_lora(trainer.policy.model.lora),
+        **_together(trainer.policy),
+        compile_layers=trainer.policy.use_torch_compile,
+        memory_folder=_memory_folder(trainer),
+    )
+    reference = critic = None
+    if layout.reference is not None:
+        check_same_tokens(trainer.policy.model.path, trainer.ref.model.path, "trainer.ref.model.path")
+        frozen = _reference(spec, trainer, threads_per_process(cluster, layout.reference.count, device))
+        reference = _group(cluster, frozen, layout.reference, "reference", timeouts)
+    if layout.critic is not None:
+        check_same_tokens(trainer.policy.model.path, str(trainer.critic.model.path), "trainer.critic.model.path")
+        valued = _critic(spec, trainer, threads_per_process(cluster, layout.critic.count, device), learning, schedule)
+        critic = _group(cluster, valued, layout.critic, "critic", timeouts)
+    return Learner(
+        _group(cluster, spec, layout.policy, "policy", timeouts),
+        reference,
+        batch_sizes(trainer),
+        critic=critic,
+        reduction=learning.reduction,
+        choose=learning.choose,
+        needs_old_logprobs=learning.needs_old_logprobs,
+    )
+
+
+def check_same_tokens(policy_path: str, path: str, key: str) -> None:
+    """ConfigError unless the tokenizer of `path` gives every token of the policy's the same id, added ones apart.
+
+    Models of one family differ in control tokens that were added later, and in how far their vocabulary is padded. A
+    folder without a tokenizer says nothing, and is taken at its word.
+    """
+    if path == policy_path or not has_tokenizer(path):
+        return
+    policy, other = load_tokenizer(policy_path), load_tokenizer(path, key=key).get_vocab()
+    added = policy.added_tokens_decoder
+    differing = [
+        token for token, index in policy.get_vocab().items() if index not in added and other.get(token) != index
+    ]
+    if differing:
+        raise ConfigError(
+            f"{key}={path!r}: {len(differing)} tokens of the policy's ({policy_path!r}), such as {differing[0]!r}, "
+            "have another id or none in its tokenizer, so it would score other text than was sampled; use a model with "
+            "the policy's tokenizer."
+        )
+
+
+def _reference(policy: LearnerSpec, trainer: TrainerConfig, threads: int | None) -> LearnerSpec:
+    """Frozen, in the compute dtype."""
+    return replace(
+        policy,
+        model_path=trainer.ref.model.path,
+        model_key="trainer.ref.model.path",
+        fsdp=trainer.ref.fsdp_config,
+        deepspeed=trainer.ref.deepspeed_config,
+        optimizer=None,
+        total_steps=None,
+        objective=None,
+        threads=threads,
+        model_config_kwargs=trainer.ref.model_config_kwargs,
+        lora=None,
+        **_together(trainer.ref),
+        memory_folder=None,
+    )
+
+
+def _critic(
+    policy: LearnerSpec, trainer: TrainerConfig, threads: int | None, learning: Learning, schedule: StepSchedule
+) -> LearnerSpec:
+    """A body with a value head, and an optimizer of its own."""
+    critic = trainer.critic
+    assert critic.model.path is not None
+    return replace(
+        policy,
+        model_path=critic.model.path,
+        model_key="trainer.critic.model.path",
+        fsdp=critic.fsdp_config,
+        deepspeed=critic.deepspeed_config,
+        optimizer=critic.optimizer_config,
+        total_steps=optimizer_steps(trainer, schedule, trainer.critic_mini_batch_size),
+        objective=learning.critic,
+        threads=threads,
+        model_config_kwargs=critic.model_config_kwargs,
+        value_head=trainer.algorithm.value_head_prefix,
+        lora=_lora(critic.model.lora),
+        **_together(critic),
+        memory_folder=None,
+    )
+
+
+def _together(section: PolicyConfig | RefConfig | CriticConfig) -> dict[str, Any]:
+    names = ("sequence_parallel_size", "tensor_parallel_size")
+    return {name: getattr(section, name) for name in names}
+
+
+def _memory_folder(trainer: TrainerConfig) -> str | None:
+    return str(Path(trainer.export_path) / "memory_snapshots") if trainer.policy.record_memory else None
+
+
+def _lora(settings: LoraConfig) -> LoraConfig | None:
+    return settings if settings.rank else None
+
+
+def optimizer_steps(trainer: TrainerConfig, schedule: StepSchedule, mini_batch_size: int) -> int:
+    """Length of the learning-rate schedule of a model that is updated on `mini_batch_size` prompts at a time."""
+    sizes = (schedule.prompts_of_step(step) for step in range(schedule.total_steps))
+    return sum(-(-size // mini_batch_size) for size in sizes) * trainer.update_epochs_per_batch
+
+
+def batch_sizes(trainer: TrainerConfig) -> BatchSizes:
+    return BatchSizes(
+        mini_batch_groups=trainer.policy_mini_batch_size,
+        critic_mini_batch_groups=trainer.critic_mini_batch_size,
+        update_epochs=trainer.update_epochs_per_batch,
+        micro_train_sequences=trainer.micro_train_batch_size_per_gpu,
+        micro_forward_sequences=trainer.micro_forward_batch_size_per_gpu,
+        max_tokens=trainer.max_tokens_per_microbatch,
+        share_prompt=trainer.share_prompt,
+    )
+
+
+def _group(cluster: Cluster, spec: LearnerSpec, seats: Seats, role: str, timeouts: TimeoutsConfig) -> WorkerGroup:
+    return WorkerGroup(
+        [
+            spawn(
+                cluster,
+                WORKER,
+                {"spec": spec, "rank": rank, "world_size": seats.count},
+                slots=seats.slots,
+                index=rank,
+                name=f"{role} rank {rank}",
+                concurrent=False,
+                deadline_s=timeouts.update_s,
+                deadlines=dict.fromkeys(("save", "load", "export"), timeouts.checkpoint_s),
+            )
+            for rank in range(seats.count)
+        ],
+        spec.together,
+    )

@@ -1,0 +1,553 @@
+"""Memory before a run: what every slot holds in every phase of a step, from the configuration and the models' shapes.
+
+Parameters, gradients and optimizer state are exact; what is marked as an estimate follows from the formulas of
+memory_shapes.py. Not counted: libraries and the interpreter (0.3 to 1 GiB of host memory a process), the CUDA context
+(about 0.5 GiB) and what the allocator holds in pieces too small to use.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from skyrl_train.assembly.algorithm import Learning, policy_learning
+from skyrl_train.assembly.capacity import capacity_of
+from skyrl_train.assembly.memory_shapes import (
+    FP32,
+    ModelShape,
+    Settings,
+    Weight,
+    chunk_rows,
+    head_backward_bytes,
+    head_bytes,
+    layer_backward_bytes,
+    layer_forward_bytes,
+    model_shape,
+    numel,
+    reward_model_shape,
+    saved_bytes,
+)
+from skyrl_train.config.schema import (
+    Config,
+    CriticConfig,
+    DeepSpeedConfig,
+    FSDPConfig,
+    PolicyConfig,
+    RefConfig,
+)
+from skyrl_train.config.slots import slots_per_engine
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.loading import POLICY_PATH
+from skyrl_train.models.token_scorer import CHUNK_BYTES, KEPT_CHUNKS
+from skyrl_train.weight_sync.sender import CPU_BUCKET
+
+PHASES = ("generating", "scoring", "updating", "syncing")
+_TRAINING = PHASES[1:]
+_HEAD, _LAYERS, _EMBEDDINGS = "head", "layers", "embeddings"
+"""Moments of a pass, of which each has its own peak; roles, too, run their passes one after another."""
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DEEPSPEED_BUCKET = 500_000_000
+"""Elements of DeepSpeed's `reduce_bucket_size` where it is not given."""
+_DEEPSPEED_PREFETCH, _DEEPSPEED_REUSE = 50_000_000, 1_000_000_000
+"""The same of `stage3_prefetch_bucket_size` and `stage3_max_reuse_distance`."""
+_CPU_CACHE_BYTES = 4 << 30
+"""What vLLM and SGLang take for keys and values on a CPU at most: see their arguments.py."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing in one slot's memory."""
+
+    role: str
+    what: str
+    note: str
+    sizes: Mapping[str, int]
+    """Bytes by moment of a pass; under "" all the time."""
+    phases: tuple[str, ...] = PHASES
+    exact: bool = False
+    on_host: bool = False
+    """In the memory of the machine although the slot is an accelerator."""
+
+    @property
+    def size(self) -> int:
+        return max(self.sizes.values())
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """What lies in one slot of a kind: the fullest of them."""
+
+    name: str
+    """The roles that share it."""
+    count: int
+    rows: tuple[Row, ...]
+
+    def total(self, phase: str, *, on_host: bool = False, role: str | None = None) -> int:
+        """Bytes at the peak of a phase: what is there all the time, and the moment that needs most."""
+        rows = [row for row in self.rows if phase in row.phases and row.on_host == on_host and role in (None, row.role)]
+        moments: dict[tuple[str, str], int] = {}
+        for row in rows:
+            for moment, size in row.sizes.items():
+                at = (row.role, moment) if moment else ("", "")
+                moments[at] = moments.get(at, 0) + size
+        return moments.pop(("", ""), 0) + max(moments.values(), default=0)
+
+    def peak(self, *, on_host: bool = False, role: str | None = None) -> tuple[int, str]:
+        """Bytes, and the phase."""
+        return max((self.total(phase, on_host=on_host, role=role), phase) for phase in PHASES)
+
+    @property
+    def roles(self) -> list[str]:
+        return list(dict.fromkeys(row.role for row in self.rows))
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """The largest micro-batch of a rank."""
+
+    tokens: int
+    """Prompts that samples share are counted as often as they occur."""
+    scored: int
+    """Of these."""
+    several: bool
+    """Whether there are more of them."""
+
+
+@dataclass(frozen=True)
+class _Model:
+    """One rank of a policy, reference or critic."""
+
+    role: str
+    shape: ModelShape
+    ranks: int
+    parts: int
+    """That every layer is divided into."""
+    fsdp: FSDPConfig | None
+    """For trainer.strategy=fsdp2."""
+    zero: DeepSpeedConfig | None
+    """For trainer.strategy=deepspeed; neither for single."""
+    run: Settings
+    leaves: bool
+    """Goes to host memory while engines generate."""
+    update: _Pass | None
+    """None for a frozen model."""
+    score: _Pass
+
+    @property
+    def shard(self) -> int:
+        """Ranks that one copy of a part is spread over."""
+        if self.fsdp is not None and self.fsdp.fsdp_size != -1:
+            return self.fsdp.fsdp_size
+        return self.ranks // self.parts
+
+    @property
+    def trained(self) -> tuple[Weight, ...]:
+        return tuple(weight for weight in self.shape.weights if weight.trained) if self.update else ()
+
+    @property
+    def reduces_once(self) -> bool:
+        """Gradients over ranks, once an update: see FSDP2Strategy."""
+        return self.fsdp is not None and not (self.run.on_gpu and self.fsdp.reshard_after_forward)
+
+    def rows(self) -> Iterator[Row]:
+        if self.zero is not None:
+            yield from self._zero_rows(self.zero)
+        else:
+            yield from self._held("parameters", self._parameter_bytes(), self._how_many(self.shard))
+        if self.trained and self.zero is None:
+            held = numel(self.trained, self.shard)
+            yield from self._held("optimizer", 2 * FP32 * held + FP32 * len(self.trained), "AdamW: 2 float32 moments")
+        yield from self._score_rows()
+        if self.update is not None:
+            yield from self._update_rows(self.update)
+
+    def _zero_rows(self, zero: DeepSpeedConfig) -> Iterator[Row]:
+        """DeepSpeed holds parameters in the compute dtype, and a float32 copy of this rank's part beside its state."""
+        shard = self.ranks if zero.zero_stage == 3 else 1
+        size = self.run.a * -(-numel(self.shape.weights) // shard)
+        yield from self._held("parameters", size, self._how_many(shard), zero.offload_parameters, exact=False)
+        if self.trained:
+            size = 3 * FP32 * -(-numel(self.trained) // self.ranks)
+            note = "float32 parameters, AdamW's 2 moments"
+            yield from self._held("optimizer", size, note, zero.offload_optimizer, exact=False)
+
+    def _parameter_bytes(self) -> int:
+        trained = numel(self.trained, self.shard)
+        return trained * FP32 + (numel(self.shape.weights, self.shard) - trained) * self.run.a
+
+    def _how_many(self, shard: int) -> str:
+        count, trained = numel(self.shape.weights), numel(self.trained)
+        kinds = [f"{trained / 1e6:,.1f} M trained"] if trained else []
+        if count > trained:
+            kinds.append(f"{(count - trained) / 1e6:,.1f} M frozen")
+        parts = f", one of {self.parts} parts of layers" if self.parts > 1 else ""
+        return ", ".join(kinds) + parts + (f", over {shard} ranks" if shard > 1 else "")
+
+    def _held(self, what: str, size: int, note: str, offload: bool = False, exact: bool = True) -> Iterator[Row]:
+        """What stays between passes: on the device, or in host memory where it is told to be."""
+        row = Row(self.role, what, note, {"": size}, exact=exact)
+        if self.run.on_gpu and (offload or (self.fsdp is not None and self.fsdp.cpu_offload)):
+            yield replace(row, on_host=True)
+        elif self.leaves:
+            yield replace(row, phases=_TRAINING)
+            yield replace(row, phases=("generating",), on_host=True)
+        else:
+            yield row
+
+    def _update_rows(self, update: _Pass) -> Iterator[Row]:
+        updating, shape, a = ("updating",), self.shape, self.run.a
+        whole = self.reduces_once and update.several
+        size = FP32 * numel(self.trained, 1 if whole else self.shard)
+        always = dict.fromkeys((_HEAD, _LAYERS, _EMBEDDINGS), size)
+        offloads = self.fsdp is not None and self.fsdp.cpu_offload and self.run.on_gpu and not whole
+        note = "float32" + (", whole until the last micro-batch" if whole and self.shard > 1 else "")
+        exact = self.zero is None
+        yield Row(self.role, "gradients", note, always, updating, exact=exact, on_host=offloads)
+        yield Row(self.role, "gradients under way", "before they are added", self._fresh_gradients(update), updating)
+        yield from self._gathered(updating)
+        saved = saved_bytes(shape, update.tokens, self.run)
+        note = f"{update.tokens:,} tokens, " + ("layers' inputs" if self.run.checkpointing else "all layers")
+        yield Row(self.role, "activations", note, {_HEAD: saved, _LAYERS: saved}, updating)
+        again = layer_backward_bytes(shape, update.tokens, self.run)
+        what = "a layer, computed again" if self.run.checkpointing else "a layer's gradients"
+        yield Row(self.role, "backward of a layer", what, {_LAYERS: again}, updating)
+        kept = KEPT_CHUNKS[self._device]
+        logits = head_backward_bytes(shape, update.scored, a, self._chunk_bytes, kept)
+        what, note = _of_head(shape, update.scored, self._chunk_bytes, kept)
+        yield Row(self.role, what, note, {_HEAD: logits}, updating)
+
+    @property
+    def _device(self) -> str:
+        return "cuda" if self.run.on_gpu else "cpu"
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return CHUNK_BYTES[self._device]
+
+    def _score_rows(self) -> Iterator[Row]:
+        scoring, tokens, scored = ("scoring",), self.score.tokens, self.score.scored
+        yield from self._gathered(scoring)
+        layer = layer_forward_bytes(self.shape, tokens, self.run)
+        yield Row(self.role, "activations", f"{tokens:,} tokens, one layer", {_LAYERS: layer}, scoring)
+        logits = head_bytes(self.shape, scored, self.run.a, self._chunk_bytes)
+        yield Row(self.role, *_of_head(self.shape, scored, self._chunk_bytes), {_HEAD: logits}, scoring)
+
+    def _gathered(self, phases: tuple[str, ...]) -> Iterator[Row]:
+        """Weights as they are computed with, where they are not the parameters themselves.
+
+        Sharded: the root all the time, and of the layers the one that computes, the next one's, and its buffer on the
+        way; all of them where they are not given up after forward. Autocast keeps a copy of all.
+        """
+        root, layers, layer = numel(self.shape.root), len(self.shape.layers), self.shape.largest_layer
+        if self.zero is not None and self.zero.zero_stage == 3:
+            yield self._gathered_by_zero(self.zero.zero_optimization, phases)
+            return
+        if self.fsdp is not None:
+            few = 1 if self.shard == 1 else min(3, layers)
+            count = few if self.fsdp.reshard_after_forward else layers
+            note = f"root and {count} of {layers} layers"
+        elif self.run.autocast and self.trained:
+            count, note = layers, "autocast's copy"
+        else:
+            return
+        size = self.run.a * (root + count * layer)
+        yield Row(self.role, "gathered weights", note, dict.fromkeys((_HEAD, _LAYERS, _EMBEDDINGS), size), phases)
+
+    def _gathered_by_zero(self, options: Mapping[str, Any], phases: tuple[str, ...]) -> Row:
+        """ZeRO 3 fetches a bucket ahead, and after forward keeps the last layers: those that backward comes back to
+        before `stage3_max_reuse_distance` elements were passed, which it counts on the way there and back.
+        """
+        layers = sum(numel(layer) for layer in self.shape.layers)
+        ahead = int(options.get("stage3_prefetch_bucket_size", _DEEPSPEED_PREFETCH))
+        kept = int(options.get("stage3_max_reuse_distance", _DEEPSPEED_REUSE)) // 2 if "updating" in phases else 0
+        elements = min(layers, max(kept, self.shape.largest_layer) + ahead)
+        note = f"root and {elements / 1e6:,.1f} M of {layers / 1e6:,.1f} M in layers"
+        size = self.run.a * (numel(self.shape.root) + elements)
+        return Row(self.role, "gathered weights", note, dict.fromkeys((_HEAD, _LAYERS, _EMBEDDINGS), size), phases)
+
+    def _fresh_gradients(self, update: _Pass) -> dict[str, int]:
+        """Of weights, before they are added to the ones above.
+
+        Where the head is tied, its own waits for that of the embeddings. FSDP2 has those of
+        a whole layer, and reduces them in float32; DeepSpeed collects them in buckets of a fixed size.
+        """
+        shape, a = self.shape, FP32 if self.run.autocast else self.run.a
+        head = FP32 * shape.head if shape.head_trained else 0
+        waiting = head if shape.tied else 0
+        by_layer = [[weight.numel for weight in layer if weight.trained] for layer in shape.layers]
+        if self.zero is not None:
+            elements = self.zero.zero_optimization.get("reduce_bucket_size", _DEEPSPEED_BUCKET)
+            bucket = a * int(elements) * (2 if self.run.on_gpu else 1)
+            return {_HEAD: bucket + head, _LAYERS: bucket + waiting, _EMBEDDINGS: bucket + waiting + head}
+        if self.fsdp is None:
+            largest = a * max((size for layer in by_layer for size in layer), default=0)
+            return {_HEAD: head, _LAYERS: waiting + largest, _EMBEDDINGS: waiting + head}
+        reduced = 0 if self.reduces_once and update.several else FP32
+        layer = (a + reduced) * max(sum(layer) for layer in by_layer)
+        root = (a + reduced) * sum(weight.numel for weight in shape.root if weight.trained)
+        return {_HEAD: head, _LAYERS: waiting + layer, _EMBEDDINGS: waiting + root}
+
+
+def _of_head(shape: ModelShape, scored: int, chunk_bytes: int, kept_chunks: int = 0) -> tuple[str, str]:
+    if not shape.vocab:
+        return "values", "float32 hidden states"
+    rows = chunk_rows(shape, chunk_bytes)
+    kept = f", {min(kept_chunks, -(-scored // rows))} kept" if kept_chunks else ""
+    return "logits", f"chunks of {min(scored, rows):,} x {shape.vocab:,}{kept}"
+
+
+def announce(cfg: Config, learning: Learning) -> None:
+    """The plan of a run that begins, a line a role, where the other notes of its start are.
+
+    A plan that cannot be made stops no run: engines and strategies read free-form settings better than it does.
+    """
+    try:
+        lines = summary(memory_plan(cfg, capacity_of(cfg.device), learning))
+    except ConfigError:
+        raise
+    except Exception as error:
+        lines = [f"no memory plan: {type(error).__name__}: {error}"]
+    for line in lines:
+        print(f"note: {line}", file=sys.stderr)
+
+
+def summary(plans: Sequence[SlotPlan]) -> list[str]:
+    """A line a role, to be compared with what a run measures (memory/*)."""
+    lines = []
+    for plan in plans:
+        for role in plan.roles:
+            size, phase = plan.peak(role=role)
+            rows = [row for row in plan.rows if row.role == role and phase in row.phases and not row.on_host]
+            parts = ", ".join(f"{row.what} {row.size / 2**30:.3f}" for row in rows)
+            lines.append(f"memory plan: {role}: {size / 2**30:.3f} GiB a slot at most, while {phase} ({parts})")
+    return list(dict.fromkeys(lines))  # a role may lie in slots of two kinds
+
+
+def memory_plan(cfg: Config, capacity: int | None = None, learning: Learning | None = None) -> list[SlotPlan]:
+    """One plan for every kind of slot. `capacity`: bytes of an accelerator, of which vLLM and SGLang take a share.
+
+    Reads the models' configurations, from the hub where they are there. Raises ConfigError for a model that cannot be
+    loaded, and for algorithms as `policy_learning` does.
+    """
+    learning = policy_learning(cfg) if learning is None else learning
+    placement, generator = cfg.trainer.placement, cfg.generator
+    policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    beside: list[_Model] = [_policy(cfg, policy)]
+    apart: list[_Model] = []
+    if learning.with_reference:
+        together = placement.colocate_policy_ref or placement.colocate_all
+        ranks = policy if together else placement.ref_num_nodes * placement.ref_num_gpus_per_node
+        (beside if together else apart).append(_reference(cfg, ranks, beside[0]))
+    if learning.critic is not None:
+        ranks = policy if placement.colocate_all else placement.critic_num_nodes * placement.critic_num_gpus_per_node
+        (beside if placement.colocate_all else apart).append(_critic(cfg, ranks, beside[0]))
+    reward = tuple(_reward_rows(cfg))
+    local = generator.run_engines_locally
+    shared = placement.colocate_all and local
+    slots = generator.num_inference_engines * slots_per_engine(generator)
+    engine = tuple(_engine_rows(cfg, capacity, shared)) if local else ()
+    home = [row for model in beside for row in model.rows()]
+    home += _bucket_rows(cfg, _policy_shape(cfg, parts=1), "policy")
+    names = [model.role for model in beside]
+    if reward and placement.colocate_all:
+        home += reward
+        names.append("reward model")
+    both = min(policy, slots) if shared else 0
+    plans = [
+        SlotPlan(" + ".join([*names, "engine"]), both, (*home, *engine)),
+        SlotPlan(" + ".join(names), policy - both, tuple(home)),
+    ]
+    plans += [SlotPlan(model.role, model.ranks, tuple(model.rows())) for model in apart]
+    if reward and not placement.colocate_all:
+        plans.append(SlotPlan("reward model", placement.reward_num_nodes * placement.reward_num_gpus_per_node, reward))
+    if local:
+        plans.append(SlotPlan("engine", slots - both, engine))
+    return [plan for plan in plans if plan.count]
+
+
+def _policy_shape(cfg: Config, parts: int) -> ModelShape:
+    policy = cfg.trainer.policy
+    lora, changes = policy.model.lora, policy.model_config_kwargs
+    return _shape(cfg, policy.model.path, POLICY_PATH, changes, lora=lora, parts=parts)
+
+
+def _policy(cfg: Config, ranks: int) -> _Model:
+    trainer, generator = cfg.trainer, cfg.generator
+    policy, on_gpu = trainer.policy, cfg.device == "cuda"
+    shape = _policy_shape(cfg, policy.tensor_parallel_size)
+    run = Settings(
+        a=2 if trainer.bf16 else FP32,
+        autocast=trainer.strategy == "single" and trainer.bf16,
+        on_gpu=on_gpu,
+        checkpointing=trainer.gradient_checkpointing,
+        longest=_longest(cfg),
+    )
+    leaves = on_gpu and trainer.placement.colocate_all and generator.run_engines_locally
+    return _model(cfg, "policy", policy, shape, ranks, run, leaves, trainer.policy_mini_batch_size)
+
+
+def _reference(cfg: Config, ranks: int, policy: _Model) -> _Model:
+    ref = cfg.trainer.ref
+    key, parts = "trainer.ref.model.path", ref.tensor_parallel_size
+    shape = _shape(cfg, ref.model.path, key, ref.model_config_kwargs, parts=parts)
+    return _model(cfg, "reference", ref, shape, ranks, policy.run, policy.leaves, None)
+
+
+def _critic(cfg: Config, ranks: int, policy: _Model) -> _Model:
+    critic = cfg.trainer.critic
+    assert critic.model.path is not None, "a critic is only asked for where it has a path"
+    key, overrides = "trainer.critic.model.path", critic.model_config_kwargs
+    options: dict[str, Any] = {"lora": critic.model.lora, "parts": critic.tensor_parallel_size}
+    shape = _shape(cfg, critic.model.path, key, overrides, critic=True, **options)
+    mini_batch = cfg.trainer.critic_mini_batch_size
+    return _model(cfg, "critic", critic, shape, ranks, policy.run, policy.leaves, mini_batch)
+
+
+def _reward_rows(cfg: Config) -> Iterator[Row]:
+    """Of a replica, which scores a conversation at a time and stays where it is; none without a reward model."""
+    reward = cfg.trainer.reward
+    if reward.model.path is None:
+        return
+    shape = reward_model_shape(reward.model.path, reward.model_config_kwargs)
+    size, tokens = 2 if cfg.trainer.bf16 else FP32, _longest(cfg)
+    run = Settings(a=size, autocast=False, on_gpu=cfg.device == "cuda", checkpointing=False, longest=tokens)
+    weights = numel(shape.weights)
+    yield Row("reward model", "parameters", f"{weights / 1e6:,.1f} M frozen", {"": size * weights}, exact=True)
+    layer = {_LAYERS: layer_forward_bytes(shape, tokens, run)}
+    yield Row("reward model", "activations", f"{tokens:,} tokens, one layer", layer, ("generating",))
+
+
+def _model(
+    cfg: Config,
+    role: str,
+    section: PolicyConfig | RefConfig | CriticConfig,
+    shape: ModelShape,
+    ranks: int,
+    run: Settings,
+    leaves: bool,
+    mini_batch: int | None,
+) -> _Model:
+    """`mini_batch`: prompts an update; None for a frozen model."""
+    trainer, parts, tokens = cfg.trainer, section.tensor_parallel_size, section.sequence_parallel_size
+    update = None
+    if mini_batch is not None:
+        update = _pass(cfg, trainer.micro_train_batch_size_per_gpu, mini_batch, ranks, tokens, parts)
+    return _Model(
+        role=role,
+        shape=shape,
+        ranks=ranks,
+        parts=parts,
+        fsdp=section.fsdp_config if trainer.strategy in ("fsdp", "fsdp2") else None,
+        zero=section.deepspeed_config if trainer.strategy == "deepspeed" else None,
+        run=run,
+        leaves=leaves,
+        update=update,
+        score=_pass(cfg, trainer.micro_forward_batch_size_per_gpu, trainer.train_batch_size, ranks, tokens, parts),
+    )
+
+
+def _shape(cfg: Config, path: str, key: str, overrides: Mapping[str, Any], **options: Any) -> ModelShape:
+    scaling, theta = cfg.trainer.rope_scaling, cfg.trainer.rope_theta
+    return model_shape(path, key=key, overrides=overrides, rope_scaling=scaling, rope_theta=theta, **options)
+
+
+def _longest(cfg: Config) -> int:
+    """Tokens of a sequence at most."""
+    return cfg.generator.max_input_length + cfg.generator.sampling_params.max_generate_length
+
+
+def _pass(cfg: Config, sequences: int, prompts: int, ranks: int, over: int, parts: int) -> _Pass:
+    """Of `sequences`, or of what max_tokens_per_microbatch lets in, when samples of `prompts` are shared out.
+
+    Ranks run a micro-batch together: `over` as many a part of its tokens each, or with `parts` of the layers all of
+    them; either way each has a part of those that are scored.
+    """
+    together = over * parts
+    trainer, generator, longest = cfg.trainer, cfg.generator, _longest(cfg)
+    share = -(-min(prompts, trainer.train_batch_size) * generator.n_samples_per_prompt * together // ranks)
+    budget = trainer.max_tokens_per_microbatch
+    tokens = min(max(budget, longest) if budget else sequences * longest, share * longest)
+    # Only where sequences are counted, and have one response each, is it known how much of them is response.
+    response = longest if budget or generator.max_turns > 1 else generator.sampling_params.max_generate_length
+    scored = tokens * response // longest
+    return _Pass(-(-tokens // over), -(-scored // together), share * longest > tokens)
+
+
+def _engine_rows(cfg: Config, capacity: int | None, shared: bool) -> Iterator[Row]:
+    """Weights, and keys and values: what they may take at most.
+
+    Awake, vLLM and SGLang hold a share of an accelerator whatever they need. Asleep, vLLM leaves it altogether, the
+    others keep their weights there.
+    """
+    generator, on_gpu = cfg.generator, cfg.device == "cuda"
+    rope = {"rope_scaling": generator.rope_scaling, "rope_theta": generator.rope_theta}
+    shape = model_shape(generator.model_name, key="generator.model_name", **rope)  # type: ignore[arg-type]
+    parts = generator.inference_engine_tensor_parallel_size * generator.inference_engine_pipeline_parallel_size
+    size = _BYTES[generator.model_dtype]
+    weights = -(-numel(shape.weights) * size // parts)
+    moves = shared and on_gpu
+    note = f"{generator.model_dtype}" + (f", over {parts} slots" if parts > 1 else "")
+    row = Row("engine", "weights", note, {"": weights}, exact=parts == 1)
+    if moves and generator.backend == "vllm":
+        yield replace(row, phases=("generating", "syncing"))
+        yield replace(row, phases=("scoring", "updating"), on_host=True)
+    else:
+        yield row
+    note, cache = _cache(cfg, shape, parts, weights, capacity if on_gpu else None)
+    yield Row("engine", "KV cache", note, {"": cache}, ("generating",) if moves else PHASES)
+    if _route(cfg) == "broadcast":
+        yield from _bucket_rows(cfg, shape, "engine")
+
+
+def _cache(cfg: Config, shape: ModelShape, parts: int, weights: int, capacity: int | None) -> tuple[str, int]:
+    """What the keys and values are for, and their bytes in one slot."""
+    generator = cfg.generator
+    size = 4 if generator.backend == "vllm" and cfg.device == "cpu" else _BYTES[generator.model_dtype]
+    per_token = max(1, shape.kv_bytes_per_token(size) // parts)
+    new, old = generator.sampling_params.max_generate_length, generator.max_input_length
+    samples = generator.n_samples_per_prompt
+    wanted = -(-cfg.trainer.train_batch_size * samples // generator.num_inference_engines)
+    sequences = min(generator.max_num_seqs, wanted)
+    if generator.backend == "transformers":  # a prompt once for all of its samples
+        note = f"{sequences} sequences, {per_token / 1024:,.1f} KiB a token"
+        return note, per_token * (sequences * new + -(-sequences // samples) * old)
+    if cfg.device == "cpu":
+        length = generator.engine_init_kwargs.get("max_model_len") or shape.max_positions
+        most = per_token * generator.max_num_seqs * length
+        return "as many full sequences as max_num_seqs, up to 4 GiB", min(most, _CPU_CACHE_BYTES)
+    if capacity is None:
+        return f"{sequences} sequences of {old + new}", per_token * sequences * (old + new)
+    free = max(0, int(generator.gpu_memory_utilization * capacity) - weights)
+    room = free // (per_token * (old + new))
+    share = f"gpu_memory_utilization={generator.gpu_memory_utilization:g}"
+    note = f"{share}: room for {room:,} sequences, {sequences:,} wanted"
+    return note, free
+
+
+def _route(cfg: Config) -> str:
+    """How weights travel, as assembly/publisher.py decides it for engines that can do all of it."""
+    route = cfg.generator.weight_sync_route
+    if route != "auto":
+        return route
+    beside = cfg.trainer.placement.colocate_all and cfg.generator.run_engines_locally
+    return "ipc" if beside else "broadcast"
+
+
+def _bucket_rows(cfg: Config, shape: ModelShape, role: str) -> list[Row]:
+    """Two buckets that take turns and stay allocated, and on the trainer the tensor that goes into one."""
+    generator = cfg.generator
+    wire = _BYTES[generator.model_dtype]
+    limit = int(generator.weight_transfer_threshold_cuda_ipc_GB * 2**30)
+    on_device = _route(cfg) in ("broadcast", "ipc")
+    if cfg.device == "cpu" and on_device:
+        limit = min(limit, CPU_BUCKET)
+    total, largest = numel(shape.weights), max(weight.numel for weight in shape.weights)
+    bucket = max(min(limit, wire * total), wire * largest)
+    on_host = cfg.device == "cuda" and not on_device
+    rows = [Row(role, "weight-sync buckets", "2, kept", {"": 2 * bucket}, on_host=on_host)]
+    if role == "policy":
+        whole = {"": (FP32 + wire) * largest}
+        rows.append(Row(role, "tensor being sent", "the largest, gathered and cast", whole, ("syncing",)))
+    return rows

@@ -1,0 +1,177 @@
+"""Weights from the trainer to the engines: route, proof, and engines that died on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from skyrl_train.assembly.engines import (
+    build_engine,
+    connect_engine,
+    engine_name,
+    engine_settings,
+    wants_adapter,
+    weight_folder,
+)
+from skyrl_train.assembly.services import Services
+from skyrl_train.config.schema import Config
+from skyrl_train.config.slots import slots_per_engine
+from skyrl_train.data.sft import Demonstration, demonstration_batch
+from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.supervisor import EngineSupervisor
+from skyrl_train.errors import ConfigError, SkyRLError
+from skyrl_train.learner.learner import Learner, WorkerGroup
+from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+
+HALF_PRECISION_PROBE_TOLERANCE = 0.25
+"""nats: bfloat16 engines and trainers round differently in every layer."""
+
+
+def build_publisher(
+    cfg: Config, learner: Learner, client: EngineClient, probe_ids: Sequence[Sequence[int]]
+) -> WeightPublisher:
+    """Weights to the engines, by the route and with the checks that generator.weight_sync_* name.
+
+    Raises ConfigError for an adapter that an engine cannot take apart from its model.
+    """
+    half = cfg.trainer.bf16 or cfg.generator.model_dtype != "float32"
+    probe = Probe(
+        token_ids=probe_ids,
+        trainer_score=partial(score_sequences, learner, learner.policy),
+        **({"tolerance": HALF_PRECISION_PROBE_TOLERANCE} if half else {}),
+    )
+    return WeightPublisher(
+        learner.policy,
+        lambda: client.engines,
+        route=weight_route(cfg, client.engines),
+        folder=weight_folder(cfg),
+        deadline_s=cfg.trainer.timeouts.weight_sync_s,
+        probe=probe if cfg.generator.weight_sync_check == "probe" else None,
+        rehearse_first=True,
+        apart=sends_adapter(cfg, client.engines),
+    )
+
+
+def sends_adapter(cfg: Config, engines: Sequence[Any]) -> bool:
+    """Whether adapters go to the engines as such. Raises ConfigError where one must and cannot."""
+    lora = cfg.trainer.policy.model.lora
+    if not wants_adapter(cfg):
+        return False
+    unable = [one.capabilities for one in engines if one.capabilities.synced_adapter_rank < lora.rank]
+    if unable and lora.sync == "adapter":
+        most = unable[0].synced_adapter_rank
+        can = f"takes ranks up to {most}" if most else unable[0].refusals.get("adapter", "takes none").rstrip(".")
+        raise ConfigError(
+            f"trainer.policy.model.lora.sync=adapter: engine {unable[0].name!r} cannot take an adapter of rank "
+            f"{lora.rank} apart from its model: {can}. Set trainer.policy.model.lora.sync=merged."
+        )
+    return not unable
+
+
+def weight_route(cfg: Config, engines: Sequence[Any]) -> str:
+    """`auto`: the memory of the machine where each engine has a trainer rank beside it, else the network.
+
+    Where an engine cannot be reached by the latter, files.
+    """
+    route, placement = cfg.generator.weight_sync_route, cfg.trainer.placement
+    if route != "auto":
+        return route
+    ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    engine_slots = cfg.generator.num_inference_engines * slots_per_engine(cfg.generator)
+    beside = (
+        placement.colocate_all and cfg.generator.run_engines_locally and (cfg.device == "cpu" or engine_slots <= ranks)
+    )
+    # memfd is Linux's; several nodes on a CPU have only rank 0's memory to offer.
+    shares = sys.platform == "linux" and (cfg.device != "cpu" or placement.policy_num_nodes == 1)
+    if beside and shares:
+        return "ipc"
+    return "broadcast" if all("broadcast" in one.capabilities.weight_routes for one in engines) else "checkpoint"
+
+
+def supervised_publish(
+    base: Services, client: EngineClient, publisher: WeightPublisher
+) -> Callable[[int], Awaitable[dict[str, float]]]:
+    """The publisher, and after it whatever engine died since the last one, back with the same weights."""
+    supervisor = _supervisor(base, client, publisher)
+
+    async def publish_to_the_living(version: int) -> None:
+        """After a sync that failed: whoever is left, one by one; some may hold what was meant for a rehearsal."""
+        for engine in client.engines:
+            try:
+                await publisher.publish_to(engine, version)
+            except SkyRLError:
+                await client.health()
+                if engine in client.engines:
+                    raise
+
+    async def publish(version: int) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        async with client.held():
+            before = supervisor.restarts
+            async with supervisor.syncing():
+                alive = len(client.engines)
+                try:
+                    if alive:
+                        metrics = await publisher.publish(version)
+                except SkyRLError:
+                    await client.health()  # gives up on those that do not answer
+                    if len(client.engines) == alive:
+                        raise
+                    await publish_to_the_living(version)
+                publisher.version = version
+            if base.layout.time_shared and supervisor.restarts > before:
+                await client.sleep()
+        return metrics | await client.metrics() | {"engines/restarts": float(supervisor.restarts)}
+
+    async def revive_while_generating() -> None:
+        await supervisor.revive()
+        if base.layout.time_shared:
+            assert base.learner is not None
+            await base.learner.offload()
+            await client.wake_up()
+
+    client.revive = revive_while_generating
+    return publish
+
+
+def _supervisor(base: Services, client: EngineClient, publisher: WeightPublisher) -> EngineSupervisor:
+    """Restarts the run's own engines in their slots, or connects anew to those that run elsewhere."""
+    cfg, learner, seats = base.cfg, base.learner, base.layout.engines
+    assert learner is not None
+    shares_memory = base.layout.time_shared and cfg.device == "cuda"
+
+    async def start(name: str) -> Any:
+        client.kill(name)
+        if seats is None:
+            return await connect_engine(name, cfg)  # whoever runs the server starts it again
+        if shares_memory:
+            await learner.offload()
+        index = next(i for i in range(seats.count) if engine_name(cfg.generator, i) == name)
+        return await build_engine(index, base.cluster, engine_settings(cfg), cfg.trainer.timeouts, seats, cfg.device)
+
+    async def sync(engine: Any) -> None:
+        if shares_memory:
+            await engine.sleep()
+            await learner.onload()
+            await engine.wake_up(["weights"])
+        await publisher.publish_to(engine, publisher.version)
+
+    async def stop(engine: Any) -> None:
+        await (engine.close() if seats is None else asyncio.to_thread(engine.kill))
+
+    return EngineSupervisor(client, start=start, sync=sync, stop=stop, budget=cfg.generator.max_engine_restarts)
+
+
+async def score_sequences(
+    learner: Learner, group: WorkerGroup, token_ids: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """The trainer's log-probs (nats) of every token after its sequence's first, at temperature 1."""
+    rows = [Demonstration(list(ids), [False] + [True] * (len(ids) - 1)) for ids in token_ids]
+    batch = demonstration_batch(rows)
+    values = (await learner.token_scores(group, batch)).tolist()
+    offsets = batch.offsets.tolist()
+    return [values[start + 1 : stop] for start, stop in pairwise(offsets)]

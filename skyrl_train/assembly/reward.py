@@ -1,0 +1,55 @@
+"""The reward model and the rollouts that it judges, from configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skyrl_train.assembly.layout import Seats
+from skyrl_train.assembly.learner import threads_per_process
+from skyrl_train.assembly.services import Services
+from skyrl_train.cluster.actors import spawn
+from skyrl_train.config.schema import Config
+from skyrl_train.learner.reward_worker import RewardModel
+from skyrl_train.rollouts.reward_model import JudgedRollout, Rollout
+
+WORKER = "skyrl_train.learner.reward_worker:RewardWorker"
+
+
+def build_reward_model(base: Services) -> RewardModel | None:
+    """Spawn a replica in each of its slots; `RewardModel.setup` then loads them. None without trainer.reward.model."""
+    seats = base.layout.reward
+    if seats is None:
+        return None
+    return RewardModel([_replica(base, seats, index) for index in range(seats.count)])
+
+
+def _replica(base: Services, seats: Seats, index: int) -> Any:
+    trainer, device = base.cfg.trainer, base.cfg.device
+    return spawn(
+        base.cluster,
+        WORKER,
+        {
+            "path": trainer.reward.model.path,
+            "dtype": "bfloat16" if trainer.bf16 else "float32",
+            "device": device,
+            "threads": threads_per_process(base.cluster, seats.count, device),
+            "model_config_kwargs": trainer.reward.model_config_kwargs,
+        },
+        slots=seats.slots,
+        index=index,
+        name=f"reward model {index}",
+        concurrent=False,
+        deadline_s=trainer.timeouts.rollout_s,
+    )
+
+
+async def start_reward_model(model: RewardModel | None, deadline_s: float) -> None:
+    """Load it, within the deadline."""
+    if model is not None:
+        await model.setup(deadline_s)
+
+
+def judged(cfg: Config, generator: Any, model: RewardModel | None) -> Rollout:
+    """The generator's rollouts, scored by the reward model where there is one."""
+    rollout: Rollout = generator.rollout
+    return rollout if model is None else JudgedRollout(rollout, model.score, cfg.trainer.reward.coef)

@@ -1,0 +1,210 @@
+"""A run put together: cluster, slots, actors, client, environments, and the trainer that drives them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.assembly import memory_plan
+from skyrl_train.assembly.algorithm import build_advantages, build_corrections, policy_learning
+from skyrl_train.assembly.collector import build_collector
+from skyrl_train.assembly.engines import build_engines, connect_engine, engine_settings, require_installed, server_urls
+from skyrl_train.assembly.environments import build_environments
+from skyrl_train.assembly.publisher import build_publisher, supervised_publish
+from skyrl_train.assembly.reward import build_reward_model, judged, start_reward_model
+from skyrl_train.assembly.services import (
+    Services,
+    build_batch_dump,
+    build_state,
+    fingerprints_of,
+    intervals,
+    learner_services,
+    schedule_of,
+    start_learner,
+)
+from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.config.schema import Config
+from skyrl_train.data.chat import render_prompt
+from skyrl_train.data.dataset import PromptDataset
+from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.lockstep import Lockstep
+from skyrl_train.engines.sampling import normalise
+from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.errors import SkyRLError
+from skyrl_train.learner.reward_worker import RewardModel
+from skyrl_train.report.trackers import Trackers
+from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
+from skyrl_train.rollouts.rate_limit import RateLimiter
+from skyrl_train.trainer.evaluation import Evaluator
+from skyrl_train.trainer.residency import AlwaysResident, Residency, TimeShared
+from skyrl_train.trainer.trainer import Trainer
+
+PROBE_SEQUENCES = 4
+PROBE_TOKENS = 64
+"""Size of the log-prob probe: the beginnings of the first training prompts."""
+_CLOSE_S = 10.0
+"""What engines have at the end to leave nothing behind."""
+
+
+@dataclass(frozen=True)
+class RunningServices:
+    """`Services` with engines, environments and a reward model where one is configured, all of them started."""
+
+    base: Services
+    client: EngineClient
+    environments: EnvironmentHost
+    reward_model: RewardModel | None = None
+
+
+@asynccontextmanager
+async def services(
+    cfg: Config,
+    cluster: Cluster,
+    *,
+    train_dataset: PromptDataset | None,
+    get_tracker: Callable[[Path], Trackers],
+    get_client: Callable[[Sequence[Any]], EngineClient],
+) -> AsyncIterator[RunningServices]:
+    """Everything that training needs, started; without a training set there is no learner (evaluation only)."""
+    trainer = cfg.trainer
+    local = cfg.generator.run_engines_locally
+    if local:
+        require_installed(cfg.generator.backend)
+    learning = policy_learning(cfg) if train_dataset is not None else None
+    if learning is not None:
+        memory_plan.announce(cfg, learning)
+    async with AsyncExitStack() as stack:
+        base = await stack.enter_async_context(
+            learner_services(
+                cfg,
+                cluster,
+                fingerprints=fingerprints_of(trainer, train_dataset.fingerprint) if train_dataset else {},
+                schedule=schedule_of(trainer, len(train_dataset)) if train_dataset else None,
+                learning=learning,
+                with_engines=local,
+                with_reward=trainer.reward.model.path is not None,
+                get_tracker=get_tracker,
+            )
+        )
+        environments = await stack.enter_async_context(build_environments(cfg))
+        reward_model = build_reward_model(base)
+        # An engine measures free memory when it starts: what stays on its accelerator is there before.
+        await start_reward_model(reward_model, trainer.timeouts.engine_start_s)
+        if base.layout.time_shared and cfg.device == "cuda":
+            # For the same reason the learner loads after the engine sleeps.
+            client = get_client(await start_engines(base))
+            await client.sleep()
+            await start_learner(base.learner, trainer)
+        else:
+            started, _ = await asyncio.gather(start_engines(base), start_learner(base.learner, trainer))
+            client = get_client(started)
+            if base.layout.time_shared:
+                await client.sleep()
+        stack.push_async_callback(_close, client)
+        yield RunningServices(base, client, environments, reward_model)
+
+
+async def _close(client: EngineClient) -> None:
+    """Connections to engines elsewhere, which go on; engines of ours, which are killed after it in any case."""
+    with suppress(SkyRLError, ConnectionError, TimeoutError):
+        async with asyncio.timeout(_CLOSE_S):
+            await client.close()
+
+
+async def start_engines(base: Services) -> Sequence[Any]:
+    """The run's own engines in their slots, or connections to those that run elsewhere."""
+    generator, timeouts, seats = engine_settings(base.cfg), base.cfg.trainer.timeouts, base.layout.engines
+    if seats is not None:
+        return await build_engines(base.cluster, generator, timeouts, seats, base.cfg.device)
+    return await asyncio.gather(*(connect_engine(url, base.cfg) for url in server_urls(generator)))
+
+
+def build_generator(
+    cfg: Config, tokenizer: Any, client: Any, environments: EnvironmentHost, *, evaluation: bool
+) -> ConversationGenerator:
+    """Rollouts for training or for evaluation.
+
+    In synchronous training the first turns of a step go to the engines together, in the order of the data: what is in
+    an engine's batch, and so the last bits of every number, does not depend on timing. With generator.batched that goes
+    for later turns too; without it no conversation waits for another.
+    """
+    generator = cfg.generator
+    settings = RolloutSettings(
+        sampling=normalise(generator.eval_sampling_params if evaluation else generator.sampling_params),
+        num_samples=generator.eval_n_samples_per_prompt if evaluation else generator.n_samples_per_prompt,
+        seed=cfg.trainer.seed,
+        max_prompt_tokens=generator.max_input_length,
+        deadline_s=cfg.trainer.timeouts.rollout_s,
+        chat_template_kwargs=dict(generator.chat_template_kwargs),
+        max_turns=generator.max_turns,
+        one_message=not generator.use_conversation_multi_turn,
+        ends_stopped_turns=generator.append_eos_token_after_stop_str_in_multi_turn,
+        step_wise=generator.step_wise_trajectories,
+        retokenize=generator.retokenize_chat_history,
+    )
+    limit = generator.rate_limit
+    # Who finishes first can only be told where groups go to the engines on their own, and one that may not begin yet
+    # must not hold up others.
+    cuts = generator.over_provisioning > 0 and not evaluation
+    apart = cfg.trainer.fully_async.enabled or cuts or limit.enabled
+    sampler = client if apart else Lockstep(client)
+    return ConversationGenerator(
+        sampler,
+        environments,
+        tokenizer,
+        settings,
+        later_turns=sampler if generator.batched and generator.max_turns > 1 else client,
+        limiter=RateLimiter(limit.trajectories_per_second, limit.max_concurrency) if limit.enabled else None,
+    )
+
+
+def build_trainer(
+    cfg: Config,
+    running: RunningServices,
+    *,
+    tokenizer: Any,
+    train_generator: ConversationGenerator,
+    eval_generator: ConversationGenerator,
+    train_dataset: PromptDataset,
+    eval_dataset: PromptDataset | None,
+) -> Trainer:
+    """The trainer over running services."""
+    base, trainer = running.base, cfg.trainer
+    assert base.learner is not None
+    advantages = build_advantages(trainer.algorithm)
+    schedule = schedule_of(trainer, len(train_dataset))
+    collector = build_collector(cfg, judged(cfg, train_generator, running.reward_model), train_dataset, schedule)
+    residency: Residency = AlwaysResident()
+    if base.layout.time_shared:
+        residency = TimeShared(running.client, base.learner)
+    probe_ids = [
+        render_prompt(tokenizer, prompt.messages, dict(cfg.generator.chat_template_kwargs))[:PROBE_TOKENS]
+        for prompt in train_dataset.prompts[:PROBE_SEQUENCES]
+    ]
+    return Trainer(
+        schedule=schedule,
+        intervals=intervals(trainer, schedule),
+        collector=collector,
+        learner=base.learner,
+        batch_steps=[advantages, *build_corrections(trainer.algorithm)],
+        publish=supervised_publish(base, running.client, build_publisher(cfg, base.learner, running.client, probe_ids)),
+        residency=residency,
+        evaluator=build_evaluator(cfg, running, eval_generator, eval_dataset) if eval_dataset else None,
+        state=build_state(
+            base, fingerprints_of(trainer, train_dataset.fingerprint), {"kl": advantages, "collector": collector}
+        ),
+        trackers=base.trackers,
+        batch_dump=build_batch_dump(trainer),
+    )
+
+
+def build_evaluator(
+    cfg: Config, running: RunningServices, generator: ConversationGenerator, dataset: PromptDataset
+) -> Evaluator:
+    dump_to = Path(cfg.trainer.export_path) / "dumped_evals" if cfg.trainer.dump_eval_results else None
+    rollout = judged(cfg, generator, running.reward_model)
+    return Evaluator(rollout, dataset.prompts, cfg.trainer.eval_batch_size, dump_to, cfg.trainer.max_failed_fraction)

@@ -1,0 +1,164 @@
+"""What every kind of run stands on: its folder, trackers, cluster, slots and learner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.assembly.algorithm import Learning
+from skyrl_train.assembly.layout import Layout, place
+from skyrl_train.assembly.learner import build_learner
+from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.config.hydra import plain, save_resolved
+from skyrl_train.config.safety import redact
+from skyrl_train.config.schema import Config, TrainerConfig
+from skyrl_train.errors import DeadlineExceeded
+from skyrl_train.learner.learner import Learner
+from skyrl_train.report.trackers import Trackers, make_trackers
+from skyrl_train.trainer.batch_dump import BatchDump
+from skyrl_train.trainer.checkpoints import Checkpoints
+from skyrl_train.trainer.run_directory import RunDirectory
+from skyrl_train.trainer.run_state import RunState
+from skyrl_train.trainer.schedule import StepSchedule
+from skyrl_train.trainer.trainer import Intervals
+
+
+@dataclass(frozen=True)
+class Services:
+    """What a run holds: everything that is closed again when it ends."""
+
+    cfg: Config
+    cluster: Cluster
+    directory: Path
+    layout: Layout
+    learner: Learner | None
+    trackers: Trackers
+
+
+_HOW_SYNCED = frozenset({"lora_sync_path", "sync"})
+"""Of adapters: how engines get them, which may differ from one start of a run to the next."""
+
+
+def schedule_of(trainer: TrainerConfig, num_prompts: int) -> StepSchedule:
+    return StepSchedule(num_prompts, trainer.train_batch_size, trainer.epochs, trainer.max_steps)
+
+
+def fingerprints_of(trainer: TrainerConfig, train_data: str) -> dict[str, str]:
+    """What decides which prompts a step sees: a run goes on only where all of it is as it was."""
+    return {"train_data": train_data, "data_order": f"seed {trainer.seed}, {trainer.train_batch_size} prompts a step"}
+
+
+def build_trackers(cfg: Config, directory: Path) -> Trackers:
+    """JSONL files in `directory`, and whatever trainer.logger names."""
+    trainer = cfg.trainer
+    names = [trainer.logger] if isinstance(trainer.logger, str) else list(trainer.logger)
+    return make_trackers(names, directory, trainer.project_name, trainer.run_name, redact(plain(cfg)))
+
+
+def run_directory(cfg: Config, fingerprints: Mapping[str, str]) -> RunDirectory:
+    """trainer.ckpt_path, held for this run."""
+    trainer = cfg.trainer
+    identity: dict[str, Any] = {
+        "project_name": trainer.project_name,
+        "run_name": trainer.run_name,
+        "model": trainer.policy.model.path,
+        **fingerprints,
+    }
+    if (lora := trainer.policy.model.lora).rank:
+        identity["adapters"] = {key: value for key, value in asdict(lora).items() if key not in _HOW_SYNCED}
+    # Evaluation alone keeps its records beside those of a run that trains in the same folder.
+    path = Path(trainer.ckpt_path) / ("" if fingerprints else "evaluation")
+    return RunDirectory(path, identity, resuming=trainer.resume_mode != "none")
+
+
+@asynccontextmanager
+async def learner_services(
+    cfg: Config,
+    cluster: Cluster,
+    *,
+    fingerprints: Mapping[str, str],
+    schedule: StepSchedule | None,
+    learning: Learning | None,
+    with_engines: bool = False,
+    with_reward: bool = False,
+    get_tracker: Callable[[Path], Trackers],
+) -> AsyncIterator[Services]:
+    """Folder, trackers, cluster, slots, and a learner that is not yet set up. On exit nothing is left running."""
+    trainer = cfg.trainer
+    with ExitStack() as stack:
+        directory = stack.enter_context(run_directory(cfg, fingerprints))
+        save_resolved(cfg, directory.path / "config.yaml")
+        trackers = stack.enter_context(get_tracker(directory.path))
+        stack.enter_context(cluster)
+        layout = place(
+            cluster,
+            trainer.placement,
+            cfg.generator,
+            device=cfg.device,
+            deadline_s=trainer.timeouts.placement_s,
+            with_policy=schedule is not None,
+            with_reference=learning is not None and learning.with_reference,
+            with_critic=learning is not None and learning.critic is not None,
+            with_reward=with_reward,
+            with_engines=with_engines,
+        )
+        learner = None
+        if schedule is not None and learning is not None:
+            learner = build_learner(
+                cluster,
+                trainer,
+                layout,
+                learning=learning,
+                schedule=schedule,
+                device=cfg.device,
+                wire_dtype=cfg.generator.model_dtype,
+                bucket_bytes=int(cfg.generator.weight_transfer_threshold_cuda_ipc_GB * 2**30),
+                only_changed=cfg.generator.weight_sync_only_changed,
+            )
+        yield Services(cfg, cluster, directory.path, layout, learner, trackers)
+
+
+async def start_learner(learner: Learner | None, trainer: TrainerConfig) -> None:
+    """Load the trained models, within the deadline."""
+    if learner is None:
+        return
+    try:
+        async with asyncio.timeout(trainer.timeouts.engine_start_s) as deadline:
+            await learner.setup()
+    except TimeoutError as error:
+        if not deadline.expired():
+            raise
+        raise DeadlineExceeded("start of the trainer's ranks", trainer.timeouts.engine_start_s) from error
+
+
+def build_state(base: Services, fingerprints: Mapping[str, str], controllers: Mapping[str, Any]) -> RunState:
+    assert base.learner is not None
+    trainer = base.cfg.trainer
+    return RunState(
+        Checkpoints(base.directory, trainer.max_ckpts_to_keep),
+        base.learner,
+        Path(trainer.export_path),
+        resume_mode=trainer.resume_mode,
+        resume_path=trainer.resume_path,
+        fingerprints=fingerprints,
+        controllers=controllers,
+        reference_folder=base.directory / "reference.partial" if trainer.update_ref_every_epoch else None,
+    )
+
+
+def build_batch_dump(trainer: TrainerConfig) -> BatchDump | None:
+    return BatchDump(Path(trainer.export_path) / "dumped_data") if trainer.dump_data_batch else None
+
+
+def intervals(trainer: TrainerConfig, schedule: StepSchedule) -> Intervals:
+    return Intervals(
+        evaluate=trainer.eval_interval,
+        checkpoint=trainer.ckpt_interval,
+        export=trainer.hf_save_interval,
+        evaluate_before=trainer.eval_before_train,
+        total_steps=schedule.total_steps,
+    )

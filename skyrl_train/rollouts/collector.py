@@ -1,0 +1,253 @@
+"""From a dataset's order to groups ready for training."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+from skyrl_train.data.trajectory import FAILED, OK, Prompt, TrajectoryGroup
+from skyrl_train.errors import RolloutsFailed
+from skyrl_train.metrics import Metrics
+from skyrl_train.rollouts.admission import RolloutQueue
+from skyrl_train.rollouts.dynamic_sampling import Curriculum, DynamicSampling, has_variance, is_useful
+from skyrl_train.rollouts.reward_shaping import RewardShaping, mask_group
+
+Rollout = Callable[[Prompt, int], Awaitable[TrajectoryGroup]]
+"""(prompt, position in the run's order of prompts) -> its group."""
+
+
+@dataclass(frozen=True)
+class Samplers:
+    """What decides which rollouts a step trains on; all of it is off by default."""
+
+    shaping: RewardShaping = field(default_factory=RewardShaping)
+    dynamic: DynamicSampling | None = None
+    mask_equal_rewards: bool = False
+    """`trainer.algorithm.zero_variance_filter`"""
+    over_provisioning: float = 0.0
+    """Rollouts begun beyond what a step needs, as a fraction of it; without staleness only."""
+    curriculum: Curriculum | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    position: int
+    group: TrajectoryGroup
+    useful: bool
+
+
+class RolloutCollector:
+    """Admits prompts in the run's order, as far ahead as `max_staleness` allows, and hands out groups in that order.
+
+    Without staleness a step's rollouts begin together, and those that replace dropped ones again together: which
+    prompts are drawn, and with which others, does not depend on timing (`over_provisioning` apart).
+    """
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        prompt_at: Callable[[int], Prompt],
+        prompts_of_step: Callable[[int], int],
+        max_staleness: int,
+        max_failed_fraction: float,
+        samplers: Samplers | None = None,
+    ):
+        self._rollout = rollout
+        self._prompt_at = prompt_at
+        self._prompts_of_step = prompts_of_step
+        self._max_staleness = max_staleness
+        self._max_failed_fraction = max_failed_fraction
+        self._samplers = samplers or Samplers()
+        assert not (self._samplers.over_provisioning and max_staleness), "cutting the slow ones is synchronous"
+        self._queue: RolloutQueue[_Drawn] = RolloutQueue()
+        self._admitted = self._left_out = 0
+        self.consumed = 0
+        """Place in the run's order where the step after the last whole one begins."""
+        self._pass_rates: dict[str, float] = {}
+        """The curriculum's state at that place."""
+
+    def start(self, step: int) -> None:
+        """The weights of `step` are live; prompts go on from `consumed`."""
+        self._admitted = self.consumed
+        self._queue.grant(sum(self._prompts_of_step(step + ahead) for ahead in range(self._max_staleness + 1)))
+
+    def weights_live(self, step: int) -> None:
+        """The weights of `step` are live: rollouts for step + max_staleness may begin."""
+        self._queue.grant(self._prompts_of_step(step + self._max_staleness))
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to draw the same prompts: as of the last whole step."""
+        return {"consumed": self.consumed, "pass_rates": self._pass_rates}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.consumed, self._pass_rates = state["consumed"], state["pass_rates"]
+        if self._samplers.curriculum is not None:
+            self._samplers.curriculum.load_state(self._pass_rates)
+
+    async def next_groups(self, step: int, metrics: Metrics) -> list[TrajectoryGroup]:
+        """The groups of `step`, in admission order.
+
+        Raises RolloutsFailed when more than `max_failed_fraction` of the trajectories drawn failed, or when dynamic
+        sampling found too few useful groups within its bound.
+        """
+        size, dynamic = self._prompts_of_step(step), self._samplers.dynamic
+        least = size if dynamic is None else dynamic.least_useful(size)
+        drawn: list[_Drawn] = []
+        surplus: list[_Drawn] = []
+        useful: list[_Drawn] = []
+        others: list[_Drawn] = []
+        while len(useful) < least:
+            self._drop(others)
+            self._check_bound(step, drawn, useful)
+            latest, too_many = await self._draw(size - len(useful), metrics)
+            drawn += latest
+            surplus += too_many
+            useful += [one for one in latest if one.useful]
+            others = [one for one in latest if not one.useful]
+            self._check_failures([*drawn, *surplus])
+        groups = _filled(useful, others)
+        self._count_failures([*drawn, *surplus], metrics)
+        self._describe(drawn, groups, metrics)
+        if self._samplers.mask_equal_rewards:
+            _mask_equal_rewards(groups, metrics)
+        self._end_step(drawn, metrics)
+        return groups
+
+    def admit(self) -> None:
+        """Begin as many rollouts as there are granted slots."""
+        curriculum = self._samplers.curriculum
+        while self._queue.free_slots:
+            position = self._admitted
+            self._admitted += 1
+            if curriculum is not None and curriculum.leaves_out(self._prompt_at(position).uid):
+                self._left_out += 1
+            else:
+                self._queue.submit(partial(self._begin, position))
+
+    async def close(self) -> None:
+        await self._queue.close()
+
+    async def _begin(self, position: int) -> _Drawn:
+        group = self._samplers.shaping(await self._rollout(self._prompt_at(position), position))
+        one = _Drawn(position, group, self._samplers.dynamic is None or is_useful(group))
+        if not one.useful and self._drops_early:
+            self._queue.grant(1)
+            self.admit()
+        return one
+
+    @property
+    def _drops_early(self) -> bool:
+        """Whether a dropped group's slot is free before its turn comes; without staleness slots are filled together."""
+        dynamic = self._samplers.dynamic
+        return self._max_staleness > 0 and dynamic is not None and dynamic.drops_at_once
+
+    async def _draw(self, count: int, metrics: Metrics) -> tuple[list[_Drawn], list[_Drawn]]:
+        """The next `count` groups, in admission order, and those that over-provisioning finished beyond them."""
+        surplus: list[_Drawn] = []
+        extra = math.ceil(round(count * self._samplers.over_provisioning, 6))
+        self._queue.grant(extra)
+        self.admit()
+        if extra:
+            drawn, surplus = await self._queue.take_fastest(count, _is_trainable)
+            metrics.count("sampling/cut", extra)
+        else:
+            drawn = []
+            while len(drawn) < count:
+                self.admit()
+                one = await self._queue.take()
+                assert one is not None, "a step asks for no more groups than it has slots"
+                drawn.append(one)
+        if self._samplers.curriculum is not None:
+            for one in drawn:
+                self._samplers.curriculum.observe(one.group)
+        return drawn, surplus
+
+    def _drop(self, groups: list[_Drawn]) -> None:
+        """Their slots are free for others."""
+        if not self._drops_early:
+            self._queue.grant(len(groups))
+
+    def _check_bound(self, step: int, drawn: list[_Drawn], useful: list[_Drawn]) -> None:
+        """Raises RolloutsFailed where nothing more may be drawn."""
+        dynamic, size = self._samplers.dynamic, self._prompts_of_step(step)
+        if dynamic is None or dynamic.max_batches < 0:
+            return
+        if len(drawn) >= dynamic.max_batches * size:
+            raise RolloutsFailed(
+                f"Step {step + 1} found {len(useful)} groups with different rewards among {len(drawn)} prompts, and "
+                f"needs {dynamic.least_useful(size)} of {size}: trainer.algorithm.dynamic_sampling.max_sample_batches="
+                f"{dynamic.max_batches} allows no more. Give it prompts that are neither too hard nor too easy, raise "
+                "generator.n_samples_per_prompt or the bound (-1 has none), or set dynamic_sampling.type=null."
+            )
+
+    def _check_failures(self, drawn: list[_Drawn]) -> None:
+        trajectories = [item for one in drawn for item in one.group.trajectories]
+        errors = _errors(drawn)
+        if trajectories and errors.total() > self._max_failed_fraction * len(trajectories):
+            counts = ", ".join(f"{kind} x {number}" for kind, number in errors.most_common())
+            raise RolloutsFailed(
+                f"{errors.total()} of {len(trajectories)} trajectories of this step failed ({counts}), more than "
+                f"trainer.max_failed_fraction={self._max_failed_fraction:g} allows. Nothing was trained on them. "
+                "Mend the environment or engine named, or raise the fraction."
+            )
+
+    def _count_failures(self, seen: list[_Drawn], metrics: Metrics) -> None:
+        """rollouts/failed*, over all groups that ended."""
+        errors = _errors(seen)
+        metrics.count("rollouts/failed", errors.total())
+        for kind, number in errors.items():
+            metrics.count(f"rollouts/failed/{kind}", number)
+
+    def _describe(self, drawn: list[_Drawn], groups: list[TrajectoryGroup], metrics: Metrics) -> None:
+        """With dynamic sampling, what became of the groups that were drawn."""
+        if self._samplers.dynamic is None:
+            return
+        kept = {id(group) for group in groups}
+        dropped = [one.group for one in drawn if id(one.group) not in kept]
+        metrics.count("sampling/drawn", len(drawn))
+        metrics.count("sampling/dropped", len(dropped))
+        metrics.count("sampling/repeated", len(groups) - len(kept))
+        for group in dropped:  # sampled all the same
+            metrics.count("rollouts/trajectories", len(group.trajectories))
+            metrics.count("rollouts/tokens", sum(len(item.response_ids) for item in group.trajectories))
+        for one in drawn:
+            for item in one.group.trajectories:
+                if item.status == OK:
+                    metrics.add("reward/mean_drawn", item.reward)
+
+    def _end_step(self, drawn: list[_Drawn], metrics: Metrics) -> None:
+        """Remember where the next step begins."""
+        self.consumed = drawn[-1].position + 1 if len(self._queue) else self._admitted
+        if self._samplers.curriculum is not None:
+            self._pass_rates = self._samplers.curriculum.state()
+            metrics.count("sampling/left_out", self._left_out)
+            self._left_out = 0
+
+
+def _is_trainable(one: _Drawn) -> bool:
+    return any(item.status == OK for item in one.group.trajectories)
+
+
+def _errors(drawn: list[_Drawn]) -> Counter[str]:
+    """Failed trajectories by kind."""
+    items = [item for one in drawn for item in one.group.trajectories]
+    return Counter(item.error or "unknown" for item in items if item.status == FAILED)
+
+
+def _filled(useful: list[_Drawn], others: list[_Drawn]) -> list[TrajectoryGroup]:
+    """In admission order, the useful ones repeated in turn where the others are."""
+    repeated = cycle(useful)
+    places = sorted([*useful, *others], key=lambda one: one.position)
+    return [(one if one.useful else next(repeated)).group for one in places]
+
+
+def _mask_equal_rewards(groups: list[TrajectoryGroup], metrics: Metrics) -> None:
+    equal = [group for group in groups if not has_variance(group)]
+    for group in equal:
+        mask_group(group)
+    metrics.count("sampling/masked", len(equal))

@@ -1,0 +1,181 @@
+"""Promise 1 in one table: however an update is run, its gradient is that of one padded batch in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.config.schema import LoraConfig
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
+from skyrl_train.metrics import Metrics
+from skyrl_train.models.loading import load_causal_lm
+from skyrl_train.testing.learner_specs import FULL_OBJECTIVE, tiny_spec, with_targets
+from skyrl_train.testing.padded_reference import grouped_batch, padded_scores
+from skyrl_train.testing.rank_processes import RankProcess
+from skyrl_train.testing.recording_strategies import RecordingWorker
+from skyrl_train.testing.tiny_adapters import fill_adapters
+from skyrl_train.testing.tiny_models import save_tiny_model
+
+KINDS = ("qwen2", "qwen3", "llama", "gemma", "qwen3_moe")
+STRATEGY = "skyrl_train.testing.recording_strategies:Recording"
+LORA = LoraConfig(rank=3, alpha=6)
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an update is run."""
+
+    ranks: int = 1
+    sizes: dict[str, Any] = field(default_factory=lambda: {"micro_train_sequences": 100})
+    spec: dict[str, Any] = field(default_factory=dict)
+    chunk_rows: int | None = None
+
+    @property
+    def adapts(self) -> bool:
+        return "lora" in self.spec
+
+
+SHARED = {"share_prompt": True, "max_tokens": 10_000}
+WAYS = {
+    "packed": Way(),
+    "one sequence a pass": Way(sizes={"micro_train_sequences": 1}),
+    "three sequences a pass": Way(sizes={"micro_train_sequences": 3}),
+    "a budget of tokens": Way(sizes={"max_tokens": 30, "share_prompt": False}),
+    "shared prompts": Way(sizes=SHARED),
+    "shared prompts in a budget": Way(sizes={"share_prompt": True, "max_tokens": 30}),
+    "a head in chunks": Way(chunk_rows=3),
+    "activations computed again": Way(sizes=SHARED, spec={"gradient_checkpointing": True}),
+    "two ranks": Way(ranks=2),
+    "two ranks, shared prompts": Way(ranks=2, sizes=SHARED),
+    "two ranks, small passes": Way(ranks=2, sizes={"micro_train_sequences": 1}),
+    "sequences over two ranks": Way(ranks=2, spec={"sequence_parallel_size": 2}),
+    "sequences over two ranks, shared prompts": Way(
+        2, {"share_prompt": True, "max_tokens": 30}, {"sequence_parallel_size": 2}
+    ),
+    "layers over two ranks": Way(ranks=2, spec={"tensor_parallel_size": 2}),
+    "layers over two ranks, shared prompts": Way(
+        2, {"share_prompt": True, "max_tokens": 30}, {"tensor_parallel_size": 2, "gradient_checkpointing": True}
+    ),
+    "adapters": Way(spec={"lora": LORA}),
+    "adapters, two ranks, shared prompts": Way(2, SHARED, {"lora": LORA}),
+    "adapters, sequences over two ranks": Way(2, SHARED, {"lora": LORA, "sequence_parallel_size": 2}),
+}
+
+COMPILED = {"compile_layers": True}
+COMPILED_WAYS = {
+    "a budget of tokens": Way(sizes={"max_tokens": 30}, spec=COMPILED),
+    "two ranks, activations computed again": Way(2, SHARED, COMPILED | {"gradient_checkpointing": True}),
+    "adapters, sequences over two ranks": Way(2, SHARED, COMPILED | {"lora": LORA, "sequence_parallel_size": 2}),
+}
+"""For one kind of model: others are compiled alike, see tests/unit/models/test_compiled_layers.py."""
+GRAPHS_ONLY = "aot_eager"
+"""Graphs are captured, differentiated and run, and no kernels made of them, which takes most of a minute."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return {kind: save_tiny_model(folder / kind, kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[RankProcess]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # a vLLM engine in this process sets it
+        ranks = [RankProcess() for _ in range(2)]
+        yield ranks
+        for rank in ranks:
+            rank.end()
+
+
+@cache
+def batch() -> TrainBatch:
+    """Groups of several sizes, a long and a short prompt, two prompts alike in length, and a failed episode."""
+    made = grouped_batch([(7, [5, 9, 3]), (4, [6, 6]), (12, [4, 8, 5, 2]), (3, [10]), (4, [1, 7])])
+    status = torch.ones(len(made), dtype=torch.bool)
+    status[6] = False
+    return with_targets(replace(made, status=status, loss_mask=made.loss_mask & made.per_token(status)))
+
+
+@cache
+def padded_gradients(path: str, adapts: bool) -> dict[str, Tensor]:
+    model: Any = load_causal_lm(path, dtype=torch.float32)
+    if adapts:
+        names = {
+            name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
+        }
+        peft.get_peft_model(
+            model, peft.LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=sorted(names - {"lm_head"}))
+        )
+        fill_adapters(model)
+    logprobs, entropy = padded_scores(model, batch())
+    FULL_OBJECTIVE(batch(), logprobs, entropy, int(batch().loss_mask.sum()), Metrics()).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def gradients(way: Way, path: str, processes: list[RankProcess], backend: str | None = None) -> dict[str, Tensor]:
+    strategy = STRATEGY + ("Single" if way.ranks == 1 else "FSDP2")
+    spec = tiny_spec(path, strategy=strategy, **way.spec)
+    chunk_bytes = None if way.chunk_rows is None else way.chunk_rows * 4 * 320
+    workers: list[Any] = [LocalWorker(RecordingWorker(spec, 0, 1, chunk_bytes, backend))]
+    if way.ranks > 1:
+        workers = processes[: way.ranks]
+        for rank, process in enumerate(processes):
+            process.hold(RecordingWorker, spec, rank, way.ranks, chunk_bytes, backend)
+    group = WorkerGroup(workers, spec.together)
+    learner = Learner(group, None, BatchSizes(mini_batch_groups=100, **way.sizes))
+
+    async def run() -> dict[str, Tensor]:
+        await learner.setup()
+        await learner.update(batch())
+        found: dict[str, Tensor] = (await group.all("gradients"))[0]
+        assert not spec.compile_layers or min(await group.all("graphs")) > 0
+        await learner.close()
+        return found
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", WAYS)
+def test_an_update_s_gradient_is_the_padded_one_however_it_is_run(
+    name: str, kind: str, models: dict[str, str], processes: list[RankProcess]
+) -> None:
+    assert_exact(WAYS[name], models[kind], processes)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch hides its compiler's warnings, but only after they were raised
+@pytest.mark.parametrize("name", COMPILED_WAYS)
+def test_an_update_s_gradient_is_the_padded_one_when_layers_are_compiled(
+    name: str, models: dict[str, str], processes: list[RankProcess]
+) -> None:
+    assert_exact(COMPILED_WAYS[name], models["qwen2"], processes, GRAPHS_ONLY)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_an_update_s_gradient_is_the_padded_one_with_kernels_made_of_layers(
+    models: dict[str, str], processes: list[RankProcess]
+) -> None:
+    torch.compiler.reset()  # or graphs of the tests above would be used again
+    assert_exact(COMPILED_WAYS["a budget of tokens"], models["qwen2"], processes)
+
+
+def assert_exact(way: Way, path: str, processes: list[RankProcess], backend: str | None = None) -> None:
+    expected = padded_gradients(path, way.adapts)
+    found = gradients(way, path, processes, backend)
+    whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    assert found.keys() == expected.keys()
+    for parameter, gradient in expected.items():
+        bound = TOLERANCE * max(float(gradient.norm()), 1e-3 * float(whole))
+        assert float((found[parameter] - gradient).norm()) <= bound, parameter

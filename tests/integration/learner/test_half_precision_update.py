@@ -1,0 +1,78 @@
+"""Promise 1 for a model that is bfloat16 throughout: no worse than twice what a padded run in bfloat16 is off."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.losses import clipped_surrogate
+from skyrl_train.algorithms.policy_objective import PolicyObjective
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.metrics import Metrics
+from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.testing.double_precision import double_precision
+from skyrl_train.testing.learner_specs import with_targets
+from skyrl_train.testing.padded_reference import grouped_batch, padded_scores
+from skyrl_train.testing.tiny_models import tiny_model
+
+GROUPS = 4 * ((7, (15, 20, 13)), (4, (16, 16)), (12, (14, 18, 15, 12)), (3, (20,)), (5, (9, 11)))
+"""Prompt length and lengths of responses: 716 tokens are scored."""
+OBJECTIVE = PolicyObjective(partial(clipped_surrogate, eps_low=0.2, eps_high=0.2), entropy_coef=0.01)
+"""On-policy and without KL: rounding takes no token over a bound, where its gradient would jump in any of the runs."""
+
+
+@cache
+def batch() -> TrainBatch:
+    """All advantages are 1: gradients of the head's chunks add up instead of cancelling."""
+    made = with_targets(grouped_batch(GROUPS))
+    return made.with_tokens(old_logprobs=None, advantages=made.loss_mask.float())
+
+
+def loss(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+    return OBJECTIVE(batch(), logprobs, entropy, int(batch().loss_mask.sum()), Metrics())
+
+
+def rounded_model(kind: str, dtype: torch.dtype) -> Any:
+    """Of weights that are bfloat16 numbers. Untied, so that the head has a gradient of its own."""
+    model: Any = tiny_model(kind, dtype=torch.bfloat16, tied=False)
+    return model.to(dtype)
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {name: parameter.grad.double() for name, parameter in model.named_parameters()}
+
+
+@cache
+def padded_gradients(kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    model = rounded_model(kind, dtype)
+    model.set_attn_implementation("sdpa")
+    loss(*padded_scores(model, batch())).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["packed", "shared_prompts"])
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_a_bfloat16_gradient_is_as_close_to_the_exact_one_as_that_of_a_padded_batch(kind: str, shares: bool) -> None:
+    tokens = batch()
+    model = rounded_model(kind, torch.bfloat16)
+    scores = TokenScorer(model, chunk_bytes=1)(  # a row a chunk
+        tokens.input_ids,
+        tokens.position_ids,
+        tokens.offsets,
+        tokens.temperature,
+        tokens.loss_mask,
+        True,
+        tokens.repeated_prompts() if shares else None,
+    )
+    loss(scores.logprobs, scores.entropy).backward()
+    with double_precision():
+        exact = padded_gradients(kind, torch.float64)
+    padded, found = padded_gradients(kind, torch.bfloat16), gradients(model)
+    whole = torch.stack([gradient.norm() for gradient in exact.values()]).norm()
+    for name, gradient in exact.items():
+        error, allowed = float((found[name] - gradient).norm()), float((padded[name] - gradient).norm())
+        assert error <= 2 * max(allowed, 1e-4 * float(whole)), name

@@ -1,0 +1,60 @@
+"""Replicas of a reward model in actors: what a run asks of them, and what happens when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.assembly.layout import place
+from skyrl_train.assembly.reward import build_reward_model
+from skyrl_train.assembly.services import Services
+from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.config.hydra import load
+from skyrl_train.errors import ConfigError, RewardModelLost
+from skyrl_train.learner.reward_worker import RewardModel
+from skyrl_train.report.trackers import Trackers
+from skyrl_train.testing.tiny_models import save_tiny_reward_model
+
+CONVERSATION = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+
+
+def replicas(cluster: Cluster, folder: Path, path: str, count: int) -> RewardModel:
+    cfg = load(
+        [
+            "device=cpu",
+            "trainer.bf16=false",
+            f"trainer.reward.model.path={path}",
+            f"trainer.placement.reward_num_gpus_per_node={count}",
+        ]
+    )
+    placement, generator = cfg.trainer.placement, cfg.generator
+    options = {"with_policy": False, "with_engines": False, "with_reward": True}
+    layout = place(cluster, placement, generator, device="cpu", deadline_s=30, **options)
+    model = build_reward_model(Services(cfg, cluster, folder, layout, None, Trackers({})))
+    assert model is not None
+    return model
+
+
+async def score_on(model: RewardModel) -> None:
+    while True:
+        await asyncio.gather(*(model.score([CONVERSATION]) for _ in range(2)))
+
+
+@pytest.mark.slow
+def test_replicas_agree_and_one_that_dies_stops_the_run_by_name(tmp_path: Path):
+    async def run(model: RewardModel) -> None:
+        await model.setup(120)
+        first, second = await asyncio.gather(*(model.score([CONVERSATION, CONVERSATION]) for _ in range(2)))
+        assert first == second and isinstance(first[0], float) and first[0] == first[1]
+        model.replicas[1].kill()
+        with pytest.raises(RewardModelLost, match="reward model 1 died during score"):
+            await asyncio.wait_for(score_on(model), 60)  # one that is being killed may still answer
+
+    path = save_tiny_reward_model(tmp_path / "model")
+    with Cluster():
+        with Cluster() as one_run:
+            asyncio.run(run(replicas(one_run, tmp_path, path, 2)))
+        with Cluster() as another, pytest.raises(ConfigError, match=r"trainer\.reward\.model\.path='/no/such"):
+            asyncio.run(replicas(another, tmp_path, "/no/such", 1).setup(120))

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from skyrl_train.algorithms.advantage_step import AdvantageStep, KLInReward
+from skyrl_train.algorithms.advantages import batch_normalised, dr_grpo, gae, grpo, reinforce_pp
+from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController, k1, k3, k3_ratio
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.metrics import Metrics
+from skyrl_train.testing.hard_batches import hard_batch, mask_only, spoilt
+from skyrl_train.testing.padded_reference import ragged_batch
+
+
+def batch_with(rewards: list[float]) -> TrainBatch:
+    return replace(ragged_batch([4, 5, 6, 3]), rewards=torch.tensor(rewards))
+
+
+def test_every_sampled_token_gets_its_sequence_s_advantage_and_prompts_get_none():
+    batch = batch_with([1.0, 0.0, 1.0, 1.0])
+    result = AdvantageStep(dr_grpo)(batch, Metrics())
+    expected = torch.tensor([0.5, -0.5, 0.0, 0.0])[batch.sequence_ids] * batch.loss_mask
+    torch.testing.assert_close(result.advantages, expected)
+    assert result.returns is None
+
+
+def test_kl_in_the_reward_lowers_the_reward_of_the_sequence_that_strayed():
+    batch = batch_with([1.0, 1.0, 0.0, 0.0])
+    strayed = (batch.sequence_ids == 0) & batch.loss_mask
+    batch = batch.with_tokens(old_logprobs=strayed * 2.0, ref_logprobs=torch.zeros(len(strayed)))
+    metrics = Metrics()
+    result = AdvantageStep(dr_grpo, kl=KLInReward(k1, FixedKLController(0.1)))(batch, metrics)
+    penalty = 0.1 * 2.0 * int(strayed.sum())
+    assert result.advantages is not None
+    torch.testing.assert_close(result.advantages[strayed], torch.full((int(strayed.sum()),), -penalty / 2))
+    assert metrics.flush()["policy/kl_in_reward"] == pytest.approx(2.0 / 4)
+
+
+def test_kl_in_the_reward_is_paid_on_the_token_that_strayed():
+    """Estimators of tokens see it from that token on; undiscounted, the first return is the whole penalised reward."""
+    batch = hard_batch("failed rows")
+    assert batch.old_logprobs is not None and batch.ref_logprobs is not None
+    step = AdvantageStep(partial(reinforce_pp, gamma=1.0), kl=KLInReward(k3, FixedKLController(0.1)))
+    returns = step(spoilt(batch, torch.nan), Metrics()).returns
+    assert returns is not None and batch.token_rewards is not None
+    gaps = batch.old_logprobs - batch.ref_logprobs
+    rows = zip(mask_only(batch, returns), mask_only(batch, batch.token_rewards), mask_only(batch, gaps), strict=True)
+    for found, rewards, of_row in rows:
+        paid = [r - 0.1 * (torch.tensor(-d).exp().item() - 1 + d) for r, d in zip(rewards, of_row, strict=True)]
+        assert found == pytest.approx([sum(paid[t:]) for t in range(len(paid))], rel=1e-6)
+
+
+def test_k3_ratio_in_the_reward_corrects_for_the_policy_that_sampled():
+    batch = hard_batch("regular")
+    assert batch.old_logprobs is not None and batch.ref_logprobs is not None and batch.rollout_logprobs is not None
+    metrics = Metrics()
+    AdvantageStep(dr_grpo, kl=KLInReward(k3_ratio, FixedKLController(0.1)))(batch, metrics)
+    gap = batch.old_logprobs - batch.ref_logprobs
+    kl = (batch.old_logprobs - batch.rollout_logprobs).exp() * ((-gap).exp() - 1 + gap)
+    rows = [sum(row) / len(row) for row in mask_only(batch, kl)]
+    assert metrics.flush()["policy/kl_in_reward"] == pytest.approx(sum(rows) / len(rows))
+
+
+def test_batch_normalisation_comes_after_the_estimator_and_leaves_returns_alone():
+    batch = hard_batch("failed rows")
+    estimator = partial(gae, gamma=0.9, lambd=0.8)
+    plain = AdvantageStep(estimator)(batch, Metrics())
+    normalised = AdvantageStep(estimator, normalise_batch=True)(batch, Metrics())
+    assert plain.advantages is not None
+    torch.testing.assert_close(normalised.advantages, batch_normalised(plain.advantages, batch.loss_mask))
+    torch.testing.assert_close(normalised.returns, plain.returns)
+
+
+def test_metrics_of_advantages_are_over_the_tokens_that_count():
+    batch = hard_batch("failed rows")
+    metrics = Metrics()
+    result = AdvantageStep(partial(grpo, norm_by_std=True))(batch, metrics)
+    assert result.advantages is not None
+    chosen = result.advantages[batch.loss_mask]
+    report = metrics.flush()
+    assert report["advantages/mean"] == pytest.approx(chosen.mean().item(), abs=1e-12)
+    assert report["advantages/abs_mean"] == pytest.approx(chosen.abs().mean().item())
+    assert report["advantages/abs_max"] == pytest.approx(chosen.abs().max().item())
+    assert report["advantages/zero_fraction"] == pytest.approx((chosen == 0).double().mean().item())
+
+
+def test_an_adapted_coefficient_survives_a_resume():
+    batch = batch_with([1.0, 0.0, 1.0, 0.0])
+    zeros = torch.zeros(len(batch.input_ids))
+    batch = batch.with_tokens(old_logprobs=zeros + 1.0, ref_logprobs=zeros)
+
+    def made() -> AdvantageStep:
+        return AdvantageStep(dr_grpo, kl=KLInReward(k1, AdaptiveKLController(0.1, target=0.01, horizon=10)))
+
+    step, resumed = made(), made()
+    step(batch, Metrics())
+    assert step.state()["kl_coef"] > 0.1
+    resumed.load_state(step.state())
+    assert resumed.state() == step.state()

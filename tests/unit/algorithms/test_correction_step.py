@@ -1,0 +1,208 @@
+"""Off-policy corrections against their equations, token after token in plain Python."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from math import exp, prod
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.algorithms.correction_step import OffPolicyCorrection
+from skyrl_train.algorithms.corrections import effective_sample_size, sequence_ratios
+from skyrl_train.algorithms.losses import importance_sampling
+from skyrl_train.algorithms.policy_objective import PolicyObjective
+from skyrl_train.algorithms.ratios import importance_ratios
+from skyrl_train.algorithms.reductions import token_mean, weigh
+from skyrl_train.config.algorithm import OffPolicyCorrectionConfig
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.metrics import Metrics
+from skyrl_train.testing.hard_batches import SHAPES, as_rectangle, current_logprobs, hard_batch, mask_only, spoilt
+
+Rows = list[list[float]]
+
+
+def ratios_of(batch: TrainBatch) -> Rows:
+    """exp(old - rollout) of every sequence's tokens that count."""
+    assert batch.old_logprobs is not None and batch.rollout_logprobs is not None
+    logs = mask_only(batch, batch.old_logprobs - batch.rollout_logprobs)
+    return [[exp(x) for x in row] for row in logs]
+
+
+def geometric(row: list[float]) -> float:
+    return prod(row) ** (1 / len(row)) if row else 1.0
+
+
+def everywhere(rows: Rows, keep: Any) -> Rows:
+    """keep(row) for all of a sequence's tokens."""
+    return [[float(keep(row))] * len(row) for row in rows]
+
+
+CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    # settings, which tokens are kept, what they weigh
+    "token TIS": (
+        {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 1.2},
+        None,
+        lambda rows: [[min(w, 1.2) for w in row] for row in rows],
+    ),
+    "sequence TIS": (
+        {"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 1.1},
+        None,
+        lambda rows: everywhere(rows, lambda row: min(prod(row), 1.1)),
+    ),
+    "product mask": (
+        {"sequence_mask_metric": "product", "product_mask_low": 0.6, "product_mask_high": 1.8},
+        lambda rows: everywhere(rows, lambda row: 0.6 <= prod(row) <= 1.8),
+        None,
+    ),
+    "geometric mask": (
+        {"sequence_mask_metric": "geometric", "geo_mask_low": 0.9, "geo_mask_high": 1.1},
+        lambda rows: everywhere(rows, lambda row: 0.9 <= geometric(row) <= 1.1),
+        None,
+    ),
+    "outliers": (
+        {"outlier_token_is_threshold_low": 0.6, "outlier_token_is_threshold_high": 2.0},
+        lambda rows: everywhere(rows, lambda row: all(0.6 <= w <= 2.0 for w in row)),
+        None,
+    ),
+    "outliers above": (
+        {"outlier_token_is_threshold_high": 1.6},
+        lambda rows: everywhere(rows, lambda row: all(w <= 1.6 for w in row)),
+        None,
+    ),
+    "outliers, though prompts have a ratio of 1": (
+        {"outlier_token_is_threshold_low": 1.05},
+        lambda rows: everywhere(rows, lambda row: all(w >= 1.05 for w in row)),
+        None,
+    ),
+    "token mask": (
+        {"token_mask_eps_low": 0.3, "token_mask_eps_high": 0.5},
+        lambda rows: [[float(0.7 <= w <= 1.5) for w in row] for row in rows],
+        None,
+    ),
+    "a mask and TIS": (
+        {"token_mask_eps_low": 0.3, "tis_ratio_type": "token", "token_tis_ratio_clip_high": 1.2},
+        lambda rows: [[float(w >= 0.7) for w in row] for row in rows],
+        lambda rows: [[min(w, 1.2) for w in row] for row in rows],
+    ),
+}
+
+
+def corrected(batch: TrainBatch, metrics: Metrics | None = None, **settings: Any) -> TrainBatch:
+    return OffPolicyCorrection(OffPolicyCorrectionConfig(**settings))(batch, metrics or Metrics())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_masks_and_weights_are_those_of_the_equations(name: str):
+    settings, keep, weight = CASES[name]
+    touched = False
+    for seed, shape in enumerate([*SHAPES, *SHAPES]):
+        batch = hard_batch(shape, seed)
+        result = corrected(spoilt(batch, torch.nan), **settings)
+        rows = ratios_of(batch)
+        kept = keep(rows) if keep else everywhere(rows, lambda row: 1)
+        assert mask_only(batch, result.loss_mask.double()) == kept
+        assert not result.loss_mask[~batch.loss_mask].any()
+        touched |= any(0.0 in row for row in kept) or weight is not None
+        if weight is None:
+            assert result.importance_weights is None
+        else:
+            assert result.importance_weights is not None
+            for found, wanted in zip(mask_only(batch, result.importance_weights), weight(rows), strict=True):
+                assert found == pytest.approx(wanted, rel=1e-10)
+    assert touched
+
+
+def test_metrics_are_over_tokens_that_count_and_the_effective_sample_size_over_their_weights():
+    batch = hard_batch("failed rows")
+    metrics = Metrics()
+    corrected(spoilt(batch, torch.nan), metrics, **CASES["token TIS"][0])
+    report = metrics.flush()
+    rows = ratios_of(batch)
+    flat = [w for row in rows for w in row]
+    mean = sum(flat) / len(flat)
+
+    def ess(weights: list[float]) -> float:
+        return sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
+
+    assert batch.old_logprobs is not None and batch.rollout_logprobs is not None
+    gaps = [x for row in mask_only(batch, batch.rollout_logprobs - batch.old_logprobs) for x in row]
+    expected = {
+        "mismatch/ratio_mean": mean,
+        "mismatch/ratio_std": (sum((w - mean) ** 2 for w in flat) / len(flat)) ** 0.5,
+        "mismatch/ratio_max": max(flat),
+        "mismatch/ratio_min": min(flat),
+        "mismatch/kl": sum(exp(-d) - 1 + d for d in gaps) / len(gaps),
+        "mismatch/ess_tokens": ess(flat),
+        "mismatch/ess_sequences": ess([prod(row) for row in rows if row]),
+        "correction/truncated_tokens": sum(w > 1.2 for w in flat) / len(flat),
+    }
+    assert report == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_effective_sample_size_is_one_for_equal_weights_and_one_of_n_for_a_single_one():
+    assert float(effective_sample_size(torch.full((7,), 3.0))) == pytest.approx(1.0)
+    assert float(effective_sample_size(torch.tensor([0.0, 5.0, 0.0, 0.0]))) == pytest.approx(0.25)
+    assert float(effective_sample_size(torch.zeros(0))) == 0.0
+
+
+def test_sampled_by_the_old_policy_itself_nothing_is_corrected():
+    batch = hard_batch("failed rows")
+    batch = batch.with_tokens(rollout_logprobs=batch.old_logprobs)
+    around_one = [case for case in CASES.values() if case[0].get("outlier_token_is_threshold_low", 0) < 1]
+    for settings, _, weight in around_one:
+        result = corrected(batch, **settings)
+        assert torch.equal(result.loss_mask, batch.loss_mask)
+        if weight is not None:
+            assert result.importance_weights is not None
+            assert (result.importance_weights == 1).all()
+
+
+def test_without_the_log_probs_of_both_policies_the_batch_is_left_alone():
+    batch = hard_batch("regular").with_tokens(old_logprobs=None)
+    assert corrected(batch, **CASES["token TIS"][0]) is batch
+
+
+def test_stray_ratios_stay_finite():
+    batch = hard_batch("regular")
+    assert batch.old_logprobs is not None and batch.rollout_logprobs is not None
+    for far in (500.0, -500.0):
+        moved = batch.old_logprobs + far
+        assert importance_ratios(moved, batch.rollout_logprobs, batch.loss_mask).isfinite().all()
+        assert (
+            sequence_ratios(moved, batch.rollout_logprobs, batch.loss_mask, batch.sequence_ids, len(batch))
+            .isfinite()
+            .all()
+        )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_corrected_update_does_not_depend_on_cut_order_or_padding(name: str):
+    """Masked tokens and sequences are in no denominator, however the mini-batch is cut."""
+    objective = PolicyObjective(importance_sampling)
+    for shape in SHAPES:
+        batch = hard_batch(shape)
+        scores = current_logprobs(batch).detach()
+        order = list(range(len(batch)))[::-1]
+        gradients = []
+        for variant, size in ((batch, 99), (batch, 1), (batch.select(order), 2), (as_rectangle(batch, torch.nan), 99)):
+            ready = weigh(corrected(variant, **CASES[name][0]), partial(token_mean, max_seq_len=1))
+            logprobs = torch.cat([scores, scores.new_full((1,), torch.nan)]).requires_grad_()
+            for part in ready.split(max_sequences=size):
+                objective(part, logprobs[part.input_ids], None, int(ready.loss_mask.sum()), Metrics()).backward()
+            gradients.append(logprobs.grad)
+        for gradient in gradients[1:]:
+            torch.testing.assert_close(gradient, gradients[0], rtol=1e-12, atol=1e-14)
+
+
+def test_a_masked_sequence_gives_the_update_of_a_batch_without_it():
+    batch = hard_batch("regular")
+    settings = CASES["product mask"][0]
+    kept = corrected(batch, **settings)
+    rows = (kept.per_sequence_sum(kept.loss_mask.long()) > 0).nonzero().flatten()
+    assert 0 < len(rows) < len(batch)
+    one = weigh(kept, partial(token_mean, max_seq_len=1)).select(rows)
+    other = weigh(replace(batch).select(rows), partial(token_mean, max_seq_len=1))
+    torch.testing.assert_close(one.loss_weights, other.loss_weights, rtol=1e-15, atol=0)

@@ -1,0 +1,165 @@
+"""One table for every term of a loss: how the mini-batch is cut, ordered, sharded or padded changes nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms import policy_objective as policy, registry, sft_objective as sft
+from skyrl_train.algorithms.losses import cross_entropy
+from skyrl_train.algorithms.policy_objective import PolicyObjective
+from skyrl_train.algorithms.reductions import weigh
+from skyrl_train.algorithms.selections import selection_of
+from skyrl_train.algorithms.sft_objective import SFTObjective
+from skyrl_train.algorithms.skyrl_style import SkyRLLoss
+from skyrl_train.algorithms.value_objective import ValueObjective
+from skyrl_train.assembly.algorithm import settings
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.choices import KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS, SFT_LOSSES
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.metrics import Metrics
+from skyrl_train.testing.hard_batches import SHAPES, as_rectangle, current_logprobs, hard_batch
+
+CONFIG = AlgorithmConfig()
+CONFIG.clip_cov.clip_ratio, CONFIG.clip_cov.clip_cov_lb = 0.3, 0.0
+CONFIG.dppo.tv_threshold, CONFIG.dppo.kl_threshold = 0.02, 0.004
+SETTINGS = settings(CONFIG)
+Objective = Callable[[TrainBatch, Tensor, Tensor, int, Metrics], Tensor]
+
+
+def skyrl_token_mean(log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs=None):  # type: ignore[no-untyped-def]
+    """As SkyRL's users write a loss: a rectangle, and the mean over the tokens of the micro-batch."""
+    ratio = (log_probs - old_log_probs).exp()
+    bounded = ratio.clamp(1 - config.eps_clip_low, 1 + config.eps_clip_high)
+    loss = -torch.min(ratio * advantages, bounded * advantages)
+    loss = torch.where(loss_mask > 0, loss, 0.0)
+    return loss.sum() / loss_mask.sum(), {"clip_ratio": 0.25}
+
+
+def skyrl_sequence_mean(log_probs, old_log_probs, advantages, config, loss_mask):  # type: ignore[no-untyped-def]
+    values = torch.where(loss_mask > 0, -log_probs * advantages, 0.0)
+    counted = loss_mask.sum(-1) > 0
+    return (values.sum(-1) / loss_mask.sum(-1).clamp(min=1))[counted].mean(), 0.0
+
+
+def policy_objective(name: str) -> PolicyObjective:
+    return PolicyObjective(registry.bind(registry.policy_losses.get(name), name, SETTINGS, policy.TENSORS))
+
+
+def kl_objective(name: str) -> PolicyObjective:
+    bound = registry.bind(registry.kl_estimators.get(name), name, SETTINGS, policy.TENSORS)
+    return PolicyObjective(cross_entropy, bound, kl_coef=0.3, entropy_coef=0.05)
+
+
+def sft_objective(name: str) -> SFTObjective:
+    return SFTObjective(registry.bind(registry.sft_losses.get(name), name, SETTINGS, sft.TENSORS))
+
+
+OBJECTIVES: dict[str, Objective] = {
+    **{name: policy_objective(name) for name in POLICY_LOSSES},
+    **{f"KL {name}": kl_objective(name) for name in KL_ESTIMATORS},
+    **{name: sft_objective(name) for name in SFT_LOSSES},
+    "value": ValueObjective(value_clip=0.2),
+    "skyrl_token_mean": PolicyObjective(partial(SkyRLLoss(skyrl_token_mean, CONFIG))),
+    "skyrl_sequence_mean": PolicyObjective(partial(SkyRLLoss(skyrl_sequence_mean, CONFIG))),
+}
+ONLY = {"skyrl_token_mean": ["token_mean"], "skyrl_sequence_mean": ["sequence_mean"]}
+"""A loss that takes its own mean goes with the reduction of that name."""
+
+
+@dataclass
+class Measured:
+    """Loss, gradient wrt log-probs and entropy, of a mini-batch given in parts."""
+
+    loss: float
+    logprob_gradient: Tensor
+    entropy_gradient: Tensor | None
+    metrics: dict[str, float]
+
+
+def measured(objective: Objective, parts: list[TrainBatch], whole: TrainBatch) -> Measured:
+    """`input_ids` say which of the whole's tokens a token is; -1 is padding."""
+    scores = current_logprobs(whole).detach()
+    nothing = scores.new_full((1,), torch.nan)
+    logprobs = torch.cat([scores, nothing]).requires_grad_()
+    entropy = torch.cat([-scores, nothing]).requires_grad_()
+    tokens, total, metrics = int(whole.loss_mask.sum()), 0.0, Metrics()
+    for part in parts:
+        loss = objective(part, logprobs[part.input_ids], entropy[part.input_ids], tokens, metrics)
+        loss.backward()
+        total += loss.item()
+    assert logprobs.grad is not None
+    return Measured(total, logprobs.grad, entropy.grad, metrics.flush())
+
+
+def prepared(name: str, batch: TrainBatch, whole: TrainBatch, reduction: Callable[..., Tensor]) -> TrainBatch:
+    """What the driver does before it cuts: weights, and the choice of tokens that the loss declares."""
+    batch = weigh(batch, reduction)
+    choose = selection_of(registry.policy_losses.get(name)) if name in POLICY_LOSSES else None
+    if choose is None:
+        return batch
+    scores = torch.cat([current_logprobs(whole).detach(), torch.full((1,), torch.nan)])[batch.input_ids]
+    bound = registry.bind(choose, name, SETTINGS, frozenset())
+    return batch.with_tokens(selected=bound(scores, batch.old_logprobs, batch.advantages, batch.loss_mask))
+
+
+def cuts(name: str, batch: TrainBatch, reduction: Callable[..., Tensor]) -> Iterator[tuple[str, list[TrainBatch]]]:
+    """The same mini-batch in other pieces."""
+    whole = prepared(name, batch, batch, reduction)
+    yield "one by one", whole.split(max_sequences=1)
+    yield "by tokens", whole.split(token_budget=16)
+    ranks = [whole.select(rows) for rows in whole.shard(2)]
+    yield "two ranks", [part for rank in ranks for part in rank.split(max_sequences=2)]
+    order = random.Random(0).sample(range(len(batch)), len(batch))
+    yield "another order", prepared(name, batch.select(order), batch, reduction).split(max_sequences=3)
+    yield "padded", [prepared(name, as_rectangle(batch, torch.nan), batch, reduction)]
+    yield "padded, one by one", prepared(name, as_rectangle(batch, torch.inf), batch, reduction).split(max_sequences=1)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_loss_and_gradient_do_not_depend_on_how_the_mini_batch_is_cut_ordered_sharded_or_padded(name: str):
+    objective = OBJECTIVES[name]
+    for reduction_name in ONLY.get(name, REDUCTIONS):
+        reduction = partial(registry.reductions.get(reduction_name), max_seq_len=16)
+        for shape in SHAPES:
+            batch = hard_batch(shape)
+            expected = measured(objective, [prepared(name, batch, batch, reduction)], batch)
+            assert torch.isfinite(expected.logprob_gradient).all()
+            assert (expected.logprob_gradient[:-1][~batch.loss_mask] == 0).all()
+            for cut, parts in cuts(name, batch, reduction):
+                found = measured(objective, parts, batch)
+                message = f"{reduction_name}, {shape}, {cut}"
+                assert found.loss == pytest.approx(expected.loss, rel=1e-12, abs=1e-13), message
+                for mine, other in (
+                    (found.logprob_gradient, expected.logprob_gradient),
+                    (found.entropy_gradient, expected.entropy_gradient),
+                ):
+                    torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14, msg=message)
+                assert found.metrics == pytest.approx(expected.metrics, rel=1e-9), message
+
+
+@pytest.mark.parametrize("name", sorted({*OBJECTIVES} - {"cross_entropy", "sft"}))
+def test_each_of_these_has_something_to_learn_from_every_batch_that_counts(name: str):
+    """So that the test above does not compare zeros."""
+    reduction = partial(registry.reductions.get("token_mean"), max_seq_len=16)
+    for shape in SHAPES:
+        batch = hard_batch(shape)
+        gradient = measured(OBJECTIVES[name], [prepared(name, batch, batch, reduction)], batch).logprob_gradient
+        assert bool(gradient.abs().max() > 1e-3) is bool(batch.loss_mask.any())
+
+
+@pytest.mark.fault("F12")
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_mini_batch_in_which_nothing_counts_has_loss_and_gradient_zero_and_no_metric(name: str):
+    batch = hard_batch("nothing counts")
+    for reduction in REDUCTIONS:
+        bound = partial(registry.reductions.get(reduction), max_seq_len=16)
+        result = measured(OBJECTIVES[name], [prepared(name, batch, batch, bound)], batch)
+        assert (result.loss, result.metrics) == (0, {}) or name in SFT_LOSSES
+        assert (result.logprob_gradient == 0).all()

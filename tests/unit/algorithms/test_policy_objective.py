@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms import registry
+from skyrl_train.algorithms.kl import k3
+from skyrl_train.algorithms.losses import cispo, clipped_surrogate, gspo, importance_sampling
+from skyrl_train.algorithms.policy_objective import TENSORS, PolicyObjective
+from skyrl_train.algorithms.reductions import sequence_mean, token_mean, weigh
+from skyrl_train.algorithms.skyrl_style import SkyRLLoss
+from skyrl_train.assembly.algorithm import settings
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.choices import KL_ESTIMATORS, POLICY_LOSSES
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.metrics import Metrics
+from skyrl_train.testing.hard_batches import current_logprobs, hard_batch
+
+FULL = PolicyObjective(partial(clipped_surrogate, eps_low=0.2, eps_high=0.2), k3, kl_coef=0.3, entropy_coef=0.05)
+SETTINGS = settings(AlgorithmConfig())
+
+
+def weighed(shape: str = "failed rows", seed: int = 0) -> TrainBatch:
+    return weigh(hard_batch(shape, seed), partial(token_mean, max_seq_len=1))
+
+
+def gradients(objective: PolicyObjective, batch: TrainBatch, metrics: Metrics | None = None) -> tuple[float, Tensor]:
+    """Loss, and its gradient wrt the log-probs."""
+    logprobs = current_logprobs(hard_batch("failed rows"))
+    entropy = -logprobs.detach()
+    loss = objective(batch, logprobs, entropy, int(batch.loss_mask.sum()), metrics or Metrics())
+    return loss.item(), torch.autograd.grad(loss, logprobs)[0]
+
+
+def test_loss_is_the_equation_of_the_docstring():
+    batch = weighed()
+    assert batch.old_logprobs is not None
+    batch = batch.with_tokens(importance_weights=batch.old_logprobs.exp() * 5)
+    old, ref, advantages, corrections = (
+        batch.old_logprobs,
+        batch.ref_logprobs,
+        batch.advantages,
+        batch.importance_weights,
+    )
+    assert old is not None and ref is not None and advantages is not None and corrections is not None
+    logprobs = current_logprobs(batch)
+    entropy = torch.rand(len(logprobs), dtype=torch.float64, requires_grad=True)
+    loss = FULL(batch, logprobs, entropy, int(batch.loss_mask.sum()), Metrics())
+    found = torch.autograd.grad(loss, (logprobs, entropy))
+    chosen = batch.loss_mask
+    ratio = (logprobs - old)[chosen].exp()
+    surrogate = torch.minimum(ratio * advantages[chosen], ratio.clamp(0.8, 1.2) * advantages[chosen])
+    back = (ref - logprobs)[chosen]
+    corrected = corrections[chosen] * surrogate
+    by_hand = (-corrected + 0.3 * (back.exp() - back - 1) - 0.05 * entropy[chosen]).mean()
+    torch.testing.assert_close(loss, by_hand)
+    torch.testing.assert_close(found, torch.autograd.grad(by_hand, (logprobs, entropy)))
+    torch.testing.assert_close(found[1], -0.05 * chosen.double() / chosen.sum())
+
+
+def test_gradients_match_finite_differences():
+    batch = weighed()
+    entropy = torch.rand(len(batch.input_ids), dtype=torch.float64, requires_grad=True)
+    tokens = int(batch.loss_mask.sum())
+    inputs = (current_logprobs(batch), entropy)
+    assert torch.autograd.gradcheck(lambda x, h: FULL(batch, x, h, tokens, Metrics()), inputs)
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_kl_in_the_loss_has_a_gradient(name: str):
+    estimator = registry.kl_estimators.get(name)
+    with_kl = gradients(replace(FULL, kl_estimator=estimator), weighed())[1]
+    without = gradients(replace(FULL, kl_estimator=None), weighed())[1]
+    moved = (with_kl - without)[weighed().loss_mask]
+    assert (moved.abs() > 1e-5).all()
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf, 1e300])
+def test_nothing_outside_the_mask_has_a_gradient_even_where_it_is_not_a_number(garbage: float):
+    batch = weighed()
+    outside = ~batch.loss_mask
+    names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "importance_weights")
+    batch = batch.with_tokens(importance_weights=torch.full_like(batch.advantages, 0.5))  # type: ignore[arg-type]
+    dirty = batch.with_tokens(**{name: getattr(batch, name).masked_fill(outside, garbage) for name in names})
+    logprobs = current_logprobs(batch).detach().masked_fill(outside, garbage).requires_grad_()
+    entropy = logprobs.detach().clone().requires_grad_()
+    metrics = Metrics()
+    loss = FULL(dirty, logprobs, entropy, int(batch.loss_mask.sum()), metrics)
+    of_logprobs, of_entropy = torch.autograd.grad(loss, (logprobs, entropy))
+    clean = FULL(batch, current_logprobs(batch), current_logprobs(batch), int(batch.loss_mask.sum()), Metrics())
+    assert loss.item() == clean.item()
+    assert not of_logprobs[outside].any()
+    assert not of_entropy[outside].any()
+    assert of_logprobs[batch.loss_mask].all()
+    assert all(abs(value) < 1e3 for value in metrics.flush().values())
+
+
+def test_what_stands_under_a_stop_gradient_has_none():
+    """CISPO's weight and GSPO's sequence ratio are numbers, though they are made of the policy's own log-probs."""
+    batch = weighed()
+    mask, weights = batch.loss_mask, batch.loss_weights
+    assert batch.advantages is not None and batch.old_logprobs is not None and weights is not None
+    log_ratio = (current_logprobs(batch).detach() - batch.old_logprobs) * mask
+    plain = PolicyObjective(partial(cispo, cispo_eps_low=10.0, cispo_eps_high=10.0))
+    expected = -weights * batch.advantages * log_ratio.exp()
+    torch.testing.assert_close(gradients(plain, batch)[1], expected)
+    lengths = batch.per_sequence_sum(mask.double()).clamp(min=1)
+    ratio = batch.per_token(batch.per_sequence_sum(log_ratio) / lengths).exp()
+    of_sequences = PolicyObjective(partial(gspo, eps_low=10.0, eps_high=10.0))
+    torch.testing.assert_close(gradients(of_sequences, batch)[1], -weights * batch.advantages * ratio)
+
+
+@pytest.mark.parametrize("name", sorted({*POLICY_LOSSES} - {"cross_entropy"}))
+def test_on_policy_every_loss_is_the_policy_gradient(name: str):
+    """At ratio 1 all of them pull a token's log-prob by its weight times its sequence's advantage."""
+    batch = weigh(hard_batch("failed rows"), partial(sequence_mean, max_seq_len=1))
+    loss = registry.bind(registry.policy_losses.get(name), name, SETTINGS, TENSORS)
+    advantages = batch.per_token(torch.linspace(-1, 1, len(batch), dtype=torch.float64) + 0.1)
+    unselected = torch.zeros_like(batch.loss_mask)
+    current = current_logprobs(batch).detach()
+    batch = batch.with_tokens(advantages=advantages, rollout_logprobs=current, old_logprobs=None, selected=unselected)
+    metrics = Metrics()
+    _, gradient = gradients(PolicyObjective(loss), batch, metrics)
+    assert batch.loss_weights is not None
+    torch.testing.assert_close(gradient, -advantages * batch.loss_weights)
+    report = metrics.flush()
+    ratios = {key: value for key, value in report.items() if key.startswith("policy/ratio")}
+    reads = "old_logprobs" in registry.keywords_of(loss)
+    assert ratios == ({"policy/ratio": 1, "policy/ratio_max": 1} if reads else {})
+    assert report["policy/clip_ratio"] == 0
+
+
+def test_metrics_say_how_far_engine_and_trainer_are_apart():
+    batch = weighed()
+    metrics = Metrics()
+    loss, _ = gradients(FULL, batch, metrics)
+    report = metrics.flush()
+    assert batch.rollout_logprobs is not None and batch.old_logprobs is not None
+    gap = (batch.old_logprobs - batch.rollout_logprobs)[batch.loss_mask]
+    assert report["policy/loss"] == pytest.approx(loss)
+    assert report["rollout/logprob_diff"] == pytest.approx(gap.abs().mean().item())
+    assert report["rollout/logprob_diff_max"] == pytest.approx(gap.abs().max().item())
+    assert report["rollout/kl"] == pytest.approx((gap.exp() - gap - 1).mean().item())
+
+
+def users_loss(log_probs, old_log_probs, advantages, config, loss_mask):  # type: ignore[no-untyped-def]
+    return (-log_probs * advantages * loss_mask).sum() / loss_mask.sum(), 0.0
+
+
+@pytest.mark.parametrize("name", [*POLICY_LOSSES, *KL_ESTIMATORS, "users_loss"])
+def test_an_objective_travels_to_a_worker_and_is_the_same_there(name: str):
+    kl = registry.bind(registry.kl_estimators.get(name), name, SETTINGS, TENSORS) if name in KL_ESTIMATORS else k3
+    loss = SkyRLLoss(users_loss, AlgorithmConfig()) if name == "users_loss" else importance_sampling
+    if name in POLICY_LOSSES:
+        loss = registry.policy_losses.get(name)  # type: ignore[assignment]
+    objective = PolicyObjective(registry.bind(loss, name, SETTINGS, TENSORS), kl, 0.1)
+    arrived = pickle.loads(pickle.dumps(objective))
+    one, other = gradients(objective, weighed()), gradients(arrived, weighed())
+    assert one[0] == other[0]
+    assert torch.equal(one[1], other[1])
+    assert arrived.wants_entropy

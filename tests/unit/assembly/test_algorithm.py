@@ -1,0 +1,129 @@
+"""What configuration makes of names: bound functions, and refusals of what nobody has or what counts twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from skyrl_train.algorithms.registry import advantage_estimators, policy_losses
+from skyrl_train.assembly.algorithm import (
+    build_advantages,
+    build_corrections,
+    build_objective,
+    correction_of,
+    needs_reference,
+    policy_learning,
+    read_before_loss,
+)
+from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
+from skyrl_train.config.hydra import load
+from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.errors import ConfigError
+
+BELOW = "trainer.algorithm."
+
+
+def algorithm(*overrides: str) -> AlgorithmConfig:
+    return load([BELOW + one for one in overrides]).trainer.algorithm
+
+
+@pytest.fixture
+def own() -> Iterator[None]:
+    """A loss and an estimator of a user's, gone again after the test."""
+
+    @policy_losses.register("asks_too_much")
+    def asks_too_much(logprobs, advantages, mask, *, moon_phase): ...
+
+    @policy_losses.register("like_skyrl")
+    def like_skyrl(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None): ...
+
+    yield
+    for name in ("asks_too_much", "like_skyrl"):
+        del policy_losses._items[name]
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_every_loss_finds_what_it_asks_for(name: str):
+    build_objective(algorithm(f"policy_loss_type={name}"))
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+def test_every_estimator_finds_what_it_asks_for(name: str):
+    build_advantages(algorithm(f"advantage_estimator={name}"))
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_every_kl_estimator_finds_what_it_asks_for(name: str):
+    build_objective(algorithm(f"kl_estimator_type={name}", "use_kl_loss=true"))
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_every_reduction_gives_weights(name: str):
+    reduction = policy_learning(load([f"{BELOW}loss_reduction={name}", f"{BELOW}max_seq_len=4"])).reduction
+    ids = torch.tensor([0, 0, 1, 1])
+    assert reduction(torch.ones(4, dtype=torch.bool), ids, ids).sum() == pytest.approx(0.5 if "norm" in name else 1.0)
+
+
+def test_a_loss_that_asks_for_what_nobody_has_is_named(own: None):
+    with pytest.raises(ConfigError, match="policy_loss_type=asks_too_much asks for moon_phase"):
+        build_objective(algorithm("policy_loss_type=asks_too_much"))
+
+
+@pytest.mark.parametrize("name", ["rollout_is", "dppo_tv", "dppo_kl", "like_skyrl"])
+@pytest.mark.parametrize("key", ["off_policy_correction.tis_ratio_type=token", "use_tis=true"])
+def test_what_corrects_for_the_engine_itself_is_not_corrected_again(name: str, key: str, own: None):
+    settings = algorithm(f"policy_loss_type={name}", key, "tis_imp_ratio_cap=2.0")
+    with pytest.raises(ConfigError, match=f"must be null with policy_loss_type={name}"):
+        build_objective(settings)
+
+
+def test_older_keys_of_truncated_importance_sampling_mean_the_same():
+    found = correction_of(algorithm("use_tis=true", "tis_imp_ratio_cap=3.0"))
+    assert (found.tis_ratio_type, found.token_tis_ratio_clip_high) == ("token", 3.0)
+    chosen = algorithm("use_tis=true", "tis_imp_ratio_cap=3.0", "off_policy_correction.tis_ratio_type=token")
+    assert correction_of(chosen).token_tis_ratio_clip_high == 2.0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reference", "old"),
+    [
+        (["use_kl_loss=false"], False, False),
+        (["use_kl_loss=true", "kl_loss_coef=0.0"], False, False),
+        (["use_kl_loss=true"], True, False),
+        (["use_kl_loss=false", "use_kl_in_reward=true"], True, True),
+        (["use_kl_loss=false", "advantage_estimator=distillation"], True, True),
+        (["use_kl_loss=false", "off_policy_correction.token_mask_eps_low=0.1"], False, True),
+        (["use_kl_loss=false", "policy_loss_type=clip_cov"], False, False),  # the learner adds them to choose by
+    ],
+)
+def test_passes_that_nothing_reads_are_not_run(overrides: list[str], reference: bool, old: bool):
+    settings = algorithm(*overrides)
+    assert (needs_reference(settings), read_before_loss(settings)) == (reference, old)
+
+
+def test_a_correction_is_built_only_where_one_is_asked_for():
+    assert build_corrections(algorithm()) == []
+    assert len(build_corrections(algorithm("off_policy_correction.sequence_mask_metric=product"))) == 1
+
+
+def test_estimators_of_plugins_are_known_after_their_import():
+    with pytest.raises(ConfigError, match="Unknown advantage estimator 'nobodys'"):
+        advantage_estimators.get("nobodys")
+
+
+@pytest.mark.parametrize(
+    ("keys", "needed"),
+    [
+        (["policy_loss_type=regular"], None),
+        (["policy_loss_type=dppo_tv"], False),
+        (["policy_loss_type=cross_entropy"], False),
+        (["policy_loss_type=cross_entropy", "use_kl_loss=true", "kl_estimator_type=k3_ratio"], None),
+        (["policy_loss_type=cross_entropy", "use_kl_in_reward=true"], True),
+        (["policy_loss_type=regular", "use_tis=true", "tis_imp_ratio_cap=2.0"], True),
+    ],
+)
+def test_old_log_probs_are_asked_for_where_something_reads_them(keys: list[str], needed: bool | None):
+    cfg = load([*(f"trainer.algorithm.{key}" for key in ["use_kl_loss=false", *keys])])
+    assert policy_learning(cfg).needs_old_logprobs is needed

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+
+from skyrl_train.assembly.environments import check_environments
+from skyrl_train.config.hydra import load
+from skyrl_train.data.dataset import PromptDataset
+from skyrl_train.data.trajectory import Prompt
+from skyrl_train.environments.registry import environments, register
+from skyrl_train.errors import ConfigError
+
+
+def rows(*env_classes: str) -> PromptDataset:
+    message = {"role": "user", "content": "1 + 1"}
+    return PromptDataset(tuple(Prompt(str(i), [message], name, {}, "source") for i, name in enumerate(env_classes)), 0)
+
+
+def test_rows_that_name_their_environment_go_before_the_key_and_that_is_said_once(capsys: pytest.CaptureFixture[str]):
+    train, evaluation = rows("arithmetic", "arithmetic", "gsm8k", "multiply"), rows("arithmetic")
+    check_environments(load(["environment.env_class=gsm8k"]), train, evaluation)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "note: 4 of 5 rows name their env_class themselves (arithmetic 3, multiply 1), which counts; "
+        "environment.env_class (gsm8k) is for rows that name none."
+    )
+
+
+def test_rows_of_an_environment_that_only_the_driver_knows_are_refused():
+    register("drivers_own", "somewhere:Env")
+    try:
+        with pytest.raises(
+            ConfigError, match=r"env_class=drivers_own: must be registered by a module of trainer\.plug"
+        ):
+            check_environments(load(), rows("drivers_own"))
+    finally:
+        environments.forget("drivers_own")
+
+
+def test_rows_that_agree_with_the_key_are_not_worth_a_word(capsys: pytest.CaptureFixture[str]):
+    check_environments(load(["environment.env_class=arithmetic"]), rows("arithmetic"), None)
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from skyrl_train.assembly.algorithm import policy_learning
+from skyrl_train.assembly.learner import _critic, _reference, check_same_tokens
+from skyrl_train.config.hydra import load
+from skyrl_train.config.schema import LoraConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.testing.learner_specs import tiny_spec
+from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model
+from skyrl_train.trainer.schedule import StepSchedule
+
+
+def tokenizer_in(folder: Path, *more: str) -> str:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(list(more))
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def with_other_ids(folder: Path) -> str:
+    """Two letters have changed their places."""
+    path = Path(tokenizer_in(folder)) / "tokenizer.json"
+    text = path.read_text()
+    vocabulary = Tokenizer.from_file(str(path)).get_vocab()
+    for one, other in (("a", "b"), ("b", "a")):
+        text = text.replace(f'"{one}": {vocabulary[one]}', f'"{one}": {vocabulary[other]}')
+    path.write_text(text)
+    return str(folder)
+
+
+def test_models_of_a_family_may_have_added_different_tokens(tmp_path: Path) -> None:
+    plain, more = tokenizer_in(tmp_path / "plain"), tokenizer_in(tmp_path / "more", "<extra>")
+    check_same_tokens(plain, more, "trainer.ref.model.path")
+    check_same_tokens(more, plain, "trainer.ref.model.path")
+
+
+def test_a_reference_that_reads_other_text_from_the_same_ids_is_refused(tmp_path: Path) -> None:
+    policy, other = tokenizer_in(tmp_path / "policy"), with_other_ids(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"trainer\.ref\.model\.path=.*: 2 tokens .* such as '[ab]'"):
+        check_same_tokens(policy, other, "trainer.ref.model.path")
+
+
+def test_a_folder_without_a_tokenizer_is_taken_at_its_word(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "critic")
+    for file in (tmp_path / "critic").glob("*token*"):
+        file.unlink()
+    check_same_tokens(tokenizer_in(tmp_path / "policy"), str(tmp_path / "critic"), "trainer.critic.model.path")
+
+
+def test_a_model_is_not_compared_with_itself() -> None:
+    check_same_tokens("no folder", "no folder", "trainer.ref.model.path")
+
+
+def test_only_what_is_trained_has_adapters_each_model_its_own():
+    overrides = ["trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=/x"]
+    spec, schedule = tiny_spec("/x", lora=LoraConfig(rank=8)), StepSchedule(8, 4, 1)
+    for rank in (0, 4):
+        cfg = load([*overrides, f"trainer.critic.model.lora.rank={rank}"])
+        assert _reference(spec, cfg.trainer, None).lora is None
+        critic = _critic(spec, cfg.trainer, None, policy_learning(cfg), schedule)
+        assert (critic.lora.rank if critic.lora else 0) == rank
+
+
+def test_all_models_are_compiled_where_one_is_and_the_policy_alone_records_its_allocations():
+    cfg = load(["trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=/x"])
+    spec = tiny_spec("/x", compile_layers=True, memory_folder="/records")
+    critic = _critic(spec, cfg.trainer, None, policy_learning(cfg), StepSchedule(8, 4, 1))
+    for other in (_reference(spec, cfg.trainer, None), critic):
+        assert other.compile_layers
+        assert other.memory_folder is None

@@ -1,0 +1,161 @@
+"""The learner with a critic: one model more, the same micro-batches."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.value_objective import ValueObjective
+from skyrl_train.config.schema import OptimizerConfig
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
+from skyrl_train.learner.worker import LearnerWorker
+from skyrl_train.metrics import Metrics
+from skyrl_train.models.loading import load_causal_lm
+from skyrl_train.testing.learner_specs import policy_batch, tiny_spec
+from skyrl_train.testing.padded_reference import padded_values
+from skyrl_train.testing.recording_strategies import RecordingWorker
+
+RECORDING = "skyrl_train.testing.recording_strategies:RecordingSingle"
+OBJECTIVE = ValueObjective(value_clip=0.2)
+
+
+def critic_worker(model_path: str, kind: type[LearnerWorker] = LearnerWorker, **changes: Any) -> LearnerWorker:
+    return kind(tiny_spec(model_path, objective=OBJECTIVE, value_head="value_head", **changes), 0, 1)
+
+
+def learner_of(model_path: str, critic: LearnerWorker | None, sizes: BatchSizes, **changes: Any) -> Learner:
+    policy = WorkerGroup([LocalWorker(LearnerWorker(tiny_spec(model_path, **changes), 0, 1))])
+    return Learner(policy, None, sizes, critic=None if critic is None else WorkerGroup([LocalWorker(critic)]))
+
+
+async def setup(learner: Learner) -> None:
+    """A process has one process group: the policy makes it, and the others build their models beside it."""
+    await learner.policy.setup()
+    for group in (learner.critic, learner.reference):
+        for worker in group.workers if group else ():
+            worker.worker._build(worker.worker.spec.model_path)
+
+
+def valued_batch() -> TrainBatch:
+    batch = policy_batch()
+    generator = torch.Generator().manual_seed(1)
+    returns = torch.randn(len(batch.input_ids), generator=generator) * batch.loss_mask
+    return batch.with_tokens(returns=returns, values=torch.zeros_like(returns))
+
+
+def head_of(hidden_size: int) -> Tensor:
+    """With a head of 0 only the head would have a gradient."""
+    return 0.01 * torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(2))
+
+
+def set_head(worker: LearnerWorker) -> None:
+    weight: Tensor = worker.scorer.value_head.weight.data
+    weight.copy_(head_of(weight.shape[1]))
+
+
+@pytest.mark.parametrize(("sequences", "max_tokens"), [(1, None), (3, None), (100, None), (None, 20)])
+def test_the_gradient_of_a_critic_s_update_is_that_of_the_padded_batch_for_every_micro_batch_size(
+    tiny_model_path: str, sequences: int | None, max_tokens: int | None
+) -> None:
+    batch = valued_batch()
+    worker = critic_worker(tiny_model_path, RecordingWorker, strategy=RECORDING)
+    sizes = BatchSizes(100, 100, micro_train_sequences=sequences, max_tokens=max_tokens)
+    learner = learner_of(tiny_model_path, worker, sizes)
+
+    async def run() -> None:
+        await setup(learner)
+        set_head(worker)
+        await learner.update(batch)
+        await learner.close()
+
+    asyncio.run(run())
+    model = load_causal_lm(tiny_model_path, dtype=torch.float32)
+    head = head_of(model.config.hidden_size).requires_grad_()
+    OBJECTIVE(batch, padded_values(model, head, batch), None, int(batch.loss_mask.sum()), Metrics()).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert head.grad is not None
+    wanted["value_head.weight"] = head.grad
+    assert isinstance(worker, RecordingWorker)
+    found = worker.gradients()
+    whole = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        bound = 1e-4 * max(float(gradient.norm()), 1e-3 * float(whole))
+        assert float((found[name] - gradient).norm()) <= bound, name
+
+
+def test_a_learner_with_a_critic_scores_values_and_updates_it_in_its_own_mini_batches(tiny_model_path: str) -> None:
+    batch = policy_batch().with_tokens(old_logprobs=None, ref_logprobs=policy_batch().ref_logprobs)  # 4 prompts
+    worker = critic_worker(tiny_model_path, optimizer=OptimizerConfig(lr=1e-2, scheduler="linear"))
+    learner = learner_of(tiny_model_path, worker, BatchSizes(4, 3, update_epochs=2, micro_forward_sequences=3))
+
+    async def run() -> tuple[TrainBatch, dict[str, float], Tensor]:
+        await setup(learner)
+        try:
+            set_head(worker)
+            scored = await learner.score(batch)
+            assert scored.values is not None
+            metrics = await learner.update(scored.with_tokens(returns=scored.values + batch.loss_mask))
+            again = (await learner.score(batch)).values
+            assert again is not None
+            return scored, metrics, again
+        finally:
+            await learner.close()
+
+    scored, metrics, after = asyncio.run(run())
+    model = load_causal_lm(tiny_model_path, dtype=torch.float32)
+    assert scored.values is not None
+    expected = padded_values(model, head_of(model.config.hidden_size), batch).detach()
+    torch.testing.assert_close(scored.values, expected, atol=1e-4, rtol=0)
+    # Four updates, two mini-batches twice, of a schedule of ten: factors 1, 0.9, 0.8 and 0.7.
+    assert metrics["critic/lr"] == pytest.approx(1e-2 * 0.85)
+    assert metrics["policy/lr"] == 1e-3
+    assert metrics["critic/loss"] > 0
+    assert metrics["critic/grad_norm"] > 0
+    assert metrics["critic/explained_variance"] <= 1
+    mask = batch.loss_mask
+    assert float((scored.values + 1 - after)[mask].square().mean()) < 1
+
+
+def test_a_critic_changes_nothing_in_the_policy_s_update(tiny_model_path: str) -> None:
+    weights = []
+    for with_critic in (False, True):
+        critic = critic_worker(tiny_model_path) if with_critic else None
+        learner = learner_of(tiny_model_path, critic, BatchSizes(100, 1))
+
+        async def run(learner: Learner = learner) -> list[Tensor]:
+            await setup(learner)
+            await learner.update(valued_batch())
+            worker = learner.policy.workers[0].worker
+            await learner.close()
+            return [p.detach().clone() for p in worker.scorer.parameters()]
+
+        weights.append(asyncio.run(run()))
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+
+
+def test_a_reference_that_reloads_another_folder_scores_as_that_model(tiny_model_path: str, tmp_path: Any) -> None:
+    worker = LearnerWorker(tiny_spec(tiny_model_path, optimizer=None, total_steps=None, objective=None), 0, 1)
+    policy = LearnerWorker(tiny_spec(tiny_model_path, optimizer=OptimizerConfig(lr=1e-2)), 0, 1)
+    batch = policy_batch()
+
+    async def run() -> list[Tensor]:
+        learner = Learner(WorkerGroup([LocalWorker(policy)]), WorkerGroup([LocalWorker(worker)]), BatchSizes(100))
+        await setup(learner)
+        assert learner.reference is not None
+        before = await learner.token_scores(learner.reference, batch)
+        await learner.update(batch)
+        await learner.policy.all("export", str(tmp_path))
+        await learner.reference.all("reload", str(tmp_path))
+        found = [await learner.token_scores(group, batch) for group in (learner.reference, learner.policy)]
+        await learner.close()
+        return [before, *found]
+
+    before, reference, policy_s = asyncio.run(run())
+    assert torch.equal(reference, policy_s)
+    assert not torch.allclose(before, reference, atol=1e-3)

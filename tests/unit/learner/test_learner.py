@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.losses import clip_cov, kl_cov
+from skyrl_train.algorithms.policy_objective import PolicyObjective
+from skyrl_train.algorithms.reductions import sequence_mean, token_mean, weigh
+from skyrl_train.algorithms.selections import choose_clip_cov, choose_kl_cov
+from skyrl_train.config.schema import OptimizerConfig
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
+from skyrl_train.learner.worker import LearnerWorker, MiniBatch
+from skyrl_train.metrics import Metrics
+from skyrl_train.models.loading import load_causal_lm
+from skyrl_train.report.memory import AllocationRecord
+from skyrl_train.testing.learner_specs import FULL_OBJECTIVE, policy_batch, tiny_spec
+from skyrl_train.testing.padded_reference import padded_scores
+from skyrl_train.testing.recording_strategies import RecordingWorker
+
+RECORDING = "skyrl_train.testing.recording_strategies:RecordingSingle"
+
+
+TOKEN_MEAN = partial(token_mean, max_seq_len=1)
+
+
+def gradients(
+    model_path: str, batch: TrainBatch, sizes: BatchSizes, objective: PolicyObjective = FULL_OBJECTIVE, **options: Any
+) -> dict[str, Tensor]:
+    worker = RecordingWorker(tiny_spec(model_path, strategy=RECORDING, objective=objective), 0, 1)
+    learner = Learner(WorkerGroup([LocalWorker(worker)]), None, sizes, **options)
+
+    async def run() -> None:
+        await learner.setup()
+        await learner.update(batch)
+        await learner.close()
+
+    asyncio.run(run())
+    return worker.gradients()
+
+
+def padded_gradients(
+    model_path: str, batch: TrainBatch, objective: PolicyObjective = FULL_OBJECTIVE, reduction: Any = TOKEN_MEAN
+) -> dict[str, Tensor]:
+    """One padded rectangle through the model's own forward: what every other way must equal."""
+    model = load_causal_lm(model_path, dtype=torch.float32)
+    logprobs, entropy = padded_scores(model, batch)
+    objective(weigh(batch, reduction), logprobs, entropy, int(batch.loss_mask.sum()), Metrics()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradient(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-4) -> None:
+    whole = torch.stack([g.norm() for g in expected.values()]).norm()
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        bound = tolerance * max(float(gradient.norm()), 1e-3 * float(whole))
+        assert float((found[name] - gradient).norm()) <= bound, name
+
+
+@pytest.mark.parametrize(
+    ("sequences", "max_tokens"), [(1, None), (2, None), (5, None), (100, None), (None, 20), (None, 1)]
+)
+def test_an_update_s_gradient_is_that_of_the_padded_batch_for_every_micro_batch_size(
+    tiny_model_path: str, sequences: int | None, max_tokens: int | None
+):
+    batch = policy_batch()
+    sizes = BatchSizes(mini_batch_groups=100, micro_train_sequences=sequences, max_tokens=max_tokens)
+    assert_same_gradient(gradients(tiny_model_path, batch, sizes), padded_gradients(tiny_model_path, batch))
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 100])
+def test_a_reduction_is_over_the_mini_batch_whatever_the_micro_batch_size(tiny_model_path: str, sequences: int):
+    batch, reduction = policy_batch(), partial(sequence_mean, max_seq_len=1)
+    sizes = BatchSizes(mini_batch_groups=100, micro_train_sequences=sequences)
+    found = gradients(tiny_model_path, batch, sizes, reduction=reduction)
+    assert_same_gradient(found, padded_gradients(tiny_model_path, batch, reduction=reduction))
+
+
+SELECTING = {
+    "clip_cov": (
+        partial(clip_cov, eps_low=0.2, eps_high=0.2),
+        partial(choose_clip_cov, eps_low=0.2, eps_high=0.2, clip_cov_ratio=0.2, clip_cov_low=0.0, clip_cov_high=9.0),
+    ),
+    "kl_cov": (partial(kl_cov, kl_cov_coef=1.0), partial(choose_kl_cov, kl_cov_fraction=0.2)),
+}
+
+
+@pytest.mark.parametrize("name", SELECTING)
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_tokens_that_a_loss_treats_apart_are_chosen_over_the_mini_batch(
+    tiny_model_path: str, name: str, sequences: int
+):
+    loss, choose = SELECTING[name]
+    objective, batch = PolicyObjective(loss), policy_batch()
+    assert batch.old_logprobs is not None and batch.advantages is not None
+    selected = choose(batch.old_logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask)
+    assert int(selected.sum()) == int(0.2 * int(batch.loss_mask.sum())) > 1
+    expected = padded_gradients(tiny_model_path, batch.with_tokens(selected=selected), objective)
+    sizes = BatchSizes(mini_batch_groups=100, micro_train_sequences=sequences)
+    found = gradients(tiny_model_path, batch.with_tokens(selected=None), sizes, objective, choose=choose)
+    assert_same_gradient(found, expected)
+
+
+def test_a_later_mini_batch_s_choice_is_made_under_the_policy_as_it_is_then(tiny_model_path: str):
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def choose(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        seen.append((logprobs, old_logprobs))
+        return torch.zeros_like(mask)
+
+    learner = local_learner(
+        tiny_model_path,
+        BatchSizes(mini_batch_groups=2),
+        choose=choose,
+        objective=PolicyObjective(SELECTING["kl_cov"][0]),
+        optimizer=OptimizerConfig(lr=1e-2),
+    )
+    unscored = policy_batch().with_tokens(old_logprobs=None, loss_weights=None)
+
+    async def run() -> None:
+        await learner.setup()
+        batch = await learner.score(unscored)
+        await learner.update(batch)
+        await learner.close()
+
+    asyncio.run(run())
+    moved = [(logprobs - old).abs().max() for logprobs, old in seen]
+    assert len(moved) == 2
+    assert moved[0] == 0
+    assert moved[1] > 1e-3
+
+
+def test_an_update_s_gradient_does_not_depend_on_row_order(tiny_model_path: str):
+    batch = policy_batch()
+    shuffled = replace(batch.select([6, 7, 0, 1, 4, 5, 3, 2]))
+    sizes = BatchSizes(mini_batch_groups=100, micro_train_sequences=2)
+    assert_same_gradient(gradients(tiny_model_path, shuffled, sizes), padded_gradients(tiny_model_path, batch))
+
+
+def test_failed_sequences_change_no_gradient(tiny_model_path: str):
+    batch = policy_batch()
+    keep = torch.tensor([True] * 6 + [False] * 2)
+    masked = batch.with_tokens(loss_mask=batch.loss_mask & batch.per_token(keep))
+    sizes = BatchSizes(mini_batch_groups=100, micro_train_sequences=3)
+    without = padded_gradients(tiny_model_path, batch.select(range(6)))
+    assert_same_gradient(gradients(tiny_model_path, masked, sizes), without)
+
+
+def local_learner(
+    model_path: str,
+    sizes: BatchSizes,
+    with_reference: bool = False,
+    choose: Any = None,
+    needs_old_logprobs: bool | None = None,
+    **changes: Any,
+) -> Learner:
+    policy = WorkerGroup([LocalWorker(LearnerWorker(tiny_spec(model_path, **changes), 0, 1))])
+    reference = None
+    if with_reference:
+        frozen = tiny_spec(model_path, optimizer=None, total_steps=None, objective=None)
+        reference = WorkerGroup([LocalWorker(LearnerWorker(frozen, 0, 1))])
+    return Learner(policy, reference, sizes, choose=choose, needs_old_logprobs=needs_old_logprobs)
+
+
+def scored(model_path: str, sizes: BatchSizes, needs_old_logprobs: bool | None = None) -> TrainBatch:
+    learner = local_learner(model_path, sizes, needs_old_logprobs=needs_old_logprobs)
+    batch = policy_batch().with_tokens(old_logprobs=None, ref_logprobs=None)
+
+    async def run() -> TrainBatch:
+        await learner.setup()
+        try:
+            return await learner.score(batch)
+        finally:
+            await learner.close()
+
+    return asyncio.run(run())
+
+
+def test_old_log_probs_are_computed_only_when_an_update_takes_several_steps(tiny_model_path: str):
+    assert scored(tiny_model_path, BatchSizes(mini_batch_groups=4)).old_logprobs is None
+    several = scored(tiny_model_path, BatchSizes(mini_batch_groups=3, micro_forward_sequences=3)).old_logprobs
+    again = scored(tiny_model_path, BatchSizes(mini_batch_groups=4, update_epochs=2, max_tokens=10)).old_logprobs
+    assert several is not None and again is not None
+    torch.testing.assert_close(several, again)
+    batch = policy_batch()
+    expected, _ = padded_scores(load_causal_lm(tiny_model_path, dtype=torch.float32), batch)
+    torch.testing.assert_close(several, expected.detach(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_old_log_probs_are_computed_where_something_reads_them_whatever_the_number_of_steps(
+    tiny_model_path: str, needed: bool
+):
+    for groups in (3, 4):
+        found = scored(tiny_model_path, BatchSizes(mini_batch_groups=groups), needs_old_logprobs=needed)
+        assert (found.old_logprobs is not None) is needed
+
+
+def test_mini_batches_are_whole_prompts_and_the_last_one_is_smaller():
+    learner = Learner(WorkerGroup([]), None, BatchSizes(mini_batch_groups=3, update_epochs=2))
+    batch = policy_batch()  # 8 sequences, 4 groups of 2
+    assert learner._mini_batch_rows(batch) == [[0, 1, 2, 3, 4, 5], [6, 7]] * 2
+
+
+@pytest.mark.fault("F12")
+def test_a_batch_with_nothing_to_learn_changes_no_weight_and_says_so(
+    tiny_model_path: str, caplog: pytest.LogCaptureFixture
+):
+    batch = policy_batch()
+    masked = batch.with_tokens(loss_mask=torch.zeros_like(batch.loss_mask))
+    learner = local_learner(tiny_model_path, BatchSizes(mini_batch_groups=2), optimizer=OptimizerConfig(lr=1.0))
+
+    async def run() -> tuple[dict[str, float], list[Tensor], list[Tensor]]:
+        await learner.setup()
+        worker = learner.policy.workers[0].worker
+        before = [p.detach().clone() for p in worker.scorer.parameters()]
+        metrics = await learner.update(masked)
+        after = [p.detach().clone() for p in worker.scorer.parameters()]
+        await learner.close()
+        return metrics, before, after
+
+    metrics, before, after = asyncio.run(run())
+    assert metrics == {"policy/optimizer_steps": 0}
+    assert "nothing was learnt" in caplog.text
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_the_first_failing_rank_is_raised():
+    class Rank:
+        def __init__(self, error: Exception | None):
+            self.error = error
+
+        async def work(self) -> int:
+            if self.error:
+                raise self.error
+            await asyncio.sleep(60)
+            return 1
+
+    async def run() -> None:
+        await WorkerGroup([Rank(None), Rank(ValueError("rank 1"))]).all("work")
+
+    with pytest.raises(ValueError, match="rank 1"):
+        asyncio.run(asyncio.wait_for(run(), 5))
+
+
+def test_neighbours_that_run_sequences_together_are_given_the_same_part_and_scores_are_taken_once():
+    class Rank:
+        def __init__(self) -> None:
+            self.given: list[int] = []
+
+        async def score(self, micro_batches: list[TrainBatch], count: int, share: bool) -> Tensor:
+            self.given = [int(row) for batch in micro_batches for row in batch.rewards]
+            return torch.cat([batch.input_ids.float() for batch in micro_batches])
+
+    ranks = [Rank() for _ in range(4)]
+    group = WorkerGroup(ranks, together=2)
+    batch = policy_batch()
+    batch = replace(batch, rewards=torch.arange(len(batch)).float())
+    scores = asyncio.run(Learner(group, None, BatchSizes(4)).token_scores(group, batch))
+    assert ranks[0].given == ranks[1].given
+    assert ranks[2].given == ranks[3].given
+    assert sorted(ranks[0].given + ranks[2].given) == list(range(8))
+    assert torch.equal(scores, batch.input_ids.float())
+
+
+def test_what_an_objective_reads_is_on_the_rank_s_device():
+    worker = LearnerWorker(tiny_spec("no model is loaded", device="meta"), rank=0, world_size=1)
+    given = [batch for batch, *_ in worker._passes([policy_batch()], 2, share_prompts=False)]
+    assert len(given) == 2
+    for batch in given:
+        assert {value.device.type for value in vars(batch).values() if isinstance(value, torch.Tensor)} == {"meta"}
+
+
+def test_a_rank_on_a_cpu_adds_gradients_of_one_row_in_one_order(tiny_model_path: str) -> None:
+    LearnerWorker(tiny_spec(tiny_model_path, threads=2), 0, 1)
+    try:
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(512, 64, generator=generator, requires_grad=True)
+        taken = torch.randint(0, 512, (8192,), generator=generator)  # as tokens are by their experts
+        weights = torch.randn(8192, 64, generator=generator)
+        gradients = [torch.autograd.grad((rows[taken] * weights).sum(), rows)[0] for _ in range(20)]
+    finally:
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(gradients[0], other) for other in gradients[1:])
+
+
+def test_an_update_that_fails_leaves_its_record_of_allocations(tmp_path: Path):
+    class Allocator:
+        def _record_memory_history(self, **options: Any) -> None:
+            """Nothing is allocated."""
+
+        def _dump_snapshot(self, file: str) -> None:
+            Path(file).write_text("snapshot")
+
+    worker = LearnerWorker(tiny_spec("no model is loaded"), rank=0, world_size=1)
+    worker.record = AllocationRecord(tmp_path / "policy_rank_0.pickle", Allocator())
+    with pytest.raises(AttributeError, match="scorer"):
+        worker.update(MiniBatch([], 0, 0))
+    assert (tmp_path / "policy_rank_0.pickle").exists()

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from skyrl_train.data.trajectory import FAILED, Prompt, Trajectory, TrajectoryGroup, Turn
+from skyrl_train.errors import RolloutsFailed
+from skyrl_train.metrics import Metrics
+from skyrl_train.rollouts.admission import RolloutQueue
+from skyrl_train.rollouts.collector import RolloutCollector
+
+STEPS, PER_STEP = 12, 4
+
+
+def group_of(prompt: Prompt, version: int = 0, failed: int = 0, samples: int = 2) -> TrajectoryGroup:
+    rows = []
+    for sample in range(samples):
+        row = Trajectory(
+            prompt, sample, [1], [2], [1], [-0.5], [Turn(0, 1, 1.0, "stop", version, version)], 1.0, "stop", 1.0
+        )
+        if sample < failed:
+            row.status, row.error = FAILED, "timeout"
+        rows.append(row)
+    return TrajectoryGroup(prompt, rows)
+
+
+def prompt(position: int) -> Prompt:
+    return Prompt(str(position), [], "none")
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_staleness_is_bounded_and_order_kept_under_random_delays(max_staleness: int, seed: int):
+    rng = random.Random(seed)
+    live = 0
+
+    async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
+        begun = live
+        await asyncio.sleep(rng.choice([0, 0.001, 0.01 if rng.random() < 0.2 else 0.002]))
+        return group_of(asked, begun)
+
+    async def train() -> tuple[list[int], list[str]]:
+        nonlocal live
+        collector = RolloutCollector(
+            rollout, prompt, lambda step: PER_STEP if step < STEPS else 0, max_staleness, max_failed_fraction=0.5
+        )
+        collector.start(0)
+        ages, uids = [], []
+        for step in range(STEPS):
+            groups = await collector.next_groups(step, Metrics())
+            ages += [step - group.trajectories[0].min_version for group in groups]
+            uids += [group.prompt.uid for group in groups]
+            await asyncio.sleep(0.001)
+            live = step + 1
+            collector.weights_live(live)
+        assert collector.consumed == STEPS * PER_STEP
+        return ages, uids
+
+    ages, uids = asyncio.run(train())
+    assert uids == [str(i) for i in range(STEPS * PER_STEP)]
+    assert max(ages) <= max_staleness
+    if max_staleness:
+        assert max(ages) > 0, "rollouts never ran ahead: the bound was not tried"
+
+
+def test_a_rollout_without_a_granted_slot_is_refused():
+    queue: RolloutQueue[TrajectoryGroup] = RolloutQueue()
+    with pytest.raises(AssertionError, match="staleness"):
+        queue.submit(lambda: asyncio.sleep(0))  # type: ignore[arg-type,return-value]
+
+
+def test_closing_cancels_what_is_under_way():
+    cancelled = []
+
+    async def forever(asked: Prompt, position: int) -> TrajectoryGroup:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.append(position)
+            raise
+        raise AssertionError
+
+    async def run() -> None:
+        collector = RolloutCollector(forever, prompt, lambda step: 3, 0, 0.5)
+        collector.start(0)
+        collector.admit()
+        await asyncio.sleep(0)
+        await collector.close()
+
+    asyncio.run(run())
+    assert cancelled == [0, 1, 2]
+
+
+def test_an_exception_in_a_rollout_reaches_the_trainer():
+    async def broken(asked: Prompt, position: int) -> TrajectoryGroup:
+        raise ValueError("a bug")
+
+    async def run() -> None:
+        collector = RolloutCollector(broken, prompt, lambda step: 1, 0, 0.5)
+        collector.start(0)
+        await collector.next_groups(0, Metrics())
+
+    with pytest.raises(ValueError, match="a bug"):
+        asyncio.run(run())
+
+
+def collect(failed_of: list[int]) -> dict[str, float]:
+    async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
+        return group_of(asked, failed=failed_of[position])
+
+    async def run() -> dict[str, float]:
+        collector = RolloutCollector(rollout, prompt, lambda step: len(failed_of), 0, max_failed_fraction=0.5)
+        collector.start(0)
+        metrics = Metrics()
+        await collector.next_groups(0, metrics)
+        return metrics.flush()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.fault("F11")
+def test_failed_trajectories_are_counted_by_error_type():
+    assert collect([1, 0, 2]) == {"rollouts/failed": 3, "rollouts/failed/timeout": 3}
+
+
+@pytest.mark.fault("F16")
+def test_a_step_that_mostly_failed_stops_the_run_and_says_why():
+    with pytest.raises(RolloutsFailed, match=r"5 of 6 trajectories.*timeout x 5.*max_failed_fraction"):
+        collect([2, 2, 1])
+
+
+def test_resuming_goes_on_at_the_next_prompt():
+    asked = []
+
+    async def rollout(one: Prompt, position: int) -> TrajectoryGroup:
+        asked.append(position)
+        return group_of(one)
+
+    async def run() -> None:
+        collector = RolloutCollector(rollout, prompt, lambda step: 2, 0, 0.5)
+        collector.load_state({"consumed": 6, "pass_rates": {}})
+        collector.start(step=3)
+        await collector.next_groups(3, Metrics())
+        assert collector.state()["consumed"] == 8
+
+    asyncio.run(run())
+    assert asked == [6, 7]

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from skyrl_train.data.trajectory import FAILED, OK, Message, Prompt
+from skyrl_train.engines.base import SampleRequest, SamplingParams
+from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.lockstep import Lockstep
+from skyrl_train.environments.base import StepOutput
+from skyrl_train.errors import EngineError, EnvironmentFailure
+from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
+from skyrl_train.testing.scripted_engine import ScriptedEngine
+from skyrl_train.testing.tiny_models import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+PROMPT = Prompt("7", [{"role": "user", "content": "2 + 2?"}], "toy")
+
+
+class ToyEpisode:
+    """Rewards the length of the text; fails as told."""
+
+    def __init__(self, messages: list[Message], failure: str | None):
+        self.messages = messages
+        self.failure = failure
+        self.closed = False
+
+    async def step(self, text: str) -> StepOutput:
+        if self.failure:
+            raise EnvironmentFailure(self.failure)
+        return StepOutput([], float(len(text)), True, {"length": len(text), "note": "not a number"})
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class ToyEnvironments:
+    def __init__(self, failures: list[str | None]):
+        self.failures = iter(failures)
+        self.episodes: list[ToyEpisode] = []
+
+    async def start(self, env_class: str, prompt: Prompt) -> ToyEpisode:
+        failure = next(self.failures, None)
+        if failure == "start":
+            raise EnvironmentFailure("ValueError", "no")
+        self.episodes.append(ToyEpisode(prompt.messages, failure))
+        return self.episodes[-1]
+
+
+def generate(engine: ScriptedEngine, environments: ToyEnvironments, samples: int = 3, **options: Any):  # type: ignore[no-untyped-def]
+    settings = RolloutSettings(
+        sampling=SamplingParams(max_tokens=5, temperature=options.pop("temperature", 0.7)),
+        num_samples=samples,
+        seed=3,
+        max_prompt_tokens=options.pop("max_prompt_tokens", 100),
+        deadline_s=10.0,
+    )
+    client = EngineClient([engine], deadline_s=10.0)
+    generator = ConversationGenerator(Lockstep(client), environments, TOKENIZER, settings)
+    return asyncio.run(generator.rollout(PROMPT, position=11))
+
+
+def answer(request: SampleRequest) -> list[int]:
+    return [*TOKENIZER("ab")["input_ids"], TOKENIZER.eos_token_id]
+
+
+def test_ids_trained_on_are_the_ids_sampled_with_the_engine_s_log_probs():
+    environments = ToyEnvironments([])
+    group = generate(ScriptedEngine(answer), environments)
+    rendered = TOKENIZER.apply_chat_template(PROMPT.messages, add_generation_prompt=True, return_dict=False)
+    for number, row in enumerate(group.trajectories):
+        assert (row.status, row.sample, row.text) == (OK, number, "ab")
+        assert row.prompt_ids == rendered
+        assert row.response_ids == answer(None)  # type: ignore[arg-type]
+        assert row.loss_mask == [1, 1, 1]
+        assert row.logprobs == [-1.0, -1.0, -1.0]
+        assert row.reward == 2.0
+        assert row.env_metrics == {"length": 2.0}
+        assert row.temperature == 0.7
+    assert all(episode.closed for episode in environments.episodes)
+
+
+def test_messages_are_what_the_environment_opened_with_and_the_answer():
+    class Rewriting(ToyEnvironments):
+        async def start(self, env_class: str, prompt: Prompt) -> ToyEpisode:
+            episode = await super().start(env_class, prompt)
+            episode.messages = [{"role": "system", "content": "be brief"}, *prompt.messages]
+            return episode
+
+    (row,) = generate(ScriptedEngine(answer), Rewriting([]), samples=1).trajectories
+    assert [message["content"] for message in row.messages] == ["be brief", "2 + 2?", "ab"]
+    assert row.messages[-1]["role"] == "assistant"
+
+
+def test_a_group_goes_out_in_one_call_with_seeds_of_its_own():
+    engine = ScriptedEngine(answer)
+    generate(engine, ToyEnvironments([]))
+    (requests,) = engine.batches
+    assert len({request.seed for request in requests}) == 3
+    assert len({request.group for request in requests}) == 1
+    assert len({request.token_ids for request in requests}) == 1
+
+
+@pytest.mark.fault("F11")
+def test_a_failed_episode_is_masked_by_status_and_leaves_the_others_alone():
+    group = generate(ScriptedEngine(answer), ToyEnvironments([None, "bad_reward", "start"]))
+    assert [(row.status, row.error) for row in group.trajectories] == [
+        (OK, None),
+        (FAILED, "bad_reward"),
+        (FAILED, "ValueError"),
+    ]
+    assert group.trajectories[1].reward == 0.0
+    assert group.trajectories[1].response_ids == answer(None)  # type: ignore[arg-type]
+
+
+def test_a_dead_engine_fails_the_group_instead_of_the_run():
+    engine = ScriptedEngine(answer, failures={"generate": EngineError("gone")})
+    group = generate(engine, ToyEnvironments([]))
+    assert {(row.status, row.error) for row in group.trajectories} == {(FAILED, "engine")}
+
+
+def test_a_group_whose_engine_died_closes_its_environments():
+    environments = ToyEnvironments([])
+    generate(ScriptedEngine(answer, failures={"generate": EngineError("gone")}), environments)
+    assert [episode.closed for episode in environments.episodes] == [True] * 3
+
+
+def test_a_cancelled_rollout_is_aborted_at_the_engine_and_closes_its_environments():
+    engine, environments = ScriptedEngine(answer, delay_s=3600), ToyEnvironments([])
+
+    async def cancel() -> None:
+        client = EngineClient([engine], deadline_s=10.0)
+        settings = RolloutSettings(SamplingParams(max_tokens=5), 3, seed=3, max_prompt_tokens=100, deadline_s=10.0)
+        task = asyncio.create_task(ConversationGenerator(client, environments, TOKENIZER, settings).rollout(PROMPT, 11))
+        while not engine.batches:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0)
+        assert (await engine.health()).running == 0
+
+    asyncio.run(cancel())
+    assert "abort" in engine.calls
+    assert [episode.closed for episode in environments.episodes] == [True] * 3
+
+
+def test_a_prompt_that_an_environment_made_too_long_is_not_sampled():
+    engine = ScriptedEngine(answer)
+    group = generate(engine, ToyEnvironments([]), max_prompt_tokens=5)
+    assert {row.error for row in group.trajectories} == {"prompt_too_long"}
+    assert engine.batches == []
+
+
+def test_greedy_rollouts_are_scored_at_temperature_one():
+    group = generate(ScriptedEngine(answer), ToyEnvironments([]), temperature=0.0)
+    assert group.trajectories[0].temperature == 1.0
+
+
+@pytest.mark.fault("F15")
+def test_an_empty_completion_is_a_trajectory_without_tokens_to_learn_from():
+    group = generate(ScriptedEngine(lambda request: []), ToyEnvironments([]))
+    assert group.trajectories[0].loss_mask == []
+    assert group.trajectories[0].status == OK

@@ -1,0 +1,414 @@
+"""Which groups a step gets, with samplers between the rollouts and the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from skyrl_train.data.order import PromptOrder
+from skyrl_train.data.trajectory import FAILED, Prompt, Trajectory, TrajectoryGroup, Turn
+from skyrl_train.errors import RolloutsFailed
+from skyrl_train.metrics import Metrics
+from skyrl_train.rollouts.collector import RolloutCollector, Samplers
+from skyrl_train.rollouts.dynamic_sampling import Curriculum, DynamicSampling, is_useful
+from skyrl_train.rollouts.reward_shaping import RewardShaping
+from skyrl_train.trainer.rollout_metrics import add_rollout_metrics
+
+MIXED, RIGHT, WRONG = (0.0, 1.0), (1.0, 1.0), (0.0, 0.0)
+Rewards = Callable[[int], Sequence[float | None]]
+"""Position -> the rewards of its group; None failed."""
+
+
+def group_of(prompt: Prompt, rewards: Sequence[float | None], version: int = 0) -> TrajectoryGroup:
+    rows = []
+    for sample, reward in enumerate(rewards):
+        turn = Turn(0, 2, reward or 0.0, "stop", version, version)
+        rows.append(Trajectory(prompt, sample, [1], [2, 3], [1, 1], [-0.5] * 2, [turn], turn.reward, "stop", 1.0))
+        if reward is None:
+            rows[-1].status, rows[-1].error = FAILED, "timeout"
+    return TrajectoryGroup(prompt, rows)
+
+
+def prompt_at(position: int) -> Prompt:
+    return Prompt(str(position), [], "none")
+
+
+class Run:
+    """Synchronous steps of one collector; `begun` has the positions in the order in which rollouts began."""
+
+    def __init__(
+        self, rewards: Rewards, samplers: Samplers, size: int = 4, failed_fraction: float = 0.5, **kwargs: Any
+    ):
+        self.begun: list[int] = []
+        self.metrics: dict[str, float] = {}
+        self.groups: list[TrajectoryGroup] = []
+        self._rewards = rewards
+        prompts = kwargs.pop("prompt_at", prompt_at)
+        self.collector = RolloutCollector(self._rollout, prompts, lambda step: size, 0, failed_fraction, samplers)
+
+    async def _rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
+        self.begun.append(position)
+        await asyncio.sleep(0.001 * random.random())
+        return group_of(prompt, self._rewards(position))
+
+    def steps(self, first: int, last: int) -> list[list[str]]:
+        """uids that the steps first..last-1 train on."""
+
+        async def go() -> list[list[str]]:
+            self.collector.start(first)
+            uids = []
+            for step in range(first, last):
+                metrics = Metrics()
+                self.groups = await self.collector.next_groups(step, metrics)
+                add_rollout_metrics(self.groups, step, metrics)
+                self.metrics = metrics.flush()
+                uids.append([group.prompt.uid for group in self.groups])
+                self.collector.weights_live(step + 1)
+            return uids
+
+        return asyncio.run(go())
+
+
+FILTER = Samplers(dynamic=DynamicSampling(max_batches=3))
+
+
+def every_third(position: int) -> Sequence[float]:
+    return MIXED if position % 3 == 0 else (RIGHT, WRONG)[position % 2]
+
+
+def test_a_group_is_useful_when_its_valid_answers_differ():
+    assert is_useful(group_of(prompt_at(0), MIXED))
+    for rewards in (RIGHT, WRONG, (1.0,), (1.0, None), (None, None), ()):
+        assert not is_useful(group_of(prompt_at(0), rewards))
+
+
+def test_groups_that_differ_in_length_alone_are_not_useful_and_are_trained_on_without_filter():
+    group = group_of(prompt_at(0), WRONG)
+    group.trajectories[1].response_ids = [2] * 9
+    group.trajectories[1].turns = [Turn(0, 9, 0.0, "stop", 0, 0)]
+    RewardShaping(overlong_buffer_tokens=5, max_generate_tokens=10)(group)
+    assert [item.reward for item in group.trajectories] == [0.0, -0.8]
+    assert not is_useful(group)
+
+
+def test_filter_draws_until_the_batch_is_full_and_keeps_the_order():
+    run = Run(every_third, FILTER)
+    assert run.steps(0, 2) == [["0", "3", "6", "9"], ["12", "15", "18", "21"]]
+    assert run.begun == list(range(22)), "4, 2, 2, 2 prompts: those missing and no more; then the same again"
+    assert run.metrics["sampling/drawn"] == 12
+    assert run.metrics["sampling/dropped"] == 8
+    assert run.metrics["reward/mean"] == 0.5
+    assert run.metrics["rollouts/tokens"] == 12 * 2 * 2
+
+
+def test_filter_gives_up_at_its_bound_and_says_what_to_do():
+    run = Run(lambda position: MIXED if position == 1 else WRONG, FILTER)
+    with pytest.raises(
+        RolloutsFailed, match=r"found 1 groups .* among 13 prompts.*needs 4 of 4: .*max_sample_batches=3"
+    ):
+        run.steps(0, 1)
+    assert len(run.begun) == 4 + 3 * 3, "nothing more once 3 batches of 4 are drawn"
+
+
+def test_without_a_bound_filter_goes_on():
+    run = Run(lambda position: MIXED if position % 20 == 19 else RIGHT, Samplers(dynamic=DynamicSampling()))
+    assert run.steps(0, 1) == [["19", "39", "59", "79"]]
+
+
+def test_a_broken_environment_stops_a_filtered_run_before_the_bound():
+    run = Run(lambda position: (None, None), Samplers(dynamic=DynamicSampling()))
+    with pytest.raises(RolloutsFailed, match=r"8 of 8 trajectories.*timeout x 8"):
+        run.steps(0, 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("max_staleness", [1, 3])
+def test_filter_holds_the_staleness_bound_and_the_order_when_it_runs_ahead(max_staleness: int, seed: int):
+    rng = random.Random(seed)
+    live, under_way, most = 0, 0, 0
+
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        nonlocal under_way, most
+        begun = live
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(rng.choice([0, 0.001, 0.006 if rng.random() < 0.2 else 0.002]))
+        under_way -= 1
+        return group_of(prompt, MIXED if rng.random() < 0.4 else WRONG, begun)
+
+    async def train() -> tuple[list[int], list[int]]:
+        nonlocal live
+        collector = RolloutCollector(
+            rollout,
+            prompt_at,
+            lambda step: 4 if step < 8 else 0,
+            max_staleness,
+            0.5,
+            Samplers(dynamic=DynamicSampling()),
+        )
+        collector.start(0)
+        ages, places = [], []
+        for step in range(8):
+            groups = await collector.next_groups(step, Metrics())
+            assert all(is_useful(group) for group in groups)
+            ages += [step - group.trajectories[0].min_version for group in groups]
+            places += [int(group.prompt.uid) for group in groups]
+            assert collector.state()["consumed"] == places[-1] + 1, "what runs ahead is begun again by a resumed run"
+            await asyncio.sleep(0.004)
+            live = step + 1
+            collector.weights_live(live)
+        await collector.close()
+        return ages, places
+
+    ages, places = asyncio.run(train())
+    assert places == sorted(set(places))
+    assert len(places) == 8 * 4
+    assert 0 < max(ages) <= max_staleness
+    assert most <= 4 * (max_staleness + 1)
+
+
+def test_a_dropped_group_releases_its_slot_before_its_turn_comes():
+    begun: list[int] = []
+
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        begun.append(position)
+        if position != 1:
+            await asyncio.sleep(3600)  # the oldest is slow
+        return group_of(prompt, WRONG)
+
+    async def go() -> None:
+        collector = RolloutCollector(rollout, prompt_at, lambda step: 2, 1, 0.5, Samplers(dynamic=DynamicSampling()))
+        collector.start(0)
+        collector.admit()
+        await asyncio.sleep(0.3)
+        await collector.close()
+
+    asyncio.run(go())
+    assert begun == [0, 1, 2, 3, 4]
+
+
+def replace(ratio: float, max_batches: int = 3) -> Samplers:
+    return Samplers(dynamic=DynamicSampling(min_useful_fraction=ratio, max_batches=max_batches))
+
+
+def test_replace_repeats_useful_groups_in_the_places_of_the_others():
+    run = Run(lambda position: MIXED if position in (1, 3) else RIGHT, replace(0.4), size=5)
+    assert run.steps(0, 1) == [["1", "1", "3", "3", "1"]]
+    assert run.groups[0] is run.groups[1]
+    assert run.metrics["sampling/drawn"] == 5
+    assert (run.metrics["sampling/dropped"], run.metrics["sampling/repeated"]) == (3, 3)
+    assert run.metrics["rollouts/tokens"] == 5 * 2 * 2, "a repeated group was sampled once"
+    assert run.metrics["reward/mean"] == 0.5
+
+
+def test_replace_draws_again_below_its_share_and_keeps_what_it_has():
+    run = Run(lambda position: MIXED if position in (1, 5) else RIGHT, replace(0.5))
+    assert run.steps(0, 1) == [["1", "1", "5", "5"]]
+    assert run.begun == list(range(7))
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3])
+def test_replace_gives_up_at_its_bound_too(ratio: float):
+    run = Run(lambda position: RIGHT, replace(ratio))
+    with pytest.raises(RolloutsFailed, match=r"found 0 groups .* among 12 prompts"):
+        run.steps(0, 1)
+
+
+def test_the_zero_variance_filter_masks_groups_and_leaves_them_in_the_batch():
+    run = Run(every_third, Samplers(mask_equal_rewards=True))
+    assert run.steps(0, 1) == [["0", "1", "2", "3"]]
+    trained_on = [sum(item.loss_mask) for group in run.groups for item in group.trajectories]
+    assert trained_on == [2, 2, 0, 0, 0, 0, 2, 2]
+    assert run.metrics["sampling/masked"] == 2
+    assert run.metrics["reward/mean"] == (0.5 + 1.0 + 0.0 + 0.5) / 4, "what is reported is the whole batch"
+
+
+def test_penalties_do_not_make_a_right_answer_a_failed_one():
+    group = group_of(prompt_at(0), RIGHT)
+    RewardShaping(overlong_buffer_tokens=10, max_generate_tokens=10)(group)
+    metrics = Metrics()
+    add_rollout_metrics([group], 0, metrics)
+    found = metrics.flush()
+    assert found["reward/pass_at_2"] == 1.0
+    assert found["reward/length_penalty"] == pytest.approx(0.2)
+    assert found["reward/mean"] == pytest.approx(0.8)
+
+
+# -- over-provisioning -------------------------------------------------------------------------------------------------
+
+
+def test_over_provisioning_takes_the_first_to_finish_in_admission_order_and_cancels_the_others():
+    ended: dict[int, str] = {}
+    delays = [0.03, 0.0, 0.02, 3600, 0.01, 3600]
+
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        try:
+            await asyncio.sleep(delays[position])
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)  # what a generator does to clean up is waited for
+            ended[position] = "cancelled"
+            raise
+        ended[position] = "finished"
+        return group_of(prompt, MIXED)
+
+    async def go() -> tuple[list[str], dict[str, float], int]:
+        collector = RolloutCollector(rollout, prompt_at, lambda step: 4, 0, 0.5, Samplers(over_provisioning=0.5))
+        collector.start(0)
+        metrics = Metrics()
+        groups = await collector.next_groups(0, metrics)
+        assert not len(collector._queue)
+        assert not collector._queue.free_slots
+        return [group.prompt.uid for group in groups], metrics.flush(), collector.consumed
+
+    uids, metrics, consumed = asyncio.run(go())
+    assert uids == ["0", "1", "2", "4"]
+    assert {position for position, how in ended.items() if how == "cancelled"} == {3, 5}
+    assert metrics["sampling/cut"] == 2
+    assert consumed == 6
+
+
+def test_a_group_that_failed_fast_does_not_take_a_slow_one_s_place():
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        await asyncio.sleep(0.005 * position)
+        return group_of(prompt, (None, None) if position in (0, 2) else MIXED)
+
+    async def first(over_provisioning: float) -> list[str]:
+        samplers = Samplers(over_provisioning=over_provisioning)
+        collector = RolloutCollector(rollout, prompt_at, lambda step: 3, 0, 1.0, samplers)
+        collector.start(0)
+        return [group.prompt.uid for group in await collector.next_groups(0, Metrics())]
+
+    assert asyncio.run(first(2 / 3)) == ["1", "3", "4"]
+    assert asyncio.run(first(1 / 3)) == ["0", "1", "3"], "too few are left: a failed one fills the place, masked"
+
+
+def test_failures_that_over_provisioning_leaves_behind_are_counted_all_the_same():
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        await asyncio.sleep(0.005 * position)
+        return group_of(prompt, (None, None) if position < 2 else MIXED)
+
+    async def go(allowed: float) -> dict[str, float]:
+        collector = RolloutCollector(rollout, prompt_at, lambda step: 2, 0, allowed, Samplers(over_provisioning=1.0))
+        collector.start(0)
+        metrics = Metrics()
+        await collector.next_groups(0, metrics)
+        return metrics.flush()
+
+    assert asyncio.run(go(1.0))["rollouts/failed"] == 4
+    with pytest.raises(RolloutsFailed, match="4 of 8 trajectories"):
+        asyncio.run(go(0.4))
+
+
+def test_over_provisioning_does_not_wait_for_useful_groups():
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        await asyncio.sleep(3600 if position == 3 else 0)
+        return group_of(prompt, WRONG if position == 0 else MIXED)
+
+    async def go() -> list[str]:
+        samplers = Samplers(dynamic=DynamicSampling(), over_provisioning=0.5)
+        collector = RolloutCollector(rollout, prompt_at, lambda step: 2, 0, 0.5, samplers)
+        collector.start(0)
+        return [group.prompt.uid for group in await collector.next_groups(0, Metrics())]
+
+    assert asyncio.run(asyncio.wait_for(go(), 60)) == ["1", "4"]
+
+
+def test_an_exception_of_an_over_provisioned_rollout_reaches_the_trainer():
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        if position:
+            await asyncio.sleep(3600)
+        raise ValueError("a bug")
+
+    async def go() -> None:
+        collector = RolloutCollector(rollout, prompt_at, lambda step: 2, 0, 1.0, Samplers(over_provisioning=1.0))
+        collector.start(0)
+        try:
+            await collector.next_groups(0, Metrics())
+        finally:
+            await collector.close()
+
+    with pytest.raises(ValueError, match="a bug"):
+        asyncio.run(go())
+
+
+def test_over_provisioning_and_filter_work_together():
+    run = Run(every_third, Samplers(dynamic=DynamicSampling(), over_provisioning=0.5))
+    (uids,) = run.steps(0, 1)
+    assert len(uids) == 4
+    assert all(int(uid) % 3 == 0 for uid in uids)
+
+
+# -- curriculum and resuming -------------------------------------------------------------------------------------------
+
+
+def test_a_curriculum_leaves_a_prompt_out_once_and_asks_again_the_time_after():
+    curriculum = Curriculum(0.1, 0.9)
+    curriculum.observe(group_of(prompt_at(0), WRONG))
+    curriculum.observe(group_of(prompt_at(1), MIXED))
+    curriculum.observe(group_of(prompt_at(2), RIGHT))
+    curriculum.observe(group_of(prompt_at(3), (None, None)))
+    assert [curriculum.leaves_out(str(uid)) for uid in range(5)] == [True, False, True, False, False]
+    assert not any(curriculum.leaves_out(str(uid)) for uid in range(5))
+
+
+def test_the_limits_of_a_curriculum_belong_to_its_range():
+    curriculum = Curriculum(0.5, 0.5)
+    curriculum.observe(group_of(prompt_at(0), MIXED))
+    assert not curriculum.leaves_out("0")
+
+
+def toy(samplers: Callable[[], Samplers], size: int = 3, rows: int = 7) -> Run:
+    """Rewards that depend on the place as well as on the row, over a dataset of a few rows."""
+    order = PromptOrder(rows, seed=5)
+
+    def rewards(position: int) -> Sequence[float]:
+        return (MIXED, WRONG, RIGHT)[random.Random(position * 31 + order.row(position)).randrange(3)]
+
+    return Run(rewards, samplers(), size, prompt_at=lambda position: prompt_at(order.row(position)))
+
+
+@pytest.mark.parametrize(
+    "samplers",
+    [
+        Samplers,
+        lambda: Samplers(dynamic=DynamicSampling()),
+        lambda: replace(0.6, max_batches=-1),
+        lambda: Samplers(curriculum=Curriculum(0.2, 0.8)),
+        lambda: Samplers(dynamic=DynamicSampling(), curriculum=Curriculum(0.2, 0.8)),
+    ],
+)
+@pytest.mark.parametrize("stopped_after", [1, 4, 7])
+def test_a_resumed_run_gets_the_same_prompts_over_several_epochs(samplers: Callable[[], Samplers], stopped_after: int):
+    straight, killed, resumed = toy(samplers), toy(samplers), toy(samplers)
+    expected = straight.steps(0, 10)
+    before = killed.steps(0, stopped_after)
+    resumed.collector.load_state(json.loads(json.dumps(killed.collector.state())))
+    assert before + resumed.steps(stopped_after, 10) == expected
+    assert killed.begun + resumed.begun == straight.begun
+    assert len(straight.begun) > 2 * 7, "several epochs"
+
+
+def test_a_curriculum_over_a_whole_run_draws_right_and_wrong_prompts_half_as_often():
+    order = PromptOrder(6, seed=1)
+    run = Run(
+        lambda position: MIXED if order.row(position) < 3 else RIGHT,
+        Samplers(curriculum=Curriculum(0.0, 0.9)),
+        size=3,
+        prompt_at=lambda position: prompt_at(order.row(position)),
+    )
+    drawn = [uid for step in run.steps(0, 12) for uid in step]
+    mixed, right = (sum(drawn.count(str(uid)) for uid in uids) for uids in (range(3), range(3, 6)))
+    assert (mixed, right) == (24, 12)
+
+
+def test_a_step_that_was_not_finished_leaves_no_trace_in_the_state():
+    run = toy(lambda: Samplers(dynamic=DynamicSampling(max_batches=1), curriculum=Curriculum(0.2, 0.8)))
+    with pytest.raises(RolloutsFailed):
+        run.steps(0, 1)
+    assert len(run.begun) == 3
+    assert run.collector.state() == {"consumed": 0, "pass_rates": {}}

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from skyrl_train.data.trajectory import FAILED, OK, Message, Prompt, Trajectory, TrajectoryGroup, Turn
+from skyrl_train.errors import ConfigError, EnvironmentFailure
+from skyrl_train.rollouts.reward_model import JudgedRollout
+
+PROMPT = Prompt("7", [{"role": "user", "content": "hi"}], "chat")
+
+
+def trajectory(text: str, reward: float = 1.0) -> Trajectory:
+    turns = [Turn(0, 1, 0.25, "stop", 0, 0), Turn(1, 2, reward - 0.25, "stop", 0, 0)]
+    row = Trajectory(PROMPT, 0, [1], [2, 3], [1, 1], [-0.5, -0.5], turns, reward, "stop", 1.0, {"length": 4.0})
+    row.text = text
+    row.messages = [*PROMPT.messages, {"role": "assistant", "content": text}]
+    return row
+
+
+class Judge:
+    """The length of the answer, or a failure for the one called "bad"."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+
+    async def __call__(self, conversations: Sequence[Sequence[Message]]) -> list[float | EnvironmentFailure]:
+        texts = [messages[-1]["content"] for messages in conversations]
+        self.calls.append(texts)
+        return [EnvironmentFailure("bad_reward", "nan") if text == "bad" else float(len(text)) for text in texts]
+
+
+def judged(*rows: Trajectory, coef: float = 0.5) -> tuple[list[Trajectory], Judge]:
+    judge = Judge()
+
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        assert (prompt, position) == (PROMPT, 3)
+        return TrajectoryGroup(prompt, list(rows))
+
+    group = asyncio.run(JudgedRollout(rollout, judge, coef)(PROMPT, 3))
+    return group.trajectories, judge
+
+
+def test_reward_and_last_turn_move_by_the_score_times_the_coefficient():
+    (short, long), judge = judged(trajectory("ab"), trajectory("abcdef", reward=0.0), coef=0.5)
+    assert (short.reward, long.reward) == (2.0, 3.0)
+    assert [turn.reward for turn in short.turns] == [0.25, 1.75]
+    assert [turn.reward for turn in long.turns] == [0.25, 2.75]
+    assert short.env_metrics == {"length": 4.0, "reward_model_score": 2.0}
+    assert judge.calls == [["ab", "abcdef"]], "one call a group"
+
+
+def test_failed_episodes_are_neither_scored_nor_touched():
+    lost = trajectory("lost")
+    lost.fail("timeout", "")
+    (after, kept), judge = judged(lost, trajectory("ok"))
+    assert (after.status, after.error, after.reward, after.env_metrics) == (FAILED, "timeout", 0.0, {})
+    assert [turn.reward for turn in after.turns] == [0.25, 0.75]
+    assert (kept.status, judge.calls) == (OK, [["ok"]])
+
+
+def test_a_group_without_one_answer_is_not_judged():
+    lost = trajectory("lost")
+    lost.fail("timeout", "")
+    assert judged(lost)[1].calls == []
+
+
+def test_an_answer_without_a_score_fails_by_its_reason_instead_of_counting_as_nothing():
+    (bad, kept), _ = judged(trajectory("bad"), trajectory("ok"))
+    assert (bad.status, bad.error, bad.reward, bad.env_metrics) == (FAILED, "bad_reward", 0.0, {})
+    assert (kept.status, kept.reward) == (OK, 2.0)
+
+
+def test_a_generator_that_keeps_no_messages_is_told_so():
+    row = trajectory("ab")
+    row.messages = []
+    with pytest.raises(ConfigError, match=r"prompt 7 has no messages.*Trajectory\.messages"):
+        judged(row)
