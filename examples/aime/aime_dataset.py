@@ -13,7 +13,7 @@ import hashlib
 from typing import Any
 
 from skyrl_train.data.conversion import conversion_main
-from skyrl_train.environments.aime import integer_in
+from skyrl_train.environments.tasks.aime import integer_in
 from skyrl_train.errors import DataError
 
 HUB = {"train": "BytedTsinghua-SIA/DAPO-Math-17k:train", "test": "BytedTsinghua-SIA/AIME-2024:train"}

@@ -13,7 +13,7 @@ import json
 from typing import Any
 
 from skyrl_train.data.conversion import conversion_main, text_column
-from skyrl_train.environments.ifeval_instructions import arguments_of
+from skyrl_train.environments.graders.instructions import arguments_of
 from skyrl_train.errors import DataError
 
 HUB = {"train": "argilla/ifeval-like-data:train", "test": "google/IFEval:train"}

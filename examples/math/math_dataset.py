@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from skyrl_train.data.conversion import conversion_main, text_column
-from skyrl_train.environments.boxed import boxed_contents
+from skyrl_train.environments.graders.boxed import boxed_contents
 
 HUB = {"train": "DigitalLearningGmbH/MATH-lighteval:train", "test": "HuggingFaceH4/MATH-500:test"}
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from skyrl_train.data.conversion import write_split
-from skyrl_train.environments.multiply import generate
+from skyrl_train.environments.tasks.multiply import generate
 from skyrl_train.errors import ConfigError
 
 

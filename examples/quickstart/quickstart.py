@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 from model import save_model
 
-from skyrl_train.environments.arithmetic import generate
+from skyrl_train.environments.tasks.arithmetic import generate
 from skyrl_train.report.curve import write_reward_curve
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from skyrl_train.environments.arithmetic import generate
+from skyrl_train.environments.tasks.arithmetic import generate
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "quickstart"))
 from model import make_model, make_tokenizer

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from skyrl_train.environments.arithmetic import generate
+from skyrl_train.environments.tasks.arithmetic import generate
 from skyrl_train.testing.tiny_models import save_tiny_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]

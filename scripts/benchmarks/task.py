@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from skyrl_train.environments.arithmetic import generate
+from skyrl_train.environments.tasks.arithmetic import generate
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))

@@ -36,7 +36,7 @@ from skyrl_train.engines.sampling import end_tokens
 from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.sglang.host import Host
 from skyrl_train.engines.sglang.traffic import Traffic
-from skyrl_train.engines.sglang.weights import SGLangWeights, check_names
+from skyrl_train.engines.sglang.weight_store import SGLangWeights, check_names
 from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.models.loading import load_config, load_tokenizer, meta_model
 from skyrl_train.weight_sync.receiver import WeightReceiver

@@ -33,9 +33,9 @@ from skyrl_train.engines.checks import Checks
 from skyrl_train.engines.sampling import end_tokens
 from skyrl_train.engines.step_thread import StepThread
 from skyrl_train.engines.transformers.model import ServedModel
-from skyrl_train.engines.transformers.rows import Call
+from skyrl_train.engines.transformers.requests import Call
 from skyrl_train.engines.transformers.scheduler import Scheduler
-from skyrl_train.engines.transformers.weights import ServedWeights
+from skyrl_train.engines.transformers.weight_store import ServedWeights
 from skyrl_train.errors import EngineError
 from skyrl_train.models.loading import load_causal_lm, load_tokenizer
 from skyrl_train.report.memory import peak_memory

@@ -22,7 +22,7 @@ from skyrl_train.engines.token_sampler import RowSampler, uniforms
 from skyrl_train.engines.transformers.adapters import adapted_rows
 from skyrl_train.engines.transformers.cache import DecodeCache, Key, NewPrompt
 from skyrl_train.engines.transformers.model import ServedModel
-from skyrl_train.engines.transformers.rows import Call, Row, Transcript
+from skyrl_train.engines.transformers.requests import Call, Row, Transcript
 
 _PREFILL_TOKENS = 8192
 """Prompt tokens read in one forward, unless one prompt alone is longer: bounds the memory of activations."""

@@ -55,7 +55,7 @@ from vllm.v1.request import Request
 
 from skyrl_train.engines.vllm.adapters import VLLMAdapters
 from skyrl_train.engines.vllm.arguments import bind_threads, engine_arguments, sampling_params
-from skyrl_train.engines.vllm.rows import Call, Row, ScoreSink
+from skyrl_train.engines.vllm.requests import Call, Row, ScoreSink
 
 
 class VLLMEngine:

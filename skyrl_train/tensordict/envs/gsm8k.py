@@ -7,7 +7,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from skyrl_train.environments.gsm8k import NUMBER, canonical, strict_answer
+from skyrl_train.environments.tasks.gsm8k import NUMBER, canonical, strict_answer
 from skyrl_train.tensordict.envs.base import StepCounter, TensorDictEnv, Transform
 from skyrl_train.tensordict.envs.chat import DatasetChatEnv
 from skyrl_train.tensordict.envs.conversation import last_response, set_texts, text_of

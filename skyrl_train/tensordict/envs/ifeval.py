@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorClass, TensorDictBase, lazy_stack
 
-from skyrl_train.environments.ifeval import score
+from skyrl_train.environments.tasks.ifeval import score
 from skyrl_train.tensordict.envs.base import StepCounter, Transform
 from skyrl_train.tensordict.envs.chat import QUESTION_KEYS, ChatEnv, DatasetChatEnv
 from skyrl_train.tensordict.envs.conversation import last_response, text_of, value_of

@@ -11,8 +11,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from skyrl_train.data.trajectory import Message
-from skyrl_train.environments.adapters.openenv import OpenEnvEnv
 from skyrl_train.environments.base import StepOutput, checked_messages, checked_step_output
+from skyrl_train.environments.foreign.openenv import OpenEnvEnv
 from skyrl_train.tensordict.envs.base import keys_of
 from skyrl_train.tensordict.envs.chat import ChatEnv
 from skyrl_train.tensordict.envs.conversation import conversation, full_messages, last_response

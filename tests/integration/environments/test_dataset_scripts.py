@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from skyrl_train.data.dataset import load_prompts
-from skyrl_train.environments import math_grader, registry
+from skyrl_train.environments import registry
+from skyrl_train.environments.graders import latex
 from skyrl_train.errors import DataError
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -58,7 +59,7 @@ def test_local_rows_are_converted_and_scored(name: str, monkeypatch: pytest.Monk
         assert environment.step(answer).reward == reward
         assert registry.make(name, {}, prompt.env_extras).step("").reward <= 0.0
     finally:
-        math_grader.shared(5.0).close()
+        latex.shared(5.0).close()
 
 
 def test_multiplications_are_written_without_any_input(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from skyrl_train.data.dataset import load_prompts
-from skyrl_train.environments.gsm8k import GSM8KEnv
+from skyrl_train.environments.tasks.gsm8k import GSM8KEnv
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "gsm8k" / "gsm8k_dataset.py"
 ROW = {"question": "She has 6 boxes of 200. How many?", "answer": "6*200 = <<6*200=1200>>1200\n#### 1,200"}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from skyrl_train.environments.arithmetic import generate
+from skyrl_train.environments.tasks.arithmetic import generate
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "quickstart" / "quickstart.py"

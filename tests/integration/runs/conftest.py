@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.environments.arithmetic import generate
+from skyrl_train.environments.tasks.arithmetic import generate
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -99,8 +99,8 @@ def test_an_environment_is_registered_as_a_class_or_by_where_it_is():
     environment = registry.make("mine", {"a": 1}, {"b": 2})
     assert isinstance(environment, Mine)
     assert (environment.env_config.a, environment.extras) == (1, {"b": 2})
-    registry.register("theirs", "skyrl_train.environments.gsm8k:GSM8KEnv")
-    registry.register("theirs", "skyrl_train.environments.gsm8k:GSM8KEnv")
+    registry.register("theirs", "skyrl_train.environments.tasks.gsm8k:GSM8KEnv")
+    registry.register("theirs", "skyrl_train.environments.tasks.gsm8k:GSM8KEnv")
     assert registry.find("theirs") is registry.find("gsm8k")
 
 
@@ -123,7 +123,7 @@ def test_entry_points_that_cannot_load_are_the_users_mistakes():
 
 def test_an_environment_process_imports_neither_torch_nor_ray():
     code = (
-        "import sys, skyrl_train.environments.host, skyrl_train.environments.arithmetic; "
+        "import sys, skyrl_train.environments.host, skyrl_train.environments.tasks.arithmetic; "
         "print([name for name in ('torch', 'ray', 'numpy', 'transformers') if name in sys.modules])"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

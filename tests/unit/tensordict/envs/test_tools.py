@@ -15,7 +15,7 @@ import psutil
 import pytest
 from tensordict import TensorDict, TensorDictBase
 
-from skyrl_train.environments.countdown import CountdownEnv
+from skyrl_train.environments.tasks.countdown import CountdownEnv
 from skyrl_train.environments.tools import mcp
 from skyrl_train.environments.tools.browser import PROGRAMS
 from skyrl_train.environments.tools.guard import Guard, Refused

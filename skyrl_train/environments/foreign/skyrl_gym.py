@@ -1,0 +1,143 @@
+"""Names of the `skyrl_gym` package, so that an environment written for it needs another import line and nothing else.
+
+    from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
+becomes
+    from skyrl_train.environments.foreign.skyrl_gym import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
+
+and `import skyrl_gym` becomes `from skyrl_train.environments.foreign import skyrl_gym`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from skyrl_train.config.choices import ENVIRONMENTS
+from skyrl_train.data.trajectory import Message
+from skyrl_train.environments import base, registry
+from skyrl_train.environments.base import BaseTextEnvStepOutput, TextEnv
+from skyrl_train.registry import load_object
+
+log = logging.getLogger(__name__)
+
+MessageType = Message
+ConversationType = list[Message]
+Env = TextEnv
+
+
+class BaseTextEnv(base.BaseTextEnv):
+    """SkyRL-Gym's base class. What `get_metrics` gives when the episode is done becomes its metrics."""
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
+    def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """SkyRL-Gym's default. Runs here average every number over episodes, whatever this is overridden with."""
+        return default_aggregate_metrics(metrics)
+
+
+def register(
+    id: str, entry_point: str | Callable[..., Any] | None = None, kwargs: Mapping[str, Any] | None = None
+) -> None:
+    """Make `id` an environment: a class, a factory or "module:Class"; `kwargs` are further arguments of it.
+
+    A name that this package also uses (multiply) then means yours, and a warning says so. Raises ConfigError for an id
+    that somebody else registered.
+    """
+    assert entry_point is not None, f"environment {id!r}: entry_point must be a class or 'package.module:Class'"
+    if id in ENVIRONMENTS and registry.environments.table.get(id) == ENVIRONMENTS[id]:
+        log.warning("environment %r is %s now, no longer the one that comes along", id, entry_point)
+        registry.environments.forget(id)
+    if kwargs:
+        registry.register(id, _with_arguments(id, entry_point, dict(kwargs)))
+    else:
+        registry.register(id, entry_point)
+
+
+def _with_arguments(id: str, entry_point: str | Callable[..., Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    def make(**arguments: Any) -> Any:
+        factory = load_object(entry_point) if isinstance(entry_point, str) else entry_point
+        return factory(**kwargs | arguments)
+
+    make.__name__ = f"{entry_point} with {kwargs}"  # two of them are the same only when they make the same
+    return make
+
+
+def deregister(id: str) -> None:
+    registry.environments.forget(id)
+
+
+def make(id: str, **kwargs: Any) -> Any:
+    """A new environment `id`, in this process. Raises ConfigError for an unknown id."""
+    return registry.find(id)(**kwargs)
+
+
+def default_aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The mean of every number over the episodes that have it."""
+    values: dict[str, list[float]] = {}
+    for episode in metrics:
+        for name, value in episode.items():
+            if isinstance(value, int | float):
+                values.setdefault(name, []).append(float(value))
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
+
+
+def aggregate_for_environment(env_name: str, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    aggregate = getattr(registry.find(env_name), "aggregate_metrics", default_aggregate_metrics)
+    return aggregate(metrics)
+
+
+class tool:
+    """Decorator: this method of a ToolGroup is a tool."""
+
+    def __init__(self, func: Callable[..., Any]):
+        self.func = func
+        self.name = func.__name__
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return self if instance is None else self.func.__get__(instance, owner)
+
+
+class ToolGroup:
+    """Tools that share what they need. Subclasses set that, then call `super().__init__(name)`."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self._tool_registry = {
+            member.name: getattr(self, attribute)
+            for attribute in dir(type(self))
+            if isinstance(member := getattr(type(self), attribute, None), tool)
+        }
+
+    def get_name(self) -> str:
+        return self.name
+
+    def get_tool(self, name: str) -> Callable[..., Any] | None:
+        return self._tool_registry.get(name)
+
+    def get_tool_names(self) -> list[str]:
+        return list(self._tool_registry)
+
+    def execute_tool(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        found = self.get_tool(name)
+        if found is None:
+            raise ValueError(f"tool {name!r} is not one of group {self.name!r}: {self.get_tool_names()}")
+        return found(*args, **kwargs)
+
+    def get_tool_to_group_mapping(self) -> dict[str, str]:
+        return dict.fromkeys(self._tool_registry, self.name)
+
+
+registration = SimpleNamespace(register=register, deregister=deregister, make=make)
+base_text_env = SimpleNamespace(
+    BaseTextEnv=BaseTextEnv, BaseTextEnvStepOutput=BaseTextEnvStepOutput, ConversationType=ConversationType
+)
+envs = SimpleNamespace(register=register, deregister=deregister, registration=registration, base_text_env=base_text_env)
+tools = SimpleNamespace(tool=tool, ToolGroup=ToolGroup)
+metrics = SimpleNamespace(
+    default_aggregate_metrics=default_aggregate_metrics, aggregate_for_environment=aggregate_for_environment
+)
+"""For `skyrl_gym.envs.register(...)` and the like."""

@@ -1,0 +1,319 @@
+"""The 25 verifiable instructions of IFEval (arXiv:2311.07911, table 3): published id -> check of one response.
+
+A check is a function of the response and of the instruction's own arguments, by the names that the dataset
+google/IFEval gives them. Every check takes time linear in the response: `str` methods, and patterns in which no repeat
+can start inside another. Words of a row are compared as text, never used as patterns.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from skyrl_train.environments.graders.language import LANGUAGES, language_of
+
+ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+RELATIONS = ("less than", "at least")
+WORD = re.compile(r"\w+")
+COMPOUND_WORD = re.compile(r"\w+(?:[-'’.]\w+)*")
+"""A hyphenated or contracted word is one word."""
+SECTION_NUMBER = re.compile(r"\s?\d")
+HIGHLIGHT = re.compile(r"\*[^\n*]*\*")
+DOUBLE_HIGHLIGHT = re.compile(r"\*\*[^\n*]*\*\*")
+SENTENCE_END = re.compile(r"(?<![.!?…])[.!?…]++[\"'”’»)\]*_]*+(?=\s|$)|[。！？।॥۔؟]+")
+TITLES = frozenset({"mr", "mrs", "ms", "dr", "prof", "rev", "gen", "hon", "sr", "jr", "st", "vs", "e.g", "i.e", "cf"})
+LIST_NUMBER = re.compile(r"(?:\A|\n)[ \t]*[(#*_]*\d{1,3}\Z")
+PUNCTUATION = re.compile(r"[.,?!'\"]")
+
+
+def compared(number: int, relation: str, threshold: int) -> bool:
+    return number < threshold if relation == "less than" else number >= threshold
+
+
+def num_sentences_of(text: str) -> int:
+    """Sentences end at . ! ? or … before white space, or at the full stops of other scripts; one without words is none.
+
+    A full stop ends none after a title, an initial or a list's number.
+    """
+    count, start = 0, 0
+    for end in SENTENCE_END.finditer(text):
+        before = text[max(start, end.start() - 20) : end.start()]
+        if end[0][0] == "." and end[0][1:2] != "." and _is_abbreviated(before):
+            continue
+        count += WORD.search(text, start, end.start()) is not None
+        start = end.end()
+    return count + (WORD.search(text, start) is not None)
+
+
+def _is_abbreviated(before: str) -> bool:
+    words = before.split()
+    word = words[-1].lstrip("\"'“‘([*_") if words else ""
+    is_initial = len(word) == 1 and word.isupper() and word != "I"
+    return word.lower() in TITLES or is_initial or LIST_NUMBER.search(before) is not None
+
+
+def existence(text: str, *, keywords: list[str]) -> bool:
+    """Every keyword occurs, also within a word, in any case."""
+    lower = text.lower()
+    return all(keyword.lower() in lower for keyword in keywords)
+
+
+def frequency(text: str, *, keyword: str, frequency: int, relation: str) -> bool:
+    """The keyword occurs that often, also within words, in any case."""
+    return compared(text.lower().count(keyword.strip().lower()), relation, frequency)
+
+
+def forbidden(text: str, *, forbidden_words: list[str]) -> bool:
+    """None of them occurs as a whole word, in any case."""
+    lower = text.lower()
+    return not any(_has_word(lower, word.lower()) for word in forbidden_words)
+
+
+def _has_word(text: str, word: str) -> bool:
+    r"""What r"\bword\b" would find."""
+    at = text.find(word)
+    while at >= 0:
+        end = at + len(word)
+        if _is_boundary(text, at) and _is_boundary(text, end):
+            return True
+        at = text.find(word, at + 1)
+    return False
+
+
+def _is_boundary(text: str, at: int) -> bool:
+    before, after = text[at - 1 : at] if at else "", text[at : at + 1]
+    return bool(WORD.match(before)) != bool(WORD.match(after))
+
+
+def letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
+    """The character occurs that often, in either case."""
+    return compared(text.lower().count(letter.lower()), let_relation, let_frequency)
+
+
+def response_language(text: str, *, language: str) -> bool:
+    """The response as a whole is most likely in that language."""
+    return language_of(text) == language
+
+
+def number_sentences(text: str, *, num_sentences: int, relation: str) -> bool:
+    return compared(num_sentences_of(text), relation, num_sentences)
+
+
+def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
+    """Exactly so many, divided by ***; a divider may begin or end the response, and none may follow another."""
+    paragraphs = text.split("***")
+    blank = [not paragraph.strip() for paragraph in paragraphs]
+    if any(blank[1:-1]):
+        return False
+    return len(paragraphs) - sum(blank) == num_paragraphs
+
+
+def number_words(text: str, *, num_words: int, relation: str) -> bool:
+    """Words are runs of letters, digits and underscores."""
+    return compared(sum(1 for _ in WORD.finditer(text)), relation, num_words)
+
+
+def nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """Exactly so many paragraphs, divided by blank lines, and the nth (from 1) begins with the word, in any case."""
+    paragraphs = [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
+    if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= len(paragraphs):
+        return False
+    word = paragraphs[nth_paragraph - 1].split(maxsplit=1)[0].lstrip("'\"")
+    return PUNCTUATION.split(word, maxsplit=1)[0].lower() == first_word.lower()
+
+
+def number_placeholders(text: str, *, num_placeholders: int) -> bool:
+    """At least so many [placeholders], each within a line."""
+    count = 0
+    for line in text.split("\n"):
+        at = line.find("[")
+        while at >= 0 and (end := line.find("]", at)) >= 0:
+            count += 1
+            at = line.find("[", end)
+    return count >= num_placeholders
+
+
+def postscript(text: str, *, postscript_marker: str) -> bool:
+    """The marker occurs, in any case; P.S. and P.P.S also with a space between their letters."""
+    spaced = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}.get(postscript_marker.strip())
+    return bool(re.search(spaced or re.escape(postscript_marker.strip().lower()), text.lower()))
+
+
+def number_bullet_lists(text: str, *, num_bullets: int) -> bool:
+    """Exactly so many lines begin with * (not **) or -."""
+    lines = (line.lstrip() for line in text.split("\n"))
+    return (
+        sum(line.startswith("-") or (line[:1] == "*" and line[1:2] not in ("", "*")) for line in lines) == num_bullets
+    )
+
+
+def constrained_response(text: str) -> bool:
+    """One of the three answers occurs."""
+    return any(answer in text for answer in ANSWERS)
+
+
+def number_highlighted_sections(text: str, *, num_highlights: int) -> bool:
+    """At least so many *highlights* or **highlights**, each within a line and not blank."""
+    found = [*HIGHLIGHT.finditer(text), *DOUBLE_HIGHLIGHT.finditer(text)]
+    return sum(bool(match[0].strip("*").strip()) for match in found) >= num_highlights
+
+
+def multiple_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
+    """At least so many times the word, in its own case, with a number after it."""
+    count, at, word = 0, 0, section_spliter.strip()
+    while (at := text.find(word, at)) >= 0:
+        at += len(word)
+        count += SECTION_NUMBER.match(text, at) is not None
+    return count >= num_sections
+
+
+def json_format(text: str) -> bool:
+    """The whole response is JSON, or one Markdown block of it."""
+    body = text.strip()
+    if body.startswith("```"):
+        body = body[7:] if body[3:7].lower() == "json" else body[3:]
+    body = body.removesuffix("```").strip()
+    try:
+        json.loads(body, parse_int=str)  # long integers take quadratic time to convert
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def title(text: str) -> bool:
+    """A <<title>> within a line that is not blank."""
+    for line in text.split("\n"):
+        start, end = line.find("<<"), line.rfind(">>")
+        if 0 <= start < end - 2 and line[start:end].strip("<>").strip():
+            return True
+    return False
+
+
+def two_responses(text: str) -> bool:
+    """Two different responses with ****** between them; one may also begin or end the text."""
+    parts = [part.strip() for part in text.split("******")]
+    given = [part for part in parts if part]
+    return all(parts[1:-1]) and len(given) == 2 and given[0] != given[1]
+
+
+def repeat_prompt(text: str, *, prompt_to_repeat: str) -> bool:
+    """The response begins with the request, in any case."""
+    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def end_checker(text: str, *, end_phrase: str) -> bool:
+    """The response ends with the phrase, in any case; quotation marks round the response do not count."""
+    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def quotation(text: str) -> bool:
+    """Double quotation marks round the whole response."""
+    body = text.strip()
+    return len(body) > 1 and body.startswith('"') and body.endswith('"')
+
+
+def capital_word_frequency(text: str, *, capital_frequency: int, capital_relation: str) -> bool:
+    """Words all in capitals, of which "I" and hyphenated words are one each."""
+    count = sum(word[0].isupper() for word in COMPOUND_WORD.finditer(text))
+    return compared(count, capital_relation, capital_frequency)
+
+
+def english_capital(text: str) -> bool:
+    return text.isupper() and language_of(text) == "en"
+
+
+def english_lowercase(text: str) -> bool:
+    return text.islower() and language_of(text) == "en"
+
+
+def no_comma(text: str) -> bool:
+    return "," not in text
+
+
+INSTRUCTIONS: Mapping[str, Callable[..., bool]] = {
+    "keywords:existence": existence,
+    "keywords:frequency": frequency,
+    "keywords:forbidden_words": forbidden,
+    "keywords:letter_frequency": letter_frequency,
+    "language:response_language": response_language,
+    "length_constraints:number_sentences": number_sentences,
+    "length_constraints:number_paragraphs": number_paragraphs,
+    "length_constraints:number_words": number_words,
+    "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
+    "detectable_content:number_placeholders": number_placeholders,
+    "detectable_content:postscript": postscript,
+    "detectable_format:number_bullet_lists": number_bullet_lists,
+    "detectable_format:constrained_response": constrained_response,
+    "detectable_format:number_highlighted_sections": number_highlighted_sections,
+    "detectable_format:multiple_sections": multiple_sections,
+    "detectable_format:json_format": json_format,
+    "detectable_format:title": title,
+    "combination:two_responses": two_responses,
+    "combination:repeat_prompt": repeat_prompt,
+    "startend:end_checker": end_checker,
+    "startend:quotation": quotation,
+    "change_case:capital_word_frequency": capital_word_frequency,
+    "change_case:english_capital": english_capital,
+    "change_case:english_lowercase": english_lowercase,
+    "punctuation:no_comma": no_comma,
+}
+
+
+def arguments_of(id: str, kwargs: Mapping[str, Any] | None, prompt: str) -> dict[str, Any]:
+    """What the instruction's check asks for, out of a row's kwargs, where those of other instructions are null.
+
+    Raises ValueError with instruction, name and value for what is unknown, missing or of another kind.
+    """
+    if id not in INSTRUCTIONS:
+        raise ValueError(f"instruction {id!r:.80} is not one of {', '.join(INSTRUCTIONS)}")
+    given = {"prompt_to_repeat": prompt} | {name: value for name, value in (kwargs or {}).items() if value is not None}
+    arguments = {}
+    for name, parameter in inspect.signature(INSTRUCTIONS[id]).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            kind, convert = _KINDS[name] if name in _KINDS else _KINDS[str(parameter.annotation)]
+            arguments[name] = value = convert(given.get(name))
+            if value is None:
+                raise ValueError(f"{id}: {name}={given.get(name)!r:.80} is not {kind}")
+    return arguments
+
+
+def _count(value: Any) -> int | None:
+    """Tables with nulls in them turn integers into floats."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return int(value) if is_number and 0 <= value < 2**31 and value == int(value) else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value.strip() else None
+
+
+def _texts(value: Any) -> list[str] | None:
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    return list(value) if is_list and all(_text(item) for item in value) else None
+
+
+def _relation(value: Any) -> str | None:
+    return value if value in RELATIONS else None
+
+
+def _letter(value: Any) -> str | None:
+    return value.strip() if isinstance(value, str) and len(value.strip()) == 1 else None
+
+
+def _language(value: Any) -> str | None:
+    code = value.split("-")[0].lower() if isinstance(value, str) else None
+    return code if code in LANGUAGES else None
+
+
+_RELATION = ("'less than' or 'at least'", _relation)
+_KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "int": ("a whole number from 0", _count),
+    "str": ("a text", _text),
+    "list[str]": ("a list of texts", _texts),
+    **dict.fromkeys(("relation", "let_relation", "capital_relation"), _RELATION),
+    "letter": ("one character", _letter),
+    "language": (f"one of {', '.join(LANGUAGES)}", _language),
+}

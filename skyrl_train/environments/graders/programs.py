@@ -1,0 +1,177 @@
+"""Programs against tests: the program runs in a sandbox of its own for every test, what it answers is judged out here.
+
+Inside there is the program, a test's input and nothing else: neither what is expected nor the code that compares. So a
+program that exits early, replaces the driver, patches `__eq__` or prints what a passing test would print has given an
+answer like any other, and a wrong one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.environments.tools.sandbox import PYTHON, Limits, Outcome, Sandbox
+
+FENCES = ("```python", "```python3", "```py")
+_INSIDE = Path(__file__).with_name("programs_inside.py")
+_OUTPUT_FLOOR = 65536
+"""Bytes that a program may write in any case; four times what is expected otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeTest:
+    """One test: what goes in and what must come out."""
+
+    input: str
+    """Standard input; for a function, its arguments as JSON, one on a line."""
+    output: str
+    """Standard output; for a function, what it returns, as JSON."""
+    function: str | None = None
+    """The function, or method of the class Solution, that is called; None for a program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How far a program came: grading ends at the first test that it fails."""
+
+    passed: int
+    total: int
+    failure: str | None
+    """None, "wrong_answer", "error" (a status other than 0), "limit" (time, output) or "out_of_time" (all tests')."""
+
+
+def last_python_block(text: str) -> str | None:
+    """What stands in the last ```python block that is closed, or None."""
+    found: str | None = None
+    block: list[str] | None = None
+    for line in text.split("\n"):
+        mark = line.strip()
+        if block is None:
+            block = [] if mark.lower() in FENCES else None
+        elif mark == "```":
+            found, block = "\n".join(block), None
+        elif mark.lower() in FENCES:
+            block = []  # one that was never closed
+        else:
+            block.append(line)
+    return found
+
+
+def grade(code: str, tests: Sequence[CodeTest], sandbox: Sandbox, test_timeout_s: float, timeout_s: float) -> Verdict:
+    """Run `code` on the tests in order, each in a new process, for at most `timeout_s` seconds in all.
+
+    Raises EnvironmentFailure where the sandbox itself fails.
+    """
+    deadline = time.monotonic() + timeout_s
+    for passed, test in enumerate(tests):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return Verdict(passed, len(tests), "out_of_time")
+        outcome = _run(code, test, sandbox, min(test_timeout_s, left))
+        if outcome.killed_by is not None or outcome.timed_out:
+            is_ours = left < test_timeout_s and outcome.killed_by == "wall"
+            return Verdict(passed, len(tests), "out_of_time" if is_ours else "limit")
+        if outcome.returncode != 0:
+            return Verdict(passed, len(tests), "error")
+        matches = same_output if test.function is None else same_value
+        if not matches(outcome.stdout, test.output):
+            return Verdict(passed, len(tests), "wrong_answer")
+    return Verdict(len(tests), len(tests), None)
+
+
+def _run(code: str, test: CodeTest, sandbox: Sandbox, timeout_s: float) -> Outcome:
+    limits = Limits(
+        wall_s=timeout_s,
+        cpu_s=math.ceil(timeout_s),
+        output=max(_OUTPUT_FLOOR, 4 * len(test.output.encode("utf-8", "replace"))),
+    )
+    files = {"driver.py": _INSIDE.read_bytes(), "solution.py": code.encode("utf-8", "replace")}
+    command = [PYTHON, "-I", "driver.py", *([test.function] if test.function else [])]
+    return sandbox.run(files, command, test.input.encode("utf-8", "replace"), limits)
+
+
+def same_output(written: str, expected: str) -> bool:
+    """The same lines, apart from space round them; a line of numbers is the same when its numbers are (1.0 and 1)."""
+    lines, wanted = ([line.strip() for line in text.strip().split("\n")] for text in (written, expected))
+    return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
+
+
+def _same_line(line: str, wanted: str) -> bool:
+    if line == wanted:
+        return True
+    words, numbers = line.split(), wanted.split()
+    if len(words) != len(numbers):
+        return False
+    try:
+        return all(Decimal(word) == Decimal(number) for word, number in zip(words, numbers, strict=True))
+    except InvalidOperation:  # not a number, or one that only warns
+        return False
+
+
+def same_value(written: str, expected: str) -> bool:
+    """Equal JSON values: lists and tuples are the same inside, 1 and 1.0 too."""
+    try:
+        return bool(_value(written) == _value(expected))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _value(text: str) -> Any:
+    """Integers too long to convert (see sys.set_int_max_str_digits) are compared as they are written."""
+    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 4000 else digits)
+
+
+def parse_tests(truth: Any) -> list[CodeTest]:
+    """A row's tests in the forms that LiveCodeBench and the datasets round it have, as JSON or as columns.
+
+    [{"input": ..., "output": ..., "testtype": "stdin" | "functional", "metadata": {"func_name": ...}}, ...] or
+    {"inputs": [...], "outputs": [...], "fn_name": ...}; `fn_name` in a list's tests counts as well. Raises ValueError.
+    """
+    if isinstance(truth, str):
+        try:
+            truth = json.loads(truth)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"the tests are not JSON: {error}") from error
+    if isinstance(truth, Mapping):
+        inputs, outputs = truth.get("inputs"), truth.get("outputs")
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+            raise ValueError(f"tests need inputs and outputs, lists of one length, got {truth!r:.120}")
+        common = {key: truth[key] for key in ("fn_name", "metadata", "testtype") if truth.get(key)}
+        truth = [{"input": i, "output": o, **common} for i, o in zip(inputs, outputs, strict=True)]
+    if not isinstance(truth, list) or not truth:
+        raise ValueError(f"tests are a list with at least one, got {truth!r:.120}")
+    return [_test(each) for each in truth]
+
+
+def _test(each: Any) -> CodeTest:
+    if not isinstance(each, Mapping) or each.get("input") is None or each.get("output") is None:
+        raise ValueError(f"a test needs input and output, got {each!r:.120}")
+    metadata = each.get("metadata")
+    function = each.get("fn_name") or (metadata.get("func_name") if isinstance(metadata, Mapping) else None)
+    kind = each.get("testtype") or each.get("type") or ("functional" if function else "stdin")
+    given, wanted = each["input"], each["output"]
+    if kind in ("stdin", "stdin_stdout"):
+        return CodeTest(_lines(given), _lines(wanted))
+    if kind not in ("functional", "function_call", "call_based"):
+        raise ValueError(f"testtype={kind!r:.80} is not stdin or functional")
+    if not isinstance(function, str) or not function.isidentifier():
+        raise ValueError(f"a functional test needs the name of its function, got {function!r:.80}")
+    given = "\n".join(map(json.dumps, given)) if isinstance(given, list) else given
+    wanted = wanted if isinstance(wanted, str) else json.dumps(wanted)
+    if not isinstance(given, str):
+        raise ValueError(f"the input of a functional test is a list of arguments or text, got {given!r:.80}")
+    return CodeTest(given, wanted, function)
+
+
+def _lines(value: Any) -> str:
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    if not isinstance(value, str):
+        raise ValueError(f"input and output of a stdin test are text, got {value!r:.80}")
+    return value

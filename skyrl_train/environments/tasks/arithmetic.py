@@ -1,0 +1,133 @@
+"""Generated word problems in GSM8K's style, with a difficulty knob: a task that needs no download.
+
+    Mia has 7 shells. Mia finds 5 more. Mia gives away 3. How many shells does Mia have now?
+    7 + 5 = 12
+    12 - 3 = 9
+    #### 9
+
+Few words and single digits, so that a tokenizer of words and digits needs under 150 tokens for all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+from skyrl_train.environments.tasks.gsm8k import GSM8KEnv
+from skyrl_train.errors import ConfigError
+
+NAMES = ("Ana", "Ben", "Cleo", "Dan", "Eva", "Finn", "Mia", "Tom")
+OBJECTS = ("apples", "beads", "books", "cards", "coins", "pens", "shells", "stamps")
+SENTENCES = {
+    "+": ("{name} finds {n} more.", "{name} buys {n} more.", "{name} gets {n} more."),
+    "-": ("{name} gives away {n}.", "{name} loses {n}.", "{name} sells {n}."),
+    "*": ("{name} multiplies them by {n}.",),
+}
+VALIDATION_SHARE = 10
+"""One expression in ten is for validation."""
+
+
+class ArithmeticEnv(GSM8KEnv):
+    """Scored exactly as gsm8k is: `gsm8k.strict_answer` has the rule."""
+
+
+def generate(count: int, operations: int, max_value: int, seed: int, split: str) -> list[dict[str, Any]]:
+    """`count` different problems as rows of SkyRL's format, the same for the same arguments.
+
+    Args:
+        operations: 1 to 5 steps of +, - and *.
+        max_value: The largest number in a problem, at least 2. Running totals stay within 0 and 10 * max_value + 9, so
+            for 9 every number has one digit and every total at most two.
+        split: "train" or "validation". They are disjoint by construction, whatever the seeds: a hash of the expression
+            (the numbers and operations, not the names and words) decides which one a problem belongs to.
+
+    Each row's `extra_info` has demonstrations in two styles: `answer` (steps, then "#### N") and `direct` ("#### N").
+    Raises ConfigError for arguments out of range and when the knobs allow too few different problems.
+    """
+    for key, value, low, high in (
+        ("operations", operations, 1, 5),
+        ("max_value", max_value, 2, 10**6),
+        ("count", count, 0, 10**7),
+    ):
+        if not low <= value <= high:
+            raise ConfigError(f"arithmetic: {key}={value} is not in {low}..{high}.")
+    if split not in ("train", "validation"):
+        raise ConfigError(f"arithmetic: split={split!r} is not 'train' or 'validation'.")
+    rng = random.Random(f"arithmetic {seed} {operations} {max_value} {split}")
+    rows: dict[str, dict[str, Any]] = {}
+    misses = 0
+    while len(rows) < count:
+        start, steps = _expression(rng, operations, max_value)
+        expression = "".join([str(start), *(f"{sign}{n}" for sign, n in steps)])
+        question = _question(rng, start, steps) if split_of(expression) == split else None
+        if question is None or question in rows:
+            misses += 1
+            if misses > 1000:
+                raise ConfigError(
+                    f"arithmetic: found only {len(rows)} different {split} problems of the {count} asked for with "
+                    f"operations={operations}, max_value={max_value}; ask for fewer or raise one of them."
+                )
+            continue
+        misses = 0
+        rows[question] = _row(question, expression, start, steps, split, len(rows))
+    return list(rows.values())
+
+
+def split_of(expression: str) -> str:
+    """Which split an expression like "7+5-3" (read left to right) is in; decided by a hash that no Python changes."""
+    digest = hashlib.sha256(expression.encode()).digest()
+    return "validation" if int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0 else "train"
+
+
+def apply(sign: str, total: int, n: int) -> int:
+    return {"+": total + n, "-": total - n, "*": total * n}[sign]
+
+
+def _expression(rng: random.Random, operations: int, max_value: int) -> tuple[int, list[tuple[str, int]]]:
+    """A start and steps whose totals stay in range. Signs are equally likely wherever all three are possible."""
+    limit = 10 * max_value + 9
+    total = start = rng.randint(1, max_value)
+    steps: list[tuple[str, int]] = []
+    for _ in range(operations):
+        ranges = {  # inclusive; empty where the sign is impossible
+            "+": (1, min(max_value, limit - total)),
+            "-": (1, min(max_value, total)),
+            "*": (2, min(max_value, limit // total) if total else 0),
+        }
+        sign = rng.choice([sign for sign, (low, high) in ranges.items() if low <= high])
+        n = rng.randint(*ranges[sign])
+        steps.append((sign, n))
+        total = apply(sign, total, n)
+    return start, steps
+
+
+def _question(rng: random.Random, start: int, steps: list[tuple[str, int]]) -> str:
+    name, thing = rng.choice(NAMES), rng.choice(OBJECTS)
+    told = [rng.choice(SENTENCES[sign]).format(name=name, n=n) for sign, n in steps]
+    return " ".join([f"{name} has {start} {thing}.", *told, f"How many {thing} does {name} have now?"])
+
+
+def _row(
+    question: str, expression: str, start: int, steps: list[tuple[str, int]], split: str, index: int
+) -> dict[str, Any]:
+    total, lines = start, []
+    for sign, n in steps:
+        after = apply(sign, total, n)
+        lines.append(f"{total} {sign} {n} = {after}")
+        total = after
+    return {
+        "data_source": "arithmetic",
+        "prompt": [{"role": "user", "content": question}],
+        "env_class": "arithmetic",
+        "reward_spec": {"method": "rule", "ground_truth": str(total)},
+        "extra_info": {
+            "split": split,
+            "index": index,
+            "operations": len(steps),
+            "expression": expression,
+            "question": question,
+            "answer": "\n".join([*lines, f"#### {total}"]),
+            "direct": f"#### {total}",
+        },
+    }

@@ -1,0 +1,47 @@
+"""Programming problems with tests, in LiveCodeBench's form: one turn, the answer is the last ```python block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_train.environments.base import StepOutput, TextEnv
+from skyrl_train.environments.graders.programs import grade, last_python_block, parse_tests
+from skyrl_train.environments.tools.sandbox import Sandbox
+
+
+class LCBEnv(TextEnv):
+    """One problem, one program. The reward is 1.0 when it passes every test that is run, else 0.0.
+
+    Tests are the first `max_tests` of the row. A program passes one when it ends by itself with status 0 within
+    `test_timeout_s` and the sandbox's limits, and answers what is expected (graders/programs.py). All tests share
+    `timeout_s`; what has not run by then has failed. Without a closed ```python block the reward is 0.0, so a truncated
+    response counts only as far as it had already answered.
+    """
+
+    @classmethod
+    def check(cls, env_config: Mapping[str, Any]) -> None:
+        Sandbox.of(env_config.get("sandbox")).check()
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
+        super().__init__(env_config, extras)
+        reward_spec = self.extras.get("reward_spec")
+        if not isinstance(reward_spec, Mapping):
+            raise ValueError('the row needs reward_spec={"method": "rule", "ground_truth": "<tests as JSON>"}')
+        self.test_timeout_s = float(self.env_config.get("test_timeout_s", 6.0))
+        self.timeout_s = float(self.env_config.get("timeout_s", 45.0))
+        self.tests = parse_tests(reward_spec.get("ground_truth"))[: int(self.env_config.get("max_tests", 20))]
+        self.sandbox = Sandbox.of(self.env_config.get("sandbox"))
+
+    def step(self, action: str) -> StepOutput:
+        code = last_python_block(action)
+        if code is None:
+            return StepOutput([], 0.0, done=True, metadata={"has_code": False, "tests_passed": 0.0})
+        verdict = grade(code, self.tests, self.sandbox, self.test_timeout_s, self.timeout_s)
+        metadata = {
+            "has_code": True,
+            "tests_passed": verdict.passed / verdict.total,
+            "failure": verdict.failure,
+            "hit_limit": verdict.failure in ("limit", "out_of_time"),
+        }
+        return StepOutput([], float(verdict.failure is None), done=True, metadata=metadata)

@@ -1,0 +1,37 @@
+r"""Competition mathematics (arXiv:2103.03874): one turn, the answer is LaTeX in \boxed{...}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_train.environments.base import StepOutput, TextEnv
+from skyrl_train.environments.graders import latex
+from skyrl_train.environments.graders.boxed import boxed_answer
+from skyrl_train.environments.tasks.gsm8k import ground_truth_of
+
+
+class MathEnv(TextEnv):
+    r"""1 for an answer equal to the row's, else 0.
+
+    The answer is what all \boxed{...} after the thinking hold (`boxed.boxed_answer`): none, or several that differ, is
+    no answer, and neither is one that hedges (`latex.one_answer`). Equality is math-verify's: 1/2 is \frac{2}{4},
+    x = 3 is 3, 1,2 is \{2, 1\}, and decimals are compared to six places. A comparison that takes longer than
+    `timeout` seconds is killed and scores 0; the metrics `timeout` and `no_answer` are the shares of such answers.
+    """
+
+    @classmethod
+    def check(cls, env_config: Mapping[str, Any]) -> None:
+        latex.check_installed()
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
+        super().__init__(env_config, extras)
+        self.ground_truth = ground_truth_of(self.extras)
+        self.grader = latex.shared(float(self.env_config.get("timeout", 5.0)))
+        self.grader.start()  # it loads while the model writes
+
+    def step(self, action: str) -> StepOutput:
+        answer = boxed_answer(action)
+        same, how = (False, "no_answer") if answer is None else self.grader.grade(answer, self.ground_truth)
+        metadata = {"no_answer": float(how == "no_answer"), "timeout": float(how in ("timeout", "died")), "how": how}
+        return StepOutput([], float(same), done=True, metadata=metadata)

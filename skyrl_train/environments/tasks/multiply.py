@@ -1,0 +1,82 @@
+r"""Multiplication in several turns, SkyRL's example of an environment: the answer is the number in \boxed{...}."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_train.environments.base import StepOutput, TextEnv
+from skyrl_train.environments.graders.boxed import boxed_answer, number
+from skyrl_train.environments.tasks.arithmetic import split_of
+from skyrl_train.environments.tasks.gsm8k import ground_truth_of
+from skyrl_train.environments.tasks.gsm8k_multi_turn import turns_of
+from skyrl_train.errors import ConfigError
+
+INSTRUCTION = r"Multiply the two numbers step by step and put the final answer in \boxed{}."
+
+
+class MultiplyEnv(TextEnv):
+    r"""Up to `max_turns` answers; the last turn pays: 1 for the right number, `format_score` (0.5) for another one.
+
+    The answer is what all \boxed{...} of the turn hold (`boxed.boxed_answer`); none, several that differ, or something
+    that is no number pays 0. The right number ends the episode, anything else is told until the turns are used up.
+    """
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
+        super().__init__(env_config, extras)
+        truth = number(ground_truth_of(self.extras))
+        if truth is None:
+            raise ValueError(f"ground truth {ground_truth_of(self.extras)!r:.80} is not a number")
+        self.ground_truth = truth
+        self.max_turns = turns_of(self.extras)
+        self.format_score = float(self.env_config.get("format_score", 0.5))
+        self.turns = 0
+
+    def step(self, action: str) -> StepOutput:
+        self.turns += 1
+        answer = number(boxed_answer(action) or "")
+        right = answer == self.ground_truth
+        metadata = {"turns": self.turns, "acc": float(right), "parsed_answer": answer and answer[:40]}
+        if right or self.turns >= self.max_turns:
+            reward = 1.0 if right else self.format_score if answer is not None else 0.0
+            return StepOutput([], reward, done=True, metadata=metadata)
+        told = r"Please provide your answer as one number in the format \boxed{your_answer}."
+        if answer is not None:
+            told = f"Your answer '{answer:.40}' is incorrect. Please try again."
+        return StepOutput([{"role": "user", "content": told}], 0.0, done=False, metadata=metadata)
+
+
+def generate(count: int, digits: int, seed: int, split: str) -> list[dict[str, Any]]:
+    """`count` different problems as rows of SkyRL's format, the same for the same arguments.
+
+    Args:
+        digits: Of both factors, 1 to 12.
+        split: "train" or "validation"; disjoint whatever the seeds, as in `arithmetic.split_of`.
+
+    Raises ConfigError for arguments out of range and where there are too few different problems.
+    """
+    if not 1 <= digits <= 12:
+        raise ConfigError(f"multiply: digits={digits} is not in 1..12.")
+    if split not in ("train", "validation"):
+        raise ConfigError(f"multiply: split={split!r} is not 'train' or 'validation'.")
+    rng = random.Random(f"multiply {seed} {digits} {split}")
+    rows: dict[str, dict[str, Any]] = {}
+    misses = 0
+    while len(rows) < count:
+        a, b = (rng.randint(10 ** (digits - 1), 10**digits - 1) for _ in range(2))
+        expression = f"{a}*{b}"
+        if split_of(expression) != split or expression in rows:
+            misses += 1
+            if misses > 1000:
+                raise ConfigError(f"multiply: found only {len(rows)} {split} problems of {count} with digits={digits}.")
+            continue
+        misses = 0
+        rows[expression] = {
+            "data_source": "multiply",
+            "prompt": [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": f"{a} * {b}"}],
+            "env_class": "multiply",
+            "reward_spec": {"method": "rule", "ground_truth": str(a * b)},
+            "extra_info": {"split": split, "index": len(rows), "digits": digits},
+        }
+    return list(rows.values())

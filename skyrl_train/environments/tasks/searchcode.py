@@ -1,0 +1,75 @@
+"""Questions that are answered with searches and with programs, in SkyRL-Gym's format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_train.environments.base import StepOutput, TextEnv
+from skyrl_train.environments.tasks.gsm8k import score
+from skyrl_train.environments.tasks.search import DEFAULT_MAX_TURNS, check_search, search_tool, told, without_thinking
+from skyrl_train.environments.tools.base import ToolBox
+from skyrl_train.environments.tools.registry import check_tool, make_tool
+
+CALL = re.compile(r"<tool>\s*<(search|python)>((?:(?!<tool>).)*?)</\1>\s*</tool>", re.DOTALL)
+SOLUTION = re.compile(r"<solution>((?:(?!<solution>).)*?)</solution>", re.DOTALL)
+ARGUMENT = {"search": "query", "python": "code"}
+PYTHON_TIMEOUT_S = 10.0
+HINT = (
+    "Write <tool><search>a query</search></tool> to search, <tool><python>code that prints</python></tool> to compute, "
+    "or <solution>#### a number</solution> to answer."
+)
+
+
+class SearchCodeEnv(TextEnv):
+    """`<tool><search>query</search></tool>` and `<tool><python>code</python></tool>`, until `<solution>...</solution>`.
+
+    Reward: that of gsm8k's strict rule (`gsm8k.strict_answer`: "#### 42") for the solutions in the model's text, from
+    the last "</think>" on, in the turn that has one; solutions that differ are no answer. Turns that run out are
+    worth 0.
+
+    Programs run in the sandbox, each by itself. Settings: `config.environment.SearchCodeConfig`, and the sandbox. An
+    episode whose search fails (see `search.told`) is masked, "search_failed".
+    """
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
+        super().__init__(env_config, extras)
+        reward_spec = self.extras.get("reward_spec")
+        if not isinstance(reward_spec, Mapping) or reward_spec.get("ground_truth") is None:
+            raise ValueError('the row needs reward_spec={"method": "rule", "ground_truth": "<number>"}')
+        self.ground_truth = str(reward_spec["ground_truth"])
+        self.max_turns = int(self.extras.get("max_turns") or DEFAULT_MAX_TURNS)
+        self.turns = 0
+        self.calls = {"search": 0, "python": 0}
+        python = make_tool("python", _python_settings(self.env_config))
+        self.box = ToolBox([search_tool(self.env_config), python])
+
+    @classmethod
+    def check(cls, env_config: Mapping[str, Any]) -> None:
+        check_search(env_config)
+        check_tool("python", _python_settings(env_config))
+
+    def step(self, action: str) -> StepOutput:
+        self.turns += 1
+        action = without_thinking(action)
+        solutions = SOLUTION.findall(action)
+        if solutions or self.turns >= self.max_turns:
+            reward = score("\n".join(solutions), self.ground_truth)
+            return StepOutput([], reward, done=True, metadata={**self.calls, "answered": bool(solutions)})
+        call = CALL.search(action)
+        content = HINT if call is None else self._result(call[1], call[2].strip())
+        return StepOutput([{"role": "user", "content": content}], 0.0, done=False)
+
+    def _result(self, tool: str, text: str) -> str:
+        self.calls[tool] += 1
+        result = self.box.call(tool, {ARGUMENT[tool]: text})
+        return told(result) if tool == "search" else result.text
+
+    def close(self) -> None:
+        self.box.close()
+
+
+def _python_settings(env_config: Mapping[str, Any]) -> dict[str, Any]:
+    wall_s = env_config.get("python_timeout", PYTHON_TIMEOUT_S)
+    return {"wall_s": wall_s, "sandbox": env_config.get("sandbox") or {}}

@@ -1,0 +1,127 @@
+"""Questions that a model answers with the help of tools."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from skyrl_train.config.environment import ToolUseConfig
+from skyrl_train.data.trajectory import Message
+from skyrl_train.environments.base import StepOutput, TextEnv
+from skyrl_train.environments.tasks.gsm8k import score
+from skyrl_train.environments.tools.base import ToolBox
+from skyrl_train.environments.tools.parsers import ParseError, ToolCall, parse_calls, render_tools, tags_of
+from skyrl_train.environments.tools.registry import check_tool, make_tool, tools
+from skyrl_train.errors import ConfigError
+
+DEFAULT_MAX_TURNS = 5
+"""Where neither the row nor the run says."""
+BEGIN_S = 20.0
+"""After so long no further call of a message is begun: calls that are slow, one after the other, would take the step
+past trainer.timeouts.environment_step_s, which costs the process and the other episodes in it."""
+NOT_RUN = f"Not run: the calls of one message must begin within {BEGIN_S:g} s."
+
+
+class ToolUseEnv(TextEnv):
+    """The model calls tools until it writes a message without a call: its answer.
+
+    Reward: that of gsm8k's strict rule for the answer (`gsm8k.strict_answer`: "#### 42"), in the turn it is given, and
+    0 for every other turn. With `tools_required` a right answer is worth 0 unless a call before it worked. A message
+    with a call in it is no answer, whatever else it says, also when `max_turns` leaves no turn for the result.
+
+    A row has `reward_spec.ground_truth`, and may have `tool_settings` (tool -> settings) for what a tool lets a row
+    choose (`Tool.from_row`). Settings: `config.environment.ToolUseConfig`, and the sandbox.
+    """
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
+        super().__init__(env_config, extras)
+        reward_spec = self.extras.get("reward_spec")
+        if not isinstance(reward_spec, Mapping) or reward_spec.get("ground_truth") is None:
+            raise ValueError('the row needs reward_spec={"method": "rule", "ground_truth": "<number>"}')
+        self.ground_truth = str(reward_spec["ground_truth"])
+        self.settings, self.sandbox = _settings(self.env_config)
+        self.max_turns = int(self.extras.get("max_turns") or DEFAULT_MAX_TURNS)
+        self.turns = self.worked = self.failed = 0
+        given = self.extras.get("tool_settings") or {}
+        made = [_made_with(name, self.settings, self.sandbox, given.get(name)) for name in self.settings.tools]
+        self.box = ToolBox([make_tool(name, of_it) for name, of_it in zip(self.settings.tools, made, strict=True)])
+        self.schemas = self.box.schemas()
+        self.tags = tags_of(self.schemas)
+
+    @classmethod
+    def check(cls, env_config: Mapping[str, Any]) -> None:
+        settings, sandbox = _settings(env_config)
+        if unused := sorted(settings.tool_settings.keys() - set(settings.tools)):
+            raise ConfigError(
+                f"environment.skyrl_gym.tool_use.tool_settings has settings of {unused[0]!r}, which is not one of "
+                f"tool_use.tools={list(settings.tools)}."
+            )
+        for name in settings.tools:
+            check_tool(name, _made_with(name, settings, sandbox))
+
+    def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
+        if not self.settings.describe_tools:
+            return prompt, {}
+        words = render_tools(self.schemas, self.settings.style, self.settings.dialect)
+        if prompt and prompt[0].get("role") == "system":
+            return [{**prompt[0], "content": f"{prompt[0]['content']}\n\n{words}"}, *prompt[1:]], {}
+        return [{"role": "system", "content": words}, *prompt], {}
+
+    def step(self, action: str) -> StepOutput:
+        self.turns += 1
+        calls = parse_calls(action, self.settings.style, self.tags)
+        if not calls:
+            counted = self.worked > 0 or not self.settings.tools_required
+            reward = score(action, self.ground_truth) if counted else 0.0
+            return StepOutput([], reward, done=True, metadata=self._counts(answered=True))
+        if self.turns >= self.max_turns:  # nobody would read the results
+            return StepOutput([], 0.0, done=True, metadata=self._counts(answered=False))
+        late = time.monotonic() + BEGIN_S
+        texts = [self._result(call, late) for call in calls]
+        return StepOutput(self._observations(texts), 0.0, done=False)
+
+    def close(self) -> None:
+        self.box.close()
+
+    def _result(self, call: ToolCall | ParseError, late: float) -> str:
+        if isinstance(call, ParseError):
+            self.failed += 1
+            return call.reason
+        if time.monotonic() > late:
+            self.failed += 1
+            return NOT_RUN
+        result = self.box.call(call.name, call.arguments)
+        self.worked += result.error is None
+        self.failed += result.error is not None
+        return result.text
+
+    def _observations(self, texts: list[str]) -> list[Message]:
+        """One message for each result, or one of the user's with all of them: templates want turns to alternate."""
+        if self.settings.observation_role == "tool":
+            return [{"role": "tool", "content": text} for text in texts]
+        blocks = [f"<tool_response>\n{text}\n</tool_response>" for text in texts]
+        return [{"role": "user", "content": "\n".join(blocks)}]
+
+    def _counts(self, answered: bool) -> dict[str, Any]:
+        return {"answered": answered, "tool_calls": self.worked, "tool_errors": self.failed}
+
+
+def _settings(env_config: Mapping[str, Any]) -> tuple[ToolUseConfig, Mapping[str, Any]]:
+    """The environment's own settings, and the sandbox's."""
+    own = {name: value for name, value in env_config.items() if name != "sandbox"}
+    known = {item.name for item in fields(ToolUseConfig)}
+    if unknown := sorted(own.keys() - known):
+        raise ConfigError(f"environment.skyrl_gym.tool_use has no {unknown[0]!r}; it has {sorted(known)}.")
+    return ToolUseConfig(**own), env_config.get("sandbox") or {}
+
+
+def _made_with(
+    name: str, settings: ToolUseConfig, sandbox: Mapping[str, Any], given: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What a tool is made with: configuration, and of a row's wishes what the tool leaves to rows."""
+    factory = tools.get(name)
+    made = dict(settings.tool_settings.get(name) or {})
+    made |= {key: value for key, value in (given or {}).items() if key in getattr(factory, "from_row", ())}
+    return made | ({"sandbox": sandbox} if getattr(factory, "sandboxed", False) else {})

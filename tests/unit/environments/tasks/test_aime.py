@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from skyrl_train.environments import registry
+from skyrl_train.environments.tasks.aime import final_integer
+
+
+def step(text: str, truth: Any = "42", spec: str = "reward_spec") -> tuple[float, dict[str, Any]]:
+    output = registry.make("aime", {}, {spec: {"ground_truth": truth}}).step(text)
+    assert output.done
+    return output.reward, output.metadata
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Answer: 42",
+        "**Answer:** $42$.",
+        "So the\nANSWER : 042",
+        r"It is \boxed{42}.",
+        "Answer: \\boxed{42}\nAnswer: 42",
+        r"41 or 43? No: \boxed{42}",
+        "Answer: to be found\nAnswer: 42",
+        "<think>Answer: 41</think>Answer: 42",
+        "Answer: 41" + " so I try on" * 30 + "\nAnswer: 42",
+    ],
+)
+def test_the_integer_of_the_end_is_the_answer(text: str):
+    assert step(text) == (1.0, {"acc": 1.0, "no_answer": 0.0, "pred": "42"})
+
+
+@pytest.mark.fault("F13")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Answer: 41 or 42",
+        "Answer: 41\nAnswer: 42",
+        "Answer: 42\nAnswer: 41\nAnswer: 42",
+        r"\boxed{41}\boxed{42}",
+        "Answer: 41\n\\boxed{42}",
+        "Answer: 42.5",
+        "Answer: 42²",
+        "Answer: -42",
+        "Answer: 142",
+        "Answer: 4 2",
+        "Answer: 42e1",
+        "Answer: 84/2",
+        "\n".join(f"Answer: {n}" for n in range(1000)),
+        "42",
+        "Answer: forty-two",
+        "",
+    ],
+)
+def test_guesses_and_other_answers_pay_minus_one(text: str):
+    reward, metadata = step(text)
+    assert (reward, metadata["acc"]) == (-1.0, 0.0)
+
+
+@pytest.mark.fault("F14")
+@pytest.mark.parametrize("unit", ["9", "Answer: 9\n", "answer", "\\boxed{", "{", "10000000! "])
+def test_only_the_end_of_a_long_text_is_read(unit: str):
+    assert step(unit * (2**20 // len(unit)))[0] == -1.0
+    assert final_integer(unit * (2**20 // len(unit)) + "</think>\nAnswer: 42") == "42"
+
+
+@given(st.text(max_size=400), st.integers(0, 999))
+def test_every_integer_is_recognised_and_its_neighbour_is_not_it(before: str, number: int):
+    assert final_integer(f"{before}</think>\nAnswer: {number}") == str(number)
+    assert final_integer(f"{before}</think>\nAnswer: {number} or {number + 1}") is None
+
+
+def test_rows_of_dapo_are_read_and_rows_without_an_integer_refused():
+    assert step("Answer: 42", 42, "reward_model")[0] == 1.0
+    with pytest.raises(ValueError, match=r"'3\.5' is not an integer"):
+        step("Answer: 3", "3.5")
+    with pytest.raises(ValueError, match="reward_spec"):
+        registry.make("aime", {}, {})

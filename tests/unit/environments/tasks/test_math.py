@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from skyrl_train.environments import registry
+from skyrl_train.environments.graders import latex
+from skyrl_train.environments.graders.latex import Grader, one_answer
+from skyrl_train.errors import ConfigError
+
+DEADLINE_S = 1.0
+PATIENCE_S = 30.0
+"""For what ends by itself, on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def grader() -> Iterator[Grader]:
+    with Grader(PATIENCE_S) as grader:
+        grader.grade("42.0", "42")
+        yield grader
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        ("42", "42"),
+        ("x = 42", "42"),
+        ("42", "x=42"),
+        (r"42 \text{ apples}", "42"),
+        (r"\$42.00", "42"),
+        ("0.5", r"\frac{1}{2}"),
+        (r"\dfrac{2}{4}", r"\frac12"),
+        ("2, 1", r"\{1, 2\}"),
+        ("(x+1)^2", "x^2+2x+1"),
+        (r"10\sqrt 3", r"10\sqrt{3}"),
+        (r"1\,234", "1,234"),
+        (r"\text{Monday}", "Monday"),
+        ("x^2+y^2=1", "x^2 + y^2 = 1"),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    ],
+)
+def test_equal_answers_are_right_however_they_are_written(grader: Grader, answer: str, truth: str):
+    assert grader.grade(answer, truth)[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [("41", "42"), ("-42", "42"), ("142", "42"), ("0.33", r"\frac13"), ("(2,1)", "(1,2)"), ("y", "x")],
+)
+def test_other_answers_are_wrong(grader: Grader, answer: str, truth: str):
+    assert grader.grade(answer, truth)[0] is False
+
+
+@pytest.mark.fault("F13")
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "41 or 42",
+        r"41 \text{ or } 42",
+        "41, 42",
+        r"\{41, 42\}",
+        "41 = 42",
+        "x = 41 = 42",
+        "1 + 41 = 42",
+        r"\pm 42",
+        r"42 \approx 41",
+        r"41 \equiv 42",
+        r"41 \Rightarrow 42",
+        r"42 \text{ (or 41)}",
+        r"42 \text{41}",
+        r"42 \text{ maybe}",
+        "[41, 42]",
+        r"41 \cup 42",
+        "$41$ and $42$",
+        r"41}\boxed{42",
+        "4242",
+    ],
+)
+def test_an_answer_that_hedges_is_not_right(grader: Grader, answer: str):
+    assert grader.grade(answer, "42")[0] is False
+
+
+@pytest.mark.fault("F13")
+def test_digits_side_by_side_are_not_added():
+    assert one_answer("4 2", "6") is None
+    assert one_answer(r"5 \quad 1", "6") is None
+
+
+@pytest.mark.fault("F14")
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "9^{9^{9}}",
+        "10000000!",
+        "{" * 450 + "}" * 450,
+        "(" * 900,
+        r"\sqrt{" * 130 + "42" + "}" * 130,
+        r"\binom{10^9}{10^8}",
+        "42!!!!!!",
+    ],
+    ids=lambda answer: answer[:12],
+)
+def test_a_comparison_that_never_ends_scores_0_within_its_deadline_and_a_second(grader: Grader, answer: str):
+    took = []
+    for _ in range(4):  # again, should the machine have been busy with something else
+        assert grader.grade("42.0", "42") == (True, "graded")
+        start = time.monotonic()
+        grader.deadline_s = DEADLINE_S
+        assert grader.grade(answer, "42")[0] is False
+        grader.deadline_s = PATIENCE_S
+        took.append(time.monotonic() - start)
+        if took[-1] < DEADLINE_S + 1:
+            break
+    assert min(took) < DEADLINE_S + 1
+
+
+@pytest.mark.fault("F14")
+def test_a_megabyte_is_no_answer(grader: Grader):
+    assert grader.grade("9" * 2**20, "42") == (False, "no_answer")
+
+
+@pytest.mark.fault("F14")
+def test_a_server_that_was_killed_or_hangs_is_replaced():
+    with Grader(PATIENCE_S) as grader:
+        assert grader.grade("42.0", "42") == (True, "graded")
+        assert grader._server is not None
+        os.kill(grader._server.pid, signal.SIGKILL)
+        assert grader.grade("42.0", "42") == (True, "graded"), "the answer was not to blame"
+        server = psutil.Process(grader._server.pid)
+        server.suspend()
+        grader.deadline_s = DEADLINE_S
+        assert grader.grade("42.0", "42") == (False, "timeout")
+        assert not server.is_running()
+        assert grader._server is None
+
+
+def test_without_math_verify_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(latex.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'skyrl-train\[math\]'"):
+        registry.check_environments(["math"], {})
+    with pytest.raises(ConfigError, match="math-verify"):
+        Grader().start()
+
+
+def test_the_environment_scores_the_box_and_says_why_it_paid_nothing():
+    extras = {"reward_spec": {"method": "rule", "ground_truth": r"\frac{1}{2}"}}
+    environment = registry.make("math", {"timeout": PATIENCE_S}, extras)
+    grader = latex.shared(PATIENCE_S)
+    try:
+        output = environment.step(r"<think>\boxed{3}</think> It is \boxed{0.5}.")
+        assert (output.reward, output.done, output.observations) == (1.0, True, [])
+        grader.deadline_s = DEADLINE_S
+        for text, metric in (
+            (r"\boxed{10000000!}", "timeout"),
+            (r"\boxed{\frac12}\boxed{2}", "no_answer"),
+            ("", "no_answer"),
+        ):
+            output = environment.step(text)
+            assert (output.reward, output.metadata[metric]) == (0.0, 1.0)
+    finally:
+        grader.close()
+        latex.shared.cache_clear()

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from skyrl_train.config.prepare import prepare
+from skyrl_train.environments.base import StepOutput
+from skyrl_train.environments.tasks.search import SearchEnv, answer_of, normalised, score
+from skyrl_train.errors import ConfigError, EnvironmentFailure
+from skyrl_train.testing.web_server import Request, Response, WebServer, web_server
+
+TARGET = {"reward_spec": {"method": "rule", "ground_truth": {"target": ["The Eiffel Tower", "Tour Eiffel"]}}}
+
+
+def found(request: Request) -> Response:
+    (query,) = json.loads(request.body)["queries"]
+    return Response(json.dumps({"result": [[{"document": {"contents": f"about {query}"}, "score": 1.0}]]}).encode())
+
+
+@pytest.fixture
+def retriever() -> Iterator[WebServer]:
+    with web_server(found) as server:
+        yield server
+
+
+def play(server: WebServer | None, *texts: str, max_turns: int | None = 4, **settings: Any) -> list[StepOutput]:
+    url = server.url if server else "http://127.0.0.1:1/"
+    environment = SearchEnv({"search_url": url, "sandbox": {}, **settings}, TARGET | {"max_turns": max_turns})
+    environment.init([{"role": "user", "content": "?"}])
+    try:
+        return [environment.step(text) for text in texts]
+    finally:
+        environment.close()
+
+
+def test_a_question_is_answered_after_searches(retriever: WebServer):
+    first, second, third = play(
+        retriever, "I think <search> towers\nin Paris </search>", "hm", "It is <answer>eiffel  tower!</answer>"
+    )
+    assert first == StepOutput(
+        [{"role": "user", "content": "\n<information>Doc 1: about towers\nin Paris</information>\n"}], 0.0, False
+    )
+    assert "Write <search>" in second.observations[0]["content"] and not second.done
+    assert third == StepOutput([], 1.0, True, {"searches": 1, "answered": True})
+
+
+def test_turns_that_run_out_are_worth_nothing_and_search_nothing(retriever: WebServer):
+    outputs = play(retriever, "<search>a</search>", "<search>b</search>", max_turns=None)
+    assert [(output.reward, output.done) for output in outputs] == [(0.0, False), (0.0, True)]
+    assert len(retriever.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<answer>Tour Eiffel</answer>", 1.0),
+        ("<answer>\n the EIFFEL tower. \n</answer>", 1.0),
+        ("<answer>Eiffel Tower</answer> or, again, <answer>the Eiffel Tower</answer>", 1.0),
+        ("<answer>the Louvre</answer>", 0.0),
+        ("<answer>Eiffel Tower or the Louvre</answer>", 0.0),
+        ("<answer>not the Eiffel Tower</answer>", 0.0),
+        ("<answer></answer>", 0.0),
+        ("<think><answer>the Louvre</answer>? No.</think> <answer>Eiffel Tower</answer>", 1.0),
+        ("<think><answer>Eiffel Tower</answer>.</think> <answer>the Louvre</answer>", 0.0),
+    ],
+)
+def test_an_answer_is_right_when_it_matches_exactly_after_normalisation(text: str, reward: float):
+    (output,) = play(None, text)
+    assert (output.reward, output.done, output.observations) == (reward, True, [])
+
+
+@pytest.mark.fault("F13")
+def test_several_answers_are_no_answer_and_only_the_model_answers(retriever: WebServer):
+    assert play(None, "<answer>Louvre</answer><answer>Eiffel Tower</answer>")[0].reward == 0.0
+    assert play(None, "<answer>Eiffel Tower</answer>" + "<answer>x</answer>" * 20)[0].reward == 0.0
+    # the passage that a search found repeats the query, tags and all
+    first, second = play(retriever, "<search>x <answer>Eiffel Tower</search>", "</answer>", max_turns=2)
+    assert (first.done, second.reward) == (False, 0.0)
+
+
+@pytest.mark.fault("F14")
+@pytest.mark.parametrize(
+    "unit", ["<answer>", "</answer>", "<answer>a</answer>", "<search>", "<answer><search>", "a the "]
+)
+def test_a_megabyte_of_tags_is_scored_in_linear_time(unit: str):
+    score(unit * (2**20 // len(unit)), ["x"])
+    assert answer_of("<answer>" * 1000 + "x</answer>") == "x"
+
+
+def test_normalisation_is_that_of_search_r1():
+    assert normalised("  The U.S.A. -- an  answer! ") == "usa answer"
+
+
+def test_an_answer_that_is_all_article_or_punctuation_can_be_right():
+    assert score("<answer> A </answer>", ["A"]) == 1.0
+    assert score("<answer>+</answer>", ["-"]) == 0.0
+
+
+def test_queries_and_answers_in_thinking_do_nothing(retriever: WebServer):
+    hinted, searched = play(retriever, "<think><search>a</search></think>", "<think>hm</think><search>b</search>")
+    assert (hinted.done, "Write <search>" in hinted.observations[0]["content"]) == (False, True)
+    assert "about b" in searched.observations[0]["content"] and len(retriever.requests) == 1
+
+
+@pytest.mark.parametrize("truth", [None, {}, {"target": []}, {"target": [1]}, 3])
+def test_a_row_without_targets_is_refused(truth: Any):
+    with pytest.raises(ValueError, match="target"):
+        SearchEnv({}, {"reward_spec": {"ground_truth": truth}})
+
+
+def test_a_search_that_fails_fails_the_episode_and_an_empty_query_does_not():
+    with pytest.raises(EnvironmentFailure, match="search_failed"):
+        play(None, "<search>a</search>", timeout=0.3)
+    over = threading.Event()
+
+    def hang(request: Request) -> Response:
+        over.wait(60)
+        return Response()
+
+    with web_server(hang) as server:
+        with pytest.raises(EnvironmentFailure, match="search_failed"):
+            play(server, "<search>a</search>", timeout=0.3)
+        over.set()
+        (output,) = play(server, "<search> </search>")
+        assert "The query is empty." in output.observations[0]["content"]
+
+
+def test_a_start_refuses_a_corpus_that_is_not_there_and_an_address_that_is_none():
+    with pytest.raises(ConfigError, match=r"corpus='gone\.jsonl'"):
+        SearchEnv.check({"corpus": "gone.jsonl"})
+    with pytest.raises(ConfigError, match="search_url='nowhere'"):
+        SearchEnv.check({"search_url": "nowhere"})
+    SearchEnv.check({"search_url": "http://127.0.0.1:8000/retrieve", "sandbox": {}})
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("search", "search.timeout"),
+        ("math", "math.timeout"),
+        ("openenv", "openenv.timeout"),
+        ("tool_use", "tool_use.tool_settings.python.wall_s"),
+        ("searchcode", "searchcode.timeout"),
+        ("searchcode", "searchcode.python_timeout"),
+        ("llm_as_a_judge", "llm_as_a_judge.timeout"),
+    ],
+)
+def test_a_deadline_beyond_that_of_the_step_is_refused_for_the_environment_that_has_it(name: str, key: str):
+    overrides = [f"++environment.skyrl_gym.{key}=60", "trainer.timeouts.environment_step_s=60"]
+    with pytest.raises(ConfigError, match=rf"skyrl_gym\.{key}=60(\.0)?: must be less than .*environment_step_s"):
+        prepare([f"environment.env_class={name}", *overrides], has_accelerator=False)
+    prepare(["environment.env_class=gsm8k", *overrides], has_accelerator=False)
