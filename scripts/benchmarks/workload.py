@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from skyrl_train.algorithms.losses import clipped_surrogate
 from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.config.choices import STRATEGIES
+from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
-from skyrl_train.learner.worker import LearnerWorker
-from skyrl_train.testing.learner_specs import tiny_spec
+from skyrl_train.learner.worker import LearnerSpec, LearnerWorker
 
 LEARNING_RATE = 1e-5
 MESSAGES = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -209,12 +209,26 @@ def local_learner(
     compile_layers: bool = False,
 ) -> tuple[Learner, LearnerWorker]:
     """The learner in this process, not set up yet: clipped surrogate, no KL, one optimizer step a batch."""
-    spec = tiny_spec(
-        model,
+    spec = LearnerSpec(
+        model_path=model,
         strategy=STRATEGIES[strategy],
+        device="cpu",
+        dtype="float32",
+        seed=0,
         threads=torch.get_num_threads(),
-        objective=PolicyObjective(partial(clipped_surrogate, eps_low=0.2, eps_high=0.2)),
+        fsdp=FSDPConfig(),
+        optimizer=OptimizerConfig(lr=1e-3),
         total_steps=1000,
+        objective=PolicyObjective(partial(clipped_surrogate, eps_low=0.2, eps_high=0.2)),
+        gradient_checkpointing=False,
+        gradient_checkpointing_use_reentrant=False,
+        model_config_kwargs={},
+        rope_scaling=None,
+        rope_theta=None,
+        rendezvous_s=60.0,
+        collective_s=60.0,
+        wire_dtype="float32",
+        bucket_bytes=1 << 20,
         compile_layers=compile_layers,
     )
     worker = LearnerWorker(spec, 0, 1)

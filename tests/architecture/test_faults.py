@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.testing.marks import all_claims, claims
+from tests.support.marks import all_claims, claims
 
 TESTS = Path(__file__).resolve().parents[1]
 DUE = {

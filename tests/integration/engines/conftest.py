@@ -21,10 +21,10 @@ from skyrl_train.engines.http.native_vllm import VLLMServer
 from skyrl_train.engines.http.remote import RemoteEngine
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.registry import load_object
-from skyrl_train.testing.engine_bench import MAX_MODEL_LEN, MAX_NUM_SEQS, TOKENIZER, BackgroundLoop, Bench
-from skyrl_train.testing.native_servers import TOKEN, NativeServerProcess
 from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.weight_sync.wire import ROUTES
+from tests.support.engine_bench import MAX_MODEL_LEN, MAX_NUM_SEQS, TOKENIZER, BackgroundLoop, Bench
+from tests.support.native_servers import TOKEN, NativeServerProcess
 
 # What is started: "transformers", the same behind HTTP, and with an untied head where a second start is cheap.
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.testing.engine_bench import TOLERANCE, Bench, assert_logprobs, assert_spans, largest_gap
-from skyrl_train.testing.reference_sampler import Reference
-from skyrl_train.testing.tiny_adapters import merged, save_tiny_adapter
-from skyrl_train.testing.weight_targets import AdaptedTrainer
+from tests.support.engine_bench import TOLERANCE, Bench, assert_logprobs, assert_spans, largest_gap
+from tests.support.reference_sampler import Reference
+from tests.support.tiny_adapters import merged, save_tiny_adapter
+from tests.support.weight_targets import AdaptedTrainer
 
 PROMPT = tuple(3 + (7 * n) % 250 for n in range(150))
 

@@ -9,7 +9,7 @@ import pytest
 
 from skyrl_train.engines.sampling import normalise
 from skyrl_train.errors import ConfigError, UnsupportedParameter
-from skyrl_train.testing.engine_bench import (
+from tests.support.engine_bench import (
     MAX_MODEL_LEN,
     TOKENIZER,
     TOLERANCE,
@@ -18,7 +18,7 @@ from skyrl_train.testing.engine_bench import (
     assert_spans,
     largest_gap,
 )
-from skyrl_train.testing.reference_sampler import Reference
+from tests.support.reference_sampler import Reference
 
 PROMPTS = [(50, 60, 70, 80, 90), tuple(range(100, 131)), (9,)]
 EOS = 2

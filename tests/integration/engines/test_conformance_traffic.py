@@ -12,7 +12,7 @@ import torch
 
 from skyrl_train.engines.base import SampleRequest
 from skyrl_train.errors import EngineError, UnsupportedParameter
-from skyrl_train.testing.engine_bench import (
+from tests.support.engine_bench import (
     MAX_NUM_SEQS,
     TOLERANCE,
     Bench,
@@ -20,8 +20,8 @@ from skyrl_train.testing.engine_bench import (
     assert_spans,
     largest_gap,
 )
-from skyrl_train.testing.reference_sampler import Reference
-from skyrl_train.testing.tiny_adapters import merged, save_tiny_adapter
+from tests.support.reference_sampler import Reference
+from tests.support.tiny_adapters import merged, save_tiny_adapter
 
 PROMPT = (50, 60, 70, 80, 90)
 LONG_PROMPT = tuple(3 + (7 * n) % 250 for n in range(300))

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from skyrl_train.errors import DeadlineExceeded, EngineError, SkyRLError, UnsupportedParameter, WeightSyncError
-from skyrl_train.testing.engine_bench import TOLERANCE, Bench, assert_logprobs
-from skyrl_train.testing.reference_sampler import Reference
-from skyrl_train.testing.weight_targets import LocalTrainer
 from skyrl_train.weight_sync.buckets import buckets
 from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train.weight_sync.wire import ROUTES, Bucket
+from tests.support.engine_bench import TOLERANCE, Bench, assert_logprobs
+from tests.support.reference_sampler import Reference
+from tests.support.weight_targets import LocalTrainer
 
 PROMPT = tuple(3 + (7 * n) % 250 for n in range(150))
 STAGED = "checkpoint"

@@ -16,8 +16,8 @@ from skyrl_train.tensordict.containers import ChatHistory, Text, Tokens
 from skyrl_train.tensordict.envs.chat import ChatEnv
 from skyrl_train.tensordict.history import History
 from skyrl_train.tensordict.wrappers.backends import SGLangWrapper, TransformersWrapper, vLLMWrapper
-from skyrl_train.testing.engine_bench import TOKENIZER, TOLERANCE, Bench, spelling_model
-from skyrl_train.testing.reference_sampler import Reference
+from tests.support.engine_bench import TOKENIZER, TOLERANCE, Bench, spelling_model
+from tests.support.reference_sampler import Reference
 
 WRAPPERS = {"transformers": TransformersWrapper, "vllm": vLLMWrapper, "sglang": SGLangWrapper}
 CHATS = [

@@ -27,10 +27,10 @@ from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.engines.sampling import request_seed
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError, WeightSyncError
-from skyrl_train.testing.engine_bench import BackgroundLoop
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
-from skyrl_train.testing.weight_targets import LocalTrainer, score
 from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+from tests.support.engine_bench import BackgroundLoop
+from tests.support.weight_targets import LocalTrainer, score
 
 TOKEN = "a-secret-of-this-test"
 MESSAGES: Any = [{"role": "user", "content": "Say something."}]

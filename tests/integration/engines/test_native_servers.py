@@ -22,12 +22,12 @@ from skyrl_train.engines.http.wire import API_KEY
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.tensordict.wrappers.backends import SGLangWrapper
 from skyrl_train.tensordict.wrappers.sglang_server import AsyncSGLang
-from skyrl_train.testing.engine_bench import assert_logprobs
-from skyrl_train.testing.native_servers import TOKEN, NativeServerProcess
-from skyrl_train.testing.reference_sampler import Reference
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
-from skyrl_train.testing.weight_targets import LocalTrainer, score
 from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+from tests.support.engine_bench import assert_logprobs
+from tests.support.native_servers import TOKEN, NativeServerProcess
+from tests.support.reference_sampler import Reference
+from tests.support.weight_targets import LocalTrainer, score
 
 pytestmark = pytest.mark.slow
 PROMPT = (50, 60, 70, 80, 90)

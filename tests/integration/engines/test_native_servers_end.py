@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from skyrl_train.testing.native_servers import end
+from tests.support.native_servers import end
 
 SERVER = """
 import multiprocessing, time

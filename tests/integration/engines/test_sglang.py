@@ -34,11 +34,11 @@ from skyrl_train.engines.sglang.engine import SGLangEngine
 from skyrl_train.engines.sglang.host import _remove_what_the_dead_left
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
-from skyrl_train.testing.engine_bench import TOLERANCE, BackgroundLoop, largest_gap
-from skyrl_train.testing.reference_sampler import Reference
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
-from skyrl_train.testing.weight_targets import LocalTrainer
 from skyrl_train.weight_sync.publish import WeightPublisher
+from tests.support.engine_bench import TOLERANCE, BackgroundLoop, largest_gap
+from tests.support.reference_sampler import Reference
+from tests.support.weight_targets import LocalTrainer
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 PROMPT = tuple(range(20, 60))

@@ -21,9 +21,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
-from skyrl_train.testing.engine_bench import TOLERANCE, BackgroundLoop, Bench, assert_logprobs, largest_gap
-from skyrl_train.testing.reference_sampler import Reference
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
+from tests.support.engine_bench import TOLERANCE, BackgroundLoop, Bench, assert_logprobs, largest_gap
+from tests.support.reference_sampler import Reference
 
 pytestmark = [
     pytest.mark.slow,

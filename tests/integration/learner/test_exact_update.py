@@ -18,15 +18,15 @@ from skyrl_train.data.batch import TrainBatch
 from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.loading import load_causal_lm
-from skyrl_train.testing.learner_specs import FULL_OBJECTIVE, tiny_spec, with_targets
-from skyrl_train.testing.padded_reference import grouped_batch, padded_scores
-from skyrl_train.testing.rank_processes import RankProcess
-from skyrl_train.testing.recording_strategies import RecordingWorker
-from skyrl_train.testing.tiny_adapters import fill_adapters
 from skyrl_train.testing.tiny_models import save_tiny_model
+from tests.support.learner_specs import FULL_OBJECTIVE, tiny_spec, with_targets
+from tests.support.padded_reference import grouped_batch, padded_scores
+from tests.support.rank_processes import RankProcess
+from tests.support.recording_strategies import RecordingWorker
+from tests.support.tiny_adapters import fill_adapters
 
 KINDS = ("qwen2", "qwen3", "llama", "gemma", "qwen3_moe")
-STRATEGY = "skyrl_train.testing.recording_strategies:Recording"
+STRATEGY = "tests.support.recording_strategies:Recording"
 LORA = LoraConfig(rank=3, alpha=6)
 TOLERANCE = 1e-4
 

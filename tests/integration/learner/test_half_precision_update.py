@@ -14,10 +14,10 @@ from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.token_scorer import TokenScorer
-from skyrl_train.testing.double_precision import double_precision
-from skyrl_train.testing.learner_specs import with_targets
-from skyrl_train.testing.padded_reference import grouped_batch, padded_scores
 from skyrl_train.testing.tiny_models import tiny_model
+from tests.support.double_precision import double_precision
+from tests.support.learner_specs import with_targets
+from tests.support.padded_reference import grouped_batch, padded_scores
 
 GROUPS = 4 * ((7, (15, 20, 13)), (4, (16, 16)), (12, (14, 18, 15, 12)), (3, (20,)), (5, (9, 11)))
 """Prompt length and lengths of responses: 716 tokens are scored."""

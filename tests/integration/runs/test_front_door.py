@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.testing.machine import slowness
-from tests.wheel import build_wheel
+from tests.support.machine import slowness
+from tests.support.wheel import build_wheel
 
 from .conftest import metrics_of
 from .front_door import REPOSITORY, clean_environment, installing_environment, run_watched

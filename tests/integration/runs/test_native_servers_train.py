@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.testing.native_servers import TOKEN, NativeServerProcess
 from skyrl_train.testing.tiny_models import save_tiny_model
+from tests.support.native_servers import TOKEN, NativeServerProcess
 
 from .conftest import Run, metrics_of
 

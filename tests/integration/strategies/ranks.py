@@ -29,10 +29,10 @@ from skyrl_train.models.value_scorer import ValueScorer
 from skyrl_train.strategies.deepspeed import DeepSpeedStrategy
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.process_group import close_process_group, init_process_group
-from skyrl_train.testing.double_precision import double_precision
-from skyrl_train.testing.padded_reference import ragged_batch
-from skyrl_train.testing.tiny_adapters import fill_adapters
 from skyrl_train.testing.tiny_models import tiny_model
+from tests.support.double_precision import double_precision
+from tests.support.padded_reference import ragged_batch
+from tests.support.tiny_adapters import fill_adapters
 
 DTYPES = {"fsdp2": torch.float64, "zero2": torch.float32, "zero3": torch.float32}
 KINDS = {

@@ -27,10 +27,10 @@ from skyrl_train.strategies.deepspeed import DeepSpeedStrategy
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.process_group import init_process_group
 from skyrl_train.strategies.single import SingleStrategy
-from skyrl_train.testing.double_precision import double_precision
-from skyrl_train.testing.padded_reference import padded_scores, padded_values, ragged_batch
-from skyrl_train.testing.tiny_adapters import fill_adapters
 from skyrl_train.testing.tiny_models import tiny_model
+from tests.support.double_precision import double_precision
+from tests.support.padded_reference import padded_scores, padded_values, ragged_batch
+from tests.support.tiny_adapters import fill_adapters
 
 from .rank_scripts import free_port, run_ranks
 from .ranks import DTYPES, KINDS, LINEAR, make_batch

@@ -21,11 +21,11 @@ from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, Worker
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.strategies.single import SingleStrategy
-from skyrl_train.testing.double_precision import double_precision
-from skyrl_train.testing.learner_specs import policy_batch, tiny_spec
-from skyrl_train.testing.padded_reference import padded_scores, padded_values
-from skyrl_train.testing.recording_strategies import RecordingWorker
 from skyrl_train.testing.tiny_models import save_tiny_model
+from tests.support.double_precision import double_precision
+from tests.support.learner_specs import policy_batch, tiny_spec
+from tests.support.padded_reference import padded_scores, padded_values
+from tests.support.recording_strategies import RecordingWorker
 
 from .rank_scripts import free_port, run_ranks
 from .together_ranks import CASES, OPTIMIZER, SPEC, STEPPED, loss_of, make_batch, make_model, train
@@ -119,7 +119,7 @@ def test_the_summed_gradient_of_a_critic_is_the_padded_one(found: Found) -> None
 
 def one_rank(found: Found) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics and gradients of the same update in one process."""
-    recording = "skyrl_train.testing.recording_strategies:RecordingSingle"
+    recording = "tests.support.recording_strategies:RecordingSingle"
     worker = RecordingWorker(tiny_spec(str(found.folder / "model"), strategy=recording, **SPEC), 0, 1)
     learner = Learner(WorkerGroup([LocalWorker(worker)]), None, BatchSizes(100, micro_train_sequences=2))
 

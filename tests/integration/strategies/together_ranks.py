@@ -34,11 +34,11 @@ from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.models.value_scorer import ValueScorer
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.process_group import close_process_group
-from skyrl_train.testing.double_precision import double_precision
-from skyrl_train.testing.learner_specs import policy_batch, tiny_spec
-from skyrl_train.testing.padded_reference import grouped_batch, ragged_batch
-from skyrl_train.testing.recording_strategies import RecordingWorker
 from skyrl_train.testing.tiny_models import tiny_model
+from tests.support.double_precision import double_precision
+from tests.support.learner_specs import policy_batch, tiny_spec
+from tests.support.padded_reference import grouped_batch, ragged_batch
+from tests.support.recording_strategies import RecordingWorker
 
 CASES: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -285,7 +285,7 @@ def check_steps(together: RankGroup, folder: Path) -> dict[str, Any]:
 
 
 def main(rank: int, world: int, kind: str, size: int, port: int, folder: Path) -> None:
-    recording = "skyrl_train.testing.recording_strategies:RecordingFSDP2"
+    recording = "tests.support.recording_strategies:RecordingFSDP2"
     sizes: dict[str, Any] = {f"{kind}_parallel_size": size}
     worker = RecordingWorker(tiny_spec(str(folder / "model"), strategy=recording, **sizes, **SPEC), rank, world)
     worker.setup("127.0.0.1", port)

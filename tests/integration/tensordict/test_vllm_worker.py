@@ -13,7 +13,7 @@ from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.tensordict.wrappers.backends import vLLMWrapper
 from skyrl_train.tensordict.wrappers.vllm_workers import make_vllm_worker
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
-from skyrl_train.testing.weight_targets import score
+from tests.support.weight_targets import score
 
 ROW = [5, 9, 77, 30]
 

@@ -11,8 +11,8 @@ from skyrl_train.algorithms.advantages import batch_normalised, dr_grpo, gae, gr
 from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController, k1, k3, k3_ratio
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
-from skyrl_train.testing.hard_batches import hard_batch, mask_only, spoilt
-from skyrl_train.testing.padded_reference import ragged_batch
+from tests.support.hard_batches import hard_batch, mask_only, spoilt
+from tests.support.padded_reference import ragged_batch
 
 
 def batch_with(rewards: list[float]) -> TrainBatch:

@@ -15,7 +15,7 @@ from skyrl_train.algorithms.advantages import batch_normalised, grpo, maxrl
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
-from skyrl_train.testing.hard_batches import SHAPES, hard_batch, mask_only, spoilt
+from tests.support.hard_batches import SHAPES, hard_batch, mask_only, spoilt
 
 GAMMA, LAMBDA = 0.9, 0.8
 

@@ -19,7 +19,7 @@ from skyrl_train.algorithms.reductions import token_mean, weigh
 from skyrl_train.config.algorithm import OffPolicyCorrectionConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
-from skyrl_train.testing.hard_batches import SHAPES, as_rectangle, current_logprobs, hard_batch, mask_only, spoilt
+from tests.support.hard_batches import SHAPES, as_rectangle, current_logprobs, hard_batch, mask_only, spoilt
 
 Rows = list[list[float]]
 

@@ -24,7 +24,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.choices import KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS, SFT_LOSSES
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
-from skyrl_train.testing.hard_batches import SHAPES, as_rectangle, current_logprobs, hard_batch
+from tests.support.hard_batches import SHAPES, as_rectangle, current_logprobs, hard_batch
 
 CONFIG = AlgorithmConfig()
 CONFIG.clip_cov.clip_ratio, CONFIG.clip_cov.clip_cov_lb = 0.3, 0.0

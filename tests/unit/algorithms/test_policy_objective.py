@@ -19,7 +19,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.choices import KL_ESTIMATORS, POLICY_LOSSES
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
-from skyrl_train.testing.hard_batches import current_logprobs, hard_batch
+from tests.support.hard_batches import current_logprobs, hard_batch
 
 FULL = PolicyObjective(partial(clipped_surrogate, eps_low=0.2, eps_high=0.2), k3, kl_coef=0.3, entropy_coef=0.05)
 SETTINGS = settings(AlgorithmConfig())

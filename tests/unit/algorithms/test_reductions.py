@@ -7,7 +7,7 @@ from skyrl_train.algorithms import registry
 from skyrl_train.algorithms.reductions import weigh
 from skyrl_train.config.choices import REDUCTIONS
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.testing.hard_batches import SHAPES, hard_batch, mask_only
+from tests.support.hard_batches import SHAPES, hard_batch, mask_only
 
 LONGEST = 10
 

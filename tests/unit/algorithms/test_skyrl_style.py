@@ -16,7 +16,7 @@ from skyrl_train.algorithms.skyrl_style import SkyRLEstimator, SkyRLLoss, is_sky
 from skyrl_train.assembly.algorithm import settings
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.metrics import Metrics
-from skyrl_train.testing.hard_batches import SHAPES, current_logprobs, hard_batch, mask_only, spoilt
+from tests.support.hard_batches import SHAPES, current_logprobs, hard_batch, mask_only, spoilt
 
 CONFIG = AlgorithmConfig(gamma=0.9, lambd=0.5)
 

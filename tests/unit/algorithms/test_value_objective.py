@@ -9,7 +9,7 @@ from skyrl_train.algorithms.reductions import token_mean, weigh
 from skyrl_train.algorithms.value_objective import ValueObjective, explained_variance
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
-from skyrl_train.testing.padded_reference import ragged_batch
+from tests.support.padded_reference import ragged_batch
 
 OBJECTIVE = ValueObjective(value_clip=0.2)
 

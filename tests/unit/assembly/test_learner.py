@@ -10,9 +10,9 @@ from skyrl_train.assembly.learner import _critic, _reference, check_same_tokens
 from skyrl_train.config.hydra import load
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.testing.learner_specs import tiny_spec
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model
 from skyrl_train.trainer.schedule import StepSchedule
+from tests.support.learner_specs import tiny_spec
 
 
 def tokenizer_in(folder: Path, *more: str) -> str:

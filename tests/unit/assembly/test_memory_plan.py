@@ -24,9 +24,9 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.learner.worker import LearnerSpec, LearnerWorker, MiniBatch
 from skyrl_train.models.loading import load_reward_model
 from skyrl_train.strategies.shards import local
-from skyrl_train.testing.learner_specs import policy_batch, tiny_spec
-from skyrl_train.testing.recording_strategies import RecordingWorker
 from skyrl_train.testing.tiny_models import save_tiny_model, save_tiny_reward_model
+from tests.support.learner_specs import policy_batch, tiny_spec
+from tests.support.recording_strategies import RecordingWorker
 
 SEQUENCES, PROMPT, RESPONSE = 8, 42, 86
 """Of a micro-batch; a third of a sequence is prompt in ragged_batch."""
@@ -164,7 +164,7 @@ def test_parameters_gradients_and_optimizer_are_exact(kind: str, adapted: bool, 
     (plan,) = memory_plan(config(path, *(["trainer.policy.model.lora.rank=4"] if adapted else [])))
     spec = tiny_spec(path, lora=LoraConfig(rank=4) if adapted else None)
     _, parameters, optimizer = peak_of_update(spec, 0, 1)
-    recording = "skyrl_train.testing.recording_strategies:RecordingSingle"
+    recording = "tests.support.recording_strategies:RecordingSingle"
     worker = RecordingWorker(replace(spec, strategy=recording), 0, 1)
     worker.setup(*worker.address())
     worker.update(mini_batch())

@@ -7,7 +7,7 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-from tests.wheel import build_wheel
+from tests.support.wheel import build_wheel
 
 ROOT = Path(__file__).parents[3]
 

@@ -10,8 +10,8 @@ import pytest
 
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.errors import EngineError
-from skyrl_train.testing.http_calls import CHAT, TOKENIZER, ask, ids_of, says, serve
 from skyrl_train.testing.scripted_engine import ScriptedEngine
+from tests.support.http_calls import CHAT, TOKENIZER, ask, ids_of, says, serve
 
 
 def test_a_chat_is_rendered_sampled_and_answered():

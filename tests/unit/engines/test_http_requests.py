@@ -17,8 +17,8 @@ from skyrl_train.errors import (
     EngineError,
     EnginesLost,
 )
-from skyrl_train.testing.http_calls import CALL, CHAT, TOKEN, TOKENIZER, ask, says, serve
 from skyrl_train.testing.scripted_engine import ScriptedEngine
+from tests.support.http_calls import CALL, CHAT, TOKEN, TOKENIZER, ask, says, serve
 
 
 def test_a_request_cut_by_its_deadline_is_an_error_not_an_answer():

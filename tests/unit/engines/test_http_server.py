@@ -27,8 +27,8 @@ from skyrl_train.errors import (
     UnsupportedParameter,
     WeightSyncError,
 )
-from skyrl_train.testing.http_calls import CALL, CHAT, TOKEN, ask, says, serve
 from skyrl_train.testing.scripted_engine import ScriptedEngine
+from tests.support.http_calls import CALL, CHAT, TOKEN, ask, says, serve
 
 ROUTES = [(call.verb, call.route) for call in CALLS.values()]
 ROUTES += [("GET", "/health"), ("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions")]

@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError, UnsupportedParameter
-from skyrl_train.testing.engine_bench import assert_logprobs
-from skyrl_train.testing.reference_sampler import Reference
-from skyrl_train.testing.tiny_adapters import merged, save_tiny_adapter
 from skyrl_train.testing.tiny_models import tiny_model
+from tests.support.engine_bench import assert_logprobs
+from tests.support.reference_sampler import Reference
+from tests.support.tiny_adapters import merged, save_tiny_adapter
 
 PROMPT = (50, 60, 70, 80, 90)
 LAYER = "base_model.model.model.layers.1.self_attn.q_proj"

@@ -22,8 +22,8 @@ from skyrl_train.engines.transformers.cache import DecodeCache, Key, NewPrompt
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.engines.transformers.model import ServedModel
 from skyrl_train.errors import EngineError
-from skyrl_train.testing.double_precision import double_precision
 from skyrl_train.testing.tiny_models import tiny_model
+from tests.support.double_precision import double_precision
 
 VOCABULARY = 97
 KINDS = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3_text"]

@@ -16,11 +16,11 @@ from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, Worker
 from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.loading import load_causal_lm
-from skyrl_train.testing.learner_specs import policy_batch, tiny_spec
-from skyrl_train.testing.padded_reference import padded_values
-from skyrl_train.testing.recording_strategies import RecordingWorker
+from tests.support.learner_specs import policy_batch, tiny_spec
+from tests.support.padded_reference import padded_values
+from tests.support.recording_strategies import RecordingWorker
 
-RECORDING = "skyrl_train.testing.recording_strategies:RecordingSingle"
+RECORDING = "tests.support.recording_strategies:RecordingSingle"
 OBJECTIVE = ValueObjective(value_clip=0.2)
 
 

@@ -21,11 +21,11 @@ from skyrl_train.learner.worker import LearnerWorker, MiniBatch
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.loading import load_causal_lm
 from skyrl_train.report.memory import AllocationRecord
-from skyrl_train.testing.learner_specs import FULL_OBJECTIVE, policy_batch, tiny_spec
-from skyrl_train.testing.padded_reference import padded_scores
-from skyrl_train.testing.recording_strategies import RecordingWorker
+from tests.support.learner_specs import FULL_OBJECTIVE, policy_batch, tiny_spec
+from tests.support.padded_reference import padded_scores
+from tests.support.recording_strategies import RecordingWorker
 
-RECORDING = "skyrl_train.testing.recording_strategies:RecordingSingle"
+RECORDING = "tests.support.recording_strategies:RecordingSingle"
 
 
 TOKEN_MEAN = partial(token_mean, max_seq_len=1)

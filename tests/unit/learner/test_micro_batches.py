@@ -5,7 +5,7 @@ from hypothesis import given, settings, strategies as st
 
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.learner.micro_batches import PassLimits, micro_batches, shares_prompts
-from skyrl_train.testing.padded_reference import grouped_batch
+from tests.support.padded_reference import grouped_batch
 
 SHAPES = st.lists(
     st.tuples(st.integers(1, 30), st.lists(st.integers(1, 30), min_size=1, max_size=6)), min_size=1, max_size=6

@@ -15,8 +15,8 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.compiled_layers import compile_layers
 from skyrl_train.models.token_scorer import TokenScorer
-from skyrl_train.testing.learner_specs import FULL_OBJECTIVE, policy_batch
 from skyrl_train.testing.tiny_models import tiny_model
+from tests.support.learner_specs import FULL_OBJECTIVE, policy_batch
 
 # torch hides its compiler's warnings, but only after they were raised
 pytestmark = pytest.mark.filterwarnings("ignore")

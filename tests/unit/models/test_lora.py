@@ -22,11 +22,11 @@ from skyrl_train.models.lora import Adapters, adapted_linears
 from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.models.value_scorer import ValueScorer
 from skyrl_train.strategies.single import SingleStrategy
-from skyrl_train.testing.double_precision import double_precision
-from skyrl_train.testing.learner_specs import policy_batch, tiny_spec
-from skyrl_train.testing.padded_reference import padded_scores, padded_values, ragged_batch
-from skyrl_train.testing.tiny_adapters import fill_adapters
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
+from tests.support.double_precision import double_precision
+from tests.support.learner_specs import policy_batch, tiny_spec
+from tests.support.padded_reference import padded_scores, padded_values, ragged_batch
+from tests.support.tiny_adapters import fill_adapters
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 DENSE = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
@@ -98,7 +98,7 @@ def test_the_adapters_gradient_is_that_of_a_padded_peft_model(
 def test_checkpointed_layers_give_the_adapters_the_same_gradient(tmp_path: Path, reentrant: bool):
     path, found = save_tiny_model(tmp_path), []
     for changes in ({}, {"gradient_checkpointing": True, "gradient_checkpointing_use_reentrant": reentrant}):
-        worker = ready(path, strategy="skyrl_train.testing.recording_strategies:RecordingSingle", **changes)
+        worker = ready(path, strategy="tests.support.recording_strategies:RecordingSingle", **changes)
         worker.update(share(policy_batch()))
         found.append(worker.strategy.recorded)
     assert len(found[0]) == 2 * 7 * 2

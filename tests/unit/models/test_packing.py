@@ -8,7 +8,7 @@ import torch
 
 from skyrl_train.models.packing import Packing
 from skyrl_train.models.ragged_attention import gathered, ragged_attention
-from skyrl_train.testing.padded_reference import grouped_batch
+from tests.support.padded_reference import grouped_batch
 
 GROUPS = {
     "one group": [(5, [3, 7, 3])],

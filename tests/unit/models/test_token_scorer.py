@@ -13,9 +13,9 @@ from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.models import ragged_attention
 from skyrl_train.models.token_scorer import KEPT_CHUNKS, Scores, TokenScorer
-from skyrl_train.testing.double_precision import double_precision
-from skyrl_train.testing.padded_reference import grouped_batch, padded_scores, ragged_batch
 from skyrl_train.testing.tiny_models import tiny_model
+from tests.support.double_precision import double_precision
+from tests.support.padded_reference import grouped_batch, padded_scores, ragged_batch
 
 KINDS = ("qwen2", "qwen3", "llama", "gemma", "mistral")
 LENGTHS = (9, 4, 12, 9, 2, 7, 9)

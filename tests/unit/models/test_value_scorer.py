@@ -9,9 +9,9 @@ from torch import Tensor
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.value_scorer import ValueScorer
-from skyrl_train.testing.double_precision import double_precision
-from skyrl_train.testing.padded_reference import padded_values, ragged_batch
 from skyrl_train.testing.tiny_models import tiny_model
+from tests.support.double_precision import double_precision
+from tests.support.padded_reference import padded_values, ragged_batch
 
 KINDS = ("qwen2", "qwen3", "llama", "gemma", "gpt_neox")
 

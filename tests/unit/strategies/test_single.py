@@ -12,8 +12,8 @@ from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteUpdate
 from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.strategies.single import SingleStrategy
-from skyrl_train.testing.padded_reference import ragged_batch
 from skyrl_train.testing.tiny_models import tiny_model
+from tests.support.padded_reference import ragged_batch
 
 
 def make(total_steps: int | None = 10, seed: int = 0, kind: str = "qwen2", **settings: Any) -> SingleStrategy:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.testing.learner_specs import policy_batch
 from skyrl_train.trainer.batch_dump import BatchDump, read_batch
+from tests.support.learner_specs import policy_batch
 
 
 def test_what_was_written_is_read_back_to_the_bit(tmp_path: Path):

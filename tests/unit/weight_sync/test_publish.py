@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
-from skyrl_train.testing.weight_targets import LocalTrainer, ModelTarget, score
 from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+from tests.support.weight_targets import LocalTrainer, ModelTarget, score
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
 PROBE_TOKENS = [[1, 2, 3, 4, 5], [6, 7, 8]]

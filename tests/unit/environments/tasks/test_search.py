@@ -11,7 +11,7 @@ from skyrl_train.config.prepare import prepare
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.environments.tasks.search import SearchEnv, answer_of, normalised, score
 from skyrl_train.errors import ConfigError, EnvironmentFailure
-from skyrl_train.testing.web_server import Request, Response, WebServer, web_server
+from tests.support.web_server import Request, Response, WebServer, web_server
 
 TARGET = {"reward_spec": {"method": "rule", "ground_truth": {"target": ["The Eiffel Tower", "Tour Eiffel"]}}}
 

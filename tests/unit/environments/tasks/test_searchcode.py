@@ -10,7 +10,7 @@ import pytest
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.environments.tasks.searchcode import CALL, SearchCodeEnv
 from skyrl_train.errors import ConfigError, EnvironmentFailure
-from skyrl_train.testing.web_server import Request, Response, WebServer, web_server
+from tests.support.web_server import Request, Response, WebServer, web_server
 
 ROW = {"reward_spec": {"method": "rule", "ground_truth": "42"}}
 

@@ -20,7 +20,7 @@ from skyrl_train.environments.tools.browser import PROGRAMS, BrowserTool
 from skyrl_train.environments.tools.guard import Guard
 from skyrl_train.environments.tools.proxy import CheckingProxy
 from skyrl_train.errors import ConfigError
-from skyrl_train.testing.web_server import Request, Response, WebServer, web_server
+from tests.support.web_server import Request, Response, WebServer, web_server
 
 pytest.importorskip("playwright")
 needs_chromium = pytest.mark.skipif(

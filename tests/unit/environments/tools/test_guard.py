@@ -13,7 +13,7 @@ from skyrl_train.environments.tools.base import ToolBox, ToolError
 from skyrl_train.environments.tools.fetch import FetchTool, Page, fetch
 from skyrl_train.environments.tools.guard import Guard, Refused, Target, is_public
 from skyrl_train.errors import ConfigError
-from skyrl_train.testing.web_server import Request, Response, WebServer, web_server
+from tests.support.web_server import Request, Response, WebServer, web_server
 
 GUARD = Guard(["wiki.test", "docs.test:8443"])
 

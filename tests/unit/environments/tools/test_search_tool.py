@@ -15,7 +15,7 @@ import pytest
 from skyrl_train.environments.tools.base import ToolBox, ToolResult
 from skyrl_train.environments.tools.search import SearchTool
 from skyrl_train.errors import ConfigError
-from skyrl_train.testing.web_server import Request, Response, web_server
+from tests.support.web_server import Request, Response, web_server
 
 
 def found(*passages: Any) -> Response:

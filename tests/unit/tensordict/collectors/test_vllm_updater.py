@@ -18,7 +18,7 @@ from skyrl_train.tensordict.wrappers import weight_sync as weights
 from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
 from skyrl_train.tensordict.wrappers.event_loop import call
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
-from skyrl_train.testing.weight_targets import score
+from tests.support.weight_targets import score
 
 ROWS = [[5, 9, 77, 30], [8, 8, 250]]
 

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.tensordict.envs.conversation import messages_of
 from skyrl_train.tensordict.envs.mlgym import MLGymWrapper, make_mlgym
-from skyrl_train.testing.web_server import Request, Response, WebServer, web_server
+from tests.support.web_server import Request, Response, WebServer, web_server
 
 
 class Counting(TextEnv):

@@ -24,7 +24,7 @@ from skyrl_train.tensordict.envs.base import StepCounter
 from skyrl_train.tensordict.envs.chat import ChatEnv
 from skyrl_train.tensordict.envs.conversation import messages_of
 from skyrl_train.tensordict.envs.tools import BrowserTransform, MCPToolTransform, PythonInterpreter, ToolTransform
-from skyrl_train.testing.web_server import Response, web_server
+from tests.support.web_server import Response, web_server
 
 SERVER = str(Path(__file__).parents[1] / "environments" / "tools" / "mcp_server.py")
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: scripts/sandbox_tools")

@@ -23,8 +23,8 @@ from skyrl_train.tensordict.envs.chat import DatasetChatEnv
 from skyrl_train.tensordict.losses.grpo import GRPOLoss
 from skyrl_train.tensordict.losses.mc_advantage import MCAdvantage
 from skyrl_train.tensordict.losses.top_k import TopKRewardSelector
-from skyrl_train.testing.hard_batches import current_logprobs, hard_batch
-from skyrl_train.testing.tensordict_batches import TablePolicy, as_tensordict
+from tests.support.hard_batches import current_logprobs, hard_batch
+from tests.support.tensordict_batches import TablePolicy, as_tensordict
 
 
 def trajectory(prompt: object, *rewards: float, version: int | None = None, done: bool = True) -> TensorDictBase:

@@ -17,8 +17,8 @@ from skyrl_train.algorithms.reductions import sequence_mean, token_mean, weigh
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 from skyrl_train.tensordict.losses.grpo import CISPO, DAPO, CISPOLoss, GRPOLoss, GRPOLossOutput
-from skyrl_train.testing.hard_batches import current_logprobs, hard_batch
-from skyrl_train.testing.tensordict_batches import LAYOUTS, BigramPolicy, TablePolicy, as_tensordict
+from tests.support.hard_batches import current_logprobs, hard_batch
+from tests.support.tensordict_batches import LAYOUTS, BigramPolicy, TablePolicy, as_tensordict
 
 REDUCTIONS = {"token_mean": token_mean, "prompt_mean": sequence_mean}
 POLICY_LOSSES = {

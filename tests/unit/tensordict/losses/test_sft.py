@@ -18,9 +18,9 @@ from skyrl_train.tensordict.history import History
 from skyrl_train.tensordict.losses.sft import SFTLoss
 from skyrl_train.tensordict.ragged import rows_of
 from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
-from skyrl_train.testing.hard_batches import current_logprobs, hard_batch
-from skyrl_train.testing.tensordict_batches import LAYOUTS, TablePolicy, as_tensordict
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
+from tests.support.hard_batches import current_logprobs, hard_batch
+from tests.support.tensordict_batches import LAYOUTS, TablePolicy, as_tensordict
 
 BATCH = hard_batch("regular")
 LENGTHS = BATCH.per_sequence_sum(BATCH.loss_mask.double())

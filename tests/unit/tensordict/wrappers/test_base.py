@@ -20,9 +20,9 @@ from skyrl_train.tensordict.envs.chat import ChatEnv
 from skyrl_train.tensordict.history import History
 from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
 from skyrl_train.tensordict.wrappers.event_loop import call
-from skyrl_train.testing.machine import slowness
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
+from tests.support.machine import slowness
 
 TOKENIZER = byte_tokenizer()
 END = TOKENIZER.eos_token_id

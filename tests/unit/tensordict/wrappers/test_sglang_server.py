@@ -23,7 +23,7 @@ from skyrl_train.tensordict.wrappers.sglang_server import AsyncSGLang
 from skyrl_train.tensordict.wrappers.stateless_group import stateless_init_process_group
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
-from skyrl_train.testing.weight_targets import score
+from tests.support.weight_targets import score
 
 TOKENIZER = byte_tokenizer()
 

@@ -19,7 +19,7 @@ from skyrl_train.tensordict.wrappers.categorical import CategoricalSequential
 from skyrl_train.tensordict.wrappers.event_loop import call
 from skyrl_train.tensordict.wrappers.vllm_workers import LLMOnDevice, make_vllm_worker, vLLMWorker
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
-from skyrl_train.testing.weight_targets import score
+from tests.support.weight_targets import score
 
 TOKENIZER = byte_tokenizer()
 ROWS = [[5, 9, 77, 30], [8, 8, 250]]

@@ -15,10 +15,10 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.engines.base import Completion, InferenceEngine, SampleRequest, SamplingParams, VersionSpan
-from skyrl_train.testing.reference_sampler import Reference
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
-from skyrl_train.testing.weight_targets import AdaptedTrainer, LocalTrainer
 from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+from tests.support.reference_sampler import Reference
+from tests.support.weight_targets import AdaptedTrainer, LocalTrainer
 
 T = TypeVar("T")
 TOLERANCE = 1e-4

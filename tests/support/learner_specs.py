@@ -15,7 +15,7 @@ from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.learner.worker import LearnerSpec
-from skyrl_train.testing.padded_reference import ragged_batch
+from tests.support.padded_reference import ragged_batch
 
 FULL_OBJECTIVE = PolicyObjective(partial(clipped_surrogate, eps_low=0.2, eps_high=0.2), k3, 0.1, 0.01)
 """All terms on: policy loss, KL and entropy."""

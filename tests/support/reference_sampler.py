@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from skyrl_train.engines.base import SamplingParams
-from skyrl_train.testing.weight_targets import score
+from tests.support.weight_targets import score
 
 
 class Reference:

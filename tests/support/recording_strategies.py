@@ -14,7 +14,7 @@ from skyrl_train.learner.worker import LearnerSpec, LearnerWorker
 from skyrl_train.models.ragged_model import RaggedModel
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.single import SingleStrategy
-from skyrl_train.testing.tiny_adapters import fill_adapters
+from tests.support.tiny_adapters import fill_adapters
 
 
 class _Recording:
