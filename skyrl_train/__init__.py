@@ -1,3 +1,85 @@
-"""Post-training of language models with reinforcement learning."""
+"""Post-training of language models with reinforcement learning.
+
+Everything that a program of your own needs is imported from here, and loaded when it is first used:
+
+    import skyrl_train as sk
+
+    cfg = sk.load_config({"trainer.policy.model.path": "Qwen/Qwen2.5-0.5B-Instruct", "trainer.max_steps": 20})
+    sk.train(cfg)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from skyrl_train.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from skyrl_train import register as register  # type: ignore[attr-defined]
+    from skyrl_train.api import (
+        TrainingResult as TrainingResult,
+        check as check,
+        engine as engine,
+        load_config as load_config,
+        session as session,
+        train as train,
+    )
+    from skyrl_train.config.schema import Config as Config
+    from skyrl_train.data.dataset import PromptDataset as PromptDataset
+    from skyrl_train.data.trajectory import (
+        Prompt as Prompt,
+        Trajectory as Trajectory,
+        TrajectoryGroup as TrajectoryGroup,
+    )
+    from skyrl_train.engines.base import (
+        Completion as Completion,
+        InferenceEngine as InferenceEngine,
+        SampleRequest as SampleRequest,
+        SamplingParams as SamplingParams,
+    )
+    from skyrl_train.entrypoints.main_base import (
+        BasePPOExp as BasePPOExp,
+        Session as Session,
+        run_experiment as run_experiment,
+    )
+    from skyrl_train.environments.base import BaseTextEnv as BaseTextEnv, StepOutput as StepOutput, TextEnv as TextEnv
+    from skyrl_train.environments.tools.base import Tool as Tool, ToolError as ToolError
+    from skyrl_train.errors import (
+        CheckpointError as CheckpointError,
+        ConfigError as ConfigError,
+        DeadlineExceeded as DeadlineExceeded,
+        EngineError as EngineError,
+        EnvironmentFailure as EnvironmentFailure,
+        RolloutsFailed as RolloutsFailed,
+        SkyRLError as SkyRLError,
+        WeightSyncError as WeightSyncError,
+    )
+    from skyrl_train.report.protocol import Tracker as Tracker, TrackerSetup as TrackerSetup
 
 __version__ = "0.1.0"
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "skyrl_train.api": ("TrainingResult", "check", "engine", "load_config", "session", "train"),
+        "skyrl_train.config.schema": ("Config",),
+        "skyrl_train.data.dataset": ("PromptDataset",),
+        "skyrl_train.data.trajectory": ("Prompt", "Trajectory", "TrajectoryGroup"),
+        "skyrl_train.engines.base": ("Completion", "InferenceEngine", "SampleRequest", "SamplingParams"),
+        "skyrl_train.entrypoints.main_base": ("BasePPOExp", "Session", "run_experiment"),
+        "skyrl_train.environments.base": ("BaseTextEnv", "StepOutput", "TextEnv"),
+        "skyrl_train.environments.tools.base": ("Tool", "ToolError"),
+        "skyrl_train.errors": (
+            "CheckpointError",
+            "ConfigError",
+            "DeadlineExceeded",
+            "EngineError",
+            "EnvironmentFailure",
+            "RolloutsFailed",
+            "SkyRLError",
+            "WeightSyncError",
+        ),
+        "skyrl_train.report.protocol": ("Tracker", "TrackerSetup"),
+    },
+    modules=("register",),
+)

@@ -1,17 +1,17 @@
 """Every error a user can cause or must act on.
 
     SkyRLError
-    ├── ConfigError            also ValueError: a person's mistake; entrypoints print it and exit 2
+    ├── ConfigError            also ValueError: a user's mistake; entrypoints print it and exit 2
     │   ├── DataError          a dataset that cannot be used as it is; names the file and the row
     │   └── RunDirectoryError  a run folder that is in use, of another run, or not writable
-    ├── DeadlineExceeded       also TimeoutError: a wait passed its deadline; says who was waited for
+    ├── DeadlineExceeded       also TimeoutError: a wait passed its deadline; names what was awaited
     ├── WorkerDied             a worker process ended; names it and how
     ├── EngineError            an inference engine refused or died; names the engine
     │   ├── UnsupportedParameter  a sampling parameter or call this engine cannot honour
-    │   └── EnginesLost        no engine is left and none comes back; the run saves what it learnt and stops
-    ├── RewardModelLost        a replica of the reward model died or hangs; the run saves what it learnt and stops
+    │   └── EnginesLost        no engine is left and none can be restarted; the run saves its weights and stops
+    ├── RewardModelLost        a replica of the reward model died or hangs; the run saves its weights and stops
     ├── WeightSyncError        a transfer that is stale, partial or corrupt; names the tensor
-    ├── EnvironmentFailure     an episode's environment raised, lied or hung; the trajectory is masked, the run goes on
+    ├── EnvironmentFailure     an episode's environment raised, hung or gave a bad result; the trajectory is masked
     ├── RolloutsFailed         too many episodes of a step failed; the run stops instead of training on zeros
     ├── NonFiniteUpdate        loss or gradient was not finite too many times in a row
     └── CheckpointError        a checkpoint is torn or corrupt and nothing older can replace it
@@ -27,7 +27,7 @@ class SkyRLError(Exception):
 
 
 class ConfigError(SkyRLError, ValueError):
-    """A wrong key, value or combination. The message says key, value got, what is allowed, what to do."""
+    """A wrong key, value or combination. The message gives the key, its value, what is allowed and what to do."""
 
 
 class DataError(ConfigError):
@@ -63,19 +63,19 @@ class UnsupportedParameter(EngineError):
 
 
 class EnginesLost(EngineError):
-    """No engine is left, and the restarts are spent; the message begins with the first cause."""
+    """No engine is left, and no restarts remain; the message begins with the first cause."""
 
 
 class RewardModelLost(SkyRLError):
-    """A replica of the reward model died or hangs: rollouts cannot be judged any more; the message names it."""
+    """A replica of the reward model died or hangs, so rollouts can no longer be scored; the message names it."""
 
 
 class WeightSyncError(SkyRLError):
-    """Weights that did not arrive whole: the message names the tensor and what differed."""
+    """Weights did not arrive intact; the message names the tensor and the difference."""
 
 
 class EnvironmentFailure(SkyRLError):
-    """An episode that cannot be scored; `kind` is the name it is counted under."""
+    """An episode that cannot be scored; `kind` is the name under which it is counted."""
 
     def __init__(self, kind: str, detail: str = ""):
         super().__init__(kind, detail)

@@ -29,12 +29,12 @@ class Metrics:
         self._weight[name] += weight
 
     def add_sum(self, name: str, total: float, weight: float) -> None:
-        """Add an already weighted total: what a masked tensor sum and its mask's sum give."""
+        """Add an already weighted total, such as a masked tensor's sum, with its mask's sum as the weight."""
         self._sum[name] += total
         self._weight[name] += weight
 
     def count(self, name: str, amount: float = 1.0) -> None:
-        """Add to a plain total: it is reported as the sum, not as a mean."""
+        """Add to a plain total, which is reported as a sum and not as a mean."""
         self._total[name] += amount
 
     def maximum(self, name: str, value: float) -> None:
@@ -42,7 +42,7 @@ class Metrics:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Wall seconds of a block, summed under timing/<name>_s."""
+        """Measure the wall time of a block in seconds, summed under timing/<name>_s."""
         start = time.perf_counter()
         try:
             yield
@@ -59,7 +59,7 @@ class Metrics:
         }
 
     def merge(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Add what another accumulator holds: exact, because sums, weights and totals add up."""
+        """Add another accumulator's state. The result is exact, because sums, weights and totals are additive."""
         for name, value in state["sum"].items():
             self._sum[name] += value
             self._weight[name] += state["weight"][name]
@@ -69,7 +69,7 @@ class Metrics:
             self.maximum(name, value)
 
     def flush(self) -> dict[str, float]:
-        """Means of everything with weight, totals and maxima as they are; then forget."""
+        """Return the means of all names with a weight, the totals and the maxima, and reset."""
         values = {name: total / self._weight[name] for name, total in self._sum.items() if self._weight[name]}
         values |= self._total | self._max
         for table in (self._sum, self._weight, self._total, self._max):

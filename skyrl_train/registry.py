@@ -1,4 +1,4 @@
-"""Names -> implementations of one kind: a table of lazily loaded built-ins plus what users register."""
+"""Names -> implementations of one kind: a table of lazily loaded built-ins, and those that users register."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ T = TypeVar("T")
 
 
 def load_object(target: str) -> Any:
-    """The object behind "package.module:name"."""
+    """Load the object "package.module:name"."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 class Registry(Generic[T]):
-    """One kind of choice.
+    """The implementations of one kind, by name.
 
-    `table` maps the built-in names to "module:object" and is loaded on first use, so that knowing a name costs no
+    `table` maps the built-in names to "module:object", which is loaded on first use, so that knowing a name needs no
     import of torch, ray or an engine. `register` adds a user's own; a name is never silently replaced.
     """
 
     def __init__(self, kind: str, table: Mapping[str, str] | None = None):
         self.kind = kind
         self.table = dict(table or {})
+        self._built_in = frozenset(self.table)
         self._items: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator. The built-in of that name may register itself; anybody else's second claim is refused."""
+        """Decorator. A built-in may register itself under its own name; any other second registration is refused."""
 
         def add(item: T) -> T:
             origin = f"{getattr(item, '__module__', '')}:{getattr(item, '__name__', '')}"
@@ -46,9 +47,13 @@ class Registry(Generic[T]):
         return add
 
     def forget(self, name: str) -> None:
-        """Free a name, whoever has it."""
+        """Remove whatever is registered under a name."""
         self.table.pop(name, None)
         self._items.pop(name, None)
+
+    def own(self) -> dict[str, T | str]:
+        """The users' registrations by name: the object, or its "module:object" if it is not loaded yet."""
+        return {name: item for name, item in (self.table | self._items).items() if name not in self._built_in}
 
     def names(self) -> list[str]:
         return sorted({*self.table, *self._items})
@@ -62,14 +67,14 @@ class Registry(Generic[T]):
 
 
 def unknown(kind: str, name: str, known: list[str]) -> str:
-    """The message for a name that is not in a table: value got, what is allowed, nearest guess."""
+    """The message for a name that is not in a table: the name, what is allowed, and the nearest match."""
     close = difflib.get_close_matches(str(name), known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"Unknown {kind} {name!r}; known: {', '.join(known)}.{hint}"
 
 
 def import_plugins(names: Sequence[str]) -> None:
-    """Import users' modules, which register what they bring. Raises ConfigError for one that cannot be imported."""
+    """Import users' modules, which register their parts. Raises ConfigError for one that cannot be imported."""
     for name in names:
         try:
             importlib.import_module(name)
@@ -77,16 +82,16 @@ def import_plugins(names: Sequence[str]) -> None:
             raise ConfigError(
                 f"trainer.plugins: {name!r} cannot be imported ({error}); put its folder on PYTHONPATH or install it."
             ) from error
-        except ConfigError as error:  # of what it registers
+        except ConfigError as error:  # raised by a registration in the module
             raise ConfigError(f"trainer.plugins: {name!r}: {error}") from error
-        except Exception as error:  # the module's own
+        except Exception as error:  # raised by the module itself
             raise ConfigError(
                 f"trainer.plugins: {name!r} cannot be imported: {type(error).__name__}: {error}, in {_place(error)}."
             ) from error
 
 
 def _place(error: Exception) -> str:
-    """File and line of the innermost frame, or of the text that is no Python."""
+    """File and line of the innermost frame, or of the syntax error."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     frame = traceback.extract_tb(error.__traceback__)[-1]

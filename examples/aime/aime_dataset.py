@@ -21,7 +21,7 @@ SEEN: set[tuple[str, bytes]] = set()
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any] | None:
-    """A row of the source as one of SkyRL's; None where it came before or has no integer as its answer."""
+    """A row of the source as one of SkyRL's; None if it is a repetition or its answer is not an integer."""
     prompt, spec = row.get("prompt"), row.get("reward_model") or row.get("reward_spec")
     if not isinstance(prompt, list) or not isinstance(spec, dict) or spec.get("ground_truth") is None:
         raise DataError(f"{where}: needs prompt (messages) and reward_model.ground_truth, got {row!r:.120}.")

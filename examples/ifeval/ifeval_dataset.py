@@ -21,7 +21,7 @@ HUB_CONFIG = {"train": "filtered"}
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any] | None:
-    """A row of the source as one of SkyRL's; None where an instruction cannot be checked."""
+    """A row of the source as one of SkyRL's; None if an instruction cannot be checked."""
     prompt = text_column(where, row, "prompt")
     instructions, kwargs = row.get("instruction_id_list"), row.get("kwargs")
     try:
@@ -42,7 +42,7 @@ def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str
         "data_source": "ifeval" if split == "test" else "ifeval_like",
         "prompt": [{"role": "user", "content": prompt}],
         "env_class": "ifeval",
-        # JSON: the arguments of different instructions have no one type that a table could hold
+        # JSON: the arguments of different instructions have no common type for a table
         "reward_spec": {"method": "rule", "ground_truth": json.dumps(truth)},
         "extra_info": {"split": split, "index": index},
     }

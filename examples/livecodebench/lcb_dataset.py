@@ -74,7 +74,7 @@ def _private(text: str) -> list[Any]:
 
 
 class _OnlyText(pickle.Unpickler):
-    """A text needs no classes and no functions, so a pickle that names one is refused."""
+    """Rejects a pickle that names a class or a function: a text needs neither."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"private_test_cases name {module}.{name}: not a text")

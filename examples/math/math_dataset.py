@@ -19,7 +19,7 @@ INSTRUCTION = r"Please reason step by step, and put your final answer within \bo
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any] | None:
-    """A row of the source as one of SkyRL's; None where there is no answer."""
+    """A row of the source as one of SkyRL's; None if there is no answer."""
     problem = text_column(where, row, "problem")
     answer = row.get("answer")
     if answer is None:

@@ -1,4 +1,4 @@
-"""A small model and the tokenizer of the generated word problems, both made on the spot."""
+"""A small model and a tokenizer for the generated word problems, both created on the fly."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def make_model(vocabulary: int, seed: int, hidden_size: int = 192, layers: int =
 
 
 def save_model(directory: Path, texts: list[str], seed: int) -> int:
-    """Writes model and tokenizer as a Hugging Face folder; returns the number of parameters."""
+    """Save model and tokenizer as a Hugging Face folder; return the number of parameters."""
     tokenizer = make_tokenizer(texts)
     model = make_model(len(tokenizer), seed)
     model.save_pretrained(directory)

@@ -62,7 +62,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
 
 
 def write_data(folder: Path, seed: int) -> list[str]:
-    """Demonstrations, training and validation problems; returns the texts that a tokenizer must know."""
+    """Write demonstrations, training and validation problems; return the texts that a tokenizer must cover."""
     folder.mkdir(parents=True)
     rng = random.Random(seed)
     rows = generate(12_000, OPERATIONS, MAX_VALUE, seed, "train")
@@ -81,7 +81,7 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def warm_up(run: Path, seed: int) -> Path:
-    """Supervised fine-tuning; returns the exported model."""
+    """Run supervised fine-tuning; return the exported model's path."""
     overrides = [
         f"data.train_data=['{run / 'data' / 'demonstrations.jsonl'}']",
         f"trainer.policy.model.path={run / 'model'}",
@@ -94,7 +94,7 @@ def warm_up(run: Path, seed: int) -> Path:
 
 
 def train(run: Path, model: Path, seed: int, overrides: list[str]) -> None:
-    """GRPO, with an evaluation before and after."""
+    """Run GRPO, with an evaluation before and after."""
     given = [
         f"data.train_data=['{run / 'data' / 'train.jsonl'}']",
         f"data.val_data=['{run / 'data' / 'validation.jsonl'}']",
@@ -107,7 +107,7 @@ def train(run: Path, model: Path, seed: int, overrides: list[str]) -> None:
 
 
 def launch(entrypoint: str, preset: str, overrides: list[str]) -> None:
-    """An entrypoint as a user starts it, with one of the presets beside this file."""
+    """Start an entrypoint as a user would, with one of the presets in this folder."""
     module = f"skyrl_train.entrypoints.{entrypoint}"
     subprocess.run(
         [sys.executable, "-m", module, "--config-dir", str(HERE), "--config-name", preset, *overrides], check=True

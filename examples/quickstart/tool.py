@@ -20,7 +20,7 @@ from quickstart import launch, parse_arguments, write_jsonl
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 
 WITH_TOOL = 0.3
-"""Share of demonstrations that ask Python."""
+"""Share of demonstrations that use Python."""
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def given(run: Path, name: str, model: Path, data: str, seed: int) -> list[str]:
 
 
 def write_data(folder: Path, seed: int) -> list[str]:
-    """Demonstrations, and problems that none of them has; returns the texts that a tokenizer must know."""
+    """Write demonstrations, and problems that are not among them; return the texts that a tokenizer must cover."""
     folder.mkdir(parents=True)
     rng = random.Random(seed)
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]

@@ -18,7 +18,7 @@ from skyrl_train.errors import ConfigError
 
 
 def task_of(text: str) -> tuple[str, dict[str, Any]]:
-    """A name, or a JSON object of name and the generator's settings."""
+    """Parse a name, or a JSON object with the name and the generator's settings."""
     if not text.startswith("{"):
         return text, {}
     try:

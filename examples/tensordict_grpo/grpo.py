@@ -25,7 +25,7 @@ SAMPLING = {"max_new_tokens": 28, "temperature": 1.0}
 
 
 def train(run: Path, steps: int, warm_up_steps: int = 400, prompts: int = PROMPTS) -> tuple[float, float]:
-    """Greedy accuracy on held-out problems before and after, from the checkpoint in `run` where there is one."""
+    """Train, resuming from the checkpoint in `run` if any; return greedy held-out accuracy before and after."""
     checkpoint, rows = run / "checkpoint.pt", prompts * SAMPLES
     saved = torch.load(checkpoint) if checkpoint.exists() else None
     begun = saved["step"] if saved else 0
@@ -56,7 +56,7 @@ def train(run: Path, steps: int, warm_up_steps: int = 400, prompts: int = PROMPT
             collector.update_policy_weights_(model)
             saved = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(saved, checkpoint.with_suffix(".tmp"))
-            checkpoint.with_suffix(".tmp").replace(checkpoint)  # whole, or the one before
+            checkpoint.with_suffix(".tmp").replace(checkpoint)  # atomic: either this checkpoint or the one before
             right = batch["next", "success"].float().mean()
             print(f"step {step}: right {right:.3f}, entropy {output.entropy:.3f}, ESS {output.ESS:.3f}", flush=True)
         return before, accuracy(collector.policy)

@@ -1,4 +1,4 @@
-"""A model to begin with: the quickstart's, smaller, which knows the format and mostly blurts out an answer."""
+"""The initial model: a smaller version of the quickstart's, which knows the format and mostly blurts out an answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def problems(count: int, seed: int, split: str) -> list[dict[str, Any]]:
 
 
 def warm_up(seed: int, steps: int) -> tuple[Any, Any]:
-    """Model and tokenizer after supervised steps on demonstrations of both kinds."""
+    """Train on demonstrations of both kinds; return model and tokenizer."""
     rows = problems(4_000, seed, "train")
     tokenizer = make_tokenizer([row["question"] + "\n" + row["answer"] for row in rows])
     model = make_model(len(tokenizer), seed, hidden_size=96, layers=2)
@@ -51,7 +51,7 @@ def sample(rng: random.Random, rows: list[dict[str, Any]]) -> list[dict[str, Any
 
 
 def batch_of(tokenizer: Any, pairs: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
-    """Token ids and labels [B, T], padded on the right; only answers are learnt."""
+    """Token ids and labels [B, T], padded on the right; only answers have labels."""
     asked = [tokenizer.apply_chat_template(prompt(q), add_generation_prompt=True, tokenize=False) for q, _ in pairs]
     prompts = tokenizer(asked)["input_ids"]
     answers = tokenizer([answer + tokenizer.eos_token for _, answer in pairs])["input_ids"]

@@ -39,7 +39,7 @@ hen
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """A row of the source as one of SkyRL's; a prompt and a reward_spec that it has are kept."""
+    """A row of the source as one of SkyRL's; its own prompt and reward_spec, if any, are kept."""
     spec = row.get("reward_spec")
     gold = spec.get("ground_truth") if isinstance(spec, dict) else row.get("sql")
     if not isinstance(gold, str) or not gold.strip():

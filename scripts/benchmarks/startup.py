@@ -1,8 +1,9 @@
-"""Seconds from Enter to the first step of a tiny run, under `uv run` and under `python`, one after the other in turn.
+"""Seconds from Enter to the first step of a tiny run, by phase, and under `uv run` and `python` in turn.
 
     python scripts/benchmarks/startup.py --repeats 5
 
 Each is started as a user does, in an environment of PATH and HOME alone; the repository's environment must be there.
+The phases are those of a program of one's own (`startup_phases.py`), which is the entrypoint with a clock.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def main() -> None:
         sys.exit("uv is neither on PATH nor in .uv/bin: run scripts/bootstrap")
     commands = {"python -m": [sys.executable, *MODULE], "uv run -m": [uv, "run", *MODULE]}
     seconds: dict[str, list[float]] = {name: [] for name in commands}
+    phases: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         arguments = tiny_run(Path(folder))
         for repeat in range(repeats + 1):
@@ -41,9 +43,17 @@ def main() -> None:
                 took = to_first_step([*command, *arguments], Path(folder) / f"{repeat}{name.partition(' ')[0]}")
                 if repeat:  # the first of each fills the caches
                     seconds[name].append(took)
+            found = phases_of(arguments, Path(folder) / f"{repeat}phases")
+            if repeat:
+                phases.append(found)
     print("| started by | seconds to the first step: median | least | most |\n| --- | --- | --- | --- |")
-    for name, found in seconds.items():
-        print(f"| `{name}` | {statistics.median(found):.2f} | {min(found):.2f} | {max(found):.2f} |")
+    for name, taken in seconds.items():
+        print(f"| `{name}` | {statistics.median(taken):.2f} | {min(taken):.2f} | {max(taken):.2f} |")
+    print("\n| phase | seconds: median |\n| --- | --- |")
+    for phase in phases[0]:
+        print(f"| {phase} | {statistics.median(found[phase] for found in phases):.2f} |")
+    without_ray = [sum(found.values()) - found["ray.init"] for found in phases]
+    print(f"| all without ray.init | {statistics.median(without_ray):.2f} |")
     gaps = [under_uv - under_python for under_python, under_uv in zip(*seconds.values(), strict=True)]
     print(f"\n`uv run` takes {statistics.median(gaps):+.2f} s (median of {repeats} pairs)")
 
@@ -70,15 +80,31 @@ def tiny_run(folder: Path) -> list[str]:
     ]
 
 
+def phases_of(arguments: list[str], folder: Path) -> dict[str, float]:
+    """Seconds of every phase of one start."""
+    folders = [f"trainer.ckpt_path={folder}", f"trainer.export_path={folder}-exports"]
+    script = Path(__file__).with_name("startup_phases.py")
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments, *folders], env=clean_environment(), capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        sys.exit(done.stderr[-4000:])
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def clean_environment() -> dict[str, str]:
+    return {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "PYTHONUNBUFFERED": "1"}
+
+
 def to_first_step(command: list[str], folder: Path) -> float:
     """Seconds from the start of the process to the line of its first step."""
     folders = [f"trainer.ckpt_path={folder}", f"trainer.export_path={folder}-exports"]
-    environment = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "PYTHONUNBUFFERED": "1"}
     began = time.monotonic()
     with subprocess.Popen(
         [*command, *folders],
         cwd=REPOSITORY,
-        env=environment,
+        env=clean_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

@@ -1,4 +1,4 @@
-"""From a step's rewards to an advantage on every sampled token."""
+"""Turns the rewards of a step into an advantage for every sampled token."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ TENSORS = frozenset(
         "rollout_logprobs",
     }
 )
-"""What estimators may ask for by name."""
+"""The tensors that estimators may take as keywords."""
 
 
 @dataclass
 class KLInReward:
-    """`trainer.algorithm.use_kl_in_reward`: a penalty on the reward of every token instead of a term of the loss."""
+    """`trainer.algorithm.use_kl_in_reward`: a KL penalty on the reward of every token instead of a loss term."""
 
     estimator: KLEstimator
     controller: FixedKLController | AdaptiveKLController
@@ -38,16 +38,19 @@ class KLInReward:
 
 @dataclass
 class AdvantageStep:
-    """Rewards (less the KL penalty) through the estimator, spread over tokens, normalised over the batch if asked."""
+    """Applies the estimator to the rewards (minus the KL penalty) and spreads the advantages over tokens.
+
+    With batch normalisation, they are then normalised over the batch.
+    """
 
     estimator: AdvantageEstimator
-    """Takes some of TENSORS by name, and nothing else."""
+    """Takes only keywords that are in TENSORS."""
     normalise_batch: bool = False
     kl: KLInReward | None = None
 
     def __call__(self, batch: TrainBatch, metrics: Metrics) -> TrainBatch:
-        """The batch with `advantages` (and `returns`, from estimators with a critic) [T], 0 outside the loss mask."""
-        episodes = batch.episodes  # an estimator sees one as one sequence, whatever it is several of
+        """Return the batch with `advantages` (and `returns`, from estimators with a critic) [T], 0 outside the mask."""
+        episodes = batch.episodes  # an estimator sees an episode as one sequence, even if it consists of several
         rewards, token_rewards = episodes.first(batch.rewards), batch.token_rewards
         if self.kl is not None:
             penalty = self._kl_penalty(self.kl, batch, metrics)
@@ -75,7 +78,7 @@ class AdvantageStep:
         return batch.with_tokens(advantages=advantages, returns=returns)
 
     def _kl_penalty(self, kl: KLInReward, batch: TrainBatch, metrics: Metrics) -> Tensor:
-        """[T] coefficient times KL, and the controller's answer to it."""
+        """[T] coefficient times KL; also updates the KL controller."""
         assert batch.old_logprobs is not None and batch.ref_logprobs is not None, "KL in the reward needs both"
         nats = kl.estimator(
             batch.old_logprobs,
@@ -94,7 +97,7 @@ class AdvantageStep:
         return penalty
 
     def state(self) -> dict[str, float]:
-        """What a resumed run needs: the adapted KL coefficient."""
+        """The state that a resumed run needs: the adapted KL coefficient."""
         return {} if self.kl is None else {"kl_coef": self.kl.controller.coef}
 
     def load_state(self, state: dict[str, float]) -> None:
@@ -103,7 +106,7 @@ class AdvantageStep:
 
 
 def _describe(advantages: Tensor, mask: Tensor, metrics: Metrics) -> None:
-    """advantages/*: over the tokens that count."""
+    """advantages/*: statistics over the tokens that count."""
     chosen = advantages[mask].double()
     if len(chosen):
         metrics.add_sum("advantages/mean", float(chosen.sum()), weight=len(chosen))

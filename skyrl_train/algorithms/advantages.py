@@ -1,17 +1,17 @@
-"""What each response, or each token, was worth compared with others. Nothing here has a gradient.
+"""Advantage estimators: how good each response, or each token, was compared with others. Nothing here has a gradient.
 
     estimator(rewards, group_ids, valid, *, ...) -> [B] advantages, the same on all tokens of a response,
                                                     or TokenAdvantages
 
-rewards [B] float32, group_ids [B] (equal for the samples of a prompt), valid [B] bool: failed samples neither
-count in any statistic nor get an advantage. Keywords are asked for by name: numbers come from configuration, and of
-tensors there are
+rewards [B] float32, group_ids [B] (equal for the samples of a prompt), valid [B] bool: failed samples neither count in
+any statistic nor get an advantage. An estimator declares what else it needs as keywords: numbers come from the
+configuration, and the available tensors are
 
     mask [T] bool                the sampled tokens of valid sequences
     sequence_ids [T] int64       the sequence (0 to B-1) of a token
-    token_rewards [T]            the reward of a turn on the turn's last token, less KL penalties; sums to `rewards`
-    response_lengths [B] int64   tokens that count
-    values [T]                   the critic's, of the state before each token
+    token_rewards [T]            the reward of a turn on the turn's last token, minus KL penalties; sums to `rewards`
+    response_lengths [B] int64   number of tokens that count
+    values [T]                   the critic's value of the state before each token
     old_logprobs, ref_logprobs [T]
 
 Legend: B sequences, T tokens, G groups.
@@ -25,21 +25,21 @@ import torch
 from torch import Tensor
 
 EPSILON = 1e-6
-"""Added to what a group is divided by."""
+"""Added to a group's divisor."""
 
 
 class TokenAdvantages(NamedTuple):
-    """Both [T], 0 outside the mask."""
+    """Per-token advantages and returns, both [T], 0 outside the mask."""
 
     advantages: Tensor
     returns: Tensor | None = None
-    """What a critic learns to predict."""
+    """The critic's targets."""
 
 
 def grpo(rewards: Tensor, group_ids: Tensor, valid: Tensor, *, norm_by_std: bool) -> Tensor:
     """A = r - mean(r of its group), over (std + 1e-6) with `norm_by_std` (arXiv:2402.03300, section 4.1.2).
 
-    The standard deviation is the unbiased one. A group that says nothing (one valid sample, or equal rewards) gets
+    The standard deviation is the unbiased one. A group without information (one valid sample, or equal rewards) gets
     exactly 0.
     """
     group = _Groups(group_ids, valid)
@@ -51,7 +51,7 @@ def grpo(rewards: Tensor, group_ids: Tensor, valid: Tensor, *, norm_by_std: bool
 
 
 def dr_grpo(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
-    """A = r - mean(r of its group) (Dr. GRPO, arXiv:2503.20783); its loss has `seq_mean_token_sum_norm`."""
+    """A = r - mean(r of its group) (Dr. GRPO, arXiv:2503.20783), to be used with `seq_mean_token_sum_norm`."""
     return grpo(rewards, group_ids, valid, norm_by_std=False)
 
 
@@ -64,8 +64,8 @@ def rloo(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
 def maxrl(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
     """A = (r - m) / max(m, 1 / n), m = mean(r of its group of n): maximum-likelihood RL (arXiv:2602.02710).
 
-    For rewards of 0 and 1: m is then the pass rate, and at least 1 / n with any success. The bound matters to other
-    rewards only, where penalties bring m near 0 or below. A group of equal rewards gets 0.
+    Meant for rewards of 0 and 1: m is then the pass rate, and at least 1 / n if any sample passes. The lower bound
+    matters only for other rewards, if penalties bring m near 0 or below. A group of equal rewards gets 0.
     """
     group = _Groups(group_ids, valid)
     floor = 1 / group.counts.clamp(min=1)
@@ -75,7 +75,7 @@ def maxrl(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
 def opo(rewards: Tensor, group_ids: Tensor, valid: Tensor, *, response_lengths: Tensor) -> Tensor:
     """A = r - b, b = sum(length r) / sum(length) over its group: the optimal baseline (arXiv:2505.23585).
 
-    Exactly 0 where all rewards of a group are equal, and for a sample alone.
+    Exactly 0 if all rewards of a group are equal, and for a group of one sample.
     """
     group = _Groups(group_ids, valid)
     centred = group.centred(rewards)  # b shifts with the rewards: equal ones give exactly 0
@@ -94,7 +94,7 @@ def reinforce_pp(
     sequence_ids: Tensor,
     gamma: float,
 ) -> TokenAdvantages:
-    """`reinforce++`: discounted sum of the rewards from a token on, normalised over the batch (arXiv:2501.03262)."""
+    """`reinforce++`: discounted sum of rewards from each token on, normalised over the batch (arXiv:2501.03262)."""
     returns = _discounted_sums(token_rewards, mask, sequence_ids, gamma)
     return TokenAdvantages(batch_normalised(returns, mask), returns)
 
@@ -119,11 +119,11 @@ def gae(
     gamma: float,
     lambd: float,
 ) -> TokenAdvantages:
-    """Generalised advantage estimation (arXiv:1506.02438, eq. 16), then normalised over the batch's tokens.
+    """Generalised advantage estimation (arXiv:1506.02438, eq. 16), normalised over the batch's tokens.
 
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = sum over k of (gamma lambd)^k delta_{t+k}, V = 0 after the last token;
-    returns are A + V, before A is normalised. Steps are sampled tokens: what an environment says between two turns
-    belongs to the step that made it speak.
+    returns are A + V, before A is normalised. Steps are sampled tokens: an environment's tokens between two turns
+    belong to the step before them.
     """
     place = _Ranks(mask, sequence_ids)
     rewards_BL, values_BL = place.rectangle(token_rewards), place.rectangle(values)
@@ -143,10 +143,10 @@ def distillation(
     ref_logprobs: Tensor,
     mask: Tensor,
 ) -> TokenAdvantages:
-    """A_t = ref_logprobs - old_logprobs: on-policy distillation from the reference as teacher; rewards are not read.
+    """A_t = ref_logprobs - old_logprobs: on-policy distillation with the reference as teacher; rewards are ignored.
 
-    The policy gradient with it descends the reverse KL divergence KL(policy || teacher), token by token
-    (arXiv:2306.13649, with samples of the student alone).
+    With this advantage, the policy gradient descends the reverse KL divergence KL(policy || teacher), token by token
+    (arXiv:2306.13649, with samples of the student only).
     """
     return TokenAdvantages(torch.where(mask, ref_logprobs - old_logprobs, 0.0))
 
@@ -157,15 +157,15 @@ def batch_normalised(advantages: Tensor, mask: Tensor) -> Tensor:
     advantages [T], mask [T] bool; 0 outside the mask. The variance is the biased one, at least 1e-8.
     """
     count = mask.sum().clamp(min=1)
-    wide = torch.where(mask, advantages.double(), 0.0)  # the rounding of a float32 mean, over 1e-4, would be something
+    wide = torch.where(mask, advantages.double(), 0.0)  # float32 rounding over 1e-4 would be noticeable
     centred = torch.where(mask, wide - wide.sum() / count, 0.0)
     return (centred * (centred.square().sum() / count).clamp(min=1e-8).rsqrt()).to(advantages.dtype)
 
 
 class _Groups:
-    """Statistics of each sample's group, over its valid samples; every result is [B] float64.
+    """Statistics of each sample's group over its valid samples; every result is [B] float64.
 
-    In float64 the mean of equal float32 rewards is exact; a rounding error, over 1e-6, would be an advantage.
+    In float64, the mean of equal float32 rewards is exact; a rounding error divided by 1e-6 would be an advantage.
     """
 
     def __init__(self, group_ids: Tensor, valid: Tensor):
@@ -175,19 +175,19 @@ class _Groups:
 
     def sums(self, values: Tensor) -> Tensor:
         inside = torch.where(self._valid, values.double(), 0.0)
-        zeros = inside.new_zeros(len(inside))  # G <= B: no need to ask the device how many there are
+        zeros = inside.new_zeros(len(inside))  # G <= B: avoids a device sync for the number of groups
         return zeros.index_add(0, self._groups, inside)[self._groups]
 
     def means(self, values: Tensor) -> Tensor:
         return self.sums(values) / self.counts.clamp(min=1)
 
     def centred(self, values: Tensor) -> Tensor:
-        """0 where not valid."""
+        """Values minus their group's mean; 0 for invalid samples."""
         return torch.where(self._valid, values.double() - self.means(values), 0.0)
 
 
 class _Ranks:
-    """Sampled tokens as a rectangle (B', L): row = sequence, column = how many sampled tokens came before."""
+    """Sampled tokens as a rectangle (B', L): row = sequence, column = number of sampled tokens before it."""
 
     def __init__(self, mask: Tensor, sequence_ids: Tensor):
         self._mask = mask
@@ -199,7 +199,7 @@ class _Ranks:
         self._columns = before[mask] - starts[self._rows]
 
     def rectangle(self, values: Tensor) -> Tensor:
-        """[T] -> (B', L) float64, 0 where a sequence has no more sampled tokens."""
+        """[T] -> (B', L) float64, 0 after a sequence's last sampled token."""
         empty = self._rows.numel() == 0
         shape = (1, 1) if empty else (int(self._rows.max()) + 1, int(self._columns.max()) + 1)
         result = torch.zeros(shape, dtype=torch.float64, device=values.device)

@@ -1,8 +1,9 @@
-"""Off-policy correction of a step's batch: which tokens and sequences count, and how much, before the update.
+"""Off-policy correction of a step's batch before the update: which tokens and sequences count, and with what weight.
 
-A sequence is here all that was sampled in an episode, also where the batch has it as several.
+Here, a sequence consists of all tokens sampled in an episode, even if the batch contains it as several sequences.
 
-It is done once, on the whole batch: what is masked here is in no denominator, however mini-batches are cut.
+The correction is applied once, to the whole batch: tokens masked here are in no denominator, however mini-batches are
+cut.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from skyrl_train.metrics import Metrics
 
 @dataclass(frozen=True)
 class OffPolicyCorrection:
-    """`trainer.algorithm.off_policy_correction`: masks first, then the weights of what is left."""
+    """`trainer.algorithm.off_policy_correction`: first masks, then weights for the remaining tokens."""
 
     settings: OffPolicyCorrectionConfig
 
     def __call__(self, batch: TrainBatch, metrics: Metrics) -> TrainBatch:
-        """The batch with a narrower `loss_mask` and with `importance_weights`, where they are asked for."""
+        """Return the batch with a narrower `loss_mask` and with `importance_weights`, as configured."""
         if batch.old_logprobs is None or batch.rollout_logprobs is None:
             return batch
         old, rollout = batch.old_logprobs, batch.rollout_logprobs
@@ -54,7 +55,7 @@ class OffPolicyCorrection:
         return batch.with_tokens(loss_mask=mask, importance_weights=weights)
 
     def _kept(self, batch: TrainBatch, ratios: Tensor, metrics: Metrics) -> Tensor:
-        """[T] the loss mask without the sequences and tokens that are too far off."""
+        """[T] the loss mask without the sequences and tokens that are too far off-policy."""
         settings, counting, episodes = self.settings, _counting(batch), batch.episodes
         low, high = settings.outlier_token_is_threshold_low, settings.outlier_token_is_threshold_high
         keep = torch.ones(episodes.count, dtype=torch.bool)
@@ -91,7 +92,7 @@ class OffPolicyCorrection:
 
 
 def _counting(batch: TrainBatch) -> Tensor:
-    """[E] samples with a token that counts."""
+    """[E] bool: samples with at least one token that counts."""
     return batch.episodes.sums(batch.loss_mask.long()) > 0
 
 

@@ -1,8 +1,9 @@
-"""What is done about the distance between the policy that sampled (the engine's) and the one that is trained.
+"""Corrections for the difference between the policy that sampled (the engine's) and the one that is trained.
 
-For every token w = exp(old_logprobs - rollout_logprobs): the trainer's probability before the step over the engine's,
-both at the sampling temperature and before top-p and top-k (ratios of truncated distributions would be biased by the
-mass that survived). [T] tensors; mask bool; sequence_ids int64, 0 to num_sequences - 1. Nothing here has a gradient.
+For every token, w = exp(old_logprobs - rollout_logprobs): the trainer's probability before the step, divided by the
+engine's, both at the sampling temperature and before top-p and top-k (ratios of truncated distributions would be biased
+by the mass that survived). Tensors are [T]; mask is bool; sequence_ids is int64, 0 to num_sequences - 1. Nothing here
+has a gradient.
 
 Legend: T tokens, B sequences.
 """
@@ -24,7 +25,7 @@ def sequence_ratios(
     *,
     geometric: bool = False,
 ) -> Tensor:
-    """[B] the product of w over a sequence's tokens, or its geometric mean; 1 for a sequence without any."""
+    """[B] the product of w over a sequence's tokens, or their geometric mean; 1 for a sequence without tokens."""
     logs = log_ratios(old_logprobs, rollout_logprobs, mask).double()
     sums = logs.new_zeros(num_sequences).index_add(0, sequence_ids, logs)
     if geometric:
@@ -38,7 +39,7 @@ def truncated(ratios: Tensor, high: float) -> Tensor:
 
 
 def inside(ratios: Tensor, low: float | None, high: float | None) -> Tensor:
-    """bool: low <= w <= high, a bound that is None holding always."""
+    """bool: low <= w <= high; a bound of None always holds."""
     kept = torch.ones_like(ratios, dtype=torch.bool)
     if low is not None:
         kept &= ratios >= low
@@ -48,12 +49,12 @@ def inside(ratios: Tensor, low: float | None, high: float | None) -> Tensor:
 
 
 def all_inside(kept: Tensor, mask: Tensor, sequence_ids: Tensor, num_sequences: int) -> Tensor:
-    """[B] bool: no token of the sequence that counts is outside. kept [T] bool."""
+    """[B] bool: every token of the sequence that counts is inside the bounds, given by kept [T] bool."""
     outside = (mask & ~kept).long()
     return outside.new_zeros(num_sequences).index_add(0, sequence_ids, outside) == 0
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:
-    """(sum w)^2 / (n sum w^2), 1 when all n weights are equal: the share of samples that is not lost to variance."""
+    """(sum w)^2 / (n sum w^2), 1 if all n weights are equal: the share of samples that is not lost to variance."""
     weights = weights.double()
     return weights.sum().square() / (len(weights) * weights.square().sum()).clamp(min=1e-300)

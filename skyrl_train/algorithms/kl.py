@@ -2,8 +2,8 @@
 
     estimator(logprobs, ref_logprobs, mask, *, ...) -> [T] nats, exactly 0 outside the mask
 
-Log-probs are [T] in nats, mask is [T] bool; differentiable in `logprobs`. With d = logprobs - ref_logprobs, the tokens
-being samples of the policy, and r = exp(logprobs - old_logprobs):
+Log-probs are [T] in nats, mask is [T] bool; the result is differentiable in `logprobs`. With tokens sampled from the
+policy, d = logprobs - ref_logprobs and r = exp(logprobs - old_logprobs):
 
     name       value             gradient wrt logprobs   estimates the KL                        its gradient
     k1         d                 1                       without bias, can be negative           not: 0 in expectation
@@ -13,7 +13,7 @@ being samples of the policy, and r = exp(logprobs - old_logprobs):
     k1+, k3+   of k1, of k3      d, as k2                as k1, as k3                            without bias
     k3_ratio   r k3              r d                     without bias, off-policy as well        without bias
 
-Keywords (asked for by name): frozen_logprobs [T], the values of `logprobs` without gradient; old_logprobs [T].
+Optional keywords: frozen_logprobs [T], the values of `logprobs` without gradient; old_logprobs [T].
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from skyrl_train.algorithms.ratios import importance_ratios
 
 MAX_K3 = 10.0
-"""A single token's k3 is bounded, as in SkyRL: past it (d < -2.6 or d > 11) the value is constant, its gradient 0."""
+"""Bound of a token's k3, as in SkyRL: beyond it (d < -2.6 or d > 11) the value is constant and its gradient 0."""
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     """exp(-d) - 1 + d, at most MAX_K3: the estimator of GRPO (arXiv:2402.03300, eq. 4)."""
-    # Where exp overflows, the outer bound's zero gradient times infinity would be NaN: hence the inner one.
+    # If exp overflowed, the outer bound's zero gradient times infinity would be NaN: hence the inner bound.
     difference = _difference(logprobs, ref_logprobs, mask).clamp(min=-2 * MAX_K3)
     return (torch.expm1(-difference) + difference).clamp(max=MAX_K3)
 
@@ -60,7 +60,7 @@ def k3_plus(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, frozen_logp
 
 
 def k3_ratio(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, old_logprobs: Tensor) -> Tensor:
-    """r k3: corrected for tokens sampled by an older policy, gradient through r as well (arXiv:2512.02556, 3.1)."""
+    """r k3: corrected for tokens sampled by an older policy, with gradient also through r (arXiv:2512.02556, 3.1)."""
     return importance_ratios(logprobs, old_logprobs, mask) * k3(logprobs, ref_logprobs, mask)
 
 
@@ -73,13 +73,13 @@ def _difference(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
 
 
 class FixedKLController:
-    """The coefficient stays what it is (`kl_ctrl.type=fixed`)."""
+    """A constant coefficient (`kl_ctrl.type=fixed`)."""
 
     def __init__(self, coef: float):
         self.coef = coef
 
     def update(self, observed_kl: float, num_sequences: int) -> None:
-        """Nothing to adapt."""
+        """Does nothing."""
 
 
 class AdaptiveKLController:
@@ -96,4 +96,4 @@ class AdaptiveKLController:
     def update(self, observed_kl: float, num_sequences: int) -> None:
         """observed_kl in nats: the mean over sequences of their mean over tokens."""
         error = min(max(observed_kl / self.target - 1, -0.2), 0.2)
-        self.coef *= 1 + error * min(num_sequences / self.horizon, 1.0)  # beyond it the sign could turn round
+        self.coef *= 1 + error * min(num_sequences / self.horizon, 1.0)  # beyond 1, the sign could flip

@@ -1,15 +1,15 @@
-"""Policy losses: per-token values over the ragged tokens [T]; what weighs and adds them is a reduction (reductions.py).
+"""Policy losses: per-token values over the ragged tokens [T]; a reduction weighs and sums them (reductions.py).
 
     loss(logprobs, advantages, mask, *, ...) -> (values, was_clipped)
 
-All tensors are [T]: log-probs in nats, mask bool and True on the tokens that count. Gradient flows through `logprobs`
-alone. Both results are exactly 0 outside the mask, whatever the inputs hold there. Keywords are asked for by name:
-numbers come from configuration, and of tensors there are
+All tensors are [T]: log-probs in nats, mask bool and True on the tokens that count. Gradient flows only through
+`logprobs`. Both results are exactly 0 outside the mask, whatever the inputs contain there. A loss declares what else it
+needs as keywords: numbers come from the configuration, and the available tensors are
 
     old_logprobs      [T] the trainer's, before the step's first update
-    frozen_logprobs   [T] the values of `logprobs` without gradient: what an equation writes under a stop-gradient
+    frozen_logprobs   [T] the values of `logprobs` without gradient, for terms under a stop-gradient
     rollout_logprobs  [T] the engine's, at the sampling temperature and before top-p and top-k
-    sequence_ids      [T] int64, the sequence (0 to B-1) that a token belongs to
+    sequence_ids      [T] int64, the sequence (0 to B-1) to which a token belongs
     selected          [T] bool, chosen over the whole mini-batch (selections.py)
 
 Below, r = exp(logprobs - old_logprobs), A = advantages, sg[] is the stop-gradient, clip(x, a, b) = min(max(x, a), b).
@@ -44,7 +44,7 @@ def dual_clip(
     eps_high: float,
     clip_ratio_c: float,
 ) -> tuple[Tensor, Tensor]:
-    """`regular`, and at most -c A where A < 0: a huge ratio no longer means a huge loss (arXiv:1912.09729, eq. 5)."""
+    """`regular`, but at most -c A if A < 0, so that a huge ratio gives no huge loss (arXiv:1912.09729, eq. 5)."""
     values, clipped = clipped_surrogate(
         logprobs, advantages, mask, old_logprobs=old_logprobs, eps_low=eps_low, eps_high=eps_high
     )
@@ -64,10 +64,10 @@ def gspo(
     eps_low: float,
     eps_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """`regular` with one ratio a sequence: s = exp(mean of log r over the sequence's tokens) in the place of r.
+    """`regular` with one ratio per sequence: s = exp(mean of log r over the sequence's tokens) instead of r.
 
-    GSPO-token (arXiv:2507.18071, section 4.3): a token's ratio is sg[s] * exp(logprobs - sg[logprobs]), which with
-    `sequence_mean` and one advantage a sequence has GSPO's own gradient.
+    GSPO-token (arXiv:2507.18071, section 4.3): a token's ratio is sg[s] * exp(logprobs - sg[logprobs]). With
+    `sequence_mean` and one advantage per sequence, its gradient is GSPO's.
     """
     mean = _sequence_mean(frozen_logprobs - old_logprobs, mask, sequence_ids)
     ratio = torch.where(mask, mean + (logprobs - frozen_logprobs), 0.0)
@@ -86,9 +86,9 @@ def gmpo(
 ) -> tuple[Tensor, Tensor]:
     """-A exp(mean over the sequence's tokens of the clipped log r), on every token of the sequence.
 
-    GMPO (arXiv:2507.20673): the geometric instead of the arithmetic mean. Bounds are those of the log-ratio,
-    log r in [-eps_low, eps_high] (the paper: 0.4 both; it mirrors them where A < 0), and hold only in the direction in
-    which A pushes. A is the sequence's mean advantage. Meant for `sequence_mean`.
+    GMPO (arXiv:2507.20673): the geometric instead of the arithmetic mean. The bounds are on the log-ratio,
+    log r in [-eps_low, eps_high] (the paper uses 0.4 for both, and mirrors them if A < 0), and apply only in the
+    direction in which A pushes. A is the sequence's mean advantage. Meant for `sequence_mean`.
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     bounded = log_ratio.clamp(-eps_low, eps_high)
@@ -124,9 +124,9 @@ def rollout_is(
     eps_low: float,
     eps_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """-sg[u] A logprobs with u = exp(logprobs - rollout_logprobs), and 0 where u is not in (1 - eps_low, 1 + eps_high).
+    """-sg[u] A logprobs with u = exp(logprobs - rollout_logprobs); 0 if u is not in (1 - eps_low, 1 + eps_high).
 
-    Against the policy that really sampled (SkyRL's `rollout_is`; double sided masking as in IcePop).
+    The ratio is to the policy that actually sampled (SkyRL's `rollout_is`; double-sided masking as in IcePop).
     """
     ratio = importance_ratios(frozen_logprobs, rollout_logprobs, mask)
     inside = (ratio > 1 - eps_low) & (ratio < 1 + eps_high)
@@ -137,13 +137,13 @@ def rollout_is(
 def importance_sampling(
     logprobs: Tensor, advantages: Tensor, mask: Tensor, *, old_logprobs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """-r A, without a clip: the policy gradient with plain importance weights."""
+    """-r A without clipping: the policy gradient with plain importance weights."""
     values = -importance_ratios(logprobs, old_logprobs, mask) * torch.where(mask, advantages, 0.0)
     return values, torch.zeros_like(values)
 
 
 def cross_entropy(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """-logprobs: imitate what was sampled, whatever it was worth (rejection sampling, with a filter before it)."""
+    """-logprobs: imitate the samples whatever their reward (rejection sampling, if they are filtered before)."""
     values = torch.where(mask, -logprobs, 0.0)
     return values, torch.zeros_like(values)
 
@@ -151,9 +151,10 @@ def cross_entropy(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[T
 def sapo(
     logprobs: Tensor, advantages: Tensor, mask: Tensor, *, old_logprobs: Tensor, tau_pos: float, tau_neg: float
 ) -> tuple[Tensor, Tensor]:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0 and tau_neg elsewhere (SAPO, arXiv:2511.20347).
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_pos if A > 0, else tau_neg (SAPO, arXiv:2511.20347).
 
-    A soft gate: its gradient is that of r A at r = 1 and fades away from it. Meant for `sequence_mean`.
+    A soft gate: its gradient equals that of r A at r = 1 and fades with the distance from it. Meant for
+    `sequence_mean`.
     """
     ratio = importance_ratios(logprobs, old_logprobs, mask)
     tau = torch.full_like(ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
@@ -170,10 +171,10 @@ def dppo_tv(
     rollout_logprobs: Tensor,
     dppo_tv_threshold: float,
 ) -> tuple[Tensor, Tensor]:
-    """-u A, 0 where |p - q| > threshold and the gradient would widen it; p, q: probabilities of the token sampled.
+    """-u A, but 0 if |p - q| > threshold and the gradient would widen it; p, q: probabilities of the sampled token.
 
-    DPPO with the binary total variation (arXiv:2602.04879, eq. 12-13): the trust region is one of probabilities, not of
-    ratios, around the policy that sampled; u = exp(logprobs - rollout_logprobs).
+    DPPO with the binary total variation (arXiv:2602.04879, eq. 12-13): the trust region around the policy that sampled
+    bounds probabilities instead of ratios; u = exp(logprobs - rollout_logprobs).
     """
     divergence = (frozen_logprobs.exp() - rollout_logprobs.exp()).abs()
     return _trusted(logprobs, frozen_logprobs, rollout_logprobs, advantages, mask, divergence > dppo_tv_threshold)
@@ -188,7 +189,7 @@ def dppo_kl(
     rollout_logprobs: Tensor,
     dppo_kl_threshold: float,
 ) -> tuple[Tensor, Tensor]:
-    """As `dppo_tv` with the binary KL divergence q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (eq. 14)."""
+    """Like `dppo_tv` with the binary KL divergence q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (eq. 14)."""
     p, q = (x.exp().clamp(1e-7, 1 - 1e-7) for x in (frozen_logprobs, rollout_logprobs))
     divergence = q * (q.log() - p.log()) + (1 - q) * ((-q).log1p() - (-p).log1p())
     return _trusted(logprobs, frozen_logprobs, rollout_logprobs, advantages, mask, divergence > dppo_kl_threshold)
@@ -205,7 +206,7 @@ def clip_cov(
     eps_low: float,
     eps_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """`regular` without the tokens that `choose_clip_cov` picked: no gradient there (Clip-Cov, arXiv:2505.22617)."""
+    """`regular` without gradient on the tokens that `choose_clip_cov` selected (Clip-Cov, arXiv:2505.22617)."""
     values, _ = clipped_surrogate(
         logprobs, advantages, mask, old_logprobs=old_logprobs, eps_low=eps_low, eps_high=eps_high
     )
@@ -216,7 +217,7 @@ def clip_cov(
 def kl_cov(
     logprobs: Tensor, advantages: Tensor, mask: Tensor, *, old_logprobs: Tensor, selected: Tensor, kl_cov_coef: float
 ) -> tuple[Tensor, Tensor]:
-    """-r A, plus kl_cov_coef |log r| on the tokens that `choose_kl_cov` picked (KL-Cov, arXiv:2505.22617)."""
+    """-r A, plus kl_cov_coef |log r| on the tokens that `choose_kl_cov` selected (KL-Cov, arXiv:2505.22617)."""
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     values, none = importance_sampling(logprobs, advantages, mask, old_logprobs=old_logprobs)
     return values + torch.where(selected & mask, kl_cov_coef * log_ratio.abs(), 0.0), none
@@ -234,18 +235,18 @@ def _reinforce(weight: Tensor, logprobs: Tensor, advantages: Tensor, mask: Tenso
 
 
 def _trusted(
-    logprobs: Tensor, frozen: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor, far: Tensor
+    logprobs: Tensor, frozen: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor, outside: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """-u A, except on tokens that are `far` and that A would push further."""
+    """-u A, except on tokens that are `outside` the trust region and that A would push further."""
     further = ((advantages > 0) & (frozen > rollout)) | ((advantages < 0) & (frozen < rollout))
-    blocked = far & further & mask
+    blocked = outside & further & mask
     values, _ = importance_sampling(logprobs, advantages, mask & ~blocked, old_logprobs=rollout)
     return torch.where(blocked, 0.0, values), blocked.to(logprobs.dtype)
 
 
 def _sequence_mean(values: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    """[T] -> [T]: on every token the mean of its sequence's tokens that count."""
-    size = len(values)  # of the sums: no sequence has fewer than one token, and the device need not be asked
+    """[T] -> [T]: on every token, the mean over its sequence's tokens that count."""
+    size = len(values)  # at least the number of sequences, known without a device sync
     sums = values.new_zeros(size).index_add(0, sequence_ids, torch.where(mask, values, 0.0))
     counts = values.new_zeros(size).index_add(0, sequence_ids, mask.to(values.dtype))
     return (sums / counts.clamp(min=1))[sequence_ids]

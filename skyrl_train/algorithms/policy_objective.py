@@ -1,4 +1,4 @@
-"""What a policy update minimises: policy loss, KL and entropy of one micro-batch, summed to a scalar."""
+"""The objective of a policy update: policy loss, KL and entropy of one micro-batch, summed to a scalar."""
 
 from __future__ import annotations
 
@@ -14,44 +14,45 @@ from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 
 TENSORS = frozenset({"frozen_logprobs", "old_logprobs", "rollout_logprobs", "sequence_ids", "selected"})
-"""What losses and KL estimators may ask for by name."""
+"""The tensors that losses and KL estimators may take as keywords."""
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
     """loss = sum_t w_t (c_t policy_loss_t + kl_coef kl_t - entropy_coef H_t).
 
-    w are the batch's `loss_weights`, c its `importance_weights` where there are any. It travels to workers as it is:
+    w are the batch's `loss_weights`, c its `importance_weights`, if any. It can be pickled and sent to workers, because
     module-level functions pickle by name.
     """
 
     policy_loss: PolicyLoss
-    """Takes some of TENSORS by name, and nothing else."""
+    """Takes only keywords that are in TENSORS."""
     kl_estimator: KLEstimator | None = None
-    """None: no KL in the loss, and no reference model is asked for."""
+    """None: no KL in the loss, and no reference model needed."""
     kl_coef: float = 0.0
     entropy_coef: float | None = None
-    """None: no entropy bonus; entropy is reported all the same."""
+    """None: no entropy bonus; entropy is still reported."""
 
     @property
     def wants_entropy(self) -> bool:
-        """Always, with or without a bonus: a run whose entropy collapses must show it."""
+        """Always True, even without a bonus: a run must show if its entropy collapses."""
         return True
 
     @property
     def reads_old_logprobs(self) -> bool:
-        """Whether it matters what the policy's log-probs were before the step's first update."""
+        """Whether the objective needs the policy's log-probs from before the step's first update."""
         asks = keywords_of(self.policy_loss), keywords_of(self.kl_estimator) if self.kl_estimator else {}
         return any("old_logprobs" in keywords for keywords in asks)
 
     def __call__(
         self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None, mini_batch_tokens: int, metrics: Metrics
     ) -> Tensor:
-        """A scalar to be backpropagated, added over micro-batches and ranks. logprobs and entropy are [T], in nats.
+        """Return the scalar to backpropagate, to be summed over micro-batches and ranks.
 
-        Values outside loss_mask are not read. Without old_logprobs a loss that reads them is on-policy: ratio 1. One
-        that does not has no ratio to report. `mini_batch_tokens` are those that count in the whole mini-batch: how much
-        this part of it weighs in metrics.
+        logprobs and entropy are [T], in nats; values outside loss_mask are not read. If a loss reads old_logprobs and
+        there are none, the update is on-policy, with ratio 1; a loss that does not read them reports no ratio.
+        `mini_batch_tokens` is the number of tokens that count in the whole mini-batch, from which this micro-batch's
+        weight in the metrics follows.
         """
         mask, weights = batch.loss_mask, batch.loss_weights
         assert batch.advantages is not None and weights is not None, "advantages and weights come before the update"
@@ -102,9 +103,10 @@ def _record(
     mini_batch_tokens: int,
     metrics: Metrics,
 ) -> None:
-    """Token means weighted by tokens; losses by this micro-batch's share of the mini-batch: they add up to its loss.
+    """Record means weighted by tokens, and losses by the micro-batch's share, so that they sum to the full loss.
 
-    rollout/*: the engine's log-probs against the trainer's for the same tokens, which importance ratios absorb.
+    rollout/*: the engine's log-probs compared with the trainer's for the same tokens; importance ratios absorb the
+    difference.
     """
     mask = batch.loss_mask
     sums = {name: values.sum() for name, values in token_sums.items()}
@@ -114,7 +116,7 @@ def _record(
         sums["rollout/kl"] = k3(batch.rollout_logprobs, old_logprobs, mask).sum()
         maxima["rollout/logprob_diff_max"] = mismatch.abs()
     numbers = [mask.sum(), *losses.values(), *sums.values(), *(values.max() for values in maxima.values())]
-    tokens, *read = torch.stack([number.double() for number in numbers]).tolist()  # one wait for the device
+    tokens, *read = torch.stack([number.double() for number in numbers]).tolist()  # a single device sync
     if not tokens:
         return
     found = iter(read)

@@ -1,4 +1,4 @@
-"""Importance ratios of one policy's tokens under another, bounded so that no stray token makes infinity."""
+"""Importance ratios between two policies' log-probs, bounded so that no outlier token gives infinity."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""exp(20) is far beyond any clip range; without a bound one stray token gives inf, and inf times 0 is NaN."""
+"""exp(20) is far beyond any clip range; without a bound, an outlier token gives inf, and inf times 0 is NaN."""
 
 
 def log_ratios(logprobs: Tensor, other_logprobs: Tensor, mask: Tensor) -> Tensor:

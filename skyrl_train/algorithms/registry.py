@@ -1,8 +1,8 @@
-"""The algorithms that configuration can name, and how they get what they ask for.
+"""The algorithms that the configuration can name, and how they get their arguments.
 
-A user's own join by decorator, from a module listed in `trainer.plugins`. What an algorithm needs besides its
-positional arguments it names as keywords: `bind` fixes those that configuration gives, the caller passes the tensors.
-So a loss that needs the engine's log-probs says so in its signature, and nobody else has to know.
+Users add their own by decorator, in a module listed in `trainer.plugins`. An algorithm declares what it needs besides
+its positional arguments as keywords: `bind` fills in those that the configuration gives, and the caller passes the
+tensors. So only the signature of a loss says that it needs the engine's log-probs; no other code has to know.
 """
 
 from __future__ import annotations
@@ -37,39 +37,8 @@ reductions: Registry[Reduction] = Registry("loss reduction", REDUCTIONS)
 sft_losses: Registry[SFTLoss] = Registry("SFT loss", SFT_LOSSES)
 
 
-def register_advantage_estimator(name: str) -> Callable[[Any], Any]:
-    """Decorator: make a function available as trainer.algorithm.advantage_estimator=NAME.
-
-    Its signature is an AdvantageEstimator's, or that of SkyRL's estimators (see skyrl_style.py).
-    """
-    return advantage_estimators.register(name)
-
-
-def register_policy_loss(name: str) -> Callable[[Any], Any]:
-    """Decorator: make a function available as trainer.algorithm.policy_loss_type=NAME.
-
-    Its signature is a PolicyLoss's, or that of SkyRL's losses (see skyrl_style.py).
-    """
-    return policy_losses.register(name)
-
-
-def register_kl_estimator(name: str) -> Callable[[Any], Any]:
-    """Decorator: make a KLEstimator available as trainer.algorithm.kl_estimator_type=NAME."""
-    return kl_estimators.register(name)
-
-
-def register_reduction(name: str) -> Callable[[Any], Any]:
-    """Decorator: make a Reduction available as trainer.algorithm.loss_reduction=NAME."""
-    return reductions.register(name)
-
-
-def register_sft_loss(name: str) -> Callable[[Any], Any]:
-    """Decorator: make an SFTLoss available as trainer.algorithm.sft.loss_type=NAME."""
-    return sft_losses.register(name)
-
-
 def keywords_of(function: Callable[..., Any]) -> dict[str, bool]:
-    """Keyword-only parameters by name, True where the caller must give a value."""
+    """Keyword-only parameters by name -> whether they are required."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
 
@@ -77,9 +46,9 @@ def keywords_of(function: Callable[..., Any]) -> dict[str, bool]:
 def bind(
     function: Callable[..., Any], what: str, settings: Mapping[str, Any], tensors: frozenset[str]
 ) -> Callable[..., Any]:
-    """`function` with the settings that it names filled in, to be called with `asked_for` tensors.
+    """Bind the settings that `function` takes as keywords; call the result with the tensors of `asked_for`.
 
-    `what` says in messages whose signature it is. Raises ConfigError for a keyword without default that is neither a
+    `what` names the algorithm in error messages. Raises ConfigError for a keyword without default that is neither a
     setting nor one of `tensors`.
     """
     keywords = keywords_of(function)
@@ -93,5 +62,5 @@ def bind(
 
 
 def asked_for(function: Callable[..., Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `tensors` that a bound function names as keywords."""
+    """The subset of `tensors` that a bound function takes as keywords."""
     return {name: tensors[name] for name in keywords_of(function) if name in tensors}

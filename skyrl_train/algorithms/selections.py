@@ -1,8 +1,8 @@
-"""Tokens that a loss treats apart, chosen over a whole mini-batch before its first backward.
+"""Selections: tokens that a loss treats differently, chosen over a whole mini-batch before its first backward.
 
-A choice made within a micro-batch would depend on how the mini-batch was cut. With `selects` a loss declares its
-choice; the learner then scores the mini-batch under the current policy, chooses, and hands each micro-batch its part
-of the `selected` mask. Source of both choices: arXiv:2505.22617.
+A choice made within a micro-batch would depend on how the mini-batch was cut. With `selects`, a loss declares a
+selection; the learner then scores the mini-batch under the current policy, selects, and gives each micro-batch its part
+of the `selected` mask. Both selections here are from arXiv:2505.22617.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def selects(choose: Callable[..., Tensor]) -> Callable[[F], F]:
-    """Decorator of a loss that asks for `selected`: choose(logprobs, old_logprobs, advantages, mask, *, ...) -> [T]."""
+    """Decorator of a loss that takes `selected`: choose(logprobs, old_logprobs, advantages, mask, *, ...) -> [T]."""
 
     def declare(loss: F) -> F:
         loss.choose_tokens = choose  # type: ignore[attr-defined]
@@ -27,13 +27,13 @@ def selects(choose: Callable[..., Tensor]) -> Callable[[F], F]:
 
 
 def selection_of(loss: Callable[..., Any]) -> Callable[..., Tensor] | None:
-    """What a loss declared; None for a loss that treats all tokens alike."""
+    """The selection that a loss declared; None if it treats all tokens alike."""
     found: Callable[..., Tensor] | None = getattr(loss, "choose_tokens", None)
     return found
 
 
 def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """[T] (logprob - its mean) (A - its mean), means over the mask: what drives entropy down. 0 outside."""
+    """[T] (logprob - its mean) (A - its mean), with means over the mask: it drives entropy down. 0 outside the mask."""
     count = mask.sum().clamp(min=1)
 
     def centred(values: Tensor) -> Tensor:
@@ -55,11 +55,11 @@ def choose_clip_cov(
     clip_cov_low: float,
     clip_cov_high: float,
 ) -> Tensor:
-    """[T] bool: a share `clip_cov_ratio` of all tokens, out of those with a covariance in the bounds (see `_share`).
+    """[T] bool: a share `clip_cov_ratio` of all tokens, chosen among those with a covariance in bounds (see `_share`).
 
-    Tokens that PPO clips anyway are left out. The paper draws at random among the candidates; here their own numbers
-    decide (bits of the covariance), so that the choice depends neither on the order of rows nor, but for a tie, on how
-    float32 rounds.
+    Tokens that PPO clips anyway are left out. The paper draws at random among the candidates; here the bits of their
+    covariances decide, so that the choice depends neither on the order of rows nor, except for ties, on float32
+    rounding.
     """
     weights = covariance(logprobs, advantages, mask)
     ratio = (logprobs - old_logprobs).exp()
@@ -80,12 +80,12 @@ def choose_kl_cov(
 
 
 def _share(fraction: float, mask: Tensor) -> int:
-    """This fraction of the tokens that count, rounded down, but at least one token; none for a fraction of 0."""
+    """The number of tokens in this fraction of those that count, rounded down but at least 1; 0 for a fraction of 0."""
     return max(int(fraction * int(mask.sum())), 1) if fraction > 0 else 0
 
 
 def _largest(values: Tensor, number: int) -> Tensor:
-    """[T] bool: the `number` largest values, minus infinity never."""
+    """[T] bool: the `number` largest values, never minus infinity."""
     chosen = torch.zeros_like(values, dtype=torch.bool)
     chosen[values.topk(min(number, len(values))).indices] = True
     return chosen & (values > -torch.inf)

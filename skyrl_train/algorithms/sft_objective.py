@@ -1,4 +1,4 @@
-"""What supervised fine-tuning minimises."""
+"""The objective of supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 
 TENSORS = frozenset({"ref_logprobs", "sequence_ids"})
-"""What supervised losses may ask for by name."""
+"""The tensors that supervised losses may take as keywords."""
 
 
 @dataclass(frozen=True)
 class SFTObjective:
-    """loss = sum_t w_t loss_t over the tokens in loss_mask, w being the batch's `loss_weights`."""
+    """loss = sum_t w_t loss_t over the tokens in loss_mask, where w are the batch's `loss_weights`."""
 
     sft_loss: SFTLoss = sft
 
@@ -29,7 +29,7 @@ class SFTObjective:
     def __call__(
         self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None, mini_batch_tokens: int, metrics: Metrics
     ) -> Tensor:
-        """A scalar to be backpropagated, added over micro-batches and ranks. logprobs [T], nats."""
+        """Return the scalar to backpropagate, to be summed over micro-batches and ranks. logprobs [T], nats."""
         mask, weights = batch.loss_mask, batch.loss_weights
         assert weights is not None, "weights come before the update"
         tensors = {"ref_logprobs": batch.ref_logprobs, "sequence_ids": batch.sequence_ids}

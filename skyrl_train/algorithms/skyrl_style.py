@@ -1,13 +1,13 @@
-"""Losses and estimators written for SkyRL: rectangles (B, L), a configuration, and a reduction of their own.
+"""Adapters for losses and estimators written for SkyRL: they take rectangles (B, L) and reduce the loss themselves.
 
     loss(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None) -> loss, metrics
     estimator(token_level_rewards, response_mask, index, **others) -> (advantages, returns)
 
-They are recognised by the names `log_probs` and `token_level_rewards`; metrics are a clip ratio or a dict with one. A
-loss's scalar counts for its micro-batch in proportion to the weights of the tokens in it. That is exact, whatever the
-micro-batch size, where the scalar is the mean that `loss_reduction` names (token_mean, sequence_mean); for other
-functions the update depends on micro_train_batch_size_per_gpu, as it does in SkyRL. Prompts, what environments say and
-padding have mask 0, and are 0 in every other rectangle.
+They are recognised by their parameters `log_probs` and `token_level_rewards`; metrics are a clip ratio or a dict with
+one. A loss's scalar is weighted by the weights of the tokens in its micro-batch. That is exact for any micro-batch size
+if the scalar is the mean that `loss_reduction` names (token_mean, sequence_mean); for other functions the update
+depends on micro_train_batch_size_per_gpu, as in SkyRL. Prompts, observations and padding have mask 0, and are 0 in
+every other rectangle.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class SkyRLLoss:
         sequence_ids: Tensor,
         rollout_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The function's scalar on every token that counts: weights then add up to the micro-batch's share of it."""
-        if not mask.any():  # a mean over nothing
+        """The function's scalar on every token that counts; the weights then sum to the micro-batch's share of it."""
+        if not mask.any():  # the function would take a mean over nothing
             zeros = torch.where(mask, logprobs, 0.0)
             return zeros, zeros.detach()
         rectangle = _Rectangle(sequence_ids, mask)
@@ -68,7 +68,7 @@ class SkyRLLoss:
 
 @dataclass(frozen=True)
 class SkyRLEstimator:
-    """A SkyRL-style estimator as an AdvantageEstimator. It does not see failed samples: they have no reward."""
+    """A SkyRL-style estimator as an AdvantageEstimator. It does not see failed samples, which have no reward."""
 
     function: Callable[..., Any]
     config: AlgorithmConfig
@@ -89,7 +89,7 @@ class SkyRLEstimator:
         rectangle = _Rectangle(sequence_ids, mask)
         of_tokens = rectangle.of(token_rewards)
         silent = torch.bincount(sequence_ids[mask], minlength=len(rewards)) == 0
-        of_tokens[silent, -1] = rewards[silent].to(of_tokens.dtype)  # kept out of the loss, not out of its group
+        of_tokens[silent, -1] = rewards[silent].to(of_tokens.dtype)  # masked in the loss, but still part of its group
         results = _call(
             self.function,
             token_level_rewards=of_tokens[valid],
@@ -124,7 +124,7 @@ class _Rectangle:
 
 
 def _call(function: Callable[..., Any], **arguments: Any) -> Any:
-    """With those arguments that the function takes."""
+    """Call `function` with those arguments that it takes."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return function(**arguments)

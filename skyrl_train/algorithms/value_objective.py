@@ -1,4 +1,4 @@
-"""What a critic's update minimises: the clipped value loss of one micro-batch, summed to a scalar."""
+"""The objective of a critic's update: the clipped value loss of one micro-batch, summed to a scalar."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from skyrl_train.metrics import Metrics
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """loss = sum_t w_t value_loss_t over the tokens in loss_mask, w being the batch's `loss_weights`."""
+    """loss = sum_t w_t value_loss_t over the tokens in loss_mask, where w are the batch's `loss_weights`."""
 
     value_clip: float
-    """Values move at most this far from those that the advantages were made with."""
+    """Maximum distance of values from those that were used for the advantages; beyond it, the loss is clipped."""
 
     @property
     def wants_entropy(self) -> bool:
@@ -26,9 +26,9 @@ class ValueObjective:
     def __call__(
         self, batch: TrainBatch, values: Tensor, entropy: Tensor | None, mini_batch_tokens: int, metrics: Metrics
     ) -> Tensor:
-        """A scalar to be backpropagated, added over micro-batches and ranks. values [T] are the critic's.
+        """Return the scalar to backpropagate, to be summed over micro-batches and ranks. values [T] are the critic's.
 
-        Values outside loss_mask are not read. `mini_batch_tokens` are those of the whole mini-batch.
+        Values outside loss_mask are not read. `mini_batch_tokens` is the token count of the whole mini-batch.
         """
         mask, weights = batch.loss_mask, batch.loss_weights
         assert batch.values is not None and batch.returns is not None and weights is not None, "set before the update"
@@ -48,7 +48,7 @@ class ValueObjective:
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float | None:
     """1 - Var(returns - values) / Var(returns) over the tokens that count, all [T]; a constant explains 0.
 
-    None where all returns are the same: there is nothing to explain.
+    None if all returns are equal: there is no variance to explain.
     """
     values, returns = values[mask].double(), returns[mask].double()
     if len(returns) == 0 or bool((returns == returns[0]).all()):

@@ -11,7 +11,7 @@ def clipped_value_loss(
 ) -> tuple[Tensor, Tensor]:
     """max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2) / 2, the loss of PPO's reference code.
 
-    All tensors [T]; gradient flows through `values` only. Returns (loss, was_clipped), 0 outside the mask.
+    All tensors are [T]; gradient flows only through `values`. Returns (loss, was_clipped), 0 outside the mask.
     """
     values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
     bounded = old_values + (values - old_values).clamp(-value_clip, value_clip)

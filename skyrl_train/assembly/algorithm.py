@@ -1,4 +1,4 @@
-"""Loss, advantages and corrections, from configuration: every function gets what it asks for by name."""
+"""Loss, advantages and corrections, from configuration: every function gets the arguments that it names."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from skyrl_train.algorithms import advantage_step as advantages, policy_objective as policy, sft_objective as sft
-from skyrl_train.algorithms.advantage_step import AdvantageStep, KLInReward
+from skyrl_train.algorithms import policy_objective as policy, sft_objective as sft
+from skyrl_train.algorithms.advantage_step import TENSORS as ADVANTAGE_TENSORS, AdvantageStep, KLInReward
 from skyrl_train.algorithms.correction_step import OffPolicyCorrection
 from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController
 from skyrl_train.algorithms.policy_objective import PolicyObjective
@@ -41,24 +41,27 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Learning:
-    """What a learner is made for: its loss, and what that needs."""
+    """What a learner trains with: its loss, and everything that the loss needs."""
 
     objective: Objective
     reduction: Callable[..., Tensor]
-    """What a token counts in its mini-batch."""
+    """Gives the tokens of a mini-batch their weights."""
     choose: Choose | None = None
-    """Tokens that the loss treats apart."""
+    """Selects the tokens that the loss treats specially."""
     with_reference: bool = False
     needs_old_logprobs: bool | None = None
-    """See Learner: None where the loss alone reads them."""
+    """See Learner: None if only the loss reads them."""
     critic: Objective | None = None
-    """What a critic minimises, where advantages are made of values."""
+    """The critic's loss, if the advantages need values."""
 
 
 def policy_learning(cfg: Config) -> Learning:
-    """Training with rewards. Raises ConfigError for names that nobody registered, or that ask for what nobody has."""
+    """The settings for training with rewards.
+
+    Raises ConfigError for a name that is not registered, or a function with an argument that does not exist.
+    """
     algorithm = cfg.trainer.algorithm
-    build_advantages(algorithm)  # what is wrong with an estimator must show before engines are started
+    build_advantage_step(algorithm)  # an invalid estimator must raise before engines are started
     objective = build_objective(algorithm)
     return Learning(
         objective=objective,
@@ -71,7 +74,7 @@ def policy_learning(cfg: Config) -> Learning:
 
 
 def sft_learning(cfg: Config) -> Learning:
-    """Supervised fine-tuning."""
+    """The settings for supervised fine-tuning."""
     objective = build_sft_objective(cfg.trainer.algorithm)
     return Learning(objective, build_reduction(cfg), with_reference="ref_logprobs" in keywords_of(objective.sft_loss))
 
@@ -79,7 +82,7 @@ def sft_learning(cfg: Config) -> Learning:
 def build_objective(algorithm: AlgorithmConfig) -> PolicyObjective:
     """The policy loss with its KL and entropy terms.
 
-    Raises ConfigError for a name nobody registered, or for a function that asks for what nobody has.
+    Raises ConfigError for a name that is not registered, or a function with an argument that does not exist.
     """
     loss = policy_losses.get(algorithm.policy_loss_type)
     _refuse_twice_corrected(loss, algorithm)
@@ -99,10 +102,10 @@ def build_objective(algorithm: AlgorithmConfig) -> PolicyObjective:
 
 
 def build_critic_objective(trainer: TrainerConfig) -> ValueObjective | None:
-    """The critic's loss; None where the advantage estimator does not name `values`, or can do without and no model is
-    given for them.
+    """The critic's loss; None if the advantage estimator has no argument `values`.
 
-    Raises ConfigError where it cannot do without, and no model is given.
+    Also None if that argument is optional and no critic model is configured. Raises ConfigError if it is required and
+    no critic model is configured.
     """
     name = trainer.algorithm.advantage_estimator
     estimator = advantage_estimators.get(name)
@@ -129,13 +132,13 @@ def _refuse_twice_corrected(loss: Callable[..., Any], algorithm: AlgorithmConfig
 
 
 def build_sft_objective(algorithm: AlgorithmConfig) -> SFTObjective:
-    """The supervised loss."""
+    """The loss of supervised fine-tuning."""
     name = algorithm.sft.loss_type
     return SFTObjective(bind(sft_losses.get(name), f"sft.loss_type={name}", settings(algorithm), sft.TENSORS))
 
 
 def build_reduction(cfg: Config) -> Callable[..., Tensor]:
-    """What a token counts in its mini-batch."""
+    """The function that gives the tokens of a mini-batch their weights."""
     algorithm, generator = cfg.trainer.algorithm, cfg.generator
     longest = algorithm.max_seq_len or generator.max_input_length + generator.sampling_params.max_generate_length
     what = f"loss_reduction={algorithm.loss_reduction}"
@@ -143,14 +146,14 @@ def build_reduction(cfg: Config) -> Callable[..., Tensor]:
 
 
 def build_choice(algorithm: AlgorithmConfig) -> Choose | None:
-    """The choice of tokens that the policy loss declares."""
+    """The function that selects tokens for the policy loss; None if the loss declares none."""
     choose = selection_of(policy_losses.get(algorithm.policy_loss_type))
     what = f"the selection of policy_loss_type={algorithm.policy_loss_type}"
     return None if choose is None else bind(choose, what, settings(algorithm), frozenset())
 
 
-def build_advantages(algorithm: AlgorithmConfig) -> AdvantageStep:
-    """The advantage estimator, with the KL penalty on rewards where it is asked for."""
+def build_advantage_step(algorithm: AlgorithmConfig) -> AdvantageStep:
+    """The advantage estimator, with the KL penalty on rewards if it is on."""
     kl = None
     if kl_in_reward(algorithm):
         control = algorithm.kl_ctrl
@@ -163,19 +166,19 @@ def build_advantages(algorithm: AlgorithmConfig) -> AdvantageStep:
         estimator = SkyRLEstimator(estimator, algorithm)
     what = f"advantage_estimator={algorithm.advantage_estimator}"
     return AdvantageStep(
-        estimator=bind(estimator, what, settings(algorithm), advantages.TENSORS),
+        estimator=bind(estimator, what, settings(algorithm), ADVANTAGE_TENSORS),
         normalise_batch=algorithm.advantage_batch_normalize,
         kl=kl,
     )
 
 
-def build_corrections(algorithm: AlgorithmConfig) -> list[OffPolicyCorrection]:
-    """What follows the advantages: the off-policy correction, where one is asked for."""
+def build_correction_steps(algorithm: AlgorithmConfig) -> list[OffPolicyCorrection]:
+    """The steps after the advantages: the off-policy correction, if one is on."""
     return [OffPolicyCorrection(correction_of(algorithm))] if corrects(algorithm) else []
 
 
 def correction_of(algorithm: AlgorithmConfig) -> OffPolicyCorrectionConfig:
-    """The correction, with SkyRL's older keys for token-level truncation (`use_tis`) in their place."""
+    """The settings of the correction; SkyRL's older keys for token-level truncation (`use_tis`) are translated."""
     correction = algorithm.off_policy_correction
     if not algorithm.use_tis or correction.tis_ratio_type is not None:
         return correction
@@ -183,7 +186,7 @@ def correction_of(algorithm: AlgorithmConfig) -> OffPolicyCorrectionConfig:
 
 
 def settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """What functions of `algorithms/` may ask for by name and configuration gives."""
+    """Argument name -> value, for the arguments of functions in `algorithms/` that come from the configuration."""
     return {
         "config": algorithm,
         "norm_by_std": algorithm.grpo_norm_by_std,
@@ -208,12 +211,12 @@ def settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    """Whether anything reads the reference model's log-probs: with a coefficient of 0 nothing does."""
+    """Whether anything reads the reference model's log-probs; a KL term with coefficient 0 does not."""
     return kl_in_reward(algorithm) or kl_in_loss(algorithm) or "ref_logprobs" in _estimator_reads(algorithm)
 
 
 def read_before_loss(algorithm: AlgorithmConfig) -> bool:
-    """Whether the trainer's log-probs before the update are read by anything but the loss."""
+    """Whether anything other than the loss reads the trainer's log-probs from before the update."""
     return kl_in_reward(algorithm) or corrects(algorithm) or "old_logprobs" in _estimator_reads(algorithm)
 
 

@@ -1,4 +1,4 @@
-"""How much memory there is, asked without touching an accelerator."""
+"""The amount of memory available, found without touching an accelerator."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 
 def capacity_of(device: str) -> int | None:
-    """Bytes of this machine's smallest accelerator, or of its memory for "cpu" (of the control group where that is
-    less); None where nobody says. Touches no accelerator: a driver has no business there.
+    """Bytes of this machine's smallest accelerator, or for "cpu" of its main memory (of the cgroup's limit if lower).
+
+    None if it cannot be found out. Touches no accelerator: a driver must not allocate memory there.
     """
     if device == "cuda":
         sizes = _accelerators()
@@ -21,7 +22,7 @@ def capacity_of(device: str) -> int | None:
 
 
 def _accelerators() -> list[int]:
-    """MiB of each."""
+    """MiB of every accelerator; empty if nvidia-smi does not answer."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout

@@ -1,4 +1,4 @@
-"""Which rollouts a step trains on: the collector and its samplers, from configuration."""
+"""The collector of rollouts and its samplers, from configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skyrl_train.trainer.schedule import StepSchedule
 
 
 def build_collector(cfg: Config, rollout: Rollout, dataset: PromptDataset, schedule: StepSchedule) -> RolloutCollector:
-    """Rollouts of the training data in the order that the seed gives it."""
+    """A collector that goes through the training data in the order given by the seed."""
     trainer = cfg.trainer
     order = PromptOrder(len(dataset), trainer.seed)
     return RolloutCollector(

@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 
 def build_tokenizer(cfg: Config) -> Any:
-    """The policy's tokenizer, with the chat template that was asked for.
+    """The policy's tokenizer, with the configured chat template.
 
-    Raises ConfigError where conversations of several turns cannot be written with that template.
+    Raises ConfigError if conversations of several turns are configured and the template cannot render them.
     """
     tokenizer = load_tokenizer(cfg.trainer.policy.model.path, use_fast=not cfg.trainer.disable_fast_tokenizer)
     template = cfg.generator.chat_template
@@ -49,7 +49,7 @@ def _chat_template(template: ChatTemplateConfig) -> str:
 
 
 def _check_history(cfg: Config, tokenizer: Any) -> None:
-    """Raises ConfigError where turns would not follow each other as tokens do."""
+    """Raises ConfigError if the template rewrites earlier turns, so that tokens could not be append-only."""
     generator = cfg.generator
     if generator.max_turns == 1 or not generator.use_conversation_multi_turn or generator.step_wise_trajectories:
         return
@@ -72,7 +72,7 @@ def _check_history(cfg: Config, tokenizer: Any) -> None:
 
 
 def build_prompts(cfg: Config, tokenizer: Any, sources: Sequence[str], key: str) -> PromptDataset:
-    """The prompts of `sources` that are short enough; says how many were not."""
+    """The prompts of `sources` that are short enough; logs how many are left out."""
     options = dict(cfg.generator.chat_template_kwargs)
 
     def length(messages: list[Message]) -> int:
@@ -91,10 +91,10 @@ def build_prompts(cfg: Config, tokenizer: Any, sources: Sequence[str], key: str)
 
 
 def build_demonstrations(cfg: Config, tokenizer: Any) -> tuple[list[Demonstration], str]:
-    """Conversations of the `messages` column as tokens, and the fingerprint of them all.
+    """The conversations of the `messages` column as tokens, and a fingerprint of all of them.
 
-    Longer ones than max_prompt_length + max_generate_length are left out, and it is said how many. Raises DataError
-    naming the row for one without messages or without an answer to learn, and when none is left.
+    Those longer than max_prompt_length + max_generate_length tokens are left out; their number is logged. Raises
+    DataError naming the row for a conversation without messages or without an answer to learn, and if none is left.
     """
     limit = cfg.trainer.max_prompt_length + cfg.generator.sampling_params.max_generate_length
     options = dict(cfg.generator.chat_template_kwargs)

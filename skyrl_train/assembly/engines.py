@@ -1,4 +1,4 @@
-"""The inference engines and the one client in front of them, from configuration."""
+"""The inference engines and their client, from configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.assembly.layout import Seats
+from skyrl_train.assembly.layout import RoleSlots
 from skyrl_train.assembly.learner import threads_per_process
 from skyrl_train.cluster.actors import Remote, spawn
 from skyrl_train.cluster.placement import places_of, visible_devices
@@ -29,43 +29,50 @@ from skyrl_train.engines.sampling import check_supported, normalise
 from skyrl_train.errors import ConfigError, EngineError
 
 _NATIVE_SERVERS = {"vllm": VLLMServer, "sglang": SGLangServer}
-"""Engines that bring a server."""
+"""Backends that have a server of their own."""
 
 
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM may be told as max_lora_rank."""
+"""The values that vLLM accepts for max_lora_rank."""
 
 
 def require_installed(backend: str) -> None:
-    """Raises ConfigError naming the extra for an engine that is not installed here."""
+    """Raises ConfigError naming the extra to install, if the backend is not installed here."""
     if backend in INSTALL and importlib.util.find_spec(backend) is None:
         raise ConfigError(f"generator.backend={backend!r} is not installed: {INSTALL[backend]}.")
 
 
 async def build_engines(
-    cluster: Cluster, generator: GeneratorConfig, timeouts: TimeoutsConfig, seats: Seats, device: str
+    cluster: Cluster, generator: GeneratorConfig, timeouts: TimeoutsConfig, role_slots: RoleSlots, device: str
 ) -> list[Remote]:
     """Start all engines at once and wait until they have loaded their weights."""
-    starts = (build_engine(index, cluster, generator, timeouts, seats, device) for index in range(seats.count))
+    starts = (
+        build_engine(index, cluster, generator, timeouts, role_slots, device) for index in range(role_slots.count)
+    )
     return list(await asyncio.gather(*starts))
 
 
 async def build_engine(
-    index: int, cluster: Cluster, generator: GeneratorConfig, timeouts: TimeoutsConfig, seats: Seats, device: str
+    index: int,
+    cluster: Cluster,
+    generator: GeneratorConfig,
+    timeouts: TimeoutsConfig,
+    role_slots: RoleSlots,
+    device: str,
 ) -> Remote:
     """Start engine `index` in its slots and wait until it has loaded its weights."""
-    first = index * seats.stride
+    first = index * role_slots.stride
     devices = None
-    if device == "cuda" and seats.stride > 1:  # its ranks are processes of its own
-        places = await places_of(seats.slots, range(first, first + seats.stride), timeouts.engine_start_s)
+    if device == "cuda" and role_slots.stride > 1:  # its ranks are processes of its own
+        places = await places_of(role_slots.slots, range(first, first + role_slots.stride), timeouts.engine_start_s)
         ranks = generator.inference_engine_tensor_parallel_size
         devices = visible_devices(places, f"generator.inference_engine_tensor_parallel_size={ranks}")
     engine = spawn(
         cluster,
         ENGINES[generator.backend],
         engine_kwargs(generator, device, f"{generator.backend} {index}")
-        | {"threads": threads_per_process(cluster, seats.count, device), "slot": first},
-        slots=seats.slots,
+        | {"threads": threads_per_process(cluster, role_slots.count, device), "slot": first},
+        slots=role_slots.slots,
         index=first,
         name=engine_name(generator, index),
         concurrent=True,
@@ -76,15 +83,16 @@ async def build_engine(
     try:
         engine.know(capabilities=await engine.read("capabilities", timeouts.engine_start_s))
     except BaseException:
-        engine.kill()  # what has not started still holds its slot
+        engine.kill()  # an engine that has not started still occupies its slot
         raise
     return engine
 
 
 async def connect_engine(url: str, cfg: Config) -> RemoteEngine | NativeEngine:
-    """An engine that runs elsewhere: behind our own server, or behind that of vLLM or SGLang (generator.backend).
+    """Connect to an engine that runs elsewhere: behind our server, or that of vLLM or SGLang (generator.backend).
 
-    Raises ConfigError without a token, DeadlineExceeded when nobody answers, EngineError for a server of another kind.
+    Raises ConfigError without a token or for an unknown kind of server, DeadlineExceeded if there is no answer in time,
+    EngineError for a server that is not what its backend says.
     """
     token, generator, timeouts = os.environ.get(API_KEY), cfg.generator, cfg.trainer.timeouts
     if not token:
@@ -109,9 +117,9 @@ async def connect_engine(url: str, cfg: Config) -> RemoteEngine | NativeEngine:
 
 
 def wants_adapter(cfg: Config) -> bool:
-    """Whether engines that can do it are to get the policy's adapter apart from its model.
+    """Whether engines that support it should get the policy's adapter separately instead of merged into the model.
 
-    `auto`: where merging into what they compute with would round most of the adapter away. In float32 it does not, and
+    `auto`: only if merging into the engines' dtype would round most of the adapter away. In float32 it does not, and
     merged weights are served faster.
     """
     lora = cfg.trainer.policy.model.lora
@@ -120,7 +128,7 @@ def wants_adapter(cfg: Config) -> bool:
 
 
 def engine_settings(cfg: Config) -> GeneratorConfig:
-    """`generator`, with what the run's own engines need to take the policy's adapter."""
+    """`generator`, extended by the settings that the run's own engines need to take the policy's adapter."""
     generator, rank = cfg.generator, cfg.trainer.policy.model.lora.rank
     room = next((most for most in _VLLM_RANKS if most >= rank), None)
     if generator.backend != "vllm" or room is None or not wants_adapter(cfg):
@@ -129,12 +137,12 @@ def engine_settings(cfg: Config) -> GeneratorConfig:
 
 
 def weight_folder(cfg: Config) -> str:
-    """Where weights lie that travel through files."""
+    """The folder for weights on the "checkpoint" route."""
     return cfg.generator.weight_sync_folder or str(Path(cfg.trainer.ckpt_path) / "weight_sync")
 
 
 def server_urls(generator: GeneratorConfig) -> list[str]:
-    """Where the engines are, for run_engines_locally=false."""
+    """The URLs of the engines, for run_engines_locally=false."""
     return list(generator.external_server_urls or generator.remote_inference_engine_urls)
 
 
@@ -143,7 +151,7 @@ def engine_name(generator: GeneratorConfig, index: int) -> str:
 
 
 def engine_kwargs(generator: GeneratorConfig, device: str, name: str) -> dict[str, Any]:
-    """What an engine is constructed with."""
+    """The constructor arguments of an engine."""
     common = {
         "model": generator.model_name,
         "dtype": generator.model_dtype,
@@ -170,7 +178,8 @@ def engine_kwargs(generator: GeneratorConfig, device: str, name: str) -> dict[st
 def build_client(engines: Sequence[Any], generator: GeneratorConfig, timeouts: TimeoutsConfig) -> EngineClient:
     """One client for all engines.
 
-    Raises UnsupportedParameter for configured sampling that an engine cannot honour, ConfigError for weight syncs.
+    Raises UnsupportedParameter for configured sampling that an engine does not support, ConfigError for
+    weight_sync_only_changed with an engine that loads whole models only.
     """
     for key in ("sampling_params", "eval_sampling_params"):
         sampling = normalise(getattr(generator, key), f"generator.{key}")

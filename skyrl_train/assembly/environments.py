@@ -1,4 +1,4 @@
-"""Environments from configuration: every one's settings, and the processes they run in. Loads no torch."""
+"""Environments, from configuration: the settings of each, and the processes that they run in. Loads no torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from skyrl_train.errors import ConfigError
 
 
 def environment_settings(cfg: Config) -> dict[str, dict[str, Any]]:
-    """Every environment's `env_config`: its section of environment.skyrl_gym, and what `own` says on top of it.
+    """Name -> `env_config` of every environment: its section of environment.skyrl_gym, updated by its section of `own`.
 
-    All of them have `sandbox`, for the tools they may have.
+    Every one contains `sandbox`, for the tools that the environment may use. Raises ConfigError for a section of `own`
+    that is not a mapping.
     """
     gym = plain(cfg.environment.skyrl_gym)
     own, sandbox = gym.pop("own"), gym.pop("sandbox")
@@ -35,9 +36,9 @@ def environment_settings(cfg: Config) -> dict[str, dict[str, Any]]:
 
 
 def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
-    """Refuse at once what the environments of these rows cannot do here: see `TextEnv.check`.
+    """Check early that the environments of these rows can run here: see `TextEnv.check`.
 
-    Rows may name another environment than environment.env_class, and theirs counts: said once, with their number.
+    The env_class of a row takes precedence over environment.env_class; a note with the number of such rows is printed.
     """
     counts = Counter(prompt.env_class for dataset in datasets if dataset is not None for prompt in dataset.prompts)
     others = {name: count for name, count in counts.items() if name != cfg.environment.env_class}

@@ -1,4 +1,4 @@
-"""Who runs where: slots for the policy, the reference, the critic, the reward model and the engines."""
+"""Assigns slots to the policy, the reference, the critic, the reward model and the engines."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from skyrl_train.config.slots import count_slots, slots_per_engine
 
 
 @dataclass(frozen=True)
-class Seats:
-    """Slots of one role: its i-th member sits in slot `first + i * stride`."""
+class RoleSlots:
+    """The slots of one role: its i-th member occupies slot `i * stride`."""
 
     slots: Slots
     count: int
@@ -21,13 +21,13 @@ class Seats:
 
 @dataclass(frozen=True)
 class Layout:
-    """Seats of every role; None for a role that the run has not got."""
+    """The slots of every role; None for a role that the run does not have."""
 
-    policy: Seats | None
-    reference: Seats | None
-    critic: Seats | None
-    reward: Seats | None
-    engines: Seats | None
+    policy: RoleSlots | None
+    reference: RoleSlots | None
+    critic: RoleSlots | None
+    reward: RoleSlots | None
+    engines: RoleSlots | None
     time_shared: bool
     """Engines and learner take turns on the same slots."""
 
@@ -65,8 +65,8 @@ def place(
             cluster, count=count, tenants=tenants, device=device, total_slots=total, deadline_s=deadline_s, key=key
         )
 
-    def seats(slots: Slots | None, count: int, stride: int = 1) -> Seats | None:
-        return None if slots is None else Seats(slots, count, stride)
+    def slots_of(slots: Slots | None, count: int, stride: int = 1) -> RoleSlots | None:
+        return None if slots is None else RoleSlots(slots, count, stride)
 
     tenants = 1 + counts.reference_colocated + counts.critic_colocated + counts.reward_colocated
     if time_shared:
@@ -74,19 +74,21 @@ def place(
         home = take(total, tenants + 1, keys)
     else:
         home = take(policy, tenants, "trainer.placement.policy_num_gpus_per_node")
-    at_home = seats(home, policy)
+    policy_slots = slots_of(home, policy)
     reference_slots = take(counts.reference, 1, "trainer.placement.ref_num_gpus_per_node")
     critic_slots = take(counts.critic, 1, "trainer.placement.critic_num_gpus_per_node")
     reward_slots = take(counts.reward, 1, "trainer.placement.reward_num_gpus_per_node")
     judged_at_engines = counts.reward_colocated and not with_policy
     engine_slots = home if time_shared else take(engines, 1 + judged_at_engines, "generator.num_inference_engines")
     return Layout(
-        policy=at_home,
-        reference=at_home if counts.reference_colocated else seats(reference_slots, counts.reference),
-        critic=at_home if counts.critic_colocated else seats(critic_slots, counts.critic),
+        policy=policy_slots,
+        reference=policy_slots if counts.reference_colocated else slots_of(reference_slots, counts.reference),
+        critic=policy_slots if counts.critic_colocated else slots_of(critic_slots, counts.critic),
         reward=(
-            (at_home or seats(engine_slots, engines)) if counts.reward_colocated else seats(reward_slots, counts.reward)
+            (policy_slots or slots_of(engine_slots, engines))
+            if counts.reward_colocated
+            else slots_of(reward_slots, counts.reward)
         ),
-        engines=seats(engine_slots, generator.num_inference_engines, stride),
+        engines=slots_of(engine_slots, generator.num_inference_engines, stride),
         time_shared=time_shared,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.assembly.algorithm import Learning
-from skyrl_train.assembly.layout import Layout, Seats
+from skyrl_train.assembly.layout import Layout, RoleSlots
 from skyrl_train.cluster.actors import spawn
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.choices import STRATEGIES
@@ -22,7 +22,7 @@ WORKER = "skyrl_train.learner.worker:LearnerWorker"
 
 
 def threads_per_process(cluster: Cluster, processes: int, device: str) -> int | None:
-    """CPU threads for each of `processes` that compute at the same time; None (torch's choice) with accelerators."""
+    """CPU threads for each of `processes` that compute at the same time; None (torch's default) on accelerators."""
     if device == "cuda":
         return None
     return max(1, int(cluster.cpus) // max(1, processes))
@@ -40,7 +40,7 @@ def build_learner(
     bucket_bytes: int,
     only_changed: bool,
 ) -> Learner:
-    """Spawn the ranks of policy, reference and critic; `Learner.setup` then loads their models."""
+    """Spawn the ranks of policy, reference and critic; `Learner.setup` loads their models later."""
     assert layout.policy is not None
     timeouts = trainer.timeouts
     spec = LearnerSpec(
@@ -66,7 +66,7 @@ def build_learner(
         bucket_bytes=bucket_bytes,
         only_changed=only_changed,
         lora=_lora(trainer.policy.model.lora),
-        **_together(trainer.policy),
+        **_parallel_sizes(trainer.policy),
         compile_layers=trainer.policy.use_torch_compile,
         memory_folder=_memory_folder(trainer),
     )
@@ -91,10 +91,10 @@ def build_learner(
 
 
 def check_same_tokens(policy_path: str, path: str, key: str) -> None:
-    """ConfigError unless the tokenizer of `path` gives every token of the policy's the same id, added ones apart.
+    """Raises ConfigError unless the tokenizer of `path` gives the policy's tokens the same ids, except added tokens.
 
-    Models of one family differ in control tokens that were added later, and in how far their vocabulary is padded. A
-    folder without a tokenizer says nothing, and is taken at its word.
+    Models of one family may differ in control tokens that were added later, and in the padding of their vocabulary. A
+    folder without a tokenizer cannot be checked and is accepted.
     """
     if path == policy_path or not has_tokenizer(path):
         return
@@ -112,7 +112,7 @@ def check_same_tokens(policy_path: str, path: str, key: str) -> None:
 
 
 def _reference(policy: LearnerSpec, trainer: TrainerConfig, threads: int | None) -> LearnerSpec:
-    """Frozen, in the compute dtype."""
+    """The settings of the reference: frozen, in the compute dtype."""
     return replace(
         policy,
         model_path=trainer.ref.model.path,
@@ -125,7 +125,7 @@ def _reference(policy: LearnerSpec, trainer: TrainerConfig, threads: int | None)
         threads=threads,
         model_config_kwargs=trainer.ref.model_config_kwargs,
         lora=None,
-        **_together(trainer.ref),
+        **_parallel_sizes(trainer.ref),
         memory_folder=None,
     )
 
@@ -133,7 +133,7 @@ def _reference(policy: LearnerSpec, trainer: TrainerConfig, threads: int | None)
 def _critic(
     policy: LearnerSpec, trainer: TrainerConfig, threads: int | None, learning: Learning, schedule: StepSchedule
 ) -> LearnerSpec:
-    """A body with a value head, and an optimizer of its own."""
+    """The settings of the critic: a body with a value head, and its own optimizer."""
     critic = trainer.critic
     assert critic.model.path is not None
     return replace(
@@ -149,12 +149,12 @@ def _critic(
         model_config_kwargs=critic.model_config_kwargs,
         value_head=trainer.algorithm.value_head_prefix,
         lora=_lora(critic.model.lora),
-        **_together(critic),
+        **_parallel_sizes(critic),
         memory_folder=None,
     )
 
 
-def _together(section: PolicyConfig | RefConfig | CriticConfig) -> dict[str, Any]:
+def _parallel_sizes(section: PolicyConfig | RefConfig | CriticConfig) -> dict[str, Any]:
     names = ("sequence_parallel_size", "tensor_parallel_size")
     return {name: getattr(section, name) for name in names}
 
@@ -168,7 +168,7 @@ def _lora(settings: LoraConfig) -> LoraConfig | None:
 
 
 def optimizer_steps(trainer: TrainerConfig, schedule: StepSchedule, mini_batch_size: int) -> int:
-    """Length of the learning-rate schedule of a model that is updated on `mini_batch_size` prompts at a time."""
+    """Number of optimizer steps in a run for a model updated on `mini_batch_size` prompts at a time."""
     sizes = (schedule.prompts_of_step(step) for step in range(schedule.total_steps))
     return sum(-(-size // mini_batch_size) for size in sizes) * trainer.update_epochs_per_batch
 
@@ -185,21 +185,23 @@ def batch_sizes(trainer: TrainerConfig) -> BatchSizes:
     )
 
 
-def _group(cluster: Cluster, spec: LearnerSpec, seats: Seats, role: str, timeouts: TimeoutsConfig) -> WorkerGroup:
+def _group(
+    cluster: Cluster, spec: LearnerSpec, role_slots: RoleSlots, role: str, timeouts: TimeoutsConfig
+) -> WorkerGroup:
     return WorkerGroup(
         [
             spawn(
                 cluster,
                 WORKER,
-                {"spec": spec, "rank": rank, "world_size": seats.count},
-                slots=seats.slots,
+                {"spec": spec, "rank": rank, "world_size": role_slots.count},
+                slots=role_slots.slots,
                 index=rank,
                 name=f"{role} rank {rank}",
                 concurrent=False,
                 deadline_s=timeouts.update_s,
                 deadlines=dict.fromkeys(("save", "load", "export"), timeouts.checkpoint_s),
             )
-            for rank in range(seats.count)
+            for rank in range(role_slots.count)
         ],
-        spec.together,
+        spec.parallel_size,
     )

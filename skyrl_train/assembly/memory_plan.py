@@ -1,8 +1,8 @@
-"""Memory before a run: what every slot holds in every phase of a step, from the configuration and the models' shapes.
+"""Predicts the memory of every slot in every phase of a step, from the configuration and the models' shapes.
 
-Parameters, gradients and optimizer state are exact; what is marked as an estimate follows from the formulas of
-memory_shapes.py. Not counted: libraries and the interpreter (0.3 to 1 GiB of host memory a process), the CUDA context
-(about 0.5 GiB) and what the allocator holds in pieces too small to use.
+Parameters, gradients and optimizer state are exact; lines marked as estimates follow from the formulas in
+memory_shapes.py. Not counted: libraries and the interpreter (0.3 to 1 GiB of host memory per process), the CUDA context
+(about 0.5 GiB) and fragmentation.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ from skyrl_train.weight_sync.sender import CPU_BUCKET
 PHASES = ("generating", "scoring", "updating", "syncing")
 _TRAINING = PHASES[1:]
 _HEAD, _LAYERS, _EMBEDDINGS = "head", "layers", "embeddings"
-"""Moments of a pass, of which each has its own peak; roles, too, run their passes one after another."""
+"""Moments of a pass, each with its own peak. Roles run their passes one after another, too."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _DEEPSPEED_BUCKET = 500_000_000
-"""Elements of DeepSpeed's `reduce_bucket_size` where it is not given."""
+"""Elements: DeepSpeed's default for `reduce_bucket_size`."""
 _DEEPSPEED_PREFETCH, _DEEPSPEED_REUSE = 50_000_000, 1_000_000_000
-"""The same of `stage3_prefetch_bucket_size` and `stage3_max_reuse_distance`."""
+"""Elements: DeepSpeed's defaults for `stage3_prefetch_bucket_size` and `stage3_max_reuse_distance`."""
 _CPU_CACHE_BYTES = 4 << 30
-"""What vLLM and SGLang take for keys and values on a CPU at most: see their arguments.py."""
+"""The most that vLLM and SGLang take for keys and values on a CPU: see their arguments.py."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One thing in one slot's memory."""
+class MemoryLine:
+    """One item in the memory of one slot."""
 
     role: str
     what: str
     note: str
     sizes: Mapping[str, int]
-    """Bytes by moment of a pass; under "" all the time."""
+    """Moment of a pass -> bytes; the key "" means all the time."""
     phases: tuple[str, ...] = PHASES
     exact: bool = False
     on_host: bool = False
-    """In the memory of the machine although the slot is an accelerator."""
+    """Whether it is in the host's memory although the slot is an accelerator."""
 
     @property
     def size(self) -> int:
@@ -77,30 +77,31 @@ class Row:
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """What lies in one slot of a kind: the fullest of them."""
+    """The memory of one kind of slot: that of the fullest slot of this kind."""
 
     name: str
     """The roles that share it."""
     count: int
-    rows: tuple[Row, ...]
+    lines: tuple[MemoryLine, ...]
 
     def total(self, phase: str, *, on_host: bool = False, role: str | None = None) -> int:
-        """Bytes at the peak of a phase: what is there all the time, and the moment that needs most."""
-        rows = [row for row in self.rows if phase in row.phases and row.on_host == on_host and role in (None, row.role)]
+        """Bytes at the peak of a phase: everything that is there all the time, plus the moment that needs most."""
         moments: dict[tuple[str, str], int] = {}
-        for row in rows:
-            for moment, size in row.sizes.items():
-                at = (row.role, moment) if moment else ("", "")
+        for line in self.lines:
+            if phase not in line.phases or line.on_host != on_host or role not in (None, line.role):
+                continue
+            for moment, size in line.sizes.items():
+                at = (line.role, moment) if moment else ("", "")
                 moments[at] = moments.get(at, 0) + size
         return moments.pop(("", ""), 0) + max(moments.values(), default=0)
 
     def peak(self, *, on_host: bool = False, role: str | None = None) -> tuple[int, str]:
-        """Bytes, and the phase."""
+        """(bytes, phase) of the phase that needs most."""
         return max((self.total(phase, on_host=on_host, role=role), phase) for phase in PHASES)
 
     @property
     def roles(self) -> list[str]:
-        return list(dict.fromkeys(row.role for row in self.rows))
+        return list(dict.fromkeys(line.role for line in self.lines))
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,11 @@ class _Pass:
     """The largest micro-batch of a rank."""
 
     tokens: int
-    """Prompts that samples share are counted as often as they occur."""
+    """Prompts that samples share count once per sample."""
     scored: int
-    """Of these."""
+    """How many of these tokens are scored."""
     several: bool
-    """Whether there are more of them."""
+    """Whether the rank runs more than one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -123,21 +124,21 @@ class _Model:
     shape: ModelShape
     ranks: int
     parts: int
-    """That every layer is divided into."""
+    """The number of ranks that every layer is divided over (tensor parallelism)."""
     fsdp: FSDPConfig | None
     """For trainer.strategy=fsdp2."""
     zero: DeepSpeedConfig | None
     """For trainer.strategy=deepspeed; neither for single."""
     run: Settings
     leaves: bool
-    """Goes to host memory while engines generate."""
+    """Whether it moves to host memory while engines generate."""
     update: _Pass | None
     """None for a frozen model."""
     score: _Pass
 
     @property
     def shard(self) -> int:
-        """Ranks that one copy of a part is spread over."""
+        """The number of ranks that one copy of a part is sharded over."""
         if self.fsdp is not None and self.fsdp.fsdp_size != -1:
             return self.fsdp.fsdp_size
         return self.ranks // self.parts
@@ -148,23 +149,23 @@ class _Model:
 
     @property
     def reduces_once(self) -> bool:
-        """Gradients over ranks, once an update: see FSDP2Strategy."""
+        """Whether gradients are reduced over ranks once per update: see FSDP2Strategy."""
         return self.fsdp is not None and not (self.run.on_gpu and self.fsdp.reshard_after_forward)
 
-    def rows(self) -> Iterator[Row]:
+    def lines(self) -> Iterator[MemoryLine]:
         if self.zero is not None:
-            yield from self._zero_rows(self.zero)
+            yield from self._zero_lines(self.zero)
         else:
             yield from self._held("parameters", self._parameter_bytes(), self._how_many(self.shard))
         if self.trained and self.zero is None:
             held = numel(self.trained, self.shard)
             yield from self._held("optimizer", 2 * FP32 * held + FP32 * len(self.trained), "AdamW: 2 float32 moments")
-        yield from self._score_rows()
+        yield from self._score_lines()
         if self.update is not None:
-            yield from self._update_rows(self.update)
+            yield from self._update_lines(self.update)
 
-    def _zero_rows(self, zero: DeepSpeedConfig) -> Iterator[Row]:
-        """DeepSpeed holds parameters in the compute dtype, and a float32 copy of this rank's part beside its state."""
+    def _zero_lines(self, zero: DeepSpeedConfig) -> Iterator[MemoryLine]:
+        """DeepSpeed keeps parameters in the compute dtype; with its state, a float32 copy of this rank's part."""
         shard = self.ranks if zero.zero_stage == 3 else 1
         size = self.run.a * -(-numel(self.shape.weights) // shard)
         yield from self._held("parameters", size, self._how_many(shard), zero.offload_parameters, exact=False)
@@ -185,18 +186,18 @@ class _Model:
         parts = f", one of {self.parts} parts of layers" if self.parts > 1 else ""
         return ", ".join(kinds) + parts + (f", over {shard} ranks" if shard > 1 else "")
 
-    def _held(self, what: str, size: int, note: str, offload: bool = False, exact: bool = True) -> Iterator[Row]:
-        """What stays between passes: on the device, or in host memory where it is told to be."""
-        row = Row(self.role, what, note, {"": size}, exact=exact)
+    def _held(self, what: str, size: int, note: str, offload: bool = False, exact: bool = True) -> Iterator[MemoryLine]:
+        """Memory held between passes: on the device, or in host memory if it is offloaded."""
+        line = MemoryLine(self.role, what, note, {"": size}, exact=exact)
         if self.run.on_gpu and (offload or (self.fsdp is not None and self.fsdp.cpu_offload)):
-            yield replace(row, on_host=True)
+            yield replace(line, on_host=True)
         elif self.leaves:
-            yield replace(row, phases=_TRAINING)
-            yield replace(row, phases=("generating",), on_host=True)
+            yield replace(line, phases=_TRAINING)
+            yield replace(line, phases=("generating",), on_host=True)
         else:
-            yield row
+            yield line
 
-    def _update_rows(self, update: _Pass) -> Iterator[Row]:
+    def _update_lines(self, update: _Pass) -> Iterator[MemoryLine]:
         updating, shape, a = ("updating",), self.shape, self.run.a
         whole = self.reduces_once and update.several
         size = FP32 * numel(self.trained, 1 if whole else self.shard)
@@ -204,19 +205,21 @@ class _Model:
         offloads = self.fsdp is not None and self.fsdp.cpu_offload and self.run.on_gpu and not whole
         note = "float32" + (", whole until the last micro-batch" if whole and self.shard > 1 else "")
         exact = self.zero is None
-        yield Row(self.role, "gradients", note, always, updating, exact=exact, on_host=offloads)
-        yield Row(self.role, "gradients under way", "before they are added", self._fresh_gradients(update), updating)
+        yield MemoryLine(self.role, "gradients", note, always, updating, exact=exact, on_host=offloads)
+        yield MemoryLine(
+            self.role, "gradients under way", "before they are added", self._fresh_gradients(update), updating
+        )
         yield from self._gathered(updating)
         saved = saved_bytes(shape, update.tokens, self.run)
         note = f"{update.tokens:,} tokens, " + ("layers' inputs" if self.run.checkpointing else "all layers")
-        yield Row(self.role, "activations", note, {_HEAD: saved, _LAYERS: saved}, updating)
+        yield MemoryLine(self.role, "activations", note, {_HEAD: saved, _LAYERS: saved}, updating)
         again = layer_backward_bytes(shape, update.tokens, self.run)
         what = "a layer, computed again" if self.run.checkpointing else "a layer's gradients"
-        yield Row(self.role, "backward of a layer", what, {_LAYERS: again}, updating)
+        yield MemoryLine(self.role, "backward of a layer", what, {_LAYERS: again}, updating)
         kept = KEPT_CHUNKS[self._device]
         logits = head_backward_bytes(shape, update.scored, a, self._chunk_bytes, kept)
         what, note = _of_head(shape, update.scored, self._chunk_bytes, kept)
-        yield Row(self.role, what, note, {_HEAD: logits}, updating)
+        yield MemoryLine(self.role, what, note, {_HEAD: logits}, updating)
 
     @property
     def _device(self) -> str:
@@ -226,19 +229,19 @@ class _Model:
     def _chunk_bytes(self) -> int:
         return CHUNK_BYTES[self._device]
 
-    def _score_rows(self) -> Iterator[Row]:
+    def _score_lines(self) -> Iterator[MemoryLine]:
         scoring, tokens, scored = ("scoring",), self.score.tokens, self.score.scored
         yield from self._gathered(scoring)
         layer = layer_forward_bytes(self.shape, tokens, self.run)
-        yield Row(self.role, "activations", f"{tokens:,} tokens, one layer", {_LAYERS: layer}, scoring)
+        yield MemoryLine(self.role, "activations", f"{tokens:,} tokens, one layer", {_LAYERS: layer}, scoring)
         logits = head_bytes(self.shape, scored, self.run.a, self._chunk_bytes)
-        yield Row(self.role, *_of_head(self.shape, scored, self._chunk_bytes), {_HEAD: logits}, scoring)
+        yield MemoryLine(self.role, *_of_head(self.shape, scored, self._chunk_bytes), {_HEAD: logits}, scoring)
 
-    def _gathered(self, phases: tuple[str, ...]) -> Iterator[Row]:
-        """Weights as they are computed with, where they are not the parameters themselves.
+    def _gathered(self, phases: tuple[str, ...]) -> Iterator[MemoryLine]:
+        """The weights used in computation, if they are not the parameters themselves.
 
-        Sharded: the root all the time, and of the layers the one that computes, the next one's, and its buffer on the
-        way; all of them where they are not given up after forward. Autocast keeps a copy of all.
+        With sharding: the root all the time, and of the layers the current one, the next one, and the buffer in which
+        that is gathered; all layers if they are not resharded after forward. Autocast keeps a copy of all weights.
         """
         root, layers, layer = numel(self.shape.root), len(self.shape.layers), self.shape.largest_layer
         if self.zero is not None and self.zero.zero_stage == 3:
@@ -253,11 +256,15 @@ class _Model:
         else:
             return
         size = self.run.a * (root + count * layer)
-        yield Row(self.role, "gathered weights", note, dict.fromkeys((_HEAD, _LAYERS, _EMBEDDINGS), size), phases)
+        yield MemoryLine(
+            self.role, "gathered weights", note, dict.fromkeys((_HEAD, _LAYERS, _EMBEDDINGS), size), phases
+        )
 
-    def _gathered_by_zero(self, options: Mapping[str, Any], phases: tuple[str, ...]) -> Row:
-        """ZeRO 3 fetches a bucket ahead, and after forward keeps the last layers: those that backward comes back to
-        before `stage3_max_reuse_distance` elements were passed, which it counts on the way there and back.
+    def _gathered_by_zero(self, options: Mapping[str, Any], phases: tuple[str, ...]) -> MemoryLine:
+        """ZeRO 3 prefetches one bucket, and keeps the last layers after forward.
+
+        It keeps those that backward reuses within `stage3_max_reuse_distance` elements, counted over forward and
+        backward.
         """
         layers = sum(numel(layer) for layer in self.shape.layers)
         ahead = int(options.get("stage3_prefetch_bucket_size", _DEEPSPEED_PREFETCH))
@@ -265,13 +272,15 @@ class _Model:
         elements = min(layers, max(kept, self.shape.largest_layer) + ahead)
         note = f"root and {elements / 1e6:,.1f} M of {layers / 1e6:,.1f} M in layers"
         size = self.run.a * (numel(self.shape.root) + elements)
-        return Row(self.role, "gathered weights", note, dict.fromkeys((_HEAD, _LAYERS, _EMBEDDINGS), size), phases)
+        return MemoryLine(
+            self.role, "gathered weights", note, dict.fromkeys((_HEAD, _LAYERS, _EMBEDDINGS), size), phases
+        )
 
     def _fresh_gradients(self, update: _Pass) -> dict[str, int]:
-        """Of weights, before they are added to the ones above.
+        """Gradients that are just computed and not accumulated yet.
 
-        Where the head is tied, its own waits for that of the embeddings. FSDP2 has those of
-        a whole layer, and reduces them in float32; DeepSpeed collects them in buckets of a fixed size.
+        If the head is tied, its gradient is kept until that of the embeddings. FSDP2 has the gradients of a whole
+        layer, and reduces them in float32; DeepSpeed collects them in buckets of a fixed size.
         """
         shape, a = self.shape, FP32 if self.run.autocast else self.run.a
         head = FP32 * shape.head if shape.head_trained else 0
@@ -299,9 +308,9 @@ def _of_head(shape: ModelShape, scored: int, chunk_bytes: int, kept_chunks: int 
 
 
 def announce(cfg: Config, learning: Learning) -> None:
-    """The plan of a run that begins, a line a role, where the other notes of its start are.
+    """Print the plan of a run that begins, one note per role on stderr.
 
-    A plan that cannot be made stops no run: engines and strategies read free-form settings better than it does.
+    A plan that cannot be made must not stop a run: engines and strategies understand free-form settings better.
     """
     try:
         lines = summary(memory_plan(cfg, capacity_of(cfg.device), learning))
@@ -314,43 +323,43 @@ def announce(cfg: Config, learning: Learning) -> None:
 
 
 def summary(plans: Sequence[SlotPlan]) -> list[str]:
-    """A line a role, to be compared with what a run measures (memory/*)."""
-    lines = []
+    """One line per role, to compare with a run's measurements (memory/*)."""
+    described = []
     for plan in plans:
         for role in plan.roles:
             size, phase = plan.peak(role=role)
-            rows = [row for row in plan.rows if row.role == role and phase in row.phases and not row.on_host]
-            parts = ", ".join(f"{row.what} {row.size / 2**30:.3f}" for row in rows)
-            lines.append(f"memory plan: {role}: {size / 2**30:.3f} GiB a slot at most, while {phase} ({parts})")
-    return list(dict.fromkeys(lines))  # a role may lie in slots of two kinds
+            held = [line for line in plan.lines if line.role == role and phase in line.phases and not line.on_host]
+            parts = ", ".join(f"{line.what} {line.size / 2**30:.3f}" for line in held)
+            described.append(f"memory plan: {role}: {size / 2**30:.3f} GiB a slot at most, while {phase} ({parts})")
+    return list(dict.fromkeys(described))  # a role may have slots of two kinds
 
 
 def memory_plan(cfg: Config, capacity: int | None = None, learning: Learning | None = None) -> list[SlotPlan]:
     """One plan for every kind of slot. `capacity`: bytes of an accelerator, of which vLLM and SGLang take a share.
 
-    Reads the models' configurations, from the hub where they are there. Raises ConfigError for a model that cannot be
-    loaded, and for algorithms as `policy_learning` does.
+    Reads the models' configurations, if necessary from the hub. Raises ConfigError for a model that cannot be loaded,
+    and as `policy_learning` does.
     """
     learning = policy_learning(cfg) if learning is None else learning
     placement, generator = cfg.trainer.placement, cfg.generator
     policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node
-    beside: list[_Model] = [_policy(cfg, policy)]
-    apart: list[_Model] = []
+    colocated: list[_Model] = [_policy(cfg, policy)]
+    dedicated: list[_Model] = []
     if learning.with_reference:
-        together = placement.colocate_policy_ref or placement.colocate_all
-        ranks = policy if together else placement.ref_num_nodes * placement.ref_num_gpus_per_node
-        (beside if together else apart).append(_reference(cfg, ranks, beside[0]))
+        shares = placement.colocate_policy_ref or placement.colocate_all
+        ranks = policy if shares else placement.ref_num_nodes * placement.ref_num_gpus_per_node
+        (colocated if shares else dedicated).append(_reference(cfg, ranks, colocated[0]))
     if learning.critic is not None:
         ranks = policy if placement.colocate_all else placement.critic_num_nodes * placement.critic_num_gpus_per_node
-        (beside if placement.colocate_all else apart).append(_critic(cfg, ranks, beside[0]))
-    reward = tuple(_reward_rows(cfg))
+        (colocated if placement.colocate_all else dedicated).append(_critic(cfg, ranks, colocated[0]))
+    reward = tuple(_reward_lines(cfg))
     local = generator.run_engines_locally
     shared = placement.colocate_all and local
     slots = generator.num_inference_engines * slots_per_engine(generator)
-    engine = tuple(_engine_rows(cfg, capacity, shared)) if local else ()
-    home = [row for model in beside for row in model.rows()]
-    home += _bucket_rows(cfg, _policy_shape(cfg, parts=1), "policy")
-    names = [model.role for model in beside]
+    engine = tuple(_engine_lines(cfg, capacity, shared)) if local else ()
+    home = [line for model in colocated for line in model.lines()]
+    home += _bucket_lines(cfg, _policy_shape(cfg, parts=1), "policy")
+    names = [model.role for model in colocated]
     if reward and placement.colocate_all:
         home += reward
         names.append("reward model")
@@ -359,7 +368,7 @@ def memory_plan(cfg: Config, capacity: int | None = None, learning: Learning | N
         SlotPlan(" + ".join([*names, "engine"]), both, (*home, *engine)),
         SlotPlan(" + ".join(names), policy - both, tuple(home)),
     ]
-    plans += [SlotPlan(model.role, model.ranks, tuple(model.rows())) for model in apart]
+    plans += [SlotPlan(model.role, model.ranks, tuple(model.lines())) for model in dedicated]
     if reward and not placement.colocate_all:
         plans.append(SlotPlan("reward model", placement.reward_num_nodes * placement.reward_num_gpus_per_node, reward))
     if local:
@@ -405,8 +414,8 @@ def _critic(cfg: Config, ranks: int, policy: _Model) -> _Model:
     return _model(cfg, "critic", critic, shape, ranks, policy.run, policy.leaves, mini_batch)
 
 
-def _reward_rows(cfg: Config) -> Iterator[Row]:
-    """Of a replica, which scores a conversation at a time and stays where it is; none without a reward model."""
+def _reward_lines(cfg: Config) -> Iterator[MemoryLine]:
+    """Of one replica, which scores one conversation at a time and is never moved; none without a reward model."""
     reward = cfg.trainer.reward
     if reward.model.path is None:
         return
@@ -414,9 +423,9 @@ def _reward_rows(cfg: Config) -> Iterator[Row]:
     size, tokens = 2 if cfg.trainer.bf16 else FP32, _longest(cfg)
     run = Settings(a=size, autocast=False, on_gpu=cfg.device == "cuda", checkpointing=False, longest=tokens)
     weights = numel(shape.weights)
-    yield Row("reward model", "parameters", f"{weights / 1e6:,.1f} M frozen", {"": size * weights}, exact=True)
+    yield MemoryLine("reward model", "parameters", f"{weights / 1e6:,.1f} M frozen", {"": size * weights}, exact=True)
     layer = {_LAYERS: layer_forward_bytes(shape, tokens, run)}
-    yield Row("reward model", "activations", f"{tokens:,} tokens, one layer", layer, ("generating",))
+    yield MemoryLine("reward model", "activations", f"{tokens:,} tokens, one layer", layer, ("generating",))
 
 
 def _model(
@@ -429,7 +438,7 @@ def _model(
     leaves: bool,
     mini_batch: int | None,
 ) -> _Model:
-    """`mini_batch`: prompts an update; None for a frozen model."""
+    """`mini_batch`: prompts per optimizer step; None for a frozen model."""
     trainer, parts, tokens = cfg.trainer, section.tensor_parallel_size, section.sequence_parallel_size
     update = None
     if mini_batch is not None:
@@ -454,31 +463,31 @@ def _shape(cfg: Config, path: str, key: str, overrides: Mapping[str, Any], **opt
 
 
 def _longest(cfg: Config) -> int:
-    """Tokens of a sequence at most."""
+    """The most tokens that a sequence may have."""
     return cfg.generator.max_input_length + cfg.generator.sampling_params.max_generate_length
 
 
 def _pass(cfg: Config, sequences: int, prompts: int, ranks: int, over: int, parts: int) -> _Pass:
-    """Of `sequences`, or of what max_tokens_per_microbatch lets in, when samples of `prompts` are shared out.
+    """A pass of `sequences`, or of max_tokens_per_microbatch tokens, when the samples of `prompts` are sharded.
 
-    Ranks run a micro-batch together: `over` as many a part of its tokens each, or with `parts` of the layers all of
-    them; either way each has a part of those that are scored.
+    A parallel group of over x parts ranks shares every micro-batch. Each of `over` ranks runs a part of its tokens;
+    each of `parts` ranks runs all of them, with a part of the layers. Either way it scores its share of the tokens.
     """
-    together = over * parts
+    group = over * parts
     trainer, generator, longest = cfg.trainer, cfg.generator, _longest(cfg)
-    share = -(-min(prompts, trainer.train_batch_size) * generator.n_samples_per_prompt * together // ranks)
+    share = -(-min(prompts, trainer.train_batch_size) * generator.n_samples_per_prompt * group // ranks)
     budget = trainer.max_tokens_per_microbatch
     tokens = min(max(budget, longest) if budget else sequences * longest, share * longest)
     # Only where sequences are counted, and have one response each, is it known how much of them is response.
     response = longest if budget or generator.max_turns > 1 else generator.sampling_params.max_generate_length
     scored = tokens * response // longest
-    return _Pass(-(-tokens // over), -(-scored // together), share * longest > tokens)
+    return _Pass(-(-tokens // over), -(-scored // group), share * longest > tokens)
 
 
-def _engine_rows(cfg: Config, capacity: int | None, shared: bool) -> Iterator[Row]:
-    """Weights, and keys and values: what they may take at most.
+def _engine_lines(cfg: Config, capacity: int | None, shared: bool) -> Iterator[MemoryLine]:
+    """The most that weights, keys and values may take.
 
-    Awake, vLLM and SGLang hold a share of an accelerator whatever they need. Asleep, vLLM leaves it altogether, the
+    Awake, vLLM and SGLang hold a share of an accelerator, however much they need. Asleep, vLLM frees all of it; the
     others keep their weights there.
     """
     generator, on_gpu = cfg.generator, cfg.device == "cuda"
@@ -489,20 +498,20 @@ def _engine_rows(cfg: Config, capacity: int | None, shared: bool) -> Iterator[Ro
     weights = -(-numel(shape.weights) * size // parts)
     moves = shared and on_gpu
     note = f"{generator.model_dtype}" + (f", over {parts} slots" if parts > 1 else "")
-    row = Row("engine", "weights", note, {"": weights}, exact=parts == 1)
+    line = MemoryLine("engine", "weights", note, {"": weights}, exact=parts == 1)
     if moves and generator.backend == "vllm":
-        yield replace(row, phases=("generating", "syncing"))
-        yield replace(row, phases=("scoring", "updating"), on_host=True)
+        yield replace(line, phases=("generating", "syncing"))
+        yield replace(line, phases=("scoring", "updating"), on_host=True)
     else:
-        yield row
+        yield line
     note, cache = _cache(cfg, shape, parts, weights, capacity if on_gpu else None)
-    yield Row("engine", "KV cache", note, {"": cache}, ("generating",) if moves else PHASES)
+    yield MemoryLine("engine", "KV cache", note, {"": cache}, ("generating",) if moves else PHASES)
     if _route(cfg) == "broadcast":
-        yield from _bucket_rows(cfg, shape, "engine")
+        yield from _bucket_lines(cfg, shape, "engine")
 
 
 def _cache(cfg: Config, shape: ModelShape, parts: int, weights: int, capacity: int | None) -> tuple[str, int]:
-    """What the keys and values are for, and their bytes in one slot."""
+    """A note on what the keys and values are for, and their bytes in one slot."""
     generator = cfg.generator
     size = 4 if generator.backend == "vllm" and cfg.device == "cpu" else _BYTES[generator.model_dtype]
     per_token = max(1, shape.kv_bytes_per_token(size) // parts)
@@ -527,16 +536,16 @@ def _cache(cfg: Config, shape: ModelShape, parts: int, weights: int, capacity: i
 
 
 def _route(cfg: Config) -> str:
-    """How weights travel, as assembly/publisher.py decides it for engines that can do all of it."""
+    """The route of weight syncs, as assembly/publisher.py chooses it for engines that support all routes."""
     route = cfg.generator.weight_sync_route
     if route != "auto":
         return route
-    beside = cfg.trainer.placement.colocate_all and cfg.generator.run_engines_locally
-    return "ipc" if beside else "broadcast"
+    colocated = cfg.trainer.placement.colocate_all and cfg.generator.run_engines_locally
+    return "ipc" if colocated else "broadcast"
 
 
-def _bucket_rows(cfg: Config, shape: ModelShape, role: str) -> list[Row]:
-    """Two buckets that take turns and stay allocated, and on the trainer the tensor that goes into one."""
+def _bucket_lines(cfg: Config, shape: ModelShape, role: str) -> list[MemoryLine]:
+    """Two buckets that are used in turn and stay allocated, and on the trainer the tensor being copied into one."""
     generator = cfg.generator
     wire = _BYTES[generator.model_dtype]
     limit = int(generator.weight_transfer_threshold_cuda_ipc_GB * 2**30)
@@ -546,8 +555,8 @@ def _bucket_rows(cfg: Config, shape: ModelShape, role: str) -> list[Row]:
     total, largest = numel(shape.weights), max(weight.numel for weight in shape.weights)
     bucket = max(min(limit, wire * total), wire * largest)
     on_host = cfg.device == "cuda" and not on_device
-    rows = [Row(role, "weight-sync buckets", "2, kept", {"": 2 * bucket}, on_host=on_host)]
+    lines = [MemoryLine(role, "weight-sync buckets", "2, kept", {"": 2 * bucket}, on_host=on_host)]
     if role == "policy":
         whole = {"": (FP32 + wire) * largest}
-        rows.append(Row(role, "tensor being sent", "the largest, gathered and cast", whole, ("syncing",)))
-    return rows
+        lines.append(MemoryLine(role, "tensor being sent", "the largest, gathered and cast", whole, ("syncing",)))
+    return lines

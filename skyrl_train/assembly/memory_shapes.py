@@ -1,8 +1,8 @@
-"""Shapes of a model without its weights, and the bytes that a pass over it keeps: arithmetic, nothing is loaded.
+"""Shapes of a model without its weights, and the bytes that a pass over it needs: arithmetic only, nothing is loaded.
 
 Legend: T tokens of a micro-batch, h hidden size, i intermediate size, q = heads x head size, k = key/value heads x head
-size, V vocabulary, a bytes of a number in the compute dtype (`Settings.a`). What is said to be saved is what autograd
-keeps for backward, each tensor once however many operations want it.
+size, V vocabulary, a bytes of a number in the compute dtype (`Settings.a`). "Saved" tensors are those that autograd
+keeps for backward; each counts once, however many operations use it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from skyrl_train.models.ragged_model import RaggedModel, linear_head
 from skyrl_train.models.tensor_parallel import TensorParallel
 
 FP32 = 4
-"""Bytes; also of log-softmax, of norms inside, and of whatever is trained."""
+"""Bytes of a float32: the dtype of log-softmax, of norms internally, and of everything trained."""
 _LOGIT_COPIES = 2
-"""Of a chunk: its logits and their softmax. See models/sampled_logprobs.py."""
+"""Copies of a chunk of logits: the logits and their softmax. See models/sampled_logprobs.py."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter, tied ones once."""
+    """One parameter; tied parameters are a single Weight."""
 
     shape: tuple[int, ...]
     trained: bool = True
@@ -40,12 +40,12 @@ class Weight:
         return math.prod(self.shape)
 
     def shard(self, ranks: int) -> int:
-        """Elements on the fullest of `ranks`: FSDP2 cuts the first dimension into equal pieces, the last is smaller."""
+        """Elements on the fullest of `ranks`: FSDP2 cuts the first dimension into equal pieces, but for the last."""
         return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
 
 
 def numel(weights: Iterable[Weight], ranks: int = 1) -> int:
-    """Elements of all of them on the fullest of `ranks`."""
+    """Elements of all `weights` on the fullest of `ranks`."""
     return sum(weight.shard(ranks) for weight in weights)
 
 
@@ -54,14 +54,14 @@ class ModelShape:
     """A causal language model, or its body with a value head."""
 
     layers: tuple[tuple[Weight, ...], ...]
-    """Of every decoder layer: what a strategy gathers together."""
+    """The weights of every decoder layer: the units in which a strategy gathers them."""
     root: tuple[Weight, ...]
-    """The rest: embeddings, the last norm, the head where it is not tied."""
+    """All other weights: embeddings, the last norm, the head unless it is tied."""
     norms: tuple[int, ...]
     """Widths of one layer's norms."""
     hidden: int
     intermediate: int
-    """Of the experts that a token goes through, together, where there are experts."""
+    """The MLP's width; for a mixture of experts the sum over the experts that a token uses."""
     heads: int
     key_value_heads: int
     head_dim: int
@@ -79,7 +79,7 @@ class ModelShape:
 
     @property
     def largest_layer(self) -> int:
-        """Elements."""
+        """Elements of the largest layer."""
         return max((numel(layer) for layer in self.layers), default=0)
 
     @property
@@ -92,7 +92,7 @@ class ModelShape:
         return any(weight.trained for weight in self.root if weight.shape == (self.vocab, self.hidden))
 
     def kv_bytes_per_token(self, size: int) -> int:
-        """Keys and values of one token in all layers, `size` bytes a number."""
+        """Bytes of one token's keys and values in all layers, with `size` bytes per number."""
         return 2 * len(self.layers) * self.key_value_heads * self.head_dim * size
 
 
@@ -107,10 +107,10 @@ def model_shape(
     critic: bool = False,
     parts: int = 1,
 ) -> ModelShape:
-    """The shapes of what LearnerWorker builds from the same settings, read from the model's configuration alone: what a
-    rank has of them where layers are divided into `parts`.
+    """The shapes of the model that LearnerWorker builds from the same settings, from the model's configuration alone.
 
-    Raises ConfigError naming `key` where there is nothing to load, and for a model that cannot be trained.
+    If layers are divided into `parts`, these are the shapes of one rank's part. Raises ConfigError naming `key` if
+    there is nothing to load, or for a model that cannot be trained.
     """
     config = load_config(path, key=key, overrides=overrides, rope_scaling=rope_scaling, rope_theta=rope_theta)
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
@@ -152,7 +152,7 @@ def model_shape(
 
 @dataclass(frozen=True)
 class _Planned(TensorParallel):
-    """The first rank of a group that nobody has started."""
+    """The first rank of a tensor-parallel group that is never started: for the shapes of its part."""
 
     ranks: int
 
@@ -166,7 +166,7 @@ class _Planned(TensorParallel):
 
 
 def reward_model_shape(path: str, overrides: Mapping[str, Any]) -> ModelShape:
-    """The shapes of what RewardWorker loads, all of them in `root`. Raises ConfigError as `model_shape` does."""
+    """The shapes of the model that RewardWorker loads, all in `root`. Raises ConfigError as `model_shape` does."""
     config = load_config(path, key=REWARD_PATH, overrides=overrides)
     try:
         with torch.device("meta"):
@@ -198,7 +198,7 @@ def _weight(parameter: torch.nn.Parameter) -> Weight:
 
 
 def _norms(layers: Sequence[torch.nn.Module]) -> tuple[int, ...]:
-    """Linear layers have weights of two dimensions."""
+    """The widths of the first layer's norms: its one-dimensional weights (those of linear layers have two)."""
     named = layers[0].named_parameters() if layers else ()
     return tuple(len(weight) for name, weight in named if weight.ndim == 1 and name.endswith("weight"))
 
@@ -213,7 +213,7 @@ def _intermediate(text: Any, experts: int, hidden: int) -> int:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a model is run, as far as it decides what a pass keeps."""
+    """The settings of a model that determine the memory of a pass."""
 
     a: int
     """Bytes of a number in the compute dtype."""
@@ -222,7 +222,7 @@ class Settings:
     on_gpu: bool
     checkpointing: bool
     longest: int
-    """Tokens of a sequence."""
+    """The most tokens that a sequence may have."""
 
     @property
     def stream(self) -> int:
@@ -231,16 +231,16 @@ class Settings:
 
 
 def layer_bytes_per_token(shape: ModelShape, run: Settings) -> int:
-    """Saved of one token in one decoder layer (estimate).
+    """Bytes saved per token in one decoder layer (estimate).
 
-    - each norm over h: its input in float32 (the residual stream itself, or a copy), the normalised input and its
-      output: 12 h where all is float32, 4 h + 2 a h where the stream is narrower; norms over q and k, in models that
-      have them, do not save their output
-    - q, k, v, gate and up read that output; autocast makes each of them a copy instead: 5 a h
-    - attention saves its arguments and its result, 2 q + 2 k numbers, and a float32 log-sum a head; on CPUs the results
-      of runs are then copied together: q more
+    - each norm over h saves its input in float32 (the residual stream itself or a copy), the normalised input and its
+      output: 12 h if all is float32, 4 h + 2 a h if the stream is narrower; norms over q and k, in models that have
+      them, do not save their output
+    - q, k, v, gate and up read that output; with autocast each reads a copy of its own instead: 5 a h
+    - attention saves its arguments and its result, 2 q + 2 k numbers, and a float32 log-sum per head; on CPUs the
+      results of several runs are concatenated by a copy: q more
     - the MLP saves gate, its activation, up, and their product: 4 i; experts also save their input, 2 h each
-    - softcapped scores: up to `longest` a head, of which tanh's, softmax's and their cast are saved
+    - softcapped scores: up to `longest` per head; the results of tanh, softmax and their cast are saved
     """
     a, query, key = run.a, shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
     normed = FP32 + run.stream + (0 if run.autocast else a)
@@ -255,8 +255,10 @@ def layer_bytes_per_token(shape: ModelShape, run: Settings) -> int:
 
 
 def saved_bytes(shape: ModelShape, tokens: int, run: Settings) -> int:
-    """Saved of a micro-batch when its forward is over (estimate): every layer's, or with gradient checkpointing only
-    every layer's input; besides, the last norm, the rotary tables, and the rows that go to the head.
+    """Bytes saved for a micro-batch at the end of its forward (estimate).
+
+    All that every layer saves, or with gradient checkpointing only every layer's input; also the last norm, the rotary
+    tables, and the rows that the head reads.
     """
     of_layer = run.stream * shape.hidden if run.checkpointing else layer_bytes_per_token(shape, run)
     last = shape.hidden * (FP32 + 2 * run.stream) + 2 * shape.head_dim * run.stream
@@ -264,15 +266,17 @@ def saved_bytes(shape: ModelShape, tokens: int, run: Settings) -> int:
 
 
 def layer_backward_bytes(shape: ModelShape, tokens: int, run: Settings) -> int:
-    """What backward through one layer adds (estimate): gradients of the MLP's product and of the residual stream, and
-    with gradient checkpointing all that the layer saves, computed again.
+    """Bytes that backward through one layer adds (estimate).
+
+    Gradients of the MLP's product and of the residual stream; with gradient checkpointing also everything that the
+    layer saves, as it is computed again.
     """
     again = layer_bytes_per_token(shape, run) if run.checkpointing else 0
     return tokens * (again + run.a * shape.intermediate + run.stream * shape.hidden)
 
 
 def layer_forward_bytes(shape: ModelShape, tokens: int, run: Settings) -> int:
-    """Of a pass without gradient (estimate): the MLP's three widest tensors beside the residual stream and a norm."""
+    """Bytes of a layer without gradient (estimate): the MLP's three widest tensors, the residual stream and a norm."""
     return tokens * 3 * (run.a * shape.intermediate + run.stream * shape.hidden)
 
 
@@ -282,9 +286,9 @@ def chunk_rows(shape: ModelShape, chunk_bytes: int) -> int:
 
 
 def head_bytes(shape: ModelShape, scored: int, a: int, chunk_bytes: int) -> int:
-    """What the head adds to a pass (estimate): copies of one chunk of float32 logits, and gradients of hidden rows.
+    """Bytes that the head adds to a pass (estimate): copies of one chunk of float32 logits, gradients of hidden rows.
 
-    A critic's head has a float32 copy of the hidden states instead, and its product with the weight.
+    For a critic's head: a float32 copy of the hidden states, and its product with the weight.
     """
     if not shape.vocab:
         return 2 * scored * shape.hidden * FP32
@@ -293,8 +297,10 @@ def head_bytes(shape: ModelShape, scored: int, a: int, chunk_bytes: int) -> int:
 
 
 def head_backward_bytes(shape: ModelShape, scored: int, a: int, chunk_bytes: int, kept_chunks: int) -> int:
-    """What the head adds to an update (estimate): also the chunks that are kept, a copy where logits are capped, and in
-    half precision a chunk's gradient and its product with the states, before that is added in float32.
+    """Bytes that the head adds to an update (estimate).
+
+    In addition to `head_bytes`: the chunks that are kept, a copy of the logits if they are capped, and in half
+    precision a chunk's gradient and its product with the states, which is then added up in float32.
     """
     size = head_bytes(shape, scored, a, chunk_bytes)
     if not shape.vocab:

@@ -1,4 +1,4 @@
-"""Names that users' code registers, checked once it had the chance to, before anything is started."""
+"""Checks of the names that users' code registers: after it could register them, before anything is started."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ from skyrl_train.config.keys import value_at
 from skyrl_train.config.problems import Problem, raise_all
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import CHOICES, OPEN_TO_PLUGINS
+from skyrl_train.environments.own_classes import why_not_sent
 from skyrl_train.registry import import_plugins, unknown
 
 
 def check_plugins(cfg: Config) -> None:
-    """Import trainer.plugins, and look for every name that is not built in among what was registered.
+    """Import trainer.plugins, and check that every configured name that is not built in was registered.
 
-    Raises ConfigError for a module that cannot be imported, and for names that nobody registered, all at once. Loads
-    torch only for a name that is not built in.
+    Raises ConfigError for a module that cannot be imported, and one for all names that are not registered. Loads torch
+    only for a name that is not built in.
     """
     import_plugins(cfg.trainer.plugins)
     raise_all([*_unregistered(cfg), *_out_of_reach(cfg, [cfg.environment.env_class])])
 
 
 def check_reachable(cfg: Config, env_classes: Iterable[str]) -> None:
-    """Raises ConfigError for environments that rows name and environment processes cannot have."""
+    """Raises ConfigError for environments named by data rows that cannot be sent to environment processes."""
     raise_all(_out_of_reach(cfg, env_classes))
 
 
 def _out_of_reach(cfg: Config, env_classes: Iterable[str]) -> Iterator[Problem]:
-    """Environments and tools of the user's program: the processes in which they run import plugins alone."""
-    if cfg.trainer.plugins:
+    """Environments and tools of the user's program that cannot be sent to the processes in which they run."""
+    if cfg.trainer.plugins:  # environment processes import them too, which may register these names there
         return
     tools = cfg.environment.skyrl_gym.tool_use.tools
     keys = {"environment.env_class": env_classes, "environment.skyrl_gym.tool_use.tools": tools}
     for key, names in keys.items():
         for name in names:
-            if name not in CHOICES[key] and name in _REGISTERED[key]():
-                advice = "It runs in processes of its own, which import trainer.plugins alone."
+            if name not in CHOICES[key] and name in _REGISTERED[key]() and (reason := why_not_sent(name)):
+                advice = f"It runs in processes of its own and cannot be sent there ({reason})."
                 yield Problem(key, name, "registered by a module of trainer.plugins", advice)
 
 

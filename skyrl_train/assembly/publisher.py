@@ -1,4 +1,4 @@
-"""Weights from the trainer to the engines: route, proof, and engines that died on the way."""
+"""Weight syncs from the trainer to the engines: route, checks, and engines that die meanwhile."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from skyrl_train.learner.learner import Learner, WorkerGroup
 from skyrl_train.weight_sync.publish import Probe, WeightPublisher
 
 HALF_PRECISION_PROBE_TOLERANCE = 0.25
-"""nats: bfloat16 engines and trainers round differently in every layer."""
+"""In nats; it is this large because bfloat16 engines and trainers round differently in every layer."""
 
 
 def build_publisher(
     cfg: Config, learner: Learner, client: EngineClient, probe_ids: Sequence[Sequence[int]]
 ) -> WeightPublisher:
-    """Weights to the engines, by the route and with the checks that generator.weight_sync_* name.
+    """The publisher of weights to the engines, with the route and checks that generator.weight_sync_* configure.
 
-    Raises ConfigError for an adapter that an engine cannot take apart from its model.
+    Raises ConfigError if adapters must be synced separately from the model and an engine cannot do that.
     """
     half = cfg.trainer.bf16 or cfg.generator.model_dtype != "float32"
     probe = Probe(
@@ -52,12 +52,15 @@ def build_publisher(
         deadline_s=cfg.trainer.timeouts.weight_sync_s,
         probe=probe if cfg.generator.weight_sync_check == "probe" else None,
         rehearse_first=True,
-        apart=sends_adapter(cfg, client.engines),
+        adapter_only=sends_adapter(cfg, client.engines),
     )
 
 
 def sends_adapter(cfg: Config, engines: Sequence[Any]) -> bool:
-    """Whether adapters go to the engines as such. Raises ConfigError where one must and cannot."""
+    """Whether engines get adapters instead of merged weights.
+
+    Raises ConfigError if that is required (lora.sync=adapter) and an engine cannot take them.
+    """
     lora = cfg.trainer.policy.model.lora
     if not wants_adapter(cfg):
         return False
@@ -73,21 +76,22 @@ def sends_adapter(cfg: Config, engines: Sequence[Any]) -> bool:
 
 
 def weight_route(cfg: Config, engines: Sequence[Any]) -> str:
-    """`auto`: the memory of the machine where each engine has a trainer rank beside it, else the network.
+    """The route that is configured, or for `auto` the fastest one possible.
 
-    Where an engine cannot be reached by the latter, files.
+    "ipc" (shared memory) if each engine is colocated with a trainer rank, else "broadcast" (the network) if every
+    engine supports it, else "checkpoint" (files).
     """
     route, placement = cfg.generator.weight_sync_route, cfg.trainer.placement
     if route != "auto":
         return route
     ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
     engine_slots = cfg.generator.num_inference_engines * slots_per_engine(cfg.generator)
-    beside = (
+    colocated = (
         placement.colocate_all and cfg.generator.run_engines_locally and (cfg.device == "cpu" or engine_slots <= ranks)
     )
     # memfd is Linux's; several nodes on a CPU have only rank 0's memory to offer.
     shares = sys.platform == "linux" and (cfg.device != "cpu" or placement.policy_num_nodes == 1)
-    if beside and shares:
+    if colocated and shares:
         return "ipc"
     return "broadcast" if all("broadcast" in one.capabilities.weight_routes for one in engines) else "checkpoint"
 
@@ -95,11 +99,11 @@ def weight_route(cfg: Config, engines: Sequence[Any]) -> str:
 def supervised_publish(
     base: Services, client: EngineClient, publisher: WeightPublisher
 ) -> Callable[[int], Awaitable[dict[str, float]]]:
-    """The publisher, and after it whatever engine died since the last one, back with the same weights."""
+    """Publishes weights, and then restarts the engines that died since the last time, with the same weights."""
     supervisor = _supervisor(base, client, publisher)
 
     async def publish_to_the_living(version: int) -> None:
-        """After a sync that failed: whoever is left, one by one; some may hold what was meant for a rehearsal."""
+        """After a failed sync: publish to every living engine in turn; some may still hold rehearsal weights."""
         for engine in client.engines:
             try:
                 await publisher.publish_to(engine, version)
@@ -118,7 +122,7 @@ def supervised_publish(
                     if alive:
                         metrics = await publisher.publish(version)
                 except SkyRLError:
-                    await client.health()  # gives up on those that do not answer
+                    await client.health()  # marks engines that do not answer as dead
                     if len(client.engines) == alive:
                         raise
                     await publish_to_the_living(version)
@@ -139,19 +143,21 @@ def supervised_publish(
 
 
 def _supervisor(base: Services, client: EngineClient, publisher: WeightPublisher) -> EngineSupervisor:
-    """Restarts the run's own engines in their slots, or connects anew to those that run elsewhere."""
-    cfg, learner, seats = base.cfg, base.learner, base.layout.engines
+    """Restarts the run's own engines in their slots, and reconnects to engines that run elsewhere."""
+    cfg, learner, role_slots = base.cfg, base.learner, base.layout.engines
     assert learner is not None
     shares_memory = base.layout.time_shared and cfg.device == "cuda"
 
     async def start(name: str) -> Any:
         client.kill(name)
-        if seats is None:
-            return await connect_engine(name, cfg)  # whoever runs the server starts it again
+        if role_slots is None:
+            return await connect_engine(name, cfg)  # restarting a server is up to its operator
         if shares_memory:
             await learner.offload()
-        index = next(i for i in range(seats.count) if engine_name(cfg.generator, i) == name)
-        return await build_engine(index, base.cluster, engine_settings(cfg), cfg.trainer.timeouts, seats, cfg.device)
+        index = next(i for i in range(role_slots.count) if engine_name(cfg.generator, i) == name)
+        return await build_engine(
+            index, base.cluster, engine_settings(cfg), cfg.trainer.timeouts, role_slots, cfg.device
+        )
 
     async def sync(engine: Any) -> None:
         if shares_memory:
@@ -161,7 +167,7 @@ def _supervisor(base: Services, client: EngineClient, publisher: WeightPublisher
         await publisher.publish_to(engine, publisher.version)
 
     async def stop(engine: Any) -> None:
-        await (engine.close() if seats is None else asyncio.to_thread(engine.kill))
+        await (engine.close() if role_slots is None else asyncio.to_thread(engine.kill))
 
     return EngineSupervisor(client, start=start, sync=sync, stop=stop, budget=cfg.generator.max_engine_restarts)
 
@@ -169,7 +175,7 @@ def _supervisor(base: Services, client: EngineClient, publisher: WeightPublisher
 async def score_sequences(
     learner: Learner, group: WorkerGroup, token_ids: Sequence[Sequence[int]]
 ) -> list[list[float]]:
-    """The trainer's log-probs (nats) of every token after its sequence's first, at temperature 1."""
+    """The trainer's log-probs (nats) of all tokens but the first of each sequence, at temperature 1."""
     rows = [Demonstration(list(ids), [False] + [True] * (len(ids) - 1)) for ids in token_ids]
     batch = demonstration_batch(rows)
     values = (await learner.token_scores(group, batch)).tolist()

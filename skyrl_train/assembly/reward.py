@@ -1,10 +1,10 @@
-"""The reward model and the rollouts that it judges, from configuration."""
+"""The reward model and the rollouts that it scores, from configuration."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from skyrl_train.assembly.layout import Seats
+from skyrl_train.assembly.layout import RoleSlots
 from skyrl_train.assembly.learner import threads_per_process
 from skyrl_train.assembly.services import Services
 from skyrl_train.cluster.actors import spawn
@@ -16,14 +16,14 @@ WORKER = "skyrl_train.learner.reward_worker:RewardWorker"
 
 
 def build_reward_model(base: Services) -> RewardModel | None:
-    """Spawn a replica in each of its slots; `RewardModel.setup` then loads them. None without trainer.reward.model."""
-    seats = base.layout.reward
-    if seats is None:
+    """Spawn a replica in each of its slots; `RewardModel.setup` loads them later. None without trainer.reward.model."""
+    role_slots = base.layout.reward
+    if role_slots is None:
         return None
-    return RewardModel([_replica(base, seats, index) for index in range(seats.count)])
+    return RewardModel([_replica(base, role_slots, index) for index in range(role_slots.count)])
 
 
-def _replica(base: Services, seats: Seats, index: int) -> Any:
+def _replica(base: Services, role_slots: RoleSlots, index: int) -> Any:
     trainer, device = base.cfg.trainer, base.cfg.device
     return spawn(
         base.cluster,
@@ -32,10 +32,10 @@ def _replica(base: Services, seats: Seats, index: int) -> Any:
             "path": trainer.reward.model.path,
             "dtype": "bfloat16" if trainer.bf16 else "float32",
             "device": device,
-            "threads": threads_per_process(base.cluster, seats.count, device),
+            "threads": threads_per_process(base.cluster, role_slots.count, device),
             "model_config_kwargs": trainer.reward.model_config_kwargs,
         },
-        slots=seats.slots,
+        slots=role_slots.slots,
         index=index,
         name=f"reward model {index}",
         concurrent=False,
@@ -44,12 +44,12 @@ def _replica(base: Services, seats: Seats, index: int) -> Any:
 
 
 async def start_reward_model(model: RewardModel | None, deadline_s: float) -> None:
-    """Load it, within the deadline."""
+    """Load the reward model, if there is one. Raises DeadlineExceeded if it takes longer than `deadline_s`."""
     if model is not None:
         await model.setup(deadline_s)
 
 
 def judged(cfg: Config, generator: Any, model: RewardModel | None) -> Rollout:
-    """The generator's rollouts, scored by the reward model where there is one."""
+    """The generator's rollouts, scored by the reward model if there is one."""
     rollout: Rollout = generator.rollout
     return rollout if model is None else JudgedRollout(rollout, model.score, cfg.trainer.reward.coef)

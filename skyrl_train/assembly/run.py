@@ -1,4 +1,4 @@
-"""A run put together: cluster, slots, actors, client, environments, and the trainer that drives them."""
+"""Assembles a run: cluster, slots, actors, client, environments, and the trainer that drives them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.assembly import memory_plan
-from skyrl_train.assembly.algorithm import build_advantages, build_corrections, policy_learning
+from skyrl_train.assembly.algorithm import build_advantage_step, build_correction_steps, policy_learning
 from skyrl_train.assembly.collector import build_collector
 from skyrl_train.assembly.engines import build_engines, connect_engine, engine_settings, require_installed, server_urls
 from skyrl_train.assembly.environments import build_environments
@@ -45,14 +45,14 @@ from skyrl_train.trainer.trainer import Trainer
 
 PROBE_SEQUENCES = 4
 PROBE_TOKENS = 64
-"""Size of the log-prob probe: the beginnings of the first training prompts."""
+"""Tokens per sequence of the log-prob probe, whose sequences are the beginnings of the first training prompts."""
 _CLOSE_S = 10.0
-"""What engines have at the end to leave nothing behind."""
+"""Time for engines to clean up at the end of a run."""
 
 
 @dataclass(frozen=True)
 class RunningServices:
-    """`Services` with engines, environments and a reward model where one is configured, all of them started."""
+    """`Services` with engines, environments and, if configured, a reward model, all of them started."""
 
     base: Services
     client: EngineClient
@@ -69,7 +69,7 @@ async def services(
     get_tracker: Callable[[Path], Trackers],
     get_client: Callable[[Sequence[Any]], EngineClient],
 ) -> AsyncIterator[RunningServices]:
-    """Everything that training needs, started; without a training set there is no learner (evaluation only)."""
+    """Start everything that training needs; without a training set there is no learner (evaluation only)."""
     trainer = cfg.trainer
     local = cfg.generator.run_engines_locally
     if local:
@@ -92,7 +92,7 @@ async def services(
         )
         environments = await stack.enter_async_context(build_environments(cfg))
         reward_model = build_reward_model(base)
-        # An engine measures free memory when it starts: what stays on its accelerator is there before.
+        # An engine measures free memory when it starts: whatever stays on its accelerator must be there before that.
         await start_reward_model(reward_model, trainer.timeouts.engine_start_s)
         if base.layout.time_shared and cfg.device == "cuda":
             # For the same reason the learner loads after the engine sleeps.
@@ -109,7 +109,7 @@ async def services(
 
 
 async def _close(client: EngineClient) -> None:
-    """Connections to engines elsewhere, which go on; engines of ours, which are killed after it in any case."""
+    """Close the connections to engines elsewhere, which keep running, and our own engines, which are killed later."""
     with suppress(SkyRLError, ConnectionError, TimeoutError):
         async with asyncio.timeout(_CLOSE_S):
             await client.close()
@@ -117,20 +117,20 @@ async def _close(client: EngineClient) -> None:
 
 async def start_engines(base: Services) -> Sequence[Any]:
     """The run's own engines in their slots, or connections to those that run elsewhere."""
-    generator, timeouts, seats = engine_settings(base.cfg), base.cfg.trainer.timeouts, base.layout.engines
-    if seats is not None:
-        return await build_engines(base.cluster, generator, timeouts, seats, base.cfg.device)
+    generator, timeouts, role_slots = engine_settings(base.cfg), base.cfg.trainer.timeouts, base.layout.engines
+    if role_slots is not None:
+        return await build_engines(base.cluster, generator, timeouts, role_slots, base.cfg.device)
     return await asyncio.gather(*(connect_engine(url, base.cfg) for url in server_urls(generator)))
 
 
 def build_generator(
     cfg: Config, tokenizer: Any, client: Any, environments: EnvironmentHost, *, evaluation: bool
 ) -> ConversationGenerator:
-    """Rollouts for training or for evaluation.
+    """The generator of rollouts for training or for evaluation.
 
-    In synchronous training the first turns of a step go to the engines together, in the order of the data: what is in
-    an engine's batch, and so the last bits of every number, does not depend on timing. With generator.batched that goes
-    for later turns too; without it no conversation waits for another.
+    In synchronous training the first turns of a step are sent to the engines as one batch, in the order of the data. So
+    an engine's batches, and with them the last bits of every number, do not depend on timing. With generator.batched
+    the same holds for later turns; without it no conversation waits for another.
     """
     generator = cfg.generator
     settings = RolloutSettings(
@@ -147,11 +147,11 @@ def build_generator(
         retokenize=generator.retokenize_chat_history,
     )
     limit = generator.rate_limit
-    # Who finishes first can only be told where groups go to the engines on their own, and one that may not begin yet
-    # must not hold up others.
+    # Taking the fastest groups requires that groups run independently, and with a rate limit a group that may not begin
+    # yet must not hold up the others.
     cuts = generator.over_provisioning > 0 and not evaluation
-    apart = cfg.trainer.fully_async.enabled or cuts or limit.enabled
-    sampler = client if apart else Lockstep(client)
+    independent = cfg.trainer.fully_async.enabled or cuts or limit.enabled
+    sampler = client if independent else Lockstep(client)
     return ConversationGenerator(
         sampler,
         environments,
@@ -172,10 +172,10 @@ def build_trainer(
     train_dataset: PromptDataset,
     eval_dataset: PromptDataset | None,
 ) -> Trainer:
-    """The trainer over running services."""
+    """The trainer that uses these running services."""
     base, trainer = running.base, cfg.trainer
     assert base.learner is not None
-    advantages = build_advantages(trainer.algorithm)
+    advantage_step = build_advantage_step(trainer.algorithm)
     schedule = schedule_of(trainer, len(train_dataset))
     collector = build_collector(cfg, judged(cfg, train_generator, running.reward_model), train_dataset, schedule)
     residency: Residency = AlwaysResident()
@@ -190,12 +190,12 @@ def build_trainer(
         intervals=intervals(trainer, schedule),
         collector=collector,
         learner=base.learner,
-        batch_steps=[advantages, *build_corrections(trainer.algorithm)],
+        batch_steps=[advantage_step, *build_correction_steps(trainer.algorithm)],
         publish=supervised_publish(base, running.client, build_publisher(cfg, base.learner, running.client, probe_ids)),
         residency=residency,
         evaluator=build_evaluator(cfg, running, eval_generator, eval_dataset) if eval_dataset else None,
         state=build_state(
-            base, fingerprints_of(trainer, train_dataset.fingerprint), {"kl": advantages, "collector": collector}
+            base, fingerprints_of(trainer, train_dataset.fingerprint), {"kl": advantage_step, "collector": collector}
         ),
         trackers=base.trackers,
         batch_dump=build_batch_dump(trainer),

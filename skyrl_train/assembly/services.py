@@ -1,4 +1,4 @@
-"""What every kind of run stands on: its folder, trackers, cluster, slots and learner."""
+"""The services that every kind of run needs: its folder, trackers, cluster, slots and learner."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from skyrl_train.trainer.trainer import Intervals
 
 @dataclass(frozen=True)
 class Services:
-    """What a run holds: everything that is closed again when it ends."""
+    """The open resources of a run; all of them are closed when it ends."""
 
     cfg: Config
     cluster: Cluster
@@ -40,7 +40,7 @@ class Services:
 
 
 _HOW_SYNCED = frozenset({"lora_sync_path", "sync"})
-"""Of adapters: how engines get them, which may differ from one start of a run to the next."""
+"""LoRA settings for how engines get adapters: these may change when a run is resumed."""
 
 
 def schedule_of(trainer: TrainerConfig, num_prompts: int) -> StepSchedule:
@@ -48,19 +48,19 @@ def schedule_of(trainer: TrainerConfig, num_prompts: int) -> StepSchedule:
 
 
 def fingerprints_of(trainer: TrainerConfig, train_data: str) -> dict[str, str]:
-    """What decides which prompts a step sees: a run goes on only where all of it is as it was."""
+    """Fingerprints of everything that decides which prompts a step sees; a run resumes only if none has changed."""
     return {"train_data": train_data, "data_order": f"seed {trainer.seed}, {trainer.train_batch_size} prompts a step"}
 
 
 def build_trackers(cfg: Config, directory: Path) -> Trackers:
-    """JSONL files in `directory`, and whatever trainer.logger names."""
+    """JSONL files in `directory`, and the trackers that trainer.logger names."""
     trainer = cfg.trainer
     names = [trainer.logger] if isinstance(trainer.logger, str) else list(trainer.logger)
     return make_trackers(names, directory, trainer.project_name, trainer.run_name, redact(plain(cfg)))
 
 
 def run_directory(cfg: Config, fingerprints: Mapping[str, str]) -> RunDirectory:
-    """trainer.ckpt_path, held for this run."""
+    """The run directory for trainer.ckpt_path, with this run's identity."""
     trainer = cfg.trainer
     identity: dict[str, Any] = {
         "project_name": trainer.project_name,
@@ -70,7 +70,7 @@ def run_directory(cfg: Config, fingerprints: Mapping[str, str]) -> RunDirectory:
     }
     if (lora := trainer.policy.model.lora).rank:
         identity["adapters"] = {key: value for key, value in asdict(lora).items() if key not in _HOW_SYNCED}
-    # Evaluation alone keeps its records beside those of a run that trains in the same folder.
+    # An evaluation-only run has a subfolder, so that it does not mix its records with those of a training run.
     path = Path(trainer.ckpt_path) / ("" if fingerprints else "evaluation")
     return RunDirectory(path, identity, resuming=trainer.resume_mode != "none")
 
@@ -87,7 +87,7 @@ async def learner_services(
     with_reward: bool = False,
     get_tracker: Callable[[Path], Trackers],
 ) -> AsyncIterator[Services]:
-    """Folder, trackers, cluster, slots, and a learner that is not yet set up. On exit nothing is left running."""
+    """Folder, trackers, cluster, slots, and a learner that is not set up yet. On exit everything is closed."""
     trainer = cfg.trainer
     with ExitStack() as stack:
         directory = stack.enter_context(run_directory(cfg, fingerprints))
@@ -123,7 +123,7 @@ async def learner_services(
 
 
 async def start_learner(learner: Learner | None, trainer: TrainerConfig) -> None:
-    """Load the trained models, within the deadline."""
+    """Load the learner's models. Raises DeadlineExceeded if that takes more than timeouts.engine_start_s."""
     if learner is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Engines behind HTTP: the endpoint of a run, and engines that do nothing but serve."""
+"""Engines behind HTTP: the endpoint of a run, and serving without a trainer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from skyrl_train.engines.http.wire import API_KEY
 from skyrl_train.errors import EnginesLost, SkyRLError
 
 _POLL_S = 5.0
-"""How often engines that only serve are asked whether they are alive."""
+"""Seconds between health checks of engines that serve without a trainer."""
 
 
 def build_endpoint(cfg: Config, engine: Any, tokenizer: Any, *, control: bool) -> HttpEndpoint:
-    """The endpoint over an engine or a client, to be entered on the loop that they run on.
+    """The endpoint for an engine or a client; enter it on the event loop that they run on.
 
-    `control`: whether who holds the token may also pause engines and change their weights. The token is the
-    environment's SKYRL_API_KEY, never a key of the configuration, which is saved and shown. Raises ConfigError for a
-    host that other machines can reach without one.
+    `control`: whether requests with the token may also pause engines and change their weights. The token comes from
+    SKYRL_API_KEY in the environment, never from the configuration, which is saved and printed. Raises ConfigError for a
+    host that other machines can reach without a token.
     """
     generator = cfg.generator
     return HttpEndpoint(
@@ -44,8 +44,10 @@ def build_endpoint(cfg: Config, engine: Any, tokenizer: Any, *, control: bool) -
 
 
 def check_endpoint(cfg: Config) -> None:
-    """Raises ConfigError for an address that needs a token and has none, or is taken: before engines take minutes to
-    start."""
+    """Raises ConfigError for an address that needs a token and has none, or that is in use.
+
+    To be called before the engines start, which takes minutes.
+    """
     generator = cfg.generator
     if generator.enable_http_endpoint:
         checked_token(os.environ.get(API_KEY), generator.http_endpoint_host)
@@ -53,14 +55,14 @@ def check_endpoint(cfg: Config) -> None:
 
 
 def announce(endpoint: HttpEndpoint) -> None:
-    """One line that says where, and where the token is: never the token itself."""
+    """Print one line with the address and the place of the token, never the token itself."""
     token = f"in {endpoint.token_file}" if endpoint.token_file else f"that of {API_KEY}"
     print(f"Serving {endpoint.model_name} at {endpoint.url}/v1; the token is {token}.", flush=True)
 
 
 @asynccontextmanager
 async def endpoint_of_run(cfg: Config, client: EngineClient, tokenizer: Any) -> AsyncIterator[None]:
-    """The run's engines over HTTP, for sampling only, as long as it lasts; nothing unless the configuration asks."""
+    """Serve the run's engines over HTTP, for sampling only, while inside; does nothing unless it is configured."""
     if not cfg.generator.enable_http_endpoint:
         yield
         return
@@ -73,10 +75,10 @@ async def endpoint_of_run(cfg: Config, client: EngineClient, tokenizer: Any) -> 
 async def serving(
     cfg: Config, cluster: Cluster, tokenizer: Any, get_client: Callable[[Sequence[Any]], EngineClient]
 ) -> AsyncIterator[EngineClient]:
-    """Cluster, engines and the endpoint over them, without a trainer; yields the client of the engines.
+    """Start the cluster, the engines and their endpoint, without a trainer; yields the client of the engines.
 
-    One engine is served itself, so that a trainer elsewhere can send it weights; several are served as one, without
-    the routes that concern a single engine.
+    A single engine is served directly, so that a trainer elsewhere can send it weights. Several engines are served
+    through their client, without the routes for a single engine.
     """
     trainer, generator = cfg.trainer, cfg.generator
     check_endpoint(cfg)
@@ -100,10 +102,13 @@ async def serving(
 
 
 async def until_none_lives(client: EngineClient, poll_s: float = _POLL_S) -> NoReturn:
-    """Raises EnginesLost with the causes once every engine is dead; an engine that hangs is after rollout_s."""
+    """Wait until every engine is dead, then raise EnginesLost with the causes.
+
+    An engine that hangs counts as dead after rollout_s.
+    """
     while client.engines:
         await asyncio.sleep(poll_s)
-        with suppress(SkyRLError):  # the client notes who died, and why
+        with suppress(SkyRLError):  # the client records which engines died, and why
             await client.health()
     causes = "; ".join(f"{name}: {reason}" for name, reason in client.dead.items())
     raise EnginesLost(f"No engine is alive, so nothing is served any more. {causes}")

@@ -1,4 +1,4 @@
-"""Ray actors as thin shells round plain classes, and what a driver holds of them: both ends of a call."""
+"""Ray actors as thin shells around plain classes, and the driver's handles to them: both ends of a call."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from skyrl_train.errors import DeadlineExceeded, SkyRLError, WorkerDied
 from skyrl_train.registry import load_object
 
 NODE_ADDRESS = "SKYRL_NODE_ADDRESS"
-"""In an actor's environment: where other nodes reach its own."""
+"""Environment variable of an actor: the address at which other nodes reach its node."""
 
 
 class _Shell:
-    """Holds one object of any class; one call at a time."""
+    """An actor with one object of any class; it runs one call at a time."""
 
     def __init__(self, target: str, kwargs: Mapping[str, Any], plugins: Sequence[str], devices: str | None):
         if devices is not None:
@@ -43,7 +43,7 @@ class _Shell:
 
 
 class _AsyncShell(_Shell):
-    """Holds one object with coroutine methods; many calls at a time."""
+    """An actor with one object whose methods are coroutines; it runs many calls at a time."""
 
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # type: ignore[override]
         result = getattr(self._object, method)(*args, **kwargs)
@@ -51,10 +51,10 @@ class _AsyncShell(_Shell):
 
 
 class Remote:
-    """A plain object in another process: `await remote.method(...)` runs there.
+    """A handle to an object in another process: `await remote.method(...)` runs the method there.
 
-    An exception raised there is raised here as itself. Death of the process raises `died`; silence longer than
-    `deadline_s` raises DeadlineExceeded naming the process and the method.
+    An exception raised there is raised here with its own type. If the process dies, `died` is raised; a call that takes
+    longer than `deadline_s` raises DeadlineExceeded naming the process and the method.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Remote:
         died: type[SkyRLError] = WorkerDied,
         deadlines: Mapping[str, float] | None = None,
     ):
-        """`deadlines`: methods that have one of their own."""
+        """`deadlines`: method -> deadline, for methods that do not have `deadline_s`."""
         self._deadlines = dict(deadlines or {})
         self._handle = handle
         self._name = name
@@ -77,7 +77,7 @@ class Remote:
         return self._name
 
     def know(self, **attributes: Any) -> None:
-        """Attributes of the object that never change, to be read here without a call."""
+        """Store constant attributes of the object here, to be read without a call."""
         self.__dict__.update(attributes)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
@@ -91,14 +91,15 @@ class Remote:
         return call
 
     async def call_within(self, deadline_s: float, method: str, *args: Any, **kwargs: Any) -> Any:
-        """A call with a deadline of its own."""
+        """Call a method with a given deadline."""
         return await self._wait(self._handle.call.remote(method, args, kwargs), method, deadline_s)
 
     async def read(self, attribute: str, deadline_s: float) -> Any:
-        """An attribute's value; the first one waits for the constructor."""
+        """Read an attribute; the first call waits for the constructor."""
         return await self._wait(self._handle.read.remote(attribute), "start", deadline_s)
 
     def kill(self) -> None:
+        """Kill the process."""
         ray.kill(self._handle, no_restart=True)
 
     async def _wait(self, reference: Any, method: str, deadline_s: float) -> Any:
@@ -116,7 +117,7 @@ class Remote:
 
 
 def _first_cause(error: RayActorError) -> str:
-    """The line of Ray's message that says why: a constructor's exception, or how the process ended."""
+    """The line of Ray's message with the cause: a constructor's exception, or how the process ended."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "Error" in line and not line.startswith(("File", "The actor"))]
     return (named or lines or ["no reason given"])[-1]
@@ -136,10 +137,10 @@ def spawn(
     devices: str | None = None,
     deadlines: Mapping[str, float] | None = None,
 ) -> Remote:
-    """Start "module:Class"(**kwargs) in slot `index`. Returns at once: the first call waits for the constructor.
+    """Start an actor with "module:Class"(**kwargs) in slot `index`; returns without waiting for the constructor.
 
-    `devices`: accelerators of several slots that it uses (placement.visible_devices), instead of that of its own.
-    `deadlines`: methods with another one than `deadline_s`.
+    `concurrent`: for classes with coroutine methods. `devices`: the accelerators of all slots that it uses
+    (placement.visible_devices), instead of only that of slot `index`. `deadlines`: see Remote.
     """
     shell = ray.remote(_AsyncShell if concurrent else _Shell)
     handle: Any = shell.options(
@@ -153,7 +154,7 @@ def spawn(
     return Remote(handle, name, deadline_s, died, deadlines)
 
 
-def spawn_apart(
+def spawn_anywhere(
     cluster: Cluster,
     target: str,
     kwargs: Mapping[str, Any],
@@ -162,7 +163,7 @@ def spawn_apart(
     name: str,
     deadline_s: float,
 ) -> Remote:
-    """As `spawn`, with coroutine methods, wherever Ray finds room for `options` (`ray.remote`'s: num_cpus, ...)."""
+    """Like `spawn` with concurrent=True, but not in a slot: Ray places it according to `options` (num_cpus, ...)."""
     handle: Any = ray.remote(_AsyncShell).options(**options).remote(target, dict(kwargs), cluster.plugins, None)
     cluster.owns_actor(handle)
     return Remote(handle, name, deadline_s)

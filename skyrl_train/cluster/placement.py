@@ -1,4 +1,4 @@
-"""Slots: placement-group bundles, each with the accelerator (or share of CPUs) that one rank or engine runs on."""
+"""Slots: placement-group bundles, each with the accelerator (or share of CPUs) for one rank or engine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.errors import ConfigError, DeadlineExceeded
 
-_TO_ASK = 0.001
-"""Of an accelerator, for a task that only asks which one it is: fits beside tenants."""
+_GPU_SHARE = 0.001
+"""Share of an accelerator for a task that only finds out which one it is; small enough to fit besides the tenants."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Slots:
     group: PlacementGroup
     count: int
     cpus: float
-    """Reserved by each slot, shared by its tenants."""
+    """CPUs reserved by each slot, shared by its tenants."""
     gpus: float
     tenants: int
 
 
 def cpus_per_slot(cluster_cpus: float, total_slots: int) -> float:
-    """What a CPU slot reserves: one CPU, or less on a small cluster; a share stays for driver and environments."""
+    """CPUs that a CPU slot reserves: one, or less on a small cluster; a share is left for driver and environments."""
     return round(min(1.0, cluster_cpus / (total_slots + 1)), 3)
 
 
@@ -39,10 +39,10 @@ def reserve(
 ) -> Slots:
     """Reserve `count` slots, packed onto as few nodes as possible.
 
-    `total_slots` counts every slot of the run, so that all of them together fit the CPUs. `key` names the configuration
-    that asked, for the error.
+    `total_slots`: of the whole run, so that all of its slots fit the CPUs. `key`: the configuration key that needs the
+    slots, for the error message.
 
-    Raises ConfigError when the cluster has not got them within `deadline_s` seconds.
+    Raises ConfigError if the cluster does not provide them within `deadline_s` seconds.
     """
     gpus = 1.0 if device == "cuda" else 0.0
     cpus = 1.0 if gpus else cpus_per_slot(cluster.cpus, total_slots)
@@ -66,13 +66,13 @@ def reserve(
 async def places_of(slots: Slots, indices: Sequence[int], deadline_s: float) -> list[tuple[str, str]]:
     """Node and accelerator (an entry of CUDA_VISIBLE_DEVICES there) of each of these slots.
 
-    A part of each must be free: that of the tenant for whom it is asked. Raises DeadlineExceeded.
+    A share of each slot must be free: that of the tenant that will use it. Raises DeadlineExceeded.
     """
     asked = [
         ray.remote(_place)
         .options(
             num_cpus=0,
-            num_gpus=_TO_ASK,
+            num_gpus=_GPU_SHARE,
             scheduling_strategy=PlacementGroupSchedulingStrategy(slots.group, placement_group_bundle_index=index),
         )
         .remote()
@@ -90,9 +90,9 @@ def _place() -> tuple[str, str]:
 
 
 def visible_devices(places: Sequence[tuple[str, str]], key: str) -> str:
-    """CUDA_VISIBLE_DEVICES of a process that uses all of these places, in their order.
+    """CUDA_VISIBLE_DEVICES for a process that uses all of these (node, accelerator) places, in order.
 
-    Raises ConfigError, which names `key`, when they lie on several nodes.
+    Raises ConfigError naming `key` if they are on several nodes.
     """
     nodes = sorted({node for node, _ in places})
     if len(nodes) > 1:

@@ -1,4 +1,4 @@
-"""A Ray cluster for the length of a run: the one that RAY_ADDRESS names, or one of our own."""
+"""A Ray cluster for the duration of a run: the one at RAY_ADDRESS, or one of our own."""
 
 from __future__ import annotations
 
@@ -38,33 +38,36 @@ _OWN_CLUSTER_ENV = {
     # Keep CUDA_VISIBLE_DEVICES as it is for actors without a GPU (Ray's announced future default).
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray runs workers at nice 15. Here they do the work: at a lower priority than everything else on a machine, the
-    # threads of one matrix product wait for whichever of them was pre-empted.
+    # Ray runs workers at nice 15. But they do the actual work here: at a lower priority than everything else on the
+    # machine, all threads of a matrix product wait for the one that was pre-empted.
     "RAY_worker_niceness": "0",
-    # Spinning for a pre-empted thread took a step from 1.3 s to 10-44 s on a busy machine; a quiet one gains little.
+    # Do not start a worker for every CPU: `Cluster` starts as many as it will use.
+    "RAY_prestart_worker_first_driver": "0",
+    # Spinning for a pre-empted thread slowed a step from 1.3 s to 10-44 s on a busy machine; it rarely gains much.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 OBJECT_STORE_BYTES = 2 << 30
-"""Batches pass through it one by one; Ray's own default is 30 % of memory."""
+"""Enough, as batches pass through it one by one; Ray's own default is 30 % of memory."""
 _OWN_SETTINGS = {
     "include_dashboard": False,
     "object_store_memory": OBJECT_STORE_BYTES,
     "logging_level": logging.WARNING,
 }
+_PRELOAD = "RAY_preload_python_modules"
 _NOTICES = "ray._private.authentication.authentication_token_setup"
-"""Of Ray's loggers, the one that warns at every start that access to it needs a token."""
+"""Ray's logger that warns at every start that access needs a token."""
 _CHOOSES_PYTHON = ("RAY_RUNTIME_ENV_HOOK", "RAY_JOB_CONFIG_JSON_ENV_VAR")
-"""Variables of who has a say in the workers' Python: a hook, and a job that was submitted to the cluster."""
+"""Variables that mean that the workers' Python is chosen elsewhere: by a hook, or by a job submitted to the cluster."""
 LONGEST_START_S = 60.0
-"""After which the next one does not wait for it."""
+"""How long a start may hold up the start of the next run's Ray."""
 STARTS = 4
-"""Ray's node process gives its helpers 15 s to start, whatever the machine (ray-project/ray#65983): not enough on busy
-cores when they are imported for the first time. They are faster the next time."""
+"""How often starting Ray is tried. Its node process gives its helpers only 15 s to start (ray-project/ray#65983), which
+is too short for a first import on busy cores; the next attempt is faster."""
 
 
 @contextmanager
 def importing(module: str) -> Iterator[None]:
-    """Import it in another thread meanwhile."""
+    """Import `module` in another thread while inside the block."""
     with ThreadPoolExecutor(1, "importing") as thread:
         imported = thread.submit(importlib.import_module, module)
         yield
@@ -72,11 +75,11 @@ def importing(module: str) -> Iterator[None]:
 
 
 def _settle(drivers_python: bool) -> None:
-    """Set what Ray has read when it was imported: a user's own main may have done that before us.
+    """Change settings that Ray read from the environment on import, as a user's program may have imported it before us.
 
-    Its hook for `uv run` copies the working tree and builds an environment anew for the workers, without what was
-    installed beside the lock file: off where they run the driver's Python, unless RAY_ENABLE_UV_RUN_RUNTIME_ENV asks
-    for it. Lines of several workers that look alike are shown, not counted ("repeated 2x across cluster").
+    Ray's hook for `uv run` copies the working tree and builds a new environment for the workers, without packages that
+    are not in the lock file. It is off if workers run the driver's Python, unless RAY_ENABLE_UV_RUN_RUNTIME_ENV is set.
+    Equal log lines of several workers are printed, not counted ("repeated 2x across cluster").
     """
     ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = _asks_for_uv_hook(default=not drivers_python)
     ray_logging.RAY_DEDUP_LOGS = ray_constants.env_bool("RAY_DEDUP_LOGS", False)
@@ -92,20 +95,20 @@ def _prefix() -> str:
 
 
 def _start_own(settings: Mapping[str, Any]) -> None:
-    """Start Ray on this machine, again where it was too slow. Raises what Ray raised the last time."""
+    """Start Ray on this machine; if it is too slow, try again. Raises Ray's exception of the last attempt."""
     before = psutil.Process().children(recursive=True)
     for attempt in range(1, STARTS + 1):
         failure = _start(settings)
         if failure is None:
             return
-        _remove_what_was_started(before)
+        _kill_started_processes(before)
         if "timed out during startup" not in str(failure) or attempt == STARTS:
             raise failure
         log.warning("Ray did not start in time; starting it again, %d of %d.", attempt + 1, STARTS)
 
 
 def _start(settings: Mapping[str, Any]) -> Exception | None:
-    """Why it failed, without the frames that hold on to what was started."""
+    """Start Ray; returns its exception if it fails, without frames that would keep the started processes' handles."""
     try:
         with _one_at_a_time():
             ray.init(address="local", **(_OWN_SETTINGS | dict(settings)))
@@ -114,8 +117,8 @@ def _start(settings: Mapping[str, Any]) -> Exception | None:
     return None
 
 
-def _remove_what_was_started(before: Sequence[psutil.Process]) -> None:
-    """Ray forgets the processes of a start that failed."""
+def _kill_started_processes(before: Sequence[psutil.Process]) -> None:
+    """Kill the processes of a failed start, which Ray does not do."""
     ray.shutdown()
     left = [child for child in psutil.Process().children(recursive=True) if child not in before]
     for child in left:
@@ -123,13 +126,13 @@ def _remove_what_was_started(before: Sequence[psutil.Process]) -> None:
             child.kill()
     psutil.wait_procs(left, timeout=10)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # of its handles to them
+        warnings.simplefilter("ignore", ResourceWarning)  # from Ray's handles to these processes
         gc.collect()
 
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Runs that begin together start their Rays one after the other: at once, each takes too long. Ends with us."""
+    """Make concurrent runs start Ray one after the other: simultaneous starts take too long. The lock ends with us."""
     path = Path(tempfile.gettempdir()) / f"skyrl-train-ray-start-{os.getuid()}.lock"
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "w") as lock:
         deadline = time.monotonic() + LONGEST_START_S
@@ -143,22 +146,37 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 _users: weakref.WeakSet[Cluster] = weakref.WeakSet()
-"""Of the connection that one of them made in this process: that one, and those with actors or slots over it."""
+"""The Clusters that use this process's connection: the one that made it, and those with actors or slots."""
 _guards: list[Guard] = []
-"""Of that connection's Ray, where it is our own: one or none."""
+"""The guard of our own Ray, if there is one."""
 
 
 class Cluster:
-    """Connects on enter; on exit kills what this run started, gives its slots back and disconnects.
+    """Connects on enter; on exit kills this run's actors, releases its slots and disconnects.
 
-    Of several in one process the last one disconnects; none does where Ray was there before them.
-    A cluster that we started ourselves ends with its driver, also after kill -9; see guard.py.
+    If there are several in one process, the last one disconnects; none does if Ray was initialised before them. A
+    cluster that we started ourselves ends with its driver, even after kill -9; see guard.py.
     """
 
-    def __init__(self, plugins: Sequence[str] = (), settings: Mapping[str, Any] | None = None):
-        """`settings`: arguments of `ray.init`, over ours; its "address" over RAY_ADDRESS."""
+    def __init__(
+        self,
+        plugins: Sequence[str] = (),
+        settings: Mapping[str, Any] | None = None,
+        *,
+        workers: int = 0,
+        preload: Sequence[str] = (),
+    ):
+        """
+        Args:
+            plugins: Modules that actors import before they create their object.
+            settings: Arguments of `ray.init` that override ours; its "address" overrides RAY_ADDRESS.
+            workers: How many worker processes of our own cluster to start in advance, for later actors.
+            preload: Modules that these import in advance, unless RAY_preload_python_modules names others.
+        """
         self._plugins = tuple(plugins)
         self._settings = dict(settings or {})
+        self._workers = workers
+        self._preload = tuple(preload)
         self._actors: list[ActorHandle] = []
         self._groups: list[PlacementGroup] = []
 
@@ -167,7 +185,7 @@ class Cluster:
         return self
 
     def connect(self) -> None:
-        """Nothing when that is done. In the main thread: Ray's processes end with the thread that started them."""
+        """Connect, unless connected. For the main thread: Ray's processes end with the thread that started them."""
         if ray.is_initialized():
             return
         _users.clear()
@@ -177,16 +195,26 @@ class Cluster:
             self._join(address, settings)
         else:
             _settle(drivers_python=True)
-            os.environ.update({key: os.environ.get(key, value) for key, value in _OWN_CLUSTER_ENV.items()})
+            ours = _OWN_CLUSTER_ENV | ({_PRELOAD: ",".join(self._preload)} if self._preload else {})
+            os.environ.update({key: os.environ.get(key, value) for key, value in ours.items()})
             _start_own(settings)
+            self.start_workers()
             _guards.append(Guard())
         _users.add(self)
 
-    def _join(self, address: str, settings: Mapping[str, Any]) -> None:
-        """Connect to a cluster that somebody else started. Raises ConfigError where its nodes have not got our Python.
+    def start_workers(self) -> None:
+        """Start the worker processes of later actors in advance, without waiting: their imports take seconds.
 
-        A job that was submitted to the cluster, a hook of the user's and a driver outside of the cluster (`ray://`)
-        keep whatever Python their workers have.
+        This submits one task per process: Ray starts a worker for each, and actors take over idle workers.
+        """
+        for _ in range(self._workers):
+            ray.remote(_prefix).options(num_cpus=0).remote()
+
+    def _join(self, address: str, settings: Mapping[str, Any]) -> None:
+        """Connect to an existing cluster. Raises ConfigError if its nodes do not have the driver's Python.
+
+        With a job submitted to the cluster, a user's hook, or a driver outside of the cluster (`ray://`), workers keep
+        the Python that they have.
         """
         chosen_elsewhere = address.startswith("ray://") or any(os.environ.get(name) for name in _CHOOSES_PYTHON)
         drivers_python = not chosen_elsewhere and not _asks_for_uv_hook()
@@ -206,7 +234,7 @@ class Cluster:
             self._check_nodes(address)
 
     def _check_nodes(self, address: str) -> None:
-        """Start a worker on every node: one that cannot start is tried again for ever."""
+        """Start a worker on every node, as Ray would retry forever if one cannot start. Raises ConfigError."""
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         asked = [
             ray.remote(_prefix)
@@ -248,19 +276,22 @@ class Cluster:
 
     @property
     def connected(self) -> bool:
-        """Whether Ray is there, whoever started it."""
+        """Whether this process is connected to Ray, even if not by a Cluster."""
         return bool(ray.is_initialized())
 
     @property
     def cpus(self) -> float:
+        """CPUs of the whole cluster."""
         return float(ray.cluster_resources().get("CPU", 0.0))
 
     @property
     def gpus(self) -> float:
+        """GPUs of the whole cluster."""
         return float(ray.cluster_resources().get("GPU", 0.0))
 
     @property
     def nodes(self) -> int:
+        """Number of living nodes."""
         return sum(bool(node["Alive"]) for node in ray.nodes())
 
     @property
@@ -268,12 +299,12 @@ class Cluster:
         return self._plugins
 
     def owns_actor(self, actor: ActorHandle) -> None:
-        """Kill it when the run ends."""
+        """Register an actor to be killed when the run ends."""
         self._use()
         self._actors.append(actor)
 
     def owns_group(self, group: PlacementGroup) -> None:
-        """Remove it when the run ends."""
+        """Register a placement group to be removed when the run ends."""
         self._use()
         self._groups.append(group)
 
@@ -282,7 +313,7 @@ class Cluster:
             _users.add(self)
 
     def _modules(self) -> dict[str, Any]:
-        """The part of a runtime environment that takes users' modules to nodes that do not share our disk."""
+        """The part of a runtime environment that copies users' modules to nodes that do not share our disk."""
         roots = {name.partition(".")[0] for name in self._plugins}
         found = [importlib.util.find_spec(root) for root in sorted(roots)]
         files = [Path(spec.origin) for spec in found if spec is not None and spec.origin is not None]

@@ -26,6 +26,13 @@ class SlotCounts:
     """Engines and learner take turns on the same slots."""
 
     @property
+    def processes(self) -> int:
+        """Ranks and replicas, those included that share the policy's slots."""
+        sharing = self.reference_colocated + self.critic_colocated + self.reward_colocated
+        own = self.policy + self.reference + self.critic + self.reward + self.engines
+        return own + sharing * (self.policy or self.engines)
+
+    @property
     def total(self) -> int:
         if self.time_shared:
             return max(self.policy, self.engines)

@@ -1,8 +1,8 @@
-"""The ragged training batch: sequences laid end to end, no padding.
+"""The ragged training batch: sequences concatenated without padding.
 
 Legend: T tokens of all sequences (prompt and response), B sequences.
 Alignment: value i of a token-level tensor belongs to token i. `logprobs[i]` is the log-probability of input_ids[i]
-given what precedes it in its own sequence; a sequence's first token has none (mask 0, value 0).
+given the preceding tokens of its own sequence; a sequence's first token has none (mask 0, value 0).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SEQUENCE_FIELDS = (
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Token level [T], sequence level [B]; optional tensors are None until somebody computed them.
+    """Token-level tensors are [T], sequence-level ones [B]; optional tensors are None until they are computed.
 
     Example: sequences (5 6 | 7 2) and (5 6 | 8): input_ids=[5,6,7,2,5,6,8], position_ids=[0,1,2,3,0,1,2],
     loss_mask=[0,0,1,1,0,0,1], offsets=[0,4,7], prompt_lengths=[2,2].
@@ -57,9 +57,9 @@ class TrainBatch:
     position_ids: Tensor
     """[T] int64, restarting at 0 in every sequence."""
     loss_mask: Tensor
-    """[T] bool: sampled tokens of sequences that count."""
+    """[T] bool: sampled tokens of sequences that did not fail."""
     offsets: Tensor
-    """[B+1] int64: sequence b is tokens offsets[b]:offsets[b+1]."""
+    """[B+1] int64: sequence b consists of tokens offsets[b]:offsets[b+1]."""
     prompt_lengths: Tensor
     """[B] int64"""
     group_ids: Tensor
@@ -67,11 +67,11 @@ class TrainBatch:
     rewards: Tensor
     """[B] float32"""
     temperature: Tensor
-    """[B] float32: what the rollout was sampled at; log-probs are taken at the same."""
+    """[B] float32: the sampling temperature; log-probs are computed at the same temperature."""
     status: Tensor
     """[B] bool: False for failed sequences, whose loss_mask is all 0."""
     min_versions: Tensor
-    """[B] int64 weight version of the oldest sampled token."""
+    """[B] int64: weight version of the oldest sampled token."""
     max_versions: Tensor
     """[B] int64"""
     rollout_logprobs: Tensor | None = None
@@ -81,43 +81,43 @@ class TrainBatch:
     ref_logprobs: Tensor | None = None
     """[T] float32 nats"""
     values: Tensor | None = None
-    """[T] float32: the critic's, of the state before each token."""
+    """[T] float32: the critic's value of the state before each token."""
     advantages: Tensor | None = None
     """[T] float32"""
     returns: Tensor | None = None
-    """[T] float32: what the critic learns to predict."""
+    """[T] float32: the critic's targets."""
     token_rewards: Tensor | None = None
     """[T] float32: a turn's reward on the last token sampled in it; sums to `rewards` over a sequence."""
     loss_weights: Tensor | None = None
-    """[T] float64: what a token counts in its mini-batch (see algorithms/reductions.py)."""
+    """[T] float64: a token's weight in the loss of its mini-batch (see algorithms/reductions.py)."""
     importance_weights: Tensor | None = None
-    """[T] float32: what an off-policy correction multiplies the policy loss by."""
+    """[T] float32: factor of an off-policy correction on the policy loss."""
     selected: Tensor | None = None
-    """[T] bool: tokens that a loss treats apart (see algorithms/selections.py)."""
+    """[T] bool: tokens that a loss treats differently (see algorithms/selections.py)."""
     episode_ids: Tensor | None = None
-    """[B] int64: equal for the sequences of one episode, which then is one sample: rewards, advantages, statistics and
-    reductions count it once. None: every sequence is an episode."""
+    """[B] int64: equal for the sequences of one episode. Such an episode is a single sample: rewards, advantages,
+    statistics and reductions count it once. None: every sequence is an episode."""
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
 
     @property
     def lengths(self) -> Tensor:
-        """[B] tokens of each sequence, prompt included."""
+        """[B] number of tokens of each sequence, including the prompt."""
         return self.offsets[1:] - self.offsets[:-1]
 
     @property
     def sequence_ids(self) -> Tensor:
-        """[T] the sequence that each token belongs to."""
+        """[T] the sequence to which each token belongs."""
         return torch.repeat_interleave(torch.arange(len(self), device=self.offsets.device), self.lengths)
 
     @property
-    def episodes(self) -> Episodes:
-        """The samples of this batch: its sequences, or those of an episode together."""
+    def episodes(self) -> EpisodeIndex:
+        """The samples of this batch: its sequences, or groups of sequences that belong to one episode."""
         if self.episode_ids is None:
-            return Episodes(torch.arange(len(self), device=self.offsets.device), self.sequence_ids, len(self))
+            return EpisodeIndex(torch.arange(len(self), device=self.offsets.device), self.sequence_ids, len(self))
         ids, of_sequence = self.episode_ids.unique(return_inverse=True)
-        return Episodes(of_sequence, of_sequence[self.sequence_ids], len(ids))
+        return EpisodeIndex(of_sequence, of_sequence[self.sequence_ids], len(ids))
 
     def per_token(self, per_sequence: Tensor) -> Tensor:
         """[B] -> [T], each sequence's value on all of its tokens."""
@@ -155,20 +155,20 @@ class TrainBatch:
         return TrainBatch(**{name: value if value is None else value.to(device) for name, value in moved.items()})  # type: ignore[arg-type]
 
     def repeated_prompts(self) -> Tensor:
-        """[B] how many tokens a sequence begins with that the sequence before it begins with too: its prompt, or 0."""
+        """[B] length of the prompt that a sequence shares with the sequence before it, or 0 if their prompts differ."""
         ends = (self.offsets[:-1] + self.prompt_lengths).tolist()
         prompts = [self.input_ids[start:end] for start, end in zip(self.offsets.tolist(), ends, strict=False)]
         same = [False, *(torch.equal(one, other) for one, other in pairwise(prompts))]
         return torch.where(torch.tensor(same[: len(self)]), self.prompt_lengths, 0)
 
     def split(self, *, max_sequences: int | None = None, token_budget: int | None = None) -> list[TrainBatch]:
-        """Micro-batches in order, closed before a bound is passed; a sequence longer than the budget stands alone."""
+        """Consecutive micro-batches within both bounds; a sequence longer than the budget gets its own micro-batch."""
         return [self.select(rows) for rows in pack(self.lengths.tolist(), max_sequences, token_budget)]
 
     def shard(self, ranks: int, cost: Tensor | None = None) -> list[list[int]]:
-        """Rows for each of `ranks`, balanced by `cost` [B] (tokens where None): longest first onto the lightest rank.
+        """Rows of each rank, balanced by `cost` [B] (default: tokens): the most expensive first, to the lightest rank.
 
-        A rank may get none when there are fewer sequences than ranks.
+        If there are fewer sequences than ranks, some ranks get none.
         """
         weights = (self.lengths if cost is None else cost).tolist()
         load = [0.0] * ranks
@@ -180,7 +180,7 @@ class TrainBatch:
         return [sorted(of_rank) for of_rank in rows]
 
     def padded(self, per_token: Tensor, fill: float = 0.0) -> Tensor:
-        """[T] -> (B, longest sequence), right-padded with `fill`, for whoever truly needs a rectangle."""
+        """[T] -> (B, longest sequence), right-padded with `fill`, for code that needs a rectangle."""
         width = int(self.lengths.max()) if len(self) else 0
         rectangle = per_token.new_full((len(self), width), fill)
         rectangle[self.sequence_ids, self.position_ids] = per_token
@@ -188,8 +188,8 @@ class TrainBatch:
 
 
 @dataclass(frozen=True)
-class Episodes:
-    """E samples of B sequences and T tokens."""
+class EpisodeIndex:
+    """Maps the B sequences and T tokens of a batch to its E samples."""
 
     of_sequence: Tensor
     """[B] int64, 0..E-1"""
@@ -198,18 +198,18 @@ class Episodes:
     count: int
 
     def first(self, per_sequence: Tensor) -> Tensor:
-        """[B] -> [E], of a value that the sequences of an episode have in common."""
+        """[B] -> [E], for a value that all sequences of an episode share."""
         result = per_sequence.new_zeros(self.count)
         return result.index_copy(0, self.of_sequence, per_sequence)
 
     def sums(self, per_token: Tensor) -> Tensor:
-        """[T] -> [E]"""
+        """[T] -> [E], summed within samples."""
         zeros = torch.zeros(self.count, dtype=per_token.dtype, device=per_token.device)
         return zeros.index_add(0, self.of_token, per_token)
 
 
 MAX_REACH = 4
-"""Attention keeps keys and values for all that a row sees, also for tokens that are computed once: this bounds them."""
+"""Bounds the keys and values of attention, which are kept for all tokens of a row, including shared ones."""
 
 
 def pack(
@@ -218,10 +218,11 @@ def pack(
     token_budget: int | None,
     repeated: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Consecutive rows into bins bounded by a number of sequences and of tokens, whichever is reached first.
+    """Pack consecutive rows into bins, each bounded by a number of sequences and a number of tokens.
 
-    repeated: tokens that a row costs less where the row before it is in the same bin. With them, whole rows may come to
-    MAX_REACH times the budget.
+    Args:
+        repeated: Number of tokens that each row saves if the row before it is in the same bin. With it, the full
+            lengths in a bin may sum to MAX_REACH times the budget.
     """
     bins: list[list[int]] = []
     used = whole = 0
@@ -239,7 +240,7 @@ def pack(
 
 
 def cat(batches: Sequence[TrainBatch]) -> TrainBatch:
-    """Sequences of several batches after one another; an optional tensor must be in all of them or in none."""
+    """Concatenate batches; an optional tensor must be in all of them or in none."""
     joined: dict[str, Tensor | None] = {}
     for name in (*TOKEN_FIELDS, *SEQUENCE_FIELDS):
         values = [getattr(batch, name) for batch in batches]
@@ -251,10 +252,10 @@ def cat(batches: Sequence[TrainBatch]) -> TrainBatch:
 
 
 def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
-    """Groups to one ragged batch on the CPU: trajectories in group order, group_ids counting groups.
+    """Collate groups into one ragged batch on the CPU, in group order; group_ids number the groups.
 
-    Failed trajectories keep their place with an all-zero loss mask: row counts and groups stay what they were. An
-    episode with restarts is several rows next to each other, with one of `episode_ids` and its whole reward in each.
+    Failed trajectories keep their place with an all-zero loss mask, so that row counts and groups do not change. An
+    episode with restarts becomes several adjacent rows with the same `episode_ids` and the whole reward in each.
     """
     trajectories = [(index, item) for index, group in enumerate(groups) for item in group.trajectories]
     rows = [
@@ -300,7 +301,7 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
 
 
 def _token_rewards(item: Trajectory) -> list[float]:
-    """[L] each turn's reward on the last token sampled until its end; what else the reward holds, on the very last."""
+    """[L] each turn's reward on the last token sampled up to its end; any remaining reward on the very last one."""
     sampled = [index for index, counts in enumerate(item.loss_mask) if counts]
     rewards = [0.0] * len(item.response_ids)
     if not sampled:

@@ -1,8 +1,8 @@
-"""Conversations -> token ids, where whoever wrote a message can only ever write text.
+"""Conversations -> token ids, such that no message can inject control tokens.
 
-A chat template marks turns with control tokens (`<|im_start|>`, `<|eot_id|>`, ...). A tokenizer finds those in a
-rendered string wherever they stand, so a prompt that spells one could end its own turn or speak as the system. Here
-control tokens come from the template alone; spelt in a message they are encoded as the characters they are.
+A chat template marks turns with control tokens (`<|im_start|>`, `<|eot_id|>`, ...). A tokenizer finds these anywhere in
+a rendered string, so a prompt that spells one could end its own turn or speak as the system. Here control tokens come
+only from the template; if a message spells one, it is encoded as plain characters.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ PRIVATE_USE = range(0xE000, 0xF8FF)
 def render_prompt(
     tokenizer: Any, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Ids of `messages` and the header of the answer: `apply_chat_template(messages, add_generation_prompt=True)`.
+    """Ids of `messages` and the answer's header, as by `apply_chat_template(messages, add_generation_prompt=True)`.
 
-    The ids are the same unless a message spells a control token. Raises DataError when the template refuses them.
+    The ids differ from it only if a message spells a control token. Raises DataError if the template rejects them.
     """
     chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
     return chat.encode(chat.text(len(messages), open_answer=True))
@@ -40,21 +40,23 @@ def render_continuation(
     *,
     verbatim: bool = False,
 ) -> list[int] | None:
-    """Ids between the last answer and the next: the end of its turn, what was said to it, the next one's header.
+    """Ids between the last answer and the next one: the end of its turn, the messages after it, the next header.
 
-    `answers` are the places in `messages` of what the model wrote. It is kept as tokens elsewhere, so a stand-in is
-    rendered for it; `verbatim` renders the texts themselves, for templates that treat some (reasoning) apart.
+    `answers` are the indices in `messages` of the model's own answers. Their tokens are kept elsewhere, so a
+    placeholder is rendered for each; `verbatim` renders their texts, for templates that handle some text (reasoning)
+    specially.
 
-    None where the template no longer writes what it wrote before the last answer, or the answer itself, as it did.
-    Raises DataError when it refuses the messages.
+    Returns None if the template now renders the messages before the last answer, or the answer itself, differently.
+    Raises DataError if it rejects the messages.
     """
     if not verbatim:
         used = set().union(*_strings(messages))
-        stand_in = next((chr(code) for code in PRIVATE_USE if chr(code) not in used), None)
-        if stand_in is None:
+        placeholder = next((chr(code) for code in PRIVATE_USE if chr(code) not in used), None)
+        if placeholder is None:
             raise DataError("the messages of a conversation must leave two private-use characters unused.")
         messages = [
-            {**message, "content": stand_in} if place in answers else message for place, message in enumerate(messages)
+            {**message, "content": placeholder} if place in answers else message
+            for place, message in enumerate(messages)
         ]
     chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
     between = chat.after_answer(answers[-1])
@@ -62,9 +64,9 @@ def render_continuation(
 
 
 def rewrites_history(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> bool:
-    """Whether the template writes earlier turns differently once a conversation goes on, as some drop old reasoning.
+    """Whether the template renders earlier turns differently once a conversation continues; some drop old reasoning.
 
-    Raises DataError when it does not take a conversation of user and assistant.
+    Raises DataError if it rejects a conversation of user and assistant.
     """
     for answer in ("sure", "<think>\nwell\n</think>\n\nsure"):
         turns = ("user", "one"), ("assistant", answer), ("user", "two"), ("assistant", answer), ("user", "three")
@@ -76,13 +78,13 @@ def rewrites_history(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | N
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Ids of text that nothing is put around; control tokens spelt in it are the characters they are."""
+    """Ids of text without any template; control tokens spelt in it are encoded as plain characters."""
     chat = _Chat.of(tokenizer, [{"role": "user", "content": text}], None)
     return chat.encode(chat.messages[0]["content"])
 
 
 def plain_text(message: Message) -> str:
-    """A message's words, without whatever else it may hold."""
+    """The text of a message, without its other content."""
     content = message["content"]
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
@@ -90,14 +92,14 @@ def plain_text(message: Message) -> str:
 
 
 def is_control(tokenizer: Any, token: int) -> bool:
-    """Whether it is a token that no text can be."""
+    """Whether a token is a control token, which no text encodes to."""
     return token in _controls(tokenizer).ids
 
 
 def render_messages(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Ids of `messages` as they are, for a model that reads and does not answer.
+    """Ids of `messages` without an answer's header, for a model that reads but does not answer.
 
-    Raises DataError when the template refuses them.
+    Raises DataError if the template rejects them.
     """
     chat = _Chat.of(tokenizer, messages, None)
     return chat.encode(chat.text(len(messages)))
@@ -106,14 +108,14 @@ def render_messages(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
 def render_conversation(
     tokenizer: Any, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> tuple[list[int], list[bool]]:
-    """Ids of a finished conversation, and which of them the assistant has to produce: (ids [L], mask [L]).
+    """Ids of a finished conversation, and a mask of those that the assistant must produce: (ids [L], mask [L]).
 
-    The mask covers what stands between an answer's header and the end of its turn, the token that ends the turn
-    included (a model that never learns it never stops), and nothing after that token, such as ChatML's line break.
-    Headers and answers are encoded apart, as they are in a rollout.
+    The mask covers the text between an answer's header and the end of its turn, including the token that ends the turn
+    (a model that never learns it never stops), but nothing after that token, such as ChatML's line break. Headers and
+    answers are encoded separately, as in a rollout.
 
-    Raises DataError when the template rewrites earlier turns once later ones follow (some drop old reasoning): split
-    such a conversation into one row per answer.
+    Raises DataError if the template rewrites earlier turns when later ones follow (some drop old reasoning): split such
+    a conversation into one row per answer.
     """
     chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
     whole = chat.text(len(messages))
@@ -142,7 +144,7 @@ def render_conversation(
 def render_header(
     tokenizer: Any, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Ids of the answer's header after a conversation. Raises DataError where the template changes what came before."""
+    """Ids of the answer's header after a conversation. Raises DataError if the template changes earlier messages."""
     chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
     before, after = chat.text(len(messages)), chat.text(len(messages), open_answer=True)
     if not after.startswith(before):
@@ -156,8 +158,8 @@ class _Controls:
 
     strings: tuple[str, ...]
     ids: frozenset[int]
-    spelt: re.Pattern[str]
-    """Finds any of them, the longest first."""
+    pattern: re.Pattern[str]
+    """Matches any of them, the longest first."""
 
 
 _CONTROLS: WeakKeyDictionary[Any, _Controls] = WeakKeyDictionary()
@@ -169,28 +171,28 @@ def _controls(tokenizer: Any) -> _Controls:
         named |= {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         strings = tuple(sorted(named, key=len, reverse=True))
         pattern = "|".join(map(re.escape, strings)) or r"(?!)"
-        ids = frozenset(named.values()) - {tokenizer.unk_token_id}  # any text can be unknown
+        ids = frozenset(named.values()) - {tokenizer.unk_token_id}  # ordinary text can encode to it
         _CONTROLS[tokenizer] = _Controls(strings, ids, re.compile(pattern))
     return _CONTROLS[tokenizer]
 
 
 @dataclass(frozen=True)
 class _Chat:
-    """Messages ready to render: control tokens spelt in them are replaced by a stand-in, a private-use character round
-    the token's number, which templates pass through like any other text."""
+    """Messages ready to render: each control token spelt in them is replaced by its number between two private-use
+    characters, which templates pass through like any other text."""
 
     tokenizer: Any
     messages: list[Any]
     options: dict[str, Any]
     controls: _Controls
     mark: str | None
-    """The private-use character, or None when no message spells a control token."""
+    """The private-use character, or None if no message spells a control token."""
 
     @classmethod
     def of(cls, tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any] | None) -> _Chat:
         controls = _controls(tokenizer)
         mark = None
-        if any(controls.spelt.search(text) for text in _strings(messages)):
+        if any(controls.pattern.search(text) for text in _strings(messages)):
             used = set().union(*_strings(messages))
             mark = next((chr(code) for code in PRIVATE_USE if chr(code) not in used), None)
             if mark is None:
@@ -199,7 +201,7 @@ class _Chat:
         return cls(tokenizer, list(messages), dict(options or {}), controls, mark)
 
     def text(self, count: int, open_answer: bool = False) -> str:
-        """The first `count` messages as the template writes them, stand-ins included."""
+        """The first `count` messages as the template renders them, with their replacements."""
         try:
             return self.tokenizer.apply_chat_template(
                 self.messages[:count], tokenize=False, add_generation_prompt=open_answer, **self.options
@@ -208,9 +210,9 @@ class _Chat:
             raise DataError(f"the chat template does not take these messages: {error}") from error
 
     def after_answer(self, place: int) -> str | None:
-        """What is rendered after the answer at `place`, with a header for the next; None where the rest was changed.
+        """The rendered text after the answer at `place`, with a header for the next; None if the rest has changed.
 
-        Templates may put blanks before an answer and take those round it away: these are not looked at.
+        White space around an answer is ignored: templates may insert or strip it.
         """
         answer = self.messages[place]["content"]
         before, after = self.text(place, open_answer=True), self.text(len(self.messages), open_answer=True)
@@ -234,7 +236,7 @@ class _Chat:
         return ids
 
     def _plain(self, control: str) -> list[int]:
-        """A control token's characters. Where the vocabulary has it as an ordinary word too, one by one."""
+        """The ids of a control token's characters; encoded one by one if the vocabulary also has it as a word."""
         for pieces in ([control], list(control)):
             ids = [
                 id
@@ -260,7 +262,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 def _replaced(value: Any, controls: _Controls, mark: str) -> Any:
     if isinstance(value, str):
-        return controls.spelt.sub(lambda found: f"{mark}{controls.strings.index(found[0])}{mark}", value)
+        return controls.pattern.sub(lambda found: f"{mark}{controls.strings.index(found[0])}{mark}", value)
     if isinstance(value, Mapping):
         return {key: _replaced(item, controls, mark) for key, item in value.items()}
     if isinstance(value, list | tuple):

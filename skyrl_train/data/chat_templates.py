@@ -1,6 +1,6 @@
 """Chat templates by name, for `generator.chat_template.name_or_path`: plain conversations, no tools.
 
-All but the last only ever add to what they wrote. A tokenizer must have the control tokens of the one it is given.
+All but the last only append to earlier output. A tokenizer must have the control tokens of its template.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GEMMA = (
     "{{ '<start_of_turn>' + role + '\n' + (system if loop.first else '') + message['content'] | trim }}"
     "{{ '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-"""A system message begins the first turn."""
+"""A system message becomes the start of the first turn."""
 
 MISTRAL = (
     "{{ bos_token or '' }}{% if messages[0]['role'] == 'system' %}"
@@ -36,7 +36,8 @@ MISTRAL = (
     "{% else %}{{ '[INST] ' + (system if loop.first else '') + message['content'] + ' [/INST]' }}{% endif %}"
     "{% endfor %}"
 )
-"""A system message begins the first turn: the model's own puts it into the last, which rewrites history."""
+"""A system message becomes the start of the first turn; the model's own template puts it into the last one, which
+rewrites history."""
 
 QWEN3_WITHOUT_THINKING = (
     "{% for message in messages %}{% set content = message['content'] %}"
@@ -45,7 +46,7 @@ QWEN3_WITHOUT_THINKING = (
     "{{ '<|im_start|>' + message['role'] + '\n' + content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Reasoning is dropped from earlier turns, as Qwen3's own does: it takes generator.step_wise_trajectories=true."""
+"""Drops reasoning from earlier turns, like Qwen3's own template: it requires generator.step_wise_trajectories=true."""
 
 TEMPLATES = {
     "chatml": CHATML,

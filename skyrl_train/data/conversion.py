@@ -1,4 +1,4 @@
-"""Dataset scripts: somebody's rows as train.parquet and validation.parquet in SkyRL's row format.
+"""Dataset scripts: convert another dataset to train.parquet and validation.parquet in SkyRL's row format.
 
     def convert(where, row, split, index): ...      # one of SkyRL's rows, or None to leave it out; DataError names it
     conversion_main(convert, doc=__doc__, hub="openai/gsm8k", hub_config="main")
@@ -16,11 +16,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skyrl_train.data.rows import SUFFIXES, Row, read_hub, read_rows
+from skyrl_train.data.rows import SUFFIXES, DatasetRow, read_hub, read_rows
 from skyrl_train.errors import DataError
 
-Convert = Callable[[str, Row, str, int], Row | None]
-"""(where, row, split of the source, its number there from 0) -> a row of SkyRL's format, None for one to leave out."""
+Convert = Callable[[str, DatasetRow, str, int], DatasetRow | None]
+"""(where, row, split of the source, its index there from 0) -> a row in SkyRL's format, or None to leave it out."""
 SPLITS = {"train": "train", "test": "validation"}
 
 
@@ -32,14 +32,14 @@ def conversion_main(
     hub_config: str | Mapping[str, str] | None = None,
     splits: Mapping[str, str] = SPLITS,
 ) -> None:
-    """The `main` of a dataset script; mistakes in the data end it with one line that names file and row.
+    """The `main` of a dataset script. An error in the data ends it with one line that names file and row.
 
     Args:
         doc: The script's docstring, for --help.
-        hub: Dataset on the hub; or one for every split of the source, where its splits are in several datasets.
-        hub_config: The dataset's configuration there, where it has several; or those of splits in several datasets.
+        hub: Dataset on the hub, or a mapping from split to dataset if the splits are in several datasets.
+        hub_config: The dataset's configuration, if it has several, or a mapping from split to configuration.
         splits: Split of the source -> name of the parquet file. A folder of local files has <split>.jsonl, .json or
-            .parquet for each.
+            .parquet for each split.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     local = ", ".join(f"{split}.jsonl" for split in splits)
@@ -57,10 +57,10 @@ def conversion_main(
         sys.exit(str(error))
 
 
-def source_rows(source: str, split: str, hub_config: str | None = None) -> Iterator[tuple[str, Row]]:
-    """(where, row) of one split: `source` is a folder of local files or a name on the hub, as name or name:split.
+def source_rows(source: str, split: str, hub_config: str | None = None) -> Iterator[tuple[str, DatasetRow]]:
+    """(where, row) for every row of one split. `source` is a folder of local files, or a hub dataset as name[:split].
 
-    A split of the hub can be a part of one: owner/name:train[:1000].
+    On the hub, the split may be a part of one: owner/name:train[:1000].
     """
     folder = Path(source).expanduser()
     if not folder.is_dir():
@@ -77,10 +77,10 @@ def source_rows(source: str, split: str, hub_config: str | None = None) -> Itera
 
 
 def converted(
-    convert: Convert, source: Iterable[tuple[str, Row]], split: str, limit: int | None = None
-) -> tuple[list[Row], int]:
-    """The rows kept, at most `limit`, and how many were left out on the way to them."""
-    kept: list[Row] = []
+    convert: Convert, source: Iterable[tuple[str, DatasetRow]], split: str, limit: int | None = None
+) -> tuple[list[DatasetRow], int]:
+    """Return the rows that were kept, at most `limit`, and how many were left out among those that were read."""
+    kept: list[DatasetRow] = []
     left_out = 0
     for index, (where, row) in enumerate(source):
         if limit is not None and len(kept) >= limit:
@@ -93,8 +93,8 @@ def converted(
     return kept, left_out
 
 
-def write_split(folder: Path, name: str, rows: list[Row], left_out: int = 0) -> Path:
-    """Write `rows` as <folder>/<name>.parquet and say so. Raises DataError where a column has no one type."""
+def write_split(folder: Path, name: str, rows: list[DatasetRow], left_out: int = 0) -> Path:
+    """Write `rows` as <folder>/<name>.parquet and print the result. Raises DataError if a column mixes types."""
     path = folder.expanduser() / f"{name}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = list(dict.fromkeys(column for row in rows for column in row))
@@ -107,8 +107,8 @@ def write_split(folder: Path, name: str, rows: list[Row], left_out: int = 0) -> 
     return path
 
 
-def text_column(where: str, row: Row, column: str) -> str:
-    """A column that must be text with something in it; DataError otherwise."""
+def text_column(where: str, row: DatasetRow, column: str) -> str:
+    """The value of a column that must be non-empty text. Raises DataError otherwise."""
     value = row.get(column)
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{where}: needs text in the column {column!r}, got {value!r:.120}; columns: {sorted(row)}.")

@@ -3,8 +3,8 @@
     {"prompt": [{"role": "user", "content": "..."}], "env_class": "gsm8k", "data_source": "openai/gsm8k",
      "reward_spec": {"method": "rule", "ground_truth": "72"}, ...}
 
-Policy: a prompt of more than `max_prompt_length` tokens is left out and counted; any other row that cannot be used
-stops the run with its file and row.
+Policy: a prompt of more than `max_prompt_length` tokens is left out and counted; any other unusable row stops the run
+with an error that names file and row.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from skyrl_train.data.rows import Row, read_rows
+from skyrl_train.data.rows import DatasetRow, read_rows
 from skyrl_train.data.trajectory import Message, Prompt
 from skyrl_train.errors import DataError
 
 MAX_CHARACTERS_PER_TOKEN = 256
-"""No tokenizer's longest token is longer; what exceeds it is too long without being encoded."""
+"""No tokenizer has longer tokens, so a prompt with more characters than this allows is too long without encoding it."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class PromptDataset:
 
     prompts: tuple[Prompt, ...]
     too_long: int
-    """Rows left out because their prompt has too many tokens."""
+    """Number of rows left out because their prompt has too many tokens."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -40,7 +40,7 @@ class PromptDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with any prompt, its extras, its place, or which ones were kept."""
+        """A hash of the prompts that were kept, their extras and their order."""
         digest = hashlib.sha256()
         for prompt in self.prompts:
             row = [prompt.uid, prompt.messages, prompt.env_class, prompt.env_extras, prompt.data_source]
@@ -48,7 +48,7 @@ class PromptDataset:
         return digest.hexdigest()[:32]
 
     def check_fingerprint(self, stored: str) -> None:
-        """Raises DataError unless `stored`, of the run to be resumed, is this dataset's."""
+        """Raise DataError unless `stored`, the fingerprint of the run to resume, is this dataset's."""
         if stored != self.fingerprint:
             raise DataError(
                 f"the training data changed since the checkpoint (fingerprint {stored}, now {self.fingerprint}): its "
@@ -63,12 +63,12 @@ def load_prompts(
     """Read `sources` (see `rows.read_rows`) one after the other.
 
     Args:
-        length: Tokens of a prompt as the model sees it: `lambda messages: len(render_prompt(tokenizer, messages))`.
-        max_prompt_length: Tokens; longer prompts are left out.
-        default_env_class: For rows without an env_class.
+        length: Number of tokens of a prompt for the model: `lambda messages: len(render_prompt(tokenizer, messages))`.
+        max_prompt_length: In tokens; longer prompts are left out.
+        default_env_class: The env_class of rows that have none.
 
-    A prompt's uid is its row number over all sources, from 0, rows left out included. Raises DataError for unusable
-    rows, a source without rows, and when no prompt is short enough.
+    A prompt's uid is its row number over all sources, from 0, counting rows that are left out. Raises DataError for an
+    unusable row, a source without rows, or if no prompt is short enough.
     """
     kept: list[Prompt] = []
     number, shortest = 0, None
@@ -91,7 +91,7 @@ def load_prompts(
     return PromptDataset(tuple(kept), number - len(kept))
 
 
-def _prompt(where: str, uid: str, row: Row, default_env_class: str) -> Prompt:
+def _prompt(where: str, uid: str, row: DatasetRow, default_env_class: str) -> Prompt:
     if row.get("prompt") is None:
         raise DataError(
             f"{where}: no 'prompt' among its columns {sorted(row)}; it must be a list of messages, "
@@ -111,7 +111,7 @@ def _messages(where: str, prompt: Any) -> list[Message]:
         raise DataError(f"{where}: prompt is {prompt!r:.80}, not a list of messages with role and content.")
     messages = []
     for message in prompt:
-        # a column's type is the union of its messages' keys: absent ones come back as None
+        # a column's type has the union of its messages' keys: missing ones are read as None
         known = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
         if not isinstance(known.get("role"), str) or not isinstance(known.get("content", ""), str | list):
             raise DataError(f'{where}: {message!r:.80} is not a message {{"role": "user", "content": "..."}}.')
@@ -122,7 +122,7 @@ def _messages(where: str, prompt: Any) -> list[Message]:
 
 
 def _check_answer(where: str, extras: dict[str, Any]) -> None:
-    """A rule needs an answer to compare with: null would train on zeros."""
+    """A rule needs an answer to compare with: with null, all rewards would be 0."""
     if "reward_spec" not in extras:
         return
     spec = extras["reward_spec"]

@@ -1,4 +1,4 @@
-"""The order in which a run visits a dataset: a function of the seed, so a place in it is one number."""
+"""The order in which a run visits a dataset: a function of the seed, so that a position in it is a single number."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from skyrl_train.errors import DataError
 
 
 class PromptOrder:
-    """An endless sequence of row numbers; every epoch is its own permutation of the `size` rows.
+    """An endless sequence of row numbers; every epoch is another permutation of the `size` rows.
 
-    Place `index` counts from the start of the run over all epochs: epoch index // size, position index % size. Nothing
-    but the seed and that number decides which row it is.
+    `index` counts from the start of the run over all epochs: epoch index // size, position index % size. Only the seed
+    and this number determine the row.
 
     Example:
         order = PromptOrder(size=100, seed=0)
@@ -27,11 +27,11 @@ class PromptOrder:
         self.size = size
         self.seed = seed
         self.cursor = 0
-        """The next place, counted over all epochs; set it to move."""
+        """The next index, counted over all epochs; assign to it to move."""
         self._permutation = lru_cache(maxsize=2)(self._permute if shuffle else lambda epoch: np.arange(size))
 
     def row(self, index: int) -> int:
-        """The row at a place of the run."""
+        """The row at an index of the run."""
         epoch, position = divmod(index, self.size)
         return int(self._permutation(epoch)[position])
 
@@ -48,7 +48,7 @@ class PromptOrder:
         return {"epoch": epoch, "position": position}
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Go on where `state()` was taken. Raises DataError for a position this dataset does not have."""
+        """Continue where `state()` was taken. Raises DataError for a position that this dataset does not have."""
         if not 0 <= state["position"] < self.size or state["epoch"] < 0:
             raise DataError(f"position {state['position']} of epoch {state['epoch']} is not in 0..{self.size - 1}.")
         self.cursor = state["epoch"] * self.size + state["position"]

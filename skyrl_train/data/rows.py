@@ -1,4 +1,4 @@
-"""Rows of a dataset, from parquet, JSON, JSON lines, a folder or the hub, each with where it stands."""
+"""Reads the rows of a dataset from parquet, JSON, JSON lines, a folder or the hub, each with its location."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import pyarrow.parquet as pq
 from skyrl_train.config.sources import SUFFIXES, is_file_of_rows, may_be_on_hub, split_of
 from skyrl_train.errors import DataError
 
-Row = dict[str, Any]
+DatasetRow = dict[str, Any]
 WHITESPACE = b"\xef\xbb\xbf \t\r\n"
-"""And the byte order mark."""
+"""White space, including the byte order mark."""
 
 
-def read_rows(source: str) -> Iterator[tuple[str, Row]]:
-    """(where, row) for every row of `source`; `where` names file and line or row, counted from 1, for error messages.
+def read_rows(source: str) -> Iterator[tuple[str, DatasetRow]]:
+    """(where, row) for every row of `source`; `where` names the file and the line or row, from 1, for error messages.
 
-    A source is a .parquet, .json or .jsonl file, a folder that `datasets` can load, or a name on the hub; these two
-    may end in ":split" ("train" otherwise). Raises DataError for what is missing or cannot be read.
+    A source is a .parquet, .json or .jsonl file, a folder that `datasets` can load, or a name on the hub; the latter
+    two may end in ":split" ("train" otherwise). Raises DataError if it is missing or cannot be read.
     """
     if is_file_of_rows(source):
         path = Path(source).expanduser()
@@ -36,15 +36,15 @@ def read_rows(source: str) -> Iterator[tuple[str, Row]]:
     return read_hub(name, split)
 
 
-def read_hub(name: str, split: str, config: str | None = None) -> Iterator[tuple[str, Row]]:
+def read_hub(name: str, split: str, config: str | None = None) -> Iterator[tuple[str, DatasetRow]]:
     """(where, row) for every row of a split, or a part of one, of a dataset on the hub."""
     if not may_be_on_hub(name):
         raise DataError(f"{name}: not a {', '.join(SUFFIXES)} file, not a folder, not a dataset's name on the hub.")
     return _load_dataset(name if split == "train" else f"{name}:{split}", name, split, config)
 
 
-def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
-    """Read with pyarrow, as `datasets` does, which however copies the file into the user's cache and imports torch."""
+def _parquet(path: Path) -> Iterator[tuple[str, DatasetRow]]:
+    """Read with pyarrow: `datasets` does too, but copies the file into the user's cache and imports torch."""
     number = 0
     try:
         with pq.ParquetFile(path) as file:
@@ -52,22 +52,22 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}, row {number}", row
-    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors, and so is a UnicodeDecodeError
+    except (OSError, ValueError) as error:  # pyarrow's errors and UnicodeDecodeError are ValueErrors
         raise DataError(f"{path}, after row {number}: {error}") from error
 
 
-def _load_dataset(source: str, name: str, split: str, config: str | None) -> Iterator[tuple[str, Row]]:
+def _load_dataset(source: str, name: str, split: str, config: str | None) -> Iterator[tuple[str, DatasetRow]]:
     from datasets import load_dataset  # takes a second to import; files do not need it
 
     try:
         dataset = load_dataset(name, config, split=split)
-    except Exception as error:  # datasets, its filesystem layers and the hub's client raise every kind
+    except Exception as error:  # datasets, its filesystem layers and the hub's client raise many kinds
         raise DataError(f"{source}: could not be loaded as a dataset with split {split!r}: {error}") from error
     for number, row in enumerate(dataset, 1):
         yield f"{source}, row {number}", row
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, Row]]:
+def _json_lines(path: Path) -> Iterator[tuple[str, DatasetRow]]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             where = f"{path}, line {number}"
@@ -75,8 +75,8 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Row]]:
                 yield where, _checked(where, _parsed(where, line))
 
 
-def _json(path: Path) -> Iterator[tuple[str, Row]]:
-    """A list of rows, or, as `datasets` also accepts under this suffix, JSON lines."""
+def _json(path: Path) -> Iterator[tuple[str, DatasetRow]]:
+    """A list of rows, or JSON lines, which `datasets` also accepts in a file with this suffix."""
     with path.open("rb") as file:
         listed = file.read(4096).lstrip(WHITESPACE).startswith(b"[")
     if not listed:
@@ -96,7 +96,7 @@ def _parsed(where: str, data: bytes) -> Any:
         raise DataError(f"{where}: not JSON: {error}.") from error
 
 
-def _checked(where: str, row: Any) -> Row:
+def _checked(where: str, row: Any) -> DatasetRow:
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row is an object of columns, got {type(row).__name__}.")
     return row

@@ -1,4 +1,4 @@
-"""Demonstrations: conversations whose assistant messages are learnt."""
+"""Demonstrations: conversations from whose assistant messages the model learns."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from skyrl_train.data.batch import TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """One conversation as tokens. L tokens."""
+    """One conversation as L tokens."""
 
     input_ids: list[int]
     """[L]"""
     loss_mask: list[bool]
-    """[L], True on what the assistant said and on the token that ends its turn."""
+    """[L], True on the assistant's tokens, including the token that ends its turn."""
 
 
 def demonstration_batch(rows: Sequence[Demonstration]) -> TrainBatch:
-    """Demonstrations end to end; each is a group of its own, with temperature 1 and no rewards."""
+    """Concatenate demonstrations; each is a separate group, with temperature 1 and no rewards."""
     count = len(rows)
     lengths = torch.tensor([len(row.input_ids) for row in rows])
     first = [row.loss_mask.index(True) if any(row.loss_mask) else len(row.loss_mask) for row in rows]

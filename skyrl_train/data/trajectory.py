@@ -1,4 +1,4 @@
-"""What an episode is made of. Plain Python: environments and tools need no torch."""
+"""The parts of an episode. Plain Python: environments and tools need no torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]
-"""A chat message: {"role": "user", "content": "..."}, with whatever else the chat template reads."""
+"""A chat message: {"role": "user", "content": "..."}, and any other keys that the chat template reads."""
 
 OK = "ok"
 FAILED = "failed"
-"""The episode raised, hung or was lost: masked, counted under `error`, never scored 0."""
+"""The episode raised, hung or was lost: it is masked and counted under `error`, never scored 0."""
 PASSED = 1.0
-"""Outcome from which a sample counts as a pass."""
+"""The least outcome that counts as a pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,32 +26,32 @@ class Prompt:
     """
 
     uid: str
-    """Unique in its dataset and stable over runs: row number, so seeds and resume do not depend on timing."""
+    """The row number: unique in the dataset and stable over runs, so that seeds and resume do not depend on timing."""
     messages: list[Message]
     env_class: str
     env_extras: dict[str, Any] = field(default_factory=dict)
-    """Every other column of the row; environments get it as `extras`."""
+    """All other columns of the row; environments get them as `extras`."""
     data_source: str = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One generation inside an episode: response tokens [start, stop) were sampled, then the environment answered."""
+    """One generation in an episode: response tokens [start, stop) were sampled, then the environment answered."""
 
     start: int
     stop: int
     reward: float
     stop_reason: str
-    """stop | length | abort, from the engine."""
+    """The engine's stop | length | abort."""
     min_version: int
     max_version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The model saw `prompt_ids` before response token `start`, instead of what was there until then.
+    """From response token `start` on, the model saw `prompt_ids` instead of the tokens before it.
 
-    From there on the episode is a sequence of its own: a chat template had written its history anew.
+    A chat template had rewritten the history, so the rest of the episode is a separate sequence.
     """
 
     start: int
@@ -60,7 +60,7 @@ class Restart:
 
 @dataclass(slots=True)
 class Trajectory:
-    """One episode as tokens. L is the number of response tokens, environment turns included.
+    """One episode as tokens. L is the number of response tokens, including environment turns.
 
     Example, one turn: prompt_ids=[5, 6], response_ids=[7, 2], loss_mask=[1, 1], logprobs=[-0.1, -0.3],
     turns=[Turn(0, 2, reward=1.0, stop_reason="stop", min_version=3, max_version=3)], reward=1.0
@@ -68,47 +68,47 @@ class Trajectory:
 
     prompt: Prompt
     sample: int
-    """Which of the group's n samples."""
+    """Index among the group's n samples."""
     prompt_ids: list[int]
     response_ids: list[int]
-    """[L], verbatim what was sampled and what was rendered between turns; never re-tokenised."""
+    """[L], the sampled tokens and those rendered between turns, verbatim; never re-tokenised."""
     loss_mask: list[int]
-    """[L], 1 on sampled tokens; 0 on all where a sampler keeps the response out of the loss."""
+    """[L], 1 on sampled tokens; all 0 if a sampler keeps the response out of the loss."""
     logprobs: list[float]
     """[L], nats, temperature-scaled, before top-p and top-k (`Completion.full_logprobs`); 0.0 on other tokens."""
     turns: list[Turn]
     reward: float
-    """Sum over turns; 0.0 and meaningless unless status is ok."""
+    """The sum over turns; 0.0 and meaningless unless status is ok."""
     stop_reason: str
     temperature: float
     env_metrics: dict[str, float] = field(default_factory=dict)
     status: str = OK
     error: str | None = None
-    """The name a failure is counted under: an environment's exception class, "timeout", "bad_reward", "engine"..."""
+    """The name under which a failure is counted: the exception's class, "timeout", "bad_reward", "engine"..."""
     text: str = ""
-    """Decoded response, for people; nothing is ever parsed back from it."""
+    """The decoded response, for people; it is never parsed."""
     messages: list[Message] = field(default_factory=list)
-    """The whole conversation: what the environment opened with, every answer and what it said to it."""
+    """The whole conversation: the environment's opening, and every answer with its observations."""
     raw_reward: float | None = None
-    """`reward` before penalties for length, where there are any."""
+    """`reward` before length penalties, if there are any."""
     restarts: list[Restart] = field(default_factory=list)
-    """Where an episode is several sequences; the trajectory is one sample all the same."""
+    """Not empty if the episode consists of several sequences; the trajectory is still one sample."""
 
     def sequences(self) -> Iterator[tuple[list[int], int, int]]:
-        """(prompt ids, start, stop) of every sequence: response tokens [start, stop) follow that prompt."""
+        """(prompt ids, start, stop) of every sequence: response tokens [start, stop) follow this prompt."""
         begins = [Restart(0, self.prompt_ids), *self.restarts]
         for one, after in zip(begins, [*begins[1:], None], strict=True):
             yield one.prompt_ids, one.start, len(self.response_ids) if after is None else after.start
 
     def fail(self, kind: str, detail: str) -> None:
-        """The episode counts as failed of `kind`; what it was worth so far is forgotten."""
+        """Mark the episode as failed with `kind`; its reward so far is discarded."""
         self.status, self.error, self.reward = FAILED, kind, 0.0
         self.env_metrics = {}
         self.text = self.text or detail
 
     @property
     def outcome(self) -> float:
-        """What the answer is worth, however long it is: what passes and useful groups are told by."""
+        """The reward without length penalties; it decides which samples pass and which groups are useful."""
         return self.reward if self.raw_reward is None else self.raw_reward
 
     @property

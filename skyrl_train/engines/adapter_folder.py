@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = frozenset(
         *("lora_ga_config", "runtime_config", "megatron_core", "qalora_group_size"),
     }
 )
-"""Options about training and where the adapter came from. Any other one that is set would change what is computed."""
+"""Options about training or the adapter's origin. Any other option that is set would change the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class AdapterTensors:
 
     scaling: float
     layers: Mapping[str, tuple[Tensor, Tensor]]
-    """A [r, in] and B [out, r] by the layer's name in the base model."""
+    """Name of a layer in the base model -> its A [r, in] and B [out, r]."""
 
 
 def read_adapter(path: str, linears: Mapping[str, nn.Linear], *, adapter: str, engine: str) -> AdapterTensors:
-    """An adapter for the model with these layers, which may be on the meta device.
+    """Read an adapter for a model with these linear layers, which may be on the meta device.
 
     Raises EngineError naming engine, adapter, and the option or tensor that does not fit.
     """
@@ -81,13 +81,13 @@ def _read(folder: Path, linears: Mapping[str, nn.Linear]) -> AdapterTensors:
 def _check_options(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Raises ValueError for the first option that would change the result and is not implemented."""
     for option, value in raw.items():
-        # None, False, 0, [] and {} all say that an option is off.
+        # None, False, 0, [] and {} all mean that an option is off.
         if value and option not in _HONOURED | _WITHOUT_EFFECT and value != defaults.get(option):
             raise ValueError(f"its option {option}={value!r} is not supported.")
 
 
 def _by_layer(tensors: Mapping[str, Tensor], linears: Mapping[str, nn.Linear]) -> dict[str, tuple[Tensor, Tensor]]:
-    """A and B of every layer. Raises ValueError naming a tensor that belongs to no linear layer or stands alone."""
+    """A and B of every layer. Raises ValueError naming a tensor without a linear layer, or without its counterpart."""
     found: dict[str, list[Tensor | None]] = {}
     for key, tensor in tensors.items():
         end = next((index for index, text in enumerate(_ENDS) if key.endswith(text)), None)

@@ -1,4 +1,4 @@
-"""The protocol every inference engine speaks: token ids in, token ids out."""
+"""The protocol of all inference engines: token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample, after normalisation: one meaning for every engine (see engines/sampling.py).
+    """How to sample, normalised so that it means the same for every engine (see engines/sampling.py).
 
     temperature 0 is greedy. top_p 1, top_k 0, min_p 0 and repetition_penalty 1 are off.
     """
@@ -31,16 +31,17 @@ class SamplingParams:
 
 
 SAMPLING = frozenset(field.name for field in fields(SamplingParams))
-"""All that an engine may honour."""
+"""Names of all sampling parameters that an engine may support."""
 PAUSE_MODES = frozenset({"keep", "abort", "wait", "retract"})
+"""See InferenceEngine.pause."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
     """One continuation to sample.
 
-    The result depends on token_ids, sampling and seed only: not on what else is in the batch (up to the rounding of
-    differently shaped matrix products), nor on request order.
+    The result depends only on token_ids, sampling and seed: not on the order of requests, nor (up to the rounding of
+    differently shaped matrix products) on the rest of the batch.
     """
 
     request_id: str
@@ -51,10 +52,11 @@ class SampleRequest:
     session: str = ""
     """Requests of one session go to one engine (its prefix cache holds their history)."""
     group: str = ""
-    """Requests of one group have a prompt in common and go to one engine, which prefills it once."""
+    """Requests of one group share a prompt and go to one engine, which prefills it once."""
     deadline_s: float | None = None
+    """Seconds after which the engine aborts the request; None for no deadline."""
     adapter: str | None = None
-    """One of `load_adapter`. None: what the last weight sync brought, the model and the adapter that came with it."""
+    """A name given to `load_adapter`. None: the weights of the last sync, including the adapter that came with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,45 +70,47 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine sampled; all lists are [L], L sampled tokens, including an end-of-sequence token."""
+    """A sampled continuation. All lists are [L] for L sampled tokens, a final end-of-sequence token included."""
 
     request_id: str
     token_ids: list[int]
     logprobs: list[float]
-    """nats, of the distribution really sampled from: after temperature, top-p, top-k, min-p (0.0 where greedy)."""
+    """nats, of the distribution sampled from: after temperature, top-p, top-k, min-p (0.0 if greedy)."""
     full_logprobs: list[float]
-    """nats, temperature-scaled but before truncation (at temperature 1 where greedy): what importance ratios use."""
+    """nats, temperature-scaled but before truncation (at temperature 1 if greedy); for importance ratios."""
     stop_reason: str
     """stop (end of sequence, stop token or string) | length | abort"""
     versions: list[VersionSpan]
     stop_text: str | None = None
-    """The stop string or token that ended it, where one did."""
+    """The text of the stop string or token that ended it, if one did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do; asked before use, so that a refusal names engine and feature."""
+    """What an engine supports; checked before use, so that a refusal can name engine and feature."""
 
     name: str
     sampling: frozenset[str] = frozenset()
-    """Names of SamplingParams fields it honours when they are not off."""
+    """Names of the SamplingParams fields that it supports with values other than off."""
     weight_routes: frozenset[str] = frozenset()
+    """Names of the weight-sync routes that it supports."""
     weight_ranks: int = 1
-    """Members that it has in the `broadcast` group."""
+    """How many ranks of the `broadcast` group it occupies."""
     lora: bool = False
+    """Whether it supports `load_adapter`."""
     synced_adapter_rank: int = 0
-    """Largest rank of an adapter that a weight sync may bring apart from the model; 0: adapters must be merged."""
+    """Largest rank of an adapter that a weight sync may send separately from the model; 0: adapters must be merged."""
     pause_modes: frozenset[str] = frozenset()
     partial_weights: bool = True
-    """Whether a sync may leave out tensors that did not change."""
+    """Whether a sync may leave out unchanged tensors."""
     keeps_fingerprints: bool = False
-    """Whether the tensors it holds can be summed after loading (not when fused or repacked)."""
+    """Whether fingerprints of its tensors can be computed after loading (not if they are fused or repacked)."""
     seeds: bool = True
-    """Whether a request's seed decides its tokens."""
+    """Whether a request's seed determines its tokens."""
     score_temperature: bool = True
-    """Whether `score` takes temperatures other than 1."""
+    """Whether `score` supports temperatures other than 1."""
     refusals: Mapping[str, str] = field(default_factory=dict)
-    """What it cannot do, by the name of the parameter or feature, and why: engine, version, reason."""
+    """Name of an unsupported parameter or feature -> why: engine, version, reason."""
 
 
 @dataclass(slots=True)
@@ -120,80 +124,88 @@ class EngineHealth:
     paused: bool = False
     asleep: bool = False
     torn: bool = False
-    """A weight transfer began and did not commit: serves nothing until a complete sync."""
+    """A weight transfer began but was not committed: it serves no requests until a complete sync."""
     generated_tokens: int = 0
     prefilled_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens that did not need a prefill because another request of the group or session had paid for it."""
+    """Prompt tokens that needed no prefill, as an earlier request of the group or session had them prefilled."""
     extra: dict[str, float] = field(default_factory=dict)
 
 
 class InferenceEngine(Protocol):
-    """Asynchronous; every method may be called while others are running."""
+    """An engine. Every method is asynchronous and may be called while other calls are running."""
 
     capabilities: Capabilities
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Completions in request order; an aborted request returns what it had, stop_reason "abort".
+        """Completions in request order; an aborted request returns its tokens so far, with stop_reason "abort".
 
-        Raises UnsupportedParameter for what the engine cannot honour, EngineError when torn, asleep or closed, and for
-        requests that met logits which are not finite.
+        Raises UnsupportedParameter for requests that the engine does not support, EngineError if it is torn, asleep or
+        closed, and for requests whose logits were not finite.
         """
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """Log-probs (nats) of every given token after its first, at `temperature`, before truncation.
+        """Log-probs (nats) of all tokens but the first of each sequence, at `temperature`, before truncation.
 
-        Where the model's logits are not finite, neither are these, or EngineError is raised by a server whose answers
-        have no such numbers: what a probe of weights reports is that they are broken.
+        If the model's logits are not finite, these are not either; a server that cannot return such numbers raises
+        EngineError. Either way a weight probe finds the weights broken.
         """
 
-    async def abort(self, request_ids: Sequence[str]) -> None: ...
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests: their `generate` returns the tokens so far. Unknown ids are ignored."""
 
     async def pause(self, mode: str = "keep") -> None:
-        """keep: running requests stop where they are; abort: they return what they have; wait: they finish first;
-        retract: they go back to the queue, and what they have so far is read again after `resume`.
+        """Stop sampling until `resume`; the mode decides what happens to running requests.
 
-        Raises UnsupportedParameter for a mode that is not in capabilities.pause_modes.
+        keep: they stay where they are. abort: they return their tokens so far. wait: they finish first. retract: they
+        go back to the queue, and their tokens so far are prefilled again after `resume`. Raises UnsupportedParameter
+        for a mode that is not in capabilities.pause_modes.
         """
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Continue after `pause`."""
 
     async def sleep(self, level: int = 1) -> int:
-        """Pause and give memory back (1: the cache, 2: the weights too); returns the bytes freed, 0 on CPU."""
+        """Pause and free memory (level 1: the cache; 2: the weights too); returns the bytes freed, 0 on CPU."""
 
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None: ...
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate what `sleep` freed: tags "weights" and "kv_cache", None for both. It is awake once it has all."""
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
         """Join the trainer's transfer group of the `broadcast` route; a no-op for routes without one."""
 
     async def begin_weights(self, manifest: Manifest) -> None:
-        """Check names, shapes, dtypes, finiteness and that the version is newer, before a byte is loaded.
+        """Check names, shapes, dtypes, finiteness and that the version is newer, before anything is loaded.
 
-        Raises WeightSyncError naming the tensor; either way the old weights go on serving.
+        Raises WeightSyncError naming the tensor. Whether or not it raises, the old weights are still served.
         """
 
     async def receive_weights(self, bucket: Bucket) -> None:
         """Take one bucket from the route, verify each tensor's fingerprint, load it. Raises WeightSyncError.
 
-        From the first tensor loaded to `commit_weights` the engine is torn. Blocking work belongs in a thread: with the
-        `broadcast` route the trainer sends while this call waits.
+        The engine is torn from the first tensor loaded until `commit_weights`. Implementations must do blocking work in
+        a thread: on the `broadcast` route the trainer sends while this call waits.
         """
 
     async def commit_weights(self, version: int) -> None:
-        """Everything in the manifest arrived: verify the tensors held, drop prefix caches, serve `version`."""
+        """Once everything in the manifest has arrived: verify the loaded tensors, drop caches, serve `version`."""
 
-    async def reset_prefix_cache(self) -> None: ...
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached prompts."""
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Serve requests with `adapter=name` through the LoRA adapter in a peft folder, in place of an earlier `name`.
+        """Serve requests with `adapter=name` through the LoRA adapter in a peft folder; replaces an earlier `name`.
 
-        It acts on the model itself: an adapter that weight syncs bring does not act on these requests.
+        It is applied to the base model: an adapter from weight syncs is not applied to these requests.
 
-        Raises UnsupportedParameter where capabilities.lora is False, EngineError for a folder that does not fit.
+        Raises UnsupportedParameter if capabilities.lora is False, EngineError for a folder that does not fit.
         """
 
-    async def unload_adapter(self, name: str) -> None: ...
+    async def unload_adapter(self, name: str) -> None:
+        """Forget the adapter of `load_adapter`."""
 
-    async def health(self) -> EngineHealth: ...
+    async def health(self) -> EngineHealth:
+        """The engine's current state and counters."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End the engine and free everything."""

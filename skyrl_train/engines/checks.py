@@ -1,4 +1,4 @@
-"""What every engine refuses before anything is queued, in the same words."""
+"""Checks that every engine makes before anything is queued, with the same error messages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from skyrl_train.engines.sampling import check_supported
 from skyrl_train.errors import EngineError, UnsupportedParameter
 
 SLEEPING = frozenset({"weights", "kv_cache"})
-"""What `sleep` gives back and `wake_up` takes, by name."""
+"""The tags of what `sleep` frees and `wake_up` allocates."""
 
 
 def check_new_ids(engine: str, requests: Iterable[SampleRequest], under_way: Iterable[str]) -> None:
-    """Raises UnsupportedParameter for a request whose id is one `under_way`, or another request's."""
+    """Raises UnsupportedParameter for a request whose id is `under_way` already, or is that of another request."""
     taken = set(under_way)
     for request in requests:
         if request.request_id in taken:
@@ -25,24 +25,24 @@ def check_new_ids(engine: str, requests: Iterable[SampleRequest], under_way: Ite
 
 
 def check_logprobs(engine: str, *logprobs: Iterable[float]) -> None:
-    """Raises EngineError where one of what was sampled is not finite: no request's own parameters lead to that."""
+    """Raises EngineError if a log-prob is not finite: no parameter of a request can cause that, only broken weights."""
     if not all(math.isfinite(one) for each in logprobs for one in each):
         raise EngineError(f"Engine {engine!r}: the model's logits are not finite; its weights are broken.")
 
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Each method raises UnsupportedParameter: engine, value given, what is allowed."""
+    """The checks of one engine. Each method raises UnsupportedParameter naming engine, value, and what is allowed."""
 
     engine: Capabilities
     vocab_size: int
     max_model_len: int
-    """Tokens of prompt and response together."""
+    """The most tokens of prompt plus response."""
     max_score_len: int
-    """Tokens of a text to score."""
+    """The most tokens of a sequence to score."""
 
     def request(self, request: SampleRequest, adapters: Collection[str]) -> None:
-        """`adapters`: those loaded."""
+        """Check a request to sample; `adapters`: the names of those loaded."""
         check_supported(request.sampling, self.engine)
         self._stop_ids(request.sampling)
         if request.adapter is not None and request.adapter not in adapters:
@@ -58,6 +58,7 @@ class Checks:
             )
 
     def score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> None:
+        """Check the arguments of `score`."""
         if temperature != 1.0 and not self.engine.score_temperature:
             raise self._refusal(f"score(temperature={temperature})", self.engine.refusals["score.temperature"])
         for ids in token_ids:
@@ -67,17 +68,19 @@ class Checks:
                 raise self._refusal("score", allowed)
 
     def pause(self, mode: str) -> None:
+        """Check the mode of `pause`."""
         if mode not in self.engine.pause_modes:
             why = self.engine.refusals.get(f"pause.{mode}", "")
             allowed = f"it knows {', '.join(sorted(self.engine.pause_modes))}"
             raise self._refusal(f"pause(mode={mode!r})", f"{why} {allowed}".strip())
 
     def wake_up(self, tags: Sequence[str] | None) -> None:
+        """Check the tags of `wake_up`."""
         if unknown := set(tags or ()) - SLEEPING:
             raise self._refusal(f"wake_up({sorted(unknown)})", f"it knows {', '.join(sorted(SLEEPING))}")
 
     def adapter(self, name: str) -> None:
-        """One that is to be loaded."""
+        """Check that an adapter can be loaded."""
         if not self.engine.lora:
             raise self._refusal(f"adapter={name!r}", self.engine.refusals["adapter"])
 

@@ -1,4 +1,4 @@
-"""Many engines as one: routing, re-dispatch when one dies, calls to all of them with deadlines."""
+"""One interface to many engines: routing, re-dispatch when one dies, calls to all of them with deadlines."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
 from skyrl_train.errors import DeadlineExceeded, EngineError, UnsupportedParameter, WorkerDied
 
 _REMEMBERED = 1 << 16
-"""Sessions and groups whose engine is remembered, the latest ones."""
+"""How many sessions and groups, the latest ones, have their engine remembered."""
 _GRACE_S = 30.0
-"""How long an engine may take beyond a request's own deadline, or to say how it is, before it counts as dead."""
+"""How long an engine may take beyond a request's deadline, or for a health check, before it counts as dead."""
 
 _DEATHS = (EngineError, WorkerDied, DeadlineExceeded, ConnectionError)
 
 
 @dataclass(eq=False, slots=True)
-class _Place:
-    """An engine and what is known of it; another engine under its name is another place."""
+class _EngineRecord:
+    """An engine and its state as the client knows it; a replacement under the same name gets a new record."""
 
     engine: Any
     name: str
     load: int = 0
-    """Tokens under way: prompts and what may be sampled."""
+    """Tokens of running requests: their prompts and max_tokens."""
     cause: str | None = None
-    """Why it gets no more traffic: the first thing that went wrong."""
+    """The first error, after which it gets no more requests; None while it is alive."""
 
-    def bury(self, error: BaseException) -> None:
+    def mark_dead(self, error: BaseException) -> None:
         self.cause = self.cause or f"{type(error).__name__}: {error}"
 
 
 class EngineClient:
-    """Speaks to InferenceEngines, in this process or remote; they are known by their `name`.
+    """Routes requests to InferenceEngines, in this process or remote, which are identified by their `name`.
 
-    A session stays on the engine that has its history, a group on the engine that reads its prompt once; everything
-    else goes where least is under way. Which engine gets what depends on the order of calls only, not on time. An
-    engine that dies gets no more traffic until `replace`.
+    A session stays on the engine that has its history, and a group on the engine that has its prompt; other requests go
+    to the engine with the least load. Routing depends only on the order of calls, not on time. An engine that dies gets
+    no more requests until `replace`.
     """
 
     def __init__(self, engines: Sequence[Any], *, deadline_s: float):
-        """`deadline_s`: for requests without a deadline of their own, and for every other call."""
-        self._all = [_Place(one, getattr(one, "name", f"engine {index}")) for index, one in enumerate(engines)]
+        """`deadline_s`: of requests that have none of their own, and of all other calls."""
+        self._all = [_EngineRecord(one, getattr(one, "name", f"engine {index}")) for index, one in enumerate(engines)]
         self._deadline_s = deadline_s
         self._homes: OrderedDict[tuple[str, str], int] = OrderedDict()
         """("session" or "group", its name) -> index of its engine."""
@@ -54,30 +54,30 @@ class EngineClient:
         self._reviving: asyncio.Task[None] | None = None
         self._under_way = 0
         self._busy_s = self._busy_until = 0.0
-        """Time in which requests were under way, and up to when that was counted."""
+        """Seconds in which requests were running, and the time up to which these were counted."""
         self._measured: dict[str, float] = defaultdict(float)
-        """Counters at the last call of `metrics`."""
+        """The counters at the last call of `metrics`."""
         self._asleep = False
         self._holds = 0
         self._interruptions = 0
         self._serving = asyncio.Event()
-        """Cleared while the engines sleep or take weights: requests wait."""
+        """Cleared while the engines sleep or take weights; requests then wait."""
         self._serving.set()
         self.revive: Callable[[], Awaitable[None]] | None = None
-        """Brings dead engines back; asked when requests find none alive."""
+        """Restarts dead engines; called if no engine is alive when a request comes."""
 
     @property
     def engines(self) -> list[Any]:
-        """Those alive, in order: who must get weights."""
-        return [place.engine for place in self._all if place.cause is None]
+        """The living engines, in order: those that must get weights."""
+        return [record.engine for record in self._all if record.cause is None]
 
     @property
     def dead(self) -> dict[str, str]:
-        """Name -> why, of engines that died."""
-        return {place.name: place.cause for place in self._all if place.cause is not None}
+        """Name -> cause of death, of dead engines."""
+        return {record.name: record.cause for record in self._all if record.cause is not None}
 
     def kill(self, name: str) -> None:
-        """End what is left of the engine called `name`: one that hangs still holds its slot, or its connections."""
+        """End the dead engine called `name`: one that hangs still occupies its slot, or its connections."""
         engine = self._named(name).engine
         if hasattr(engine, "kill"):
             engine.kill()
@@ -85,24 +85,25 @@ class EngineClient:
             self._in_background(asyncio.wait_for(engine.close(), _GRACE_S))
 
     def replace(self, name: str, engine: Any) -> None:
-        """Put a new engine, which must hold the current weights already, where the one called `name` was."""
-        self._all[self._all.index(self._named(name))] = _Place(engine, name)
+        """Replace the engine called `name` by a new one, which must already have the current weights."""
+        self._all[self._all.index(self._named(name))] = _EngineRecord(engine, name)
 
-    def _named(self, name: str) -> _Place:
-        return next(place for place in self._all if place.name == name)
+    def _named(self, name: str) -> _EngineRecord:
+        return next(record for record in self._all if record.name == name)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Completions in request order, one call to each engine that has a part.
+        """Completions in request order; every engine gets its share of the requests in one call.
 
-        The part of an engine that dies goes to the others, once; where none is left, to what `revive` brings back.
-        Requests wait while engines sleep or take weights, those too that an engine refused because they came as that
-        began. Raises EngineError naming the engines when there is none, UnsupportedParameter as the engine says it.
+        If an engine dies, its requests are sent once more: to the others or, if none is left, to those that `revive`
+        restarts. Requests wait while engines sleep or take weights; so do requests that an engine refused because they
+        arrived just as that began. Raises EngineError naming the engines if none is left, and the engine's own
+        UnsupportedParameter.
         """
         completions: dict[int, Completion] = {}
         missing = dict(enumerate(requests))
-        lost_at: set[_Place] = set()
+        lost_at: set[_EngineRecord] = set()
         while missing:
             await self._until_serving()
             if not self.engines and self.revive is not None:
@@ -110,61 +111,65 @@ class EngineClient:
             before = self._interruptions
             failed = await self._dispatch(missing, completions, avoid=lost_at)
             missing = {number: missing[number] for number in missing if number not in completions}
-            died = {place: error for place, error in failed.items() if not self._was_interrupted(before, error)}
-            for place, error in died.items():
-                if not (isinstance(error, EngineError) and await self._serves(place)):
-                    place.bury(error)
+            died = {record: error for record, error in failed.items() if not self._was_interrupted(before, error)}
+            for record, error in died.items():
+                if not (isinstance(error, EngineError) and await self._serves(record)):
+                    record.mark_dead(error)
             if died and (lost_at or not (self.engines or self.revive)):
-                place, error = next(iter(died.items()))
-                raise EngineError(self._lost(place, error)) from error
+                record, error = next(iter(died.items()))
+                raise EngineError(self._lost(record, error)) from error
             lost_at |= died.keys()
         return [completions[number] for number in range(len(requests))]
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
-        """Nothing: only Lockstep needs to know who may still ask."""
+        """Does nothing: only Lockstep needs to know which episodes are live."""
         yield
 
     async def _dispatch(
-        self, requests: dict[int, SampleRequest], completions: dict[int, Completion], *, avoid: Collection[_Place]
-    ) -> dict[_Place, BaseException]:
-        """Send them, fill `completions` under their numbers; returns which engines failed their part, and how."""
-        parts: dict[_Place, dict[int, SampleRequest]] = defaultdict(dict)
+        self,
+        requests: dict[int, SampleRequest],
+        completions: dict[int, Completion],
+        *,
+        avoid: Collection[_EngineRecord],
+    ) -> dict[_EngineRecord, BaseException]:
+        """Send `requests` and fill `completions` under their numbers; returns the engines that failed, with errors."""
+        parts: dict[_EngineRecord, dict[int, SampleRequest]] = defaultdict(dict)
         for number, request in requests.items():
-            place = self._route(request, avoid)
-            parts[place][number] = request
-            place.load += _tokens(request)
-        calls = [self._generate(place, list(part.values())) for place, part in parts.items()]
+            record = self._route(request, avoid)
+            parts[record][number] = request
+            record.load += _tokens(request)
+        calls = [self._generate(record, list(part.values())) for record, part in parts.items()]
         results = await asyncio.gather(*calls, return_exceptions=True)
-        failed: dict[_Place, BaseException] = {}
-        for (place, part), result in zip(parts.items(), results, strict=True):
+        failed: dict[_EngineRecord, BaseException] = {}
+        for (record, part), result in zip(parts.items(), results, strict=True):
             if isinstance(result, UnsupportedParameter) or (
                 isinstance(result, BaseException) and not isinstance(result, _DEATHS)
             ):
                 raise result
             if isinstance(result, BaseException):
-                failed[place] = result
+                failed[record] = result
             else:
                 completions.update(zip(part, result, strict=True))
         return failed
 
     def _was_interrupted(self, before: int, error: BaseException) -> bool:
-        """Refused because the engines began to sleep or to take weights."""
+        """Whether requests were refused because the engines began to sleep or to take weights."""
         return self._interruptions != before and isinstance(error, EngineError)
 
-    async def _generate(self, place: _Place, requests: list[SampleRequest]) -> list[Completion]:
+    async def _generate(self, record: _EngineRecord, requests: list[SampleRequest]) -> list[Completion]:
         deadlines = [request.deadline_s for request in requests if request.deadline_s is not None]
         limit = max(deadlines) + _GRACE_S if len(deadlines) == len(requests) else self._deadline_s
         self._count_under_way(1)
         try:
-            return await self._within(place, "generate", place.engine.generate(requests), limit)  # type: ignore[no-any-return]
+            return await self._within(record, "generate", record.engine.generate(requests), limit)  # type: ignore[no-any-return]
         except (asyncio.CancelledError, DeadlineExceeded):
-            # A remote engine does not notice that nobody waits any more.
-            self._in_background(self._abort_quietly(place, [request.request_id for request in requests]))
+            # A remote engine does not notice that its caller has gone.
+            self._in_background(self._abort_quietly(record, [request.request_id for request in requests]))
             raise
         finally:
             self._count_under_way(-1)
-            place.load -= sum(_tokens(request) for request in requests)
+            record.load -= sum(_tokens(request) for request in requests)
 
     def _count_under_way(self, change: int) -> None:
         now = time.monotonic()
@@ -173,9 +178,9 @@ class EngineClient:
         self._busy_until = now
         self._under_way += change
 
-    def _route(self, request: SampleRequest, avoid: Collection[_Place]) -> _Place:
+    def _route(self, request: SampleRequest, avoid: Collection[_EngineRecord]) -> _EngineRecord:
         keys = [(kind, name) for kind, name in (("session", request.session), ("group", request.group)) if name]
-        alive = [index for index, place in enumerate(self._all) if place.cause is None]
+        alive = [index for index, record in enumerate(self._all) if record.cause is None]
         if not alive:
             raise EngineError(f"There is no inference engine left. {self._causes()}")
         welcome = [index for index in alive if self._all[index] not in avoid] or alive
@@ -190,8 +195,8 @@ class EngineClient:
             self._homes.popitem(last=False)
         return self._all[index]
 
-    def _lost(self, place: _Place, error: BaseException) -> str:
-        last = "" if place.cause else f" {place.name}: {type(error).__name__}: {error}"
+    def _lost(self, record: _EngineRecord, error: BaseException) -> str:
+        last = "" if record.cause else f" {record.name}: {type(error).__name__}: {error}"
         return (
             f"Requests were lost and could not be sent to another engine ({len(self.engines)} left)."
             f"{last} {self._causes()}".rstrip()
@@ -200,22 +205,22 @@ class EngineClient:
     def _causes(self) -> str:
         return "; ".join(f"{name}: {reason}" for name, reason in self.dead.items())
 
-    async def _serves(self, place: _Place) -> bool:
-        """Whether an engine that failed a call is whole all the same: then what it failed is lost, not the engine."""
+    async def _serves(self, record: _EngineRecord) -> bool:
+        """Whether an engine that failed a call is still healthy: then only these requests are lost, not the engine."""
         try:
-            health = await asyncio.wait_for(place.engine.health(), _GRACE_S)
+            health = await asyncio.wait_for(record.engine.health(), _GRACE_S)
         except (*_DEATHS, TimeoutError):
             return False
         return not health.torn
 
-    async def _abort_quietly(self, place: _Place, request_ids: list[str]) -> None:
+    async def _abort_quietly(self, record: _EngineRecord, request_ids: list[str]) -> None:
         try:
-            await asyncio.wait_for(place.engine.abort(request_ids), _GRACE_S)
+            await asyncio.wait_for(record.engine.abort(request_ids), _GRACE_S)
         except Exception as error:
-            place.bury(error)
+            record.mark_dead(error)
 
     async def _revived(self) -> None:
-        """One restart for all who wait for it; it goes on when they no longer do."""
+        """Wait for one restart that all waiting requests share; it continues even if they are cancelled."""
         assert self.revive is not None
         if self._reviving is None or self._reviving.done():
             self._reviving = self._in_background(self.revive())
@@ -225,12 +230,13 @@ class EngineClient:
         task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[assignment]
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be waiting
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may have no awaiter
         return task
 
     # -- all engines -------------------------------------------------------------------------------------------------
 
     async def abort(self, request_ids: Sequence[str]) -> None:
+        """See InferenceEngine; on all living engines, as are the following methods."""
         await self._each("abort", request_ids)
 
     async def pause(self, mode: str = "keep") -> None:
@@ -240,7 +246,7 @@ class EngineClient:
         await self._each("resume")
 
     async def sleep(self, level: int = 1) -> int:
-        """Bytes freed by all. Requests wait until `wake_up`."""
+        """Let all engines sleep; returns the bytes freed by all. Requests wait until `wake_up`."""
         self._asleep = True
         self._update_serving()
         return sum(await self._each("sleep", level))
@@ -252,7 +258,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        """Requests that come meanwhile wait: an engine that takes weights would refuse them, and count as dead."""
+        """Requests that come meanwhile wait: engines that take weights refuse requests, and would count as dead."""
         self._holds += 1
         self._update_serving()
         try:
@@ -282,20 +288,23 @@ class EngineClient:
         return await self._each("health", deadline_s=_GRACE_S)
 
     async def close(self) -> None:
-        """Close every engine that is alive; the first error is raised when all were tried."""
+        """Close every living engine; raises the first error after it has tried all."""
         for task in self._background:
             task.cancel()
         await self._each("close")
 
     async def metrics(self) -> dict[str, float]:
-        """Since the last call: tokens per second in which requests were under way, and the share of prompt tokens that
-        needed no prefill. Now: what is under way, how many engines are dead, and the memory that one needed at most.
+        """engines/* and memory/engine_*.
+
+        Since the last call: generated tokens per second in which requests were running, and the share of prompt tokens
+        that needed no prefill. Current values: running and queued requests, the number of dead engines, and the memory
+        of the engine that needed most.
         """
         every = await self.health()
         self._count_under_way(0)
         kinds = ("generated_tokens", "prefilled_tokens", "cached_tokens")
         counted = {kind: float(sum(getattr(one, kind) for one in every)) for kind in kinds} | {"busy_s": self._busy_s}
-        # An engine that was restarted counts from 0 again.
+        # A restarted engine counts from 0 again.
         since = {kind: max(0.0, count - self._measured[kind]) for kind, count in counted.items()}
         self._measured = defaultdict(float, counted)
         prompts = since["prefilled_tokens"] + since["cached_tokens"]
@@ -309,36 +318,36 @@ class EngineClient:
         }
 
     async def _each(self, method: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
-        """The same call on every engine alive, at once; answers of those that live through it.
+        """Make the same call on every living engine concurrently; returns the results of those that do not die in it.
 
-        All are waited for before the first error is raised. An engine that dies meanwhile is no error while others
-        live, or while dead ones are brought back.
+        Waits for all before it raises the first error. The death of an engine is no error as long as others live or
+        dead engines are restarted.
         """
-        places = [place for place in self._all if place.cause is None]
+        records = [record for record in self._all if record.cause is None]
         limit = self._deadline_s if deadline_s is None else min(deadline_s, self._deadline_s)
-        calls = [self._within(place, method, getattr(place.engine, method)(*args), limit) for place in places]
+        calls = [self._within(record, method, getattr(record.engine, method)(*args), limit) for record in records]
         results = await asyncio.gather(*calls, return_exceptions=True)
-        for place, result in zip(places, results, strict=True):
+        for record, result in zip(records, results, strict=True):
             if isinstance(result, _DEATHS) and not isinstance(result, UnsupportedParameter):
-                place.bury(result)
+                record.mark_dead(result)
         for result in results:
             fatal = not isinstance(result, _DEATHS) or isinstance(result, UnsupportedParameter)
             if isinstance(result, BaseException) and (fatal or not (self.engines or self.revive)):
                 raise result
         return [result for result in results if not isinstance(result, BaseException)]
 
-    async def _within(self, place: _Place, method: str, call: Awaitable[Any], seconds: float) -> Any:
+    async def _within(self, record: _EngineRecord, method: str, call: Awaitable[Any], seconds: float) -> Any:
         try:
             async with asyncio.timeout(seconds) as deadline:
                 return await call
         except TimeoutError as error:
             if deadline.expired():
-                raise DeadlineExceeded(f"{place.name}.{method}", seconds) from error
+                raise DeadlineExceeded(f"{record.name}.{method}", seconds) from error
             raise
 
 
 def _peaks(every: Sequence[EngineHealth]) -> dict[str, float]:
-    """Memory of the engine that needed most, where they count it (see report/memory.py)."""
+    """The memory of the engine that needed most, if engines report it (see report/memory.py)."""
     found = [(name, gib) for one in every for name, gib in one.extra.items() if name.endswith("_gib")]
     return {f"memory/engine_{name}": max(gib for n, gib in found if n == name) for name, _ in found}
 

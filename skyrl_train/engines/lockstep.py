@@ -1,4 +1,4 @@
-"""Rollouts whose batches do not depend on timing: what bitwise reproducible synchronous runs need."""
+"""Engine batches that do not depend on timing, for bitwise reproducible synchronous runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyrl_train.engines.client import EngineClient
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """One generate() that waits for the others."""
+    """One generate() that waits for those of the other episodes."""
 
     episode: int
     order: int
@@ -25,13 +25,13 @@ class _Waiting:
 
 
 class Lockstep:
-    """An EngineClient whose generate() waits until every live episode waits in one; then all go out as one call.
+    """An EngineClient whose generate() waits until every live episode is in one, and then sends all as one call.
 
-    The call is ordered by the episodes' registration, so it is the same in every run in which the same episodes
-    register in the same order, however long their environments take. The price: the slowest one holds up a turn.
+    The call is ordered by the registration of episodes. So it is the same in every run in which the same episodes
+    register in the same order, however long their environments take. The price: each turn waits for the slowest one.
 
-    An episode that computes, or waits for its environment, is live and holds the others; one that left (also by an
-    exception) does not. generate() outside of any episode goes out with the next call.
+    An episode is live while it computes or waits for its environment, and the others wait for it; one that has ended
+    (even by an exception) is not. generate() outside of any episode is sent with the next call.
     """
 
     def __init__(self, client: EngineClient):
@@ -45,7 +45,7 @@ class Lockstep:
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
-        """Live from here to the end of the block. Tasks started inside belong to it."""
+        """An episode is live inside this block. Tasks started inside belong to it."""
         number = next(self._numbers)
         self._live.add(number)
         token = self._here.set(number)
@@ -57,7 +57,7 @@ class Lockstep:
             self._check_soon()
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """See EngineClient.generate. An error of the common call is raised to all that took part."""
+        """See EngineClient.generate. An error of the shared call is raised to all callers in it."""
         number = self._here.get()
         one = _Waiting(
             next(self._numbers) if number is None else number,
@@ -75,7 +75,7 @@ class Lockstep:
                 self._check_soon()
 
     def _check_soon(self) -> None:
-        """Look after everything that can run now has run: an episode about to register must not be left behind."""
+        """Check once everything that can run now has run: an episode about to register must not miss the call."""
         if not self._check_scheduled:
             self._check_scheduled = True
             asyncio.get_running_loop().call_soon(self._check)
@@ -108,5 +108,5 @@ class Lockstep:
                 one.answer.set_result(mine)
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        """Everything that is not a request is the client's."""
+        """All other attributes are the client's."""
         return getattr(self._client, name)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""One meaning of the sampling parameters for every engine, and the seeds of requests. No torch here."""
+"""Sampling parameters normalised to mean the same for every engine, and the seeds of requests. No torch here."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _OFF = {
 
 
 def normalise(config: Any, key: str = "sampling_params") -> SamplingParams:
-    """A sampling section (dataclass or mapping, SkyRL's or vLLM's names) as SamplingParams.
+    """Convert a sampling section (dataclass or mapping, with SkyRL's or vLLM's names) to SamplingParams.
 
-    top_k -1 and 0 are both off, stop may be a string or a list, None means the default. `key` begins the names in
-    messages. Raises ConfigError with every wrong value: key, value, what is allowed.
+    top_k -1 and 0 are both off, stop may be a string or a list, None means the default. `key` is the prefix of names in
+    messages. Raises ConfigError listing every wrong value: key, value, what is allowed.
     """
     given = asdict(config) if is_dataclass(config) and not isinstance(config, type) else dict(config)
     values: dict[str, Any] = {}
@@ -60,13 +60,13 @@ def normalise(config: Any, key: str = "sampling_params") -> SamplingParams:
 
 
 def request_seed(run_seed: int, uid: str, sample: int, turn: int, step: int) -> int:
-    """64 bits that depend on all of the arguments and on nothing else: the same in every process, on every machine."""
+    """A 64-bit seed that depends on all arguments and on nothing else: the same in every process, on every machine."""
     text = "\0".join((str(run_seed), str(uid), str(sample), str(turn), str(step)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def end_tokens(*sources: Any) -> frozenset[int]:
-    """Every end-of-sequence id that generation config, model config or tokenizer names."""
+    """All end-of-sequence ids named by `sources`: generation config, model config or tokenizer."""
     found: set[int] = set()
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
@@ -75,7 +75,7 @@ def end_tokens(*sources: Any) -> frozenset[int]:
 
 
 def check_supported(params: SamplingParams, capabilities: Capabilities) -> None:
-    """Raises UnsupportedParameter naming engine and parameter for what would be ignored, or is out of its range."""
+    """Raises UnsupportedParameter naming engine and parameter, for one it would ignore or a value out of range."""
     for name, (allowed, holds) in RULES.items():
         if not holds(value := getattr(params, name)):
             raise UnsupportedParameter(f"Engine {capabilities.name!r} cannot honour {name}={value!r}; give {allowed}.")
@@ -89,7 +89,7 @@ def check_supported(params: SamplingParams, capabilities: Capabilities) -> None:
 
 
 def active(params: SamplingParams) -> dict[str, Any]:
-    """The parameters that are on, by name: what an engine must be able to honour."""
+    """Name -> value of the parameters that are on: those that an engine must support."""
     values = {name: getattr(params, name) for name, off in _OFF.items() if getattr(params, name) != off}
     if params.temperature not in (0.0, 1.0):  # every engine can be greedy
         values["temperature"] = params.temperature
@@ -127,7 +127,7 @@ def _whole(low: int) -> Callable[[Any], bool]:
 
 _FLOATS = {"temperature", "top_p", "min_p", "repetition_penalty"}
 RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    # What is allowed, in words and as a test.
+    # Allowed values, in words and as a predicate.
     "max_tokens": ("a whole number of at least 1", _whole(1)),
     "temperature": (f"0, which is greedy, or a finite number of at least {LEAST_TEMPERATURE}", _temperature),
     "top_p": ("more than 0 and at most 1; 1 is off", _number(0.0, 1.0, open_low=True)),

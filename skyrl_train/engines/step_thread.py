@@ -1,4 +1,4 @@
-"""A thread that takes steps and, between two of them, does what others ask."""
+"""A thread that takes an engine's steps and, between two steps, runs commands of other threads."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any, Protocol
 
 
 class Stepper(Protocol):
-    """What the thread drives; all of it is called on the thread only."""
+    """The object whose steps the thread takes; its methods are called on the thread only."""
 
     def has_work(self) -> bool:
-        """Whether `tick` would do something now."""
+        """Whether `tick` has something to do now."""
 
     def wakes_at(self) -> float:
-        """time.monotonic() at which `tick` must be called although nobody asked; infinity for never."""
+        """time.monotonic() at which `tick` must be called even without work or commands; infinity for never."""
 
     def tick(self) -> None:
-        """One step; it raises nothing."""
+        """Take one step; it must not raise."""
 
 
 class StepThread:
-    """Commands run one at a time in the order they came, each between two steps: no lock guards what they touch."""
+    """Runs commands one at a time in order of arrival, each between two steps: their data needs no lock."""
 
     def __init__(self, stepper: Stepper, name: str):
         self._stepper = stepper
@@ -36,7 +36,7 @@ class StepThread:
         self._thread.start()
 
     def ask(self, command: Callable[[], Any]) -> Future[Any]:
-        """The future of what `command` returns or raises on the thread; RuntimeError when it has been closed."""
+        """Run `command` on the thread; the future gets its result or exception. Raises RuntimeError once closed."""
         future: Future[Any] = Future()
         with self._wake:
             if self._closing:
@@ -46,7 +46,7 @@ class StepThread:
         return future
 
     def close(self) -> None:
-        """Stop after the current step; commands that were not reached are cancelled. Waits for the thread to end."""
+        """Stop after the current step and wait for the thread to end; commands that have not run are cancelled."""
         with self._wake:
             self._closing = True
             self._wake.notify()

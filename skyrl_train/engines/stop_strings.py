@@ -1,4 +1,4 @@
-"""Stop strings, also those that begin in one token and end in another."""
+"""Stop strings, including those that span several tokens."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ _REPLACEMENT = "\ufffd"
 
 
 class StopStrings:
-    """Tells whether the newest token completed one of `stops`.
+    """Finds out whether the newest token completed one of `stops`.
 
-    Decoding a row at every step would cost more than a small model's forward, so only tokens whose own text contains
-    the last character of a stop string are looked at (and tokens that are parts of characters).
+    Decoding a row at every step would cost more than a small model's forward. So this decodes only for tokens whose own
+    text contains the last character of a stop string, or that are parts of characters.
     """
 
     def __init__(self, tokenizer: Any, stops: tuple[str, ...]):
         self._tokenizer = tokenizer
         self._stops = stops
-        # A token is at least one byte of a character that has at most four; some spare for tokens without text.
+        # A token is at least one byte of a character, which has at most four; plus a margin for tokens without text.
         self.tail = 4 * max(len(stop) for stop in stops) + 4
-        # Decoders add and drop blanks between tokens: a last character that is one may come from any token.
+        # Decoders add and drop blanks between tokens: a final blank of a stop string may come from any token.
         self._last = None if any(stop[-1].isspace() for stop in stops) else {stop[-1] for stop in stops}
         self._may_end: dict[int, bool] = {}
 
     def completed_by(self, token: int) -> bool:
-        """Whether a stop string may end with this token: cheap, never wrongly False."""
+        """Whether a stop string may end with this token: cheap, and without false negatives."""
         known = self._may_end.get(token)
         if known is None:
             text = self._decode([token])
@@ -34,7 +34,7 @@ class StopStrings:
         return known
 
     def find(self, token_ids: Sequence[int]) -> str | None:
-        """The stop string that the last of `token_ids` completed, the one that ends first; None otherwise."""
+        """The stop string completed by the last of `token_ids` (if several: the one that ends first), else None."""
         if not self.completed_by(token_ids[-1]):
             return None
         tail = list(token_ids[-self.tail :])

@@ -1,4 +1,4 @@
-"""Engines that died come back with the current weights, or the run ends and says why."""
+"""Restarts engines that died, with the current weights, until the budget of restarts is spent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineSupervisor:
-    """Restarts what `client` has given up on. An engine gets traffic only after `sync` gave it the current weights."""
+    """Restarts the engines that are dead for `client`. They get requests only once `sync` gave them current weights."""
 
     def __init__(
         self,
@@ -26,10 +26,10 @@ class EngineSupervisor:
         stop: Callable[[Any], Awaitable[None]],
         budget: int,
     ):
-        """`start` ends what is left of the engine of that name and starts another; `stop` ends one whose `sync` failed.
+        """`start` kills the rest of the engine of that name and starts it again; `stop` ends one whose `sync` failed.
 
-        `budget`: restarts in the whole run, those that failed included. All must fit the moment: on a shared
-        accelerator `start` needs its memory, `sync` the trainer's weights.
+        `budget`: restarts allowed in the whole run, including failed ones. On a shared accelerator `start` must make
+        room in its memory first, and `sync` must load the trainer's weights.
         """
         self._client = client
         self._start = start
@@ -40,18 +40,18 @@ class EngineSupervisor:
         self.restarts = 0
 
     async def revive(self) -> None:
-        """Restart every engine that is dead. Raises EnginesLost with the first cause when the budget is spent."""
+        """Restart every dead engine. Raises EnginesLost with the cause of the first one left if the budget is spent."""
         async with self._busy:
-            await self._restart_the_dead()
+            await self._restart_dead_engines()
 
     @asynccontextmanager
     async def syncing(self) -> AsyncIterator[None]:
-        """Inside, weights change and nothing is restarted, which would come back with those before; then `revive`."""
+        """To be held while weights change: no engine is restarted meanwhile with old weights. Restarts them on exit."""
         async with self._busy:
             yield
-            await self._restart_the_dead()
+            await self._restart_dead_engines()
 
-    async def _restart_the_dead(self) -> None:
+    async def _restart_dead_engines(self) -> None:
         for name, cause in self._client.dead.items():
             while name in self._client.dead:
                 if self.restarts >= self._budget:

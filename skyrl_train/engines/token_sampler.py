@@ -1,4 +1,4 @@
-"""From logits to tokens and their log-probs: vectorised over rows, random numbers by counter."""
+"""Samples tokens from logits, with their log-probs: vectorised over rows, with counter-based random numbers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from skyrl_train.engines.base import SamplingParams
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK = 512
-"""Larger vocabularies are searched block by block: a running sum of all of it would cost more than the head."""
+"""Larger vocabularies are searched block by block: a cumulative sum of all of it would cost more than the head."""
 _CACHED = 1 << 18
-"""Numbers in a pass over some rows, so that their intermediates stay in a core's cache."""
+"""Probabilities processed at a time on a CPU, so that intermediates stay in a core's cache."""
 _CANDIDATES = 256
-"""The likeliest tokens among which the last one kept is looked for first; nearly every trained model has it there."""
+"""How many of the likeliest tokens are searched first for the last one to keep: nearly always enough."""
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One number in [0, 1) per row, a function of (seed, position) alone: float64 [B] from uint64 [B] and int [B].
+    """One number in [0, 1) per row, determined by (seed, position): float64 [B] from uint64 [B] and int [B].
 
     SplitMix64 (Steele, Lea, Flood 2014) of the mixed seed plus (position + 1) times its increment.
     """
@@ -39,20 +39,20 @@ def _mix(bits: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What one step sampled, all [B]."""
+    """The result of one step, all [B]."""
 
     ids: Tensor
     logprobs: Tensor
-    """nats, of the distribution sampled from; 0 where greedy."""
+    """nats, of the distribution sampled from; 0 for greedy rows."""
     full_logprobs: Tensor
-    """nats, of log_softmax(logits / temperature); temperature 1 where greedy."""
+    """nats, of log_softmax(logits / temperature); temperature 1 for greedy rows."""
 
 
 class RowSampler:
-    """Samples one token for each row of a batch whose rows keep their own parameters.
+    """Samples one token for each row of a batch, with each row's own parameters.
 
-    Order, as in Hugging Face: repetition penalty, forbidden tokens, temperature, top_k, top_p, min_p. Tokens tied with
-    the last one kept are kept too, so the distribution does not depend on how ties are broken.
+    They are applied in Hugging Face's order: repetition penalty, forbidden tokens, temperature, top_k, top_p, min_p.
+    Tokens tied with the last one kept are kept too, so the distribution does not depend on how ties are broken.
     """
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device):
@@ -107,7 +107,7 @@ class RowSampler:
     def _target(
         self, logits: Tensor, scaled: Tensor, seen: Sequence[Tensor], forbidden: Sequence[tuple[int, Tensor]]
     ) -> Tensor:
-        """Logits that are truncated and sampled from: `scaled` itself where nothing changes it."""
+        """The logits to truncate and sample from: `scaled` itself if nothing changes it."""
         if self._penalised is None and not forbidden:
             return scaled
         target = scaled.clone()
@@ -128,7 +128,7 @@ def _truncates(params: SamplingParams) -> bool:
 
 
 class _Truncation:
-    """top_k, top_p and min_p of the rows that have any."""
+    """Applies top_k, top_p and min_p to the rows that have any of them."""
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device):
         rows = [row for row, p in enumerate(params) if _truncates(p)]
@@ -139,7 +139,7 @@ class _Truncation:
         self._largest_k = max(p.top_k for p in chosen)
 
     def apply(self, probabilities: Tensor) -> Tensor:
-        """Zero what is dropped of [B, V], in place; the mass that is left, [B, 1]: 1 in other rows."""
+        """Set dropped tokens of [B, V] to 0, in place; returns the remaining mass [B, 1], 1 for other rows."""
         mass = probabilities.new_ones(len(probabilities), 1)
         at_once = len(self._rows)
         if probabilities.device.type == "cpu":
@@ -153,11 +153,11 @@ class _Truncation:
 
 
 def smallest_kept(probabilities: Tensor, limits: Tensor, candidates: int) -> Tensor:
-    """Each row keeps what is at least this probable: [R, 1] from [R, V], whose rows sum to 1 up to rounding.
+    """The smallest probability that each row keeps: [R, 1] from [R, V], whose rows sum to 1 up to rounding.
 
-    `limits` [R, 3] float64: top_k, then top_p of what that left, then min_p; infinity, infinity, 0 are off. The last
-    token kept is looked for among the `candidates` (at least every finite top_k) likeliest ones, then, for rows that
-    keep all of those, among 16 times as many: rows are never sorted whole unless they are nearly flat.
+    `limits` [R, 3] float64: top_k, then top_p of the remaining mass, then min_p; infinity, infinity, 0 are off. The
+    last token kept is searched among the `candidates` (at least every finite top_k) likeliest tokens; for rows that
+    keep all of those, among 16 times as many. So no row is sorted completely unless it is nearly flat.
     """
     smallest = probabilities.new_empty(len(probabilities), 1)
     left = torch.arange(len(probabilities), device=probabilities.device)
@@ -171,7 +171,7 @@ def smallest_kept(probabilities: Tensor, limits: Tensor, candidates: int) -> Ten
         first = (count - top_k).clamp_(min=0).long()  # where the top_k begin
         below = torch.where(first > 0, cumulative.gather(1, (first - 1).clamp_(min=0)), 0.0)
         mass = torch.where(top_k.isinf(), rows.sum(-1, keepdim=True), total - below)
-        # A token is kept when those above it have less than top_p of the mass.
+        # A token is kept if the tokens above it have less than top_p of the mass.
         first = first.maximum(torch.searchsorted(cumulative, total - top_p * mass, right=True).clamp_(max=count - 1))
         least = min_p * ranked[:, -1:]
         smallest[left] = torch.maximum(ranked.gather(1, first).double(), least).float()
@@ -184,7 +184,7 @@ def smallest_kept(probabilities: Tensor, limits: Tensor, candidates: int) -> Ten
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """The `count` largest of each row, or all when there are fewer, in ascending order: [R, V] -> [R, count]."""
+    """The `count` largest values of each row, or all if there are fewer, ascending: [R, V] -> [R, count]."""
     count = min(count, values.shape[1])
     if values.device.type != "cpu":
         return values.topk(count, dim=-1).values.flip(-1)
@@ -195,9 +195,9 @@ def _largest(values: Tensor, count: int) -> Tensor:
 
 
 def inverse_cdf(probabilities: Tensor, random: Tensor) -> Tensor:
-    """The first index whose running sum exceeds `random` times the total: int64 [B, 1] from [B, V] and float64 [B, 1].
+    """The first index whose cumulative sum exceeds `random` times the total: int64 [B, 1] from [B, V], float64 [B, 1].
 
-    A token of probability 0 is never returned: the running sum rises only at tokens that have some.
+    A token of probability 0 is never returned, as the cumulative sum does not rise there.
     """
     count = probabilities.shape[1]
     if count <= _BLOCK:
@@ -211,11 +211,11 @@ def inverse_cdf(probabilities: Tensor, random: Tensor) -> Tensor:
     wanted = random * cumulative[:, -1:]
     block = torch.searchsorted(cumulative, wanted, right=True).clamp_(max=sums.shape[1] - 1)
     start, mass = cumulative.gather(1, block) - sums.gather(1, block), sums.gather(1, block)
-    # The share of the block that lies below: rounding may put it a hair outside [0, 1).
+    # The share of the block's mass below the wanted value: rounding may put it slightly outside [0, 1).
     share = ((wanted - start) / mass).clamp_(0.0, 1.0 - 2.0**-52)
     places = block * _BLOCK + torch.arange(_BLOCK, device=block.device)
     inside = probabilities.gather(1, places.clamp(max=count - 1)) * (places < count)
-    # Of numbers that are not finite any token is as good as another, but it must be one: its log-prob tells.
+    # If probabilities are not finite, any valid index will do: the log-prob of that token reveals the problem.
     return (block * _BLOCK + _search(inside, share)).clamp_(max=count - 1)
 
 

@@ -64,7 +64,7 @@ def plan_lines(plans: Sequence[SlotPlan], device: str, capacity: int | None, hos
         yield ""
         yield f"{plan.name}: {plan.count} slot{'s' if plan.count > 1 else ''}, {unit}"
         for on_host in (False, True):
-            rows = [row for row in plan.rows if row.on_host == on_host]
+            rows = [row for row in plan.lines if row.on_host == on_host]
             if not rows:
                 continue
             table = [["on the host" if on_host else "", "", *PHASES, ""]]

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from skyrl_train.config.prepare import launch
-from skyrl_train.config.presence import Uses
+from skyrl_train.config.presence import Uses, slots_of
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import SkyRLError
 
 if TYPE_CHECKING:
     from skyrl_train.assembly.run import RunningServices
     from skyrl_train.data.dataset import PromptDataset
+    from skyrl_train.engines.client import EngineClient
+    from skyrl_train.environments.host import EnvironmentHost
+    from skyrl_train.learner.learner import Learner
     from skyrl_train.rollouts.conversation import ConversationGenerator
     from skyrl_train.trainer.trainer import Trainer
 
@@ -39,7 +44,8 @@ class BasePPOExp:
         from skyrl_train.cluster.runtime import Cluster, importing  # takes a second
 
         self.cfg = cfg
-        self.cluster = Cluster(cfg.trainer.plugins)
+        processes = slots_of(cfg, self.uses).processes
+        self.cluster = Cluster(cfg.trainer.plugins, workers=processes, preload=_imports_of_workers(cfg, self.uses))
         with importing("skyrl_train.assembly.run"):  # seconds of work, while Ray has seconds of waiting
             self.cluster.connect()
         self.tokenizer = self.get_tokenizer()
@@ -111,6 +117,12 @@ class BasePPOExp:
         asyncio.run(self._run())
 
     async def _run(self) -> None:
+        async with self.session() as running:
+            await running.trainer.fit()
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[Session]:
+        """Everything started, the trainer included, which has not begun; on exit all of it is stopped."""
         from skyrl_train.assembly.run import services
         from skyrl_train.assembly.serving import check_endpoint, endpoint_of_run
 
@@ -127,9 +139,45 @@ class BasePPOExp:
         ):
             trainer = self.get_trainer(running)
             try:
-                await trainer.fit()
+                yield Session(
+                    trainer=trainer,
+                    learner=trainer.learner,
+                    client=running.client,
+                    environments=running.environments,
+                    tokenizer=self.tokenizer,
+                    directory=running.base.directory,
+                )
             finally:
                 await trainer.collector.close()
+
+
+@dataclass(frozen=True)
+class Session:
+    """The parts of a run that has started; they live until the block that made it ends."""
+
+    trainer: Trainer
+    """The loop: `await trainer.fit()`; `trainer.step` is the number of finished steps."""
+    learner: Learner
+    """All ranks of the trained model as one: score, update, save, export."""
+    client: EngineClient
+    """The inference engines as one: generate, score, health. In turn with the learner: see `generating`."""
+    environments: EnvironmentHost
+    """The pool of processes that run environments."""
+    tokenizer: Any
+    directory: Path
+    """The run's folder (trainer.ckpt_path)."""
+
+    def generating(self) -> AbstractAsyncContextManager[None]:
+        """While inside, the client answers: engines that are colocated with the learner sleep otherwise."""
+        return self.trainer.residency.generating()
+
+
+def _imports_of_workers(cfg: Config, uses: Uses) -> list[str]:
+    """What ranks and engines import, done before they are made. Packages of engines set up their process first."""
+    modules = ["skyrl_train.learner.worker"] if uses.learner else []
+    if uses.engines and cfg.generator.backend == "transformers":
+        modules.append("skyrl_train.engines.transformers.engine")
+    return modules or ["torch"]
 
 
 def run_experiment(experiment: type[BasePPOExp], argv: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What an environment is: it opens a conversation, answers the model's texts, and rewards them.
+"""The environment interface: it opens a conversation, answers the model's texts, and rewards them.
 
 Environments are plain synchronous Python without torch. The driver never calls one directly: `environments/host.py`
 runs them in processes it can kill.
@@ -28,17 +28,17 @@ class Settings(dict[str, Any]):
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one `step` gives back."""
+    """The result of one `step`."""
 
     observations: list[Message]
     """Messages to add to the conversation; empty when done."""
     reward: float
-    """Of this turn; the episode's reward is the sum over turns."""
+    """The reward of this turn; an episode's reward is the sum over its turns."""
     done: bool
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Anything JSON can hold; numbers become metrics."""
+    """Anything that JSON can hold; numbers become metrics."""
     postprocessed_action: str | None = None
-    """Accepted from SkyRL-Gym environments and not applied: sampled tokens are trained on as they were sampled."""
+    """Accepted from SkyRL-Gym environments but not applied: tokens are trained on exactly as they were sampled."""
 
 
 class BaseTextEnvStepOutput(TypedDict):
@@ -52,15 +52,16 @@ class BaseTextEnvStepOutput(TypedDict):
 
 
 class TextEnv:
-    """One episode. Subclasses override `step`, and `init` or `close` where they need to.
+    """One episode. Subclasses override `step`, and `init` or `close` if they need to.
 
-    `env_config` is this environment's part of `environment.skyrl_gym`; `extras` are the dataset row's other columns, so
-    a rule-based reward reads `extras["reward_spec"]["ground_truth"]`.
+    `env_config` is this environment's section of `environment.skyrl_gym`. `extras` holds the other columns of the
+    dataset row: a rule-based reward, for example, reads `extras["reward_spec"]["ground_truth"]`.
     """
 
     replayable: bool = True
-    """Whether an episode may be rebuilt in another process (same constructor, `init`, and the same texts) when its own
-    was killed. False where that would repeat effects outside: the episode then fails as "environment_died"."""
+    """Whether an episode whose process was killed may be rebuilt in another one, by calling the same constructor,
+    `init`, and `step` with the same texts. Set it to False if that would repeat effects on the outside world: the
+    episode then fails as "environment_died"."""
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         self.env_config = Settings(env_config or {})
@@ -68,21 +69,21 @@ class TextEnv:
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
-        """Called once when a run starts, before its engines do, if any row is of this environment.
+        """Check the settings and this machine. Called once, before the engines start, if any row uses this environment.
 
-        Raises ConfigError for settings that cannot work, and for what is missing on this machine.
+        Raises ConfigError if the settings cannot work or if this machine lacks something that they need.
         """
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """The messages that open the conversation, and metadata. Unless overridden, the row's own messages."""
+        """Return the messages that open the conversation, and metadata. The default returns the row's own messages."""
         return prompt, {}
 
     def step(self, action: str) -> StepOutput | BaseTextEnvStepOutput:
-        """Answer the model's text. Whatever it raises fails this episode only."""
+        """Answer the model's text. An exception raised here fails this episode only."""
         raise NotImplementedError(f"{type(self).__name__} does not define step")
 
     def close(self) -> None:
-        """Release what the episode held; called once, also after a failure."""
+        """Release the episode's resources. Called once, also after a failure."""
 
 
 class BaseTextEnv(TextEnv):
@@ -95,7 +96,10 @@ class BaseTextEnv(TextEnv):
         self.init_tool_groups([])
 
     def init_tool_groups(self, tool_groups: list[Any]) -> None:
-        """Groups are SkyRL-Gym's: `name`, `get_tool_to_group_mapping()` and `execute_tool(tool, *arguments)`."""
+        """Set the tool groups, each with SkyRL-Gym's interface.
+
+        That is `name`, `get_tool_to_group_mapping()` and `execute_tool(tool, *arguments)`.
+        """
         self.tool_groups = tool_groups
         self.tool_to_toolgroup = {
             tool: name for group in tool_groups for tool, name in group.get_tool_to_group_mapping().items()
@@ -110,9 +114,10 @@ class BaseTextEnv(TextEnv):
 
 
 def checked_step_output(output: Any) -> StepOutput:
-    """What an environment returned, in one shape, or EnvironmentFailure: "bad_reward" or "bad_step_output".
+    """Convert the value that an environment's `step` returned into a StepOutput.
 
-    A reward must be one finite number; numpy and torch scalars count as numbers, booleans as 0 and 1.
+    The reward must be one finite number; numpy and torch scalars count as numbers, booleans as 0 and 1. Raises
+    EnvironmentFailure "bad_reward" or "bad_step_output".
     """
     if isinstance(output, StepOutput):
         fields = {name: getattr(output, name) for name in StepOutput.__slots__}
@@ -139,7 +144,7 @@ def checked_step_output(output: Any) -> StepOutput:
 
 
 def checked_messages(messages: Any) -> list[Message]:
-    """A list of {"role": str, "content": ...}, or EnvironmentFailure("bad_step_output")."""
+    """Check for a list of {"role": str, "content": ...}. Raises EnvironmentFailure("bad_step_output")."""
     if not isinstance(messages, list | tuple):
         raise EnvironmentFailure("bad_step_output", f"messages are {_shown(messages)}, not a list")
     for message in messages:
@@ -161,7 +166,7 @@ def _checked_reward(reward: Any) -> float:
 
 
 def _scalar(value: Any) -> Any:
-    """numpy's and torch's scalars as Python's."""
+    """Convert numpy and torch scalars to Python's."""
     return value.item() if hasattr(value, "item") else value
 
 

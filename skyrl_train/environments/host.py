@@ -1,11 +1,12 @@
 """Environments in a pool of processes that can be killed: both ends of the wire.
 
-An environment is somebody's synchronous code: it may hang in C, leak, print, exit or crash. So the driver holds an
-`EnvironmentHost`, whose worker processes (`python -m skyrl_train.environments.host`) hold the environments.
+An environment is third-party synchronous code: it may hang in C, leak, print, exit or crash. So the driver holds an
+`EnvironmentHost`, and its worker processes (`python -m skyrl_train.environments.host`) hold the environments.
 
-Wire: frames over the worker's first stdin and stdout, each 4 bytes of length (big-endian) and that much JSON. Calls are
-pipelined; a worker answers them one at a time and in order, and writes an answer before it begins the next call. So the
-oldest unanswered call of a worker is the one it is running: that one is timed, and blamed when the process dies.
+Wire: frames over the worker's original stdin and stdout, each 4 bytes of length (big-endian) followed by that many
+bytes of JSON. Calls are pipelined. A worker answers them one at a time and in order, and writes each answer before it
+begins the next call. So a worker's oldest unanswered call is the one that it is running: the deadline applies to that
+call, and it is blamed if the process dies.
 """
 
 from __future__ import annotations
@@ -34,75 +35,79 @@ from uuid import UUID
 from skyrl_train.data.trajectory import Message, Prompt
 from skyrl_train.environments import registry
 from skyrl_train.environments.base import StepOutput, checked_messages, checked_step_output
+from skyrl_train.environments.own_classes import pack_own, register_own
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
 
 log = logging.getLogger(__name__)
 
 MAX_FRAME = 64 * 2**20
-"""Bytes of one message; an observation beyond it fails its episode."""
+"""Maximum bytes of one message; a larger observation fails its episode."""
 START_DEADLINE_S = 120.0
-"""For a worker process to start and import the plugins."""
+"""Time for a worker process to start and import the plugins."""
 CLOSE_GRACE_S = 5.0
-"""For environments to close at the end, before their processes are killed."""
+"""Time for environments to close at the end, before their processes are killed."""
 MAX_DETAIL = 500
-"""Characters of an error's message that are kept."""
+"""Number of characters kept of an error message."""
 
 # ---------------------------------------------------------------------------------------------------- driver's end
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class _WireCall:
     op: str
     frame: bytes
-    episode: Episode | None = None
+    episode: HostedEpisode | None = None
     answer: asyncio.Future[dict[str, Any]] | None = None
-    """None where nobody waits: hello, replays and close."""
+    """None if nothing waits for the answer: hello, replays and close."""
 
 
 @dataclass(slots=True, eq=False)
-class Episode:
+class HostedEpisode:
     """One environment, from `EnvironmentHost.start` to `close`."""
 
     host: EnvironmentHost
     number: int
     env_class: str
     messages: list[Message] = field(default_factory=list)
-    """What the environment opened with; render these, not the row's."""
+    """The messages that the environment opened with; render these instead of the row's."""
     metadata: dict[str, Any] = field(default_factory=dict)
     replayable: bool = True
-    """`TextEnv.replayable`, once it has opened."""
+    """`TextEnv.replayable`; valid once the environment has opened."""
     _worker: _Worker | None = None
     _history: list[bytes] = field(default_factory=list)
-    """Frames already answered: sending them again to another process rebuilds the environment there."""
+    """Frames that were answered; sending them to another process rebuilds the environment there."""
     _failure: Exception | None = None
 
     async def step(self, text: str) -> StepOutput:
-        """Give the environment the model's text. Raises EnvironmentFailure; after that every step raises the same."""
+        """Send the model's text to the environment.
+
+        Raises EnvironmentFailure; every later step then raises the same failure.
+        """
         return StepOutput(**await self.host._call(self, "step", text=text))
 
     async def close(self) -> None:
-        """Queue the environment's `close` and return; errors in it are logged. Safe to call twice, also when failed."""
+        """Queue the environment's `close` and return; its errors are logged. Safe to call twice and after a failure."""
         self.host._close_episode(self)
 
 
 class _Worker(asyncio.SubprocessProtocol):
-    """The driver's view of one process. `calls[0]` is the one it is running."""
+    """The driver's view of one process. `calls[0]` is the call that it is running."""
 
     def __init__(self, host: EnvironmentHost, hello: bytes):
         self.host = host
-        self.calls: deque[_Call] = deque()
-        self.episodes: set[Episode] = set()
+        self.calls: deque[_WireCall] = deque()
+        self.episodes: set[HostedEpisode] = set()
         self.since = host.loop.time()
-        """When calls[0] became the running one."""
+        """When calls[0] began to run."""
         self.exited: asyncio.Future[None] = host.loop.create_future()
         self.lost = False
         self._process: asyncio.SubprocessTransport | None = None
         self._stdin: asyncio.WriteTransport | None = None
         self._outbox: list[bytes] = []
         self._inbox = bytearray()
-        self.submit(_Call("hello", hello))
+        self.submit(_WireCall("hello", hello))
 
-    def submit(self, call: _Call) -> None:
+    def submit(self, call: _WireCall) -> None:
         if not self.calls:
             self.since = self.host.loop.time()
         self.calls.append(call)
@@ -152,12 +157,12 @@ class _Worker(asyncio.SubprocessProtocol):
             self.lose("environment_died", "its process ended")
 
     def process_exited(self) -> None:
-        self.kill()  # what the environments had started in its process group
-        # a grandchild that left the group can hold the pipe open: then there is no end-of-file to wait for
+        self.kill()  # processes that the environments started in its group
+        # a grandchild that left the group can hold the pipe open, so end-of-file may never come
         self.host.loop.call_later(0.5, self.connection_lost, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The process has exited and every answer it wrote is read."""
+        """The process has exited, and all of its answers are read."""
         self.lose("environment_died", "its process ended")
         if not self.exited.done():
             self.exited.set_result(None)
@@ -165,13 +170,13 @@ class _Worker(asyncio.SubprocessProtocol):
             self._process.close()
 
     def overdue(self, now: float, late: float, step_deadline_s: float) -> bool:
-        """Whether the running call is past its deadline; `late` seconds, the event loop itself stood still."""
+        """Whether the running call is past its deadline; the event loop itself was blocked for `late` seconds of it."""
         self.since += late
         deadline = START_DEADLINE_S if self.calls and self.calls[0].op == "hello" else step_deadline_s
         return bool(self.calls) and now - self.since > deadline
 
     def lose(self, kind: str, detail: str) -> None:
-        """Give the process up: kill it and hand its calls back to the host, once."""
+        """Abandon the process: kill it and hand its calls back to the host. Does so only once."""
         if not self.lost:
             self.lost = True
             self.kill()
@@ -179,26 +184,27 @@ class _Worker(asyncio.SubprocessProtocol):
 
     def kill(self) -> None:
         if self._process is not None:
-            # gone, or (macOS) only zombies are left in the group
+            # already gone, or (macOS) only zombies are left in the group
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.get_pid(), signal.SIGKILL)
 
     def end(self) -> None:
-        """No more calls: the worker answers what it has and exits at end-of-file."""
+        """Send no more calls: the worker answers the pending ones and exits at end-of-file."""
         self._flush()
         if self._stdin is not None:
             self._stdin.close()
 
 
 class EnvironmentHost:
-    """Runs environments in at most min(max_workers, 2 x cores) processes, started as they are needed.
+    """Runs environments in at most min(max_workers, 2 x cores) processes, which are started as needed.
 
-    What fails fails one episode, as EnvironmentFailure with the kind it is counted under: the exception's class name,
-    "bad_reward", "bad_step_output", "timeout" (the call was running for longer than `step_deadline_s`; its process is
-    killed) or "environment_died" (the process ended during the call). Other episodes of a lost process are rebuilt in
-    another one, from their opening and recorded texts, when they are next used; those that are not `replayable` fail
-    with "environment_died". Deadlines count from when a call begins to run, not from when it is queued. ConfigError (an
-    unknown environment, one whose constructor raises it, a plugin that does not import) is for the whole run.
+    A failure fails one episode: it raises EnvironmentFailure with the kind under which it is counted. The kind is the
+    exception's class name, "bad_reward", "bad_step_output", "timeout" (the call ran for longer than `step_deadline_s`;
+    its process is killed) or "environment_died" (the process ended during the call). The other episodes of a lost
+    process are rebuilt in another one when they are next used, from their opening and the recorded texts; those that
+    are not `replayable` fail with "environment_died". Deadlines count from the moment a call begins to run, not from
+    when it is queued. A ConfigError concerns the whole run: an unknown environment, a constructor that raises one, or a
+    plugin that cannot be imported.
 
     Example:
         async with EnvironmentHost({"search": {"topk": 3}}, max_workers=8, step_deadline_s=30.0) as host:
@@ -223,12 +229,13 @@ class EnvironmentHost:
                 "op": "hello",
                 "env_configs": {name: config for name, config in env_configs.items() if isinstance(config, Mapping)},
                 "plugins": list(self.plugins),
+                "own": pack_own(),
                 "pythonpath": os.environ.get("PYTHONPATH"),
             }
         )
         self._workers: list[_Worker] = []
         self._unfinished: set[_Worker] = set()
-        """Processes that may still exist, lost ones included."""
+        """Processes that may still exist, including lost ones."""
         self._starting: set[asyncio.Task[None]] = set()
         self._watcher: asyncio.Task[None] | None = None
         self._next_number = 0
@@ -243,12 +250,12 @@ class EnvironmentHost:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    async def start(self, env_class: str, prompt: Prompt) -> Episode:
-        """A new episode, its environment made and initialised with the prompt's messages and extras.
+    async def start(self, env_class: str, prompt: Prompt) -> HostedEpisode:
+        """Start an episode: construct the environment and call its `init` with the prompt's messages and extras.
 
-        Raises EnvironmentFailure, ConfigError for an unknown environment, DataError for a row that JSON cannot carry.
+        Raises EnvironmentFailure, ConfigError for an unknown environment, or DataError for a row that JSON cannot hold.
         """
-        episode = Episode(self, self._next_number, env_class)
+        episode = HostedEpisode(self, self._next_number, env_class)
         self._next_number += 1
         try:
             opened = await self._call(
@@ -263,7 +270,7 @@ class EnvironmentHost:
         return episode
 
     async def close(self) -> None:
-        """Close all environments and end all processes; nothing is left running when it returns."""
+        """Close all environments and end all processes; none is left running on return."""
         self._closing = True
         if self._watcher is not None:
             self._watcher.cancel()
@@ -281,32 +288,32 @@ class EnvironmentHost:
         if self._unfinished:
             log.warning("%d environment processes were killed and have not ended", len(self._unfinished))
 
-    async def _call(self, episode: Episode, op: str, **arguments: Any) -> dict[str, Any]:
+    async def _call(self, episode: HostedEpisode, op: str, **arguments: Any) -> dict[str, Any]:
         assert self._watcher is not None and not self._closing, "the host is used outside `async with`"
         failure = self._fatal or episode._failure
         if failure is not None:
             raise failure
         frame = _frame({"op": op, "id": episode.number, **arguments})
         answer: asyncio.Future[dict[str, Any]] = self.loop.create_future()
-        self._dispatch(_Call(op, frame, episode, answer))
+        self._dispatch(_WireCall(op, frame, episode, answer))
         return await answer
 
-    def _dispatch(self, call: _Call) -> None:
-        """Send a call where its episode lives; an episode that lives nowhere is rebuilt first, call by call."""
+    def _dispatch(self, call: _WireCall) -> None:
+        """Send a call to its episode's worker; an episode without a worker is first rebuilt, call by call."""
         episode = call.episode
         assert episode is not None
         if episode._worker is None:
             episode._worker = self._least_busy()
             episode._worker.episodes.add(episode)
             for index, frame in enumerate(episode._history):
-                episode._worker.submit(_Call("step" if index else "start", frame, episode))
+                episode._worker.submit(_WireCall("step" if index else "start", frame, episode))
         episode._worker.submit(call)
 
-    def _close_episode(self, episode: Episode) -> None:
+    def _close_episode(self, episode: HostedEpisode) -> None:
         worker, episode._worker = episode._worker, None
         if worker is not None and not self._closing:
             worker.episodes.discard(episode)
-            worker.submit(_Call("close", _frame({"op": "close", "id": episode.number}), episode))
+            worker.submit(_WireCall("close", _frame({"op": "close", "id": episode.number}), episode))
         episode._history.clear()
         episode._failure = episode._failure or EnvironmentFailure("closed", "the episode is closed")
 
@@ -326,7 +333,7 @@ class EnvironmentHost:
         return worker
 
     async def _spawn(self, worker: _Worker) -> None:
-        # the driver's own path, in its order: plugins must mean the same modules there
+        # the driver's own sys.path in the same order: plugin names must refer to the same modules there
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         try:
             await self.loop.subprocess_exec(
@@ -356,7 +363,7 @@ class EnvironmentHost:
                     worker.lose("timeout", f"no answer within {self.step_deadline_s:g} s")
             before = now
 
-    def _answered(self, worker: _Worker, call: _Call, reply: dict[str, Any]) -> None:
+    def _answered(self, worker: _Worker, call: _WireCall, reply: dict[str, Any]) -> None:
         error, episode = reply.get("error"), call.episode
         if call.op == "hello":
             if error is not None:
@@ -376,9 +383,9 @@ class EnvironmentHost:
                 episode.replayable = reply.get("replayable", episode.replayable)
             self._settle(call, reply)
 
-    def _settle(self, call: _Call, reply: dict[str, Any] | None = None) -> None:
-        """Wake who waits for `call`, with the answer or with its episode's failure."""
-        if call.answer is None or call.answer.done():  # done: whoever waited was cancelled
+    def _settle(self, call: _WireCall, reply: dict[str, Any] | None = None) -> None:
+        """Resolve `call` with the reply, or with its episode's failure."""
+        if call.answer is None or call.answer.done():  # done: the waiting task was cancelled
             return
         failure = self._fatal or (call.episode._failure if call.episode else None)
         if failure is not None:
@@ -388,7 +395,7 @@ class EnvironmentHost:
             call.answer.set_result(reply)
 
     def _lost(self, worker: _Worker, kind: str, detail: str) -> None:
-        """A process is gone. Its running call's episode fails; calls that others wait for go to another process."""
+        """Handle the loss of a process: the episode of its running call fails, other pending calls are sent again."""
         if worker in self._workers:
             self._workers.remove(worker)
         calls = list(worker.calls)
@@ -418,7 +425,7 @@ class EnvironmentHost:
 
 
 def _frame(message: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
-    """One message of the wire. ASCII, so that lone surrogates and control characters pass as they are."""
+    """Encode one message. ASCII, so that lone surrogates and control characters pass unchanged."""
     body = json.dumps(message, default=default or _jsonable).encode("ascii")
     if len(body) > MAX_FRAME:
         raise EnvironmentFailure("too_large", f"a message of {len(body)} bytes; at most {MAX_FRAME} pass")
@@ -426,7 +433,7 @@ def _frame(message: Mapping[str, Any], default: Callable[[Any], Any] | None = No
 
 
 def _jsonable(value: Any) -> Any:
-    """Mappings as dicts, numpy's and torch's numbers and arrays as lists, dates, decimals and paths as text."""
+    """Convert mappings to dicts, numpy and torch values to numbers and lists, and dates, decimals and paths to text."""
     if isinstance(value, Mapping):
         return dict(value)
     if hasattr(value, "tolist"):
@@ -437,7 +444,7 @@ def _jsonable(value: Any) -> Any:
 
 
 def _shown(value: Any) -> Any:
-    """`_jsonable`, and text for anything else: metadata is for people, and no reason to fail an episode."""
+    """Like `_jsonable`, with text for anything else: metadata is for people and should not fail an episode."""
     try:
         return _jsonable(value)
     except TypeError:
@@ -455,7 +462,7 @@ class _EnvironmentServer:
         self.environments: dict[int, Any] = {}
 
     def answer(self, call: dict[str, Any]) -> bytes:
-        """The frame to send back. Whatever the environment raises, exit included, becomes an error in it."""
+        """Return the frame to send back. An exception of the environment, SystemExit included, becomes an error."""
         try:
             return _frame(getattr(self, call.pop("op"))(**call), default=_shown)
         except ConfigError as error:
@@ -499,7 +506,7 @@ class _EnvironmentServer:
 
 
 class _CannotStart(ConfigError):
-    """No episode of this name can ever start: the name is unknown, or its settings are wrong."""
+    """No episode of this environment can start: its name is unknown, or its settings are wrong."""
 
 
 def _where(error: BaseException) -> str:
@@ -510,7 +517,7 @@ def _where(error: BaseException) -> str:
 
 
 def _take_wire() -> tuple[BinaryIO, int]:
-    """The wire for ourselves; environments that read or print get /dev/null and the driver's stderr instead."""
+    """Keep the wire for the server; environments that read or print use /dev/null and the driver's stderr instead."""
     source, sink = os.fdopen(os.dup(0), "rb"), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -522,7 +529,7 @@ def _take_wire() -> tuple[BinaryIO, int]:
 
 
 def _die_with_parent() -> None:
-    """Also when a hung environment never gets back to the wire: the kernel kills us when the driver dies (Linux)."""
+    """Let the kernel kill this process when the driver dies, even if an environment hangs (Linux)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -542,7 +549,7 @@ def _send(sink: int, frame: bytes) -> None:
 
 
 def serve() -> None:
-    """The worker process: until the driver closes the wire."""
+    """Run a worker process until the driver closes the wire."""
     _die_with_parent()
     source, sink = _take_wire()
     hello = _receive(source)
@@ -555,6 +562,7 @@ def serve() -> None:
     try:
         for plugin in hello["plugins"]:
             importlib.import_module(plugin)
+        register_own(hello["own"])
     except BaseException as error:
         _send(sink, _frame({"error": type(error).__name__, "detail": f"{type(error).__name__}: {_where(error)}"}))
         return
@@ -562,7 +570,7 @@ def serve() -> None:
     server = _EnvironmentServer(hello["env_configs"])
     while (call := _receive(source)) is not None:
         _send(sink, server.answer(call))
-    # skip interpreter shutdown: an environment's threads or exit handlers cannot keep the process
+    # skip interpreter shutdown, which an environment's threads or exit handlers could block
     os._exit(0)
 
 

@@ -1,8 +1,9 @@
-"""Environments by name.
+"""The registry of environments.
 
     register("mine", "my_package.envs:MyEnv")      then environment.env_class=mine, or a row with that env_class
 
-Call `register` at import of a module named in `trainer.plugins`: plugins are imported in every environment process too.
+Call `register` when a module listed in `trainer.plugins` is imported: plugins are also imported in every environment
+process.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ environments: Registry[EnvFactory] = Registry("environment", ENVIRONMENTS)
 
 
 def register(id: str, entry_point: str | EnvFactory) -> None:
-    """Make `id` an environment. `entry_point` is a class, a factory, or "module:Class", which is imported on first use.
+    """Register an environment as `id`. `entry_point` is a class, a factory, or "module:Class", imported on first use.
 
-    Raises ConfigError when `id` is taken by something else.
+    Raises ConfigError if something else is registered as `id`.
     """
     if not isinstance(entry_point, str):
         environments.register(id)(entry_point)
@@ -35,7 +36,10 @@ def register(id: str, entry_point: str | EnvFactory) -> None:
 
 
 def find(id: str) -> EnvFactory:
-    """The class or factory called `id`. Raises ConfigError for an unknown name or an entry point that does not load."""
+    """Return the class or factory registered as `id`.
+
+    Raises ConfigError for an unknown name or an entry point that cannot be loaded.
+    """
     try:
         return environments.get(id)
     except (ImportError, AttributeError) as error:
@@ -43,14 +47,14 @@ def find(id: str) -> EnvFactory:
 
 
 def make(id: str, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> Any:
-    """A new environment `id`, for one episode, in this process."""
+    """Create environment `id` for one episode, in this process."""
     return find(id)(env_config=Settings(env_config or {}), extras=dict(extras or {}))
 
 
 def check_environments(names: Iterable[str], env_configs: Mapping[str, Any]) -> None:
-    """Load the environments of a run and let each one `check` its settings and this machine.
+    """Load the environments of a run and let each `check` its settings and this machine.
 
-    Raises ConfigError for an unknown name, one that does not load, and one that cannot run here.
+    Raises ConfigError for an environment that is unknown, cannot be loaded, or cannot run here.
     """
     for name in sorted(set(names)):
         check = getattr(find(name), "check", None)

@@ -1,4 +1,4 @@
-"""All ranks of a model seen as one learner: shards by cost, scatters, gathers, and owns every global denominator."""
+"""The ranks of all models behind one interface: shards batches by cost, scatters, gathers, weighs mini-batches."""
 
 from __future__ import annotations
 
@@ -27,32 +27,33 @@ Choose = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class WorkerGroup:
-    """N workers seen as one: everything goes to all of them, answers come in rank order.
+    """N workers behind one interface: every call goes to all of them, results come in rank order.
 
-    A worker is anything whose methods are coroutines: a `cluster.actors.Remote`, or a `LocalWorker`.
+    A worker is any object whose methods are coroutines: a `cluster.actors.Remote` or a `LocalWorker`.
     """
 
-    def __init__(self, workers: Sequence[Any], together: int = 1):
-        """`together`: neighbours that run every micro-batch together."""
+    def __init__(self, workers: Sequence[Any], parallel_size: int = 1):
+        """`parallel_size`: number of neighbouring ranks that form one parallel group and share every micro-batch."""
         self.workers = list(workers)
-        self.together = together
+        self.parallel_size = parallel_size
 
     def __len__(self) -> int:
         return len(self.workers)
 
     @property
     def num_parts(self) -> int:
-        """Into how many parts a batch is divided."""
-        return len(self) // self.together
+        """How many parts a batch is divided into: one per parallel group."""
+        return len(self) // self.parallel_size
 
     async def all(self, method: str, *args: Any) -> list[Any]:
-        """The same call on every rank."""
+        """Make the same call on every rank."""
         return await self.scatter(method, [args] * len(self))
 
     async def scatter(self, method: str, args_of_part: Sequence[Sequence[Any]]) -> list[Any]:
-        """A call with arguments of its own for every part, each on as many neighbours: one or more.
+        """Call `method` on every rank, with a part's own arguments on each of its ranks.
 
-        Raises the first failure without waiting for the others.
+        The number of ranks is a multiple of the number of parts; a part goes to equally many neighbouring ranks. Raises
+        the first failure without waiting for the other ranks.
         """
         neighbours, rest = divmod(len(self), len(args_of_part))
         assert rest == 0, f"{len(args_of_part)} parts for {len(self)} ranks"
@@ -67,13 +68,13 @@ class WorkerGroup:
                 call.cancel()
 
     async def setup(self) -> int:
-        """Let the ranks meet and load; returns the number of parameters."""
+        """Connect the ranks to each other and load the model; returns its number of parameters."""
         address, port = await self.workers[0].address()
         return int((await self.all("setup", address, port))[0])
 
 
 class LocalWorker:
-    """A worker in this process: the same coroutines as a remote one. For one rank."""
+    """A worker in this process with the coroutines of a remote one; for models on a single rank."""
 
     def __init__(self, worker: LearnerWorker):
         self.worker = worker
@@ -87,26 +88,27 @@ class LocalWorker:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """How a step's sequences become optimizer steps and micro-batches."""
+    """How a step's sequences are divided into optimizer steps and micro-batches."""
 
     mini_batch_groups: int
-    """Prompts an optimizer step; the last one of a step may be smaller."""
+    """Prompts per optimizer step; the last optimizer step of a training step may have fewer."""
     critic_mini_batch_groups: int = 1
-    """The same of the critic's."""
+    """The same for the critic's optimizer steps."""
     update_epochs: int = 1
     micro_train_sequences: int | None = 1
-    """Sequences a micro-batch of one rank, in training; None where tokens alone decide."""
+    """Sequences per micro-batch of one rank in updates; None if `max_tokens` alone decides."""
     micro_forward_sequences: int | None = 1
+    """The same for passes without gradient."""
     max_tokens: int | None = None
-    """Tokens a micro-batch of one rank; decides alone where given."""
+    """Tokens per micro-batch of one rank; if given, it decides alone."""
     attention_tokens: int = 6 * 1024
-    """Length at which attention costs as much as the linear layers (about 6 hidden sizes): how ranks are balanced."""
+    """Length at which attention costs as much as the linear layers (about 6 hidden sizes); used to balance ranks."""
     share_prompt: bool | None = None
-    """Whether a prompt goes through the model once for all of its samples in a pass; None: where it is worth it."""
+    """Whether a pass runs a prompt once for all of its samples; None: only if it is worth it."""
 
 
 class Learner:
-    """The policy's worker group, the frozen reference's where KL is on, the critic's where advantages need values."""
+    """The worker groups of the policy, the frozen reference (with KL) and the critic (if advantages need values)."""
 
     def __init__(
         self,
@@ -119,9 +121,10 @@ class Learner:
         choose: Choose | None = None,
         needs_old_logprobs: bool | None = None,
     ):
-        """`reduction` gives tokens their weights in a mini-batch (None: all the same); `choose` is the choice of tokens
-        that the loss asks for. `needs_old_logprobs`: whether anything reads the policy's log-probs from before the
-        update; None: only the loss does, which has them itself where the update is one optimizer step.
+        """`reduction` weighs the tokens of a mini-batch (None: equally); `choose` selects tokens for losses that ask.
+
+        `needs_old_logprobs`: whether anything reads the policy's log-probs from before the update. None: only the loss
+        does, and it computes them itself if the update is a single optimizer step.
         """
         self.policy = policy
         self.reference = reference
@@ -132,12 +135,12 @@ class Learner:
         self.needs_old_logprobs = True if choose is not None else needs_old_logprobs
 
     async def setup(self) -> int:
-        """Start all ranks; returns the policy's number of parameters."""
+        """Set up all ranks of all models; returns the policy's number of parameters."""
         return int((await asyncio.gather(*(group.setup() for group in self._groups)))[0])
 
     @property
     def trained(self) -> dict[str, WorkerGroup]:
-        """What a checkpoint holds, by role."""
+        """The worker groups that a checkpoint contains, by role."""
         return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
 
     @property
@@ -145,7 +148,7 @@ class Learner:
         return [*self.trained.values(), *([] if self.reference is None else [self.reference])]
 
     async def score(self, batch: TrainBatch) -> TrainBatch:
-        """Adds what the update needs: old log-probs where they are read, the reference's with KL, a critic's values."""
+        """Add what the update needs: old log-probs if anything reads them, the critic's values, reference log-probs."""
         scored = batch
         needs_old = self.needs_old_logprobs
         if len(self._mini_batch_rows(batch)) > 1 if needs_old is None else needs_old:
@@ -155,27 +158,30 @@ class Learner:
         return await self.with_reference(scored)
 
     async def with_reference(self, batch: TrainBatch) -> TrainBatch:
-        """Adds the reference's log-probs where there is a reference."""
+        """Add the reference's log-probs if there is a reference."""
         if self.reference is None:
             return batch
         return batch.with_tokens(ref_logprobs=await self.token_scores(self.reference, batch))
 
     async def token_scores(self, group: WorkerGroup, batch: TrainBatch) -> Tensor:
-        """[T] what `group`'s model says of masked tokens, log-probs (nats) or a critic's values; 0 elsewhere."""
+        """[T] log-probs (nats), or values of a critic, for tokens in the loss mask; 0 elsewhere."""
         limits = self._limits(self.sizes.micro_forward_sequences)
         share = shares_prompts(batch, limits)
         shards = micro_batches(batch, group.num_parts, limits, share)
         count = max(len(rows) for rows in shards)
         parts = await group.scatter("score", [([batch.select(r) for r in rows], count, share) for rows in shards])
         result = torch.zeros(len(batch.input_ids))
-        for rows, values in zip(shards, parts[:: group.together], strict=True):
+        for rows, values in zip(shards, parts[:: group.parallel_size], strict=True):
             order = [row for micro in rows for row in micro]
             if order:
                 result[_token_indices(batch, order)] = values
         return result
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
-        """All optimizer steps of a training step; returns metrics averaged exactly over tokens and ranks."""
+        """Take all optimizer steps of a training step; returns metrics averaged exactly over tokens and ranks.
+
+        Raises ConfigError if there is a critic but the advantage estimator returned no returns.
+        """
         metrics = Metrics()
         if self.critic is not None:
             await self._update_critic(self.critic, batch, metrics)
@@ -186,12 +192,12 @@ class Learner:
         for index, rows in enumerate(mini_batches):
             mini_batch = weigh(batch.select(rows), self.reduction)
             if self.choose is not None:
-                mini_batch = await self._selected(mini_batch, self.choose, first=index == 0)
+                mini_batch = await self._with_selected_tokens(mini_batch, self.choose, first=index == 0)
             await self._step(self.policy, mini_batch, metrics)
         return metrics.flush()
 
     async def _update_critic(self, critic: WorkerGroup, batch: TrainBatch, metrics: Metrics) -> None:
-        """Every token weighs the same in it, whatever `reduction` the policy's loss has."""
+        """The critic's optimizer steps; tokens weigh equally in them, whatever `reduction` the policy's loss has."""
         assert batch.values is not None, "values are scored before the update"
         if batch.returns is None:
             raise ConfigError(
@@ -206,7 +212,7 @@ class Learner:
             await self._step(critic, mini_batch, metrics)
 
     async def _step(self, group: WorkerGroup, mini_batch: TrainBatch, metrics: Metrics) -> None:
-        """One optimizer step of a model on all of its ranks."""
+        """Take one optimizer step of a model, on all of its ranks."""
         tokens = int(mini_batch.loss_mask.sum())
         limits = self._limits(self.sizes.micro_train_sequences)
         share = shares_prompts(mini_batch, limits)
@@ -216,29 +222,30 @@ class Learner:
         for state in await group.scatter("update", parts):
             metrics.merge(state)
 
-    async def _selected(self, mini_batch: TrainBatch, choose: Choose, *, first: bool) -> TrainBatch:
-        """With the tokens that the loss treats apart, chosen under the policy as it is before this optimizer step."""
+    async def _with_selected_tokens(self, mini_batch: TrainBatch, choose: Choose, *, first: bool) -> TrainBatch:
+        """Select the tokens that the loss treats specially, using the policy as it is before this optimizer step."""
         old = mini_batch.old_logprobs
         assert old is not None and mini_batch.advantages is not None, "a choice of tokens needs old log-probs"
         current = old if first else await self.token_scores(self.policy, mini_batch)
         return mini_batch.with_tokens(selected=choose(current, old, mini_batch.advantages, mini_batch.loss_mask))
 
     async def offload(self) -> None:
-        await self._everywhere("offload")
+        await self._call_all_groups("offload")
 
     async def onload(self) -> None:
-        await self._everywhere("onload")
+        await self._call_all_groups("onload")
 
     async def close(self) -> None:
-        await self._everywhere("close")
+        await self._call_all_groups("close")
 
-    async def _everywhere(self, method: str) -> None:
+    async def _call_all_groups(self, method: str) -> None:
         await asyncio.gather(*(group.all(method) for group in self._groups))
 
     def _mini_batch_rows(self, batch: TrainBatch, num_groups: int | None = None) -> list[list[int]]:
-        """Rows of every optimizer step: whole prompts, `num_groups` (the policy's) at a time, repeated for every epoch.
+        """The rows of every optimizer step: all samples of `num_groups` prompts at a time, repeated for every epoch.
 
-        A mini-batch without one token to learn from would be an update by weight decay alone: it is left out.
+        `num_groups` defaults to the policy's. Mini-batches without a token in the loss mask are left out: their update
+        would be weight decay alone.
         """
         groups = batch.group_ids.unique_consecutive()
         assert len(groups) == len(groups.unique()), "the samples of a prompt lie together, or they would be used twice"

@@ -1,4 +1,4 @@
-"""Which rank runs which sequences, and which of them go through the model together."""
+"""Assigns sequences to ranks, and to the micro-batches (passes) of each rank."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import torch
 from skyrl_train.data.batch import TrainBatch, pack
 
 LEAST_SHARED = 1 / 16
-"""Share of a batch's tokens that must be repeated prompts for running them once to be worth it."""
+"""Running repeated prompts once is worth it if they are at least this share of a batch's tokens."""
 
 
 @dataclass(frozen=True)
 class PassLimits:
-    """What one pass of one rank may hold."""
+    """The limits of one pass of one rank."""
 
     sequences: int | None
-    """None where tokens alone decide."""
+    """None if `tokens` alone decides."""
     tokens: int | None
-    """Decides alone where given."""
+    """If given, it decides alone."""
     attention_tokens: int
-    """Length at which attention costs as much as the linear layers: how ranks are balanced."""
+    """Length at which attention costs as much as the linear layers; used to balance the ranks."""
     share_prompt: bool | None
-    """Whether prompts that sequences have in common go through the model once; None: where it is worth it."""
+    """Whether a prompt that several sequences share is run once; None: only if it is worth it (LEAST_SHARED)."""
 
 
 def shares_prompts(batch: TrainBatch, limits: PassLimits) -> bool:
-    """Whether equal prompts of neighbours in a pass are to be run once."""
+    """Whether equal prompts of adjacent sequences in a pass are run once."""
     if limits.tokens is None and limits.sequences == 1:
-        return False  # whatever was asked for: a pass of one sequence has none beside it
+        return False  # whatever was configured: a pass of one sequence has nothing to share
     if limits.share_prompt is not None:
         return limits.share_prompt
     repeated = int(batch.repeated_prompts().sum())
@@ -38,9 +38,9 @@ def shares_prompts(batch: TrainBatch, limits: PassLimits) -> bool:
 
 
 def micro_batches(batch: TrainBatch, ranks: int, limits: PassLimits, share: bool) -> list[list[list[int]]]:
-    """[rank][pass][row]: sequences with something to score, balanced over ranks by cost, longest first.
+    """[rank][pass][row]: the sequences with tokens to score, balanced over ranks by cost, longest first.
 
-    With `share` sequences of one prompt stay together where they can: a prompt is run once for each pass it is in.
+    With `share`, sequences of one prompt are put into the same pass if possible: each pass runs a prompt once.
     """
     wanted = (batch.per_sequence_sum(batch.loss_mask.long()) > 0).nonzero().flatten().tolist()
     sequences = None if limits.tokens else limits.sequences
@@ -58,7 +58,7 @@ def micro_batches(batch: TrainBatch, ranks: int, limits: PassLimits, share: bool
 
 
 class _Costs:
-    """What sequences cost, in the time of a token in the linear layers."""
+    """Costs of sequences; the unit is the time that one token takes in the linear layers."""
 
     def __init__(self, batch: TrainBatch, attention_tokens: int, share: bool, sequences: int | None):
         self.lengths: list[int] = batch.lengths.tolist()
@@ -66,31 +66,31 @@ class _Costs:
         self._attention_tokens = attention_tokens
         rows = range(len(batch))
         self.prompts: list[int] = batch.prompt_lengths.tolist()
-        # Sequences of one number have one prompt. Not group_ids: an environment may give each sample its own.
+        # Sequences with the same number share a prompt. Not group_ids: an environment may give each sample its own.
         fresh = batch.repeated_prompts() == 0 if share else torch.ones(len(rows), dtype=torch.bool)
         self.groups: list[int] = fresh.cumsum(0).tolist()
 
     def units(self, rows: Sequence[int]) -> list[list[int]]:
-        """Rows that share a prompt, longest first, in units of which the most expensive comes first."""
+        """Units of rows that share a prompt: the most expensive unit first, in each the longest row first."""
         found: dict[int, list[int]] = {}
         for row in sorted(rows, key=lambda row: (-self.lengths[row], row)):
             found.setdefault(self.groups[row], []).append(row)
         return sorted(found.values(), key=lambda unit: (-self.of(unit), unit[0]))
 
     def of(self, unit: Sequence[int]) -> float:
-        """Of rows that share a prompt, which every pass runs once."""
+        """The cost of rows that share a prompt, which every pass runs once."""
         prompt = self.prompts[unit[0]] if len(unit) > 1 else 0
         own = (self._of_tokens(prompt, self.lengths[row]) for row in unit)
         passes = 1 if self._sequences is None else -(-len(unit) // self._sequences)
         return sum(own) + passes * self._of_tokens(0, prompt)
 
     def _of_tokens(self, start: int, stop: int) -> float:
-        """Tokens start to stop of one sequence."""
+        """The cost of tokens [start, stop) of one sequence."""
         return (stop - start) + (stop**2 - start**2) / self._attention_tokens
 
 
 def _balanced(rows: Sequence[int], ranks: int, costs: _Costs) -> list[list[int]]:
-    """Rows of each rank. Units are cut into as many parts as make the slowest rank fastest."""
+    """The rows of each rank. Units are split into the number of parts that minimises the slowest rank's cost."""
     if ranks == 1:
         return [list(rows)]
     units = costs.units(rows)

@@ -1,6 +1,6 @@
-"""A reward model: a frozen classifier that scores finished conversations, and its replicas seen as one.
+"""A reward model: a frozen classifier that scores finished conversations, and one interface to its replicas.
 
-One sequence at a time goes through the model's own forward: no padding, and no score depends on what else is scored.
+Sequences go through the model's own forward one at a time: no padding, and no score depends on other conversations.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from skyrl_train.errors import (
 from skyrl_train.models.loading import REWARD_PATH, load_reward_model, load_tokenizer, max_positions
 
 Score = float | EnvironmentFailure
-"""What a conversation is worth, or why it has no score."""
+"""The reward of a conversation, or the reason why it has none."""
 
 
 class RewardWorker:
-    """One whole replica: `setup`, then `score`. A plain class, usually living in an actor."""
+    """One complete replica: call `setup`, then `score`. A plain class, usually run in an actor."""
 
     def __init__(
         self, path: str, *, dtype: str, device: str, threads: int | None, model_config_kwargs: Mapping[str, Any]
     ):
-        """`dtype` as in "bfloat16"; `threads` of the CPU, None leaves torch's own choice (on accelerators)."""
+        """`dtype`, e.g. "bfloat16"; `threads`: CPU threads, None for torch's default (on accelerators)."""
         self.path = path
         self.dtype = getattr(torch, dtype)
         self.device = device
@@ -43,7 +43,7 @@ class RewardWorker:
             torch.set_num_threads(threads)
 
     def setup(self) -> None:
-        """Load model and tokenizer. Raises ConfigError for what cannot score conversations."""
+        """Load model and tokenizer. Raises ConfigError if the model cannot score conversations."""
         self.tokenizer = load_tokenizer(self.path, key=REWARD_PATH)
         if self.tokenizer.chat_template is None:
             raise ConfigError(
@@ -56,10 +56,10 @@ class RewardWorker:
         self.max_tokens = max_positions(self.model)
 
     def score(self, conversations: Sequence[Sequence[Message]]) -> list[Score]:
-        """The model's output for each conversation.
+        """The model's score of each conversation, or an EnvironmentFailure in its place.
 
-        Failures: "reward_model_too_long", "bad_reward" for a score that is not finite, "reward_model_template" for
-        messages that the model's chat template refuses.
+        Kinds of failures: "reward_model_too_long"; "bad_reward" for a score that is not finite;
+        "reward_model_template" for messages that the model's chat template refuses.
         """
         return [self._score(messages) for messages in conversations]
 
@@ -79,10 +79,10 @@ class RewardWorker:
 
 
 class RewardModel:
-    """Replicas seen as one: a call goes to the first that is free, which has one call at a time.
+    """One interface to all replicas: a call goes to the first free replica, and each runs one call at a time.
 
-    A replica is anything whose methods are coroutines, such as a `cluster.actors.Remote`. The wait for a free one is no
-    part of its call, so the call's deadline is for the scoring alone. Once a replica is lost nobody waits any longer.
+    A replica is any object whose methods are coroutines, such as a `cluster.actors.Remote`. Waiting for a free replica
+    does not count towards the deadline of a call. Once a replica is lost, all calls that wait for one fail.
 
     consumes: conversations · produces: scores · waits for: a free replica, then its call · unblocked by: the deadline
     of the calls before, and of its own
@@ -95,17 +95,17 @@ class RewardModel:
             self._free.put_nowait(replica)
 
     async def setup(self, deadline_s: float) -> None:
-        """Load all replicas. Raises DeadlineExceeded naming one that takes longer."""
+        """Load all replicas. Raises DeadlineExceeded naming a replica that takes longer than `deadline_s`."""
         await asyncio.gather(*(replica.call_within(deadline_s, "setup") for replica in self.replicas))
 
     async def score(self, conversations: Sequence[Sequence[Message]]) -> list[Score]:
         """See RewardWorker.score. Raises RewardModelLost naming the replica that died or did not answer."""
         replica = await self._free.get()
         if isinstance(replica, RewardModelLost):
-            self._free.put_nowait(replica)  # for who comes next
+            self._free.put_nowait(replica)  # for the next call
             raise RewardModelLost(str(replica))
         call = asyncio.ensure_future(replica.score(conversations))
-        # Who is cancelled does not wait; the replica computes on, and is free only after it.
+        # A cancelled caller does not wait; the replica still finishes the call, and is free only then.
         call.add_done_callback(lambda done: self._release(replica, done))
         try:
             return await asyncio.shield(call)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""One rank of a policy, a critic or a frozen reference: a plain class, usually living in an actor."""
+"""One rank of a policy, a critic or a frozen reference: a plain class, usually run in an actor."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from skyrl_train.weight_sync.wire import AdapterSpec, Bucket, Manifest
 
 
 class Objective(Protocol):
-    """Scored tokens to a loss whose gradient is summed over micro-batches and ranks.
+    """Turns scored tokens into a loss, whose gradient is summed over micro-batches and ranks.
 
-    Takes the batch, its log-probs or values [T], entropies [T] where it wants them, the tokens of the whole mini-batch,
-    and where metrics go.
+    Its arguments are the batch, its log-probs or values [T], entropies [T] if it wants them (else None), the number of
+    tokens in the loss of the whole mini-batch, and the Metrics to add to.
     """
 
     @property
@@ -53,7 +53,7 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class LearnerSpec:
-    """All that a rank needs to build its part of one model."""
+    """Everything that a rank needs to build its part of one model."""
 
     model_path: str
     strategy: str
@@ -63,7 +63,7 @@ class LearnerSpec:
     """Compute dtype, e.g. "float32" or "bfloat16"; trained weights are kept in float32 either way."""
     seed: int
     threads: int | None
-    """CPU threads of this process; None leaves torch's own choice (on accelerators)."""
+    """CPU threads of this process; None for torch's default (on accelerators)."""
     fsdp: FSDPConfig
     optimizer: OptimizerConfig | None
     """None for a frozen model."""
@@ -77,54 +77,54 @@ class LearnerSpec:
     rope_theta: float | None
     rendezvous_s: float
     collective_s: float
-    """Deadline of one collective: ranks may differ by as much as one of them writes a file longer."""
+    """Deadline of one collective; it must allow for one rank taking longer than the others to write a file."""
     wire_dtype: str
     bucket_bytes: int
     only_changed: bool = False
-    """Weight syncs leave out tensors that are as they were."""
+    """Weight syncs skip tensors that have not changed."""
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     model_key: str = POLICY_PATH
     """Where `model_path` was configured, for messages."""
     value_head: str | None = None
-    """A critic's output layer: values are scored; None for a model that scores log-probs."""
+    """The name of a critic's output layer, for a model that scores values; None for one that scores log-probs."""
     lora: LoraConfig | None = None
-    """Only adapters (and a critic's output layer) are trained; None for the whole model."""
+    """Train only adapters (and a critic's output layer); None trains the whole model."""
     sequence_parallel_size: int = 1
-    """Neighbouring ranks that share out every micro-batch's tokens."""
+    """Neighbouring ranks that divide the tokens of every micro-batch."""
     tensor_parallel_size: int = 1
-    """Neighbouring ranks that share out every layer's features; one of both at most is more than 1."""
+    """Neighbouring ranks that divide the features of every layer; at most one of the two sizes is more than 1."""
     compile_layers: bool = False
     """Run the decoder layers through torch.compile."""
     memory_folder: str | None = None
-    """Where a record of the accelerator's allocations is kept; None keeps none."""
+    """Folder for a record of the accelerator's allocations; None for no record."""
 
     @property
-    def together(self) -> int:
-        """Neighbouring ranks that run every micro-batch together."""
+    def parallel_size(self) -> int:
+        """Size of a parallel group: neighbouring ranks that share every micro-batch."""
         return self.sequence_parallel_size * self.tensor_parallel_size
 
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One rank's share of one optimizer step: the same for ranks that run micro-batches together."""
+    """One rank's share of one optimizer step; the same for all ranks of a parallel group."""
 
     micro_batches: list[TrainBatch]
     num_micro_batches: int
-    """The same on every rank; a rank with fewer fills up with one-token, zero-weight ones."""
+    """The same on every rank; a rank with fewer adds fillers of one token with weight zero."""
     tokens: int
-    """That count in the whole mini-batch, all ranks together."""
+    """Tokens in the loss of the whole mini-batch, over all ranks."""
     share_prompts: bool = False
-    """Equal prompts of neighbours in a micro-batch go through the model once."""
+    """Whether equal prompts of adjacent sequences in a micro-batch are run once."""
 
 
 class LearnerWorker:
-    """Rank `rank` of `world_size`. `address` on rank 0, then `setup` on all ranks at once, then the rest."""
+    """Rank `rank` of `world_size`. Call `address` on rank 0, then `setup` on all ranks at once, then the rest."""
 
     def __init__(self, spec: LearnerSpec, rank: int, world_size: int):
         self.spec = spec
         self.rank = rank
         self.world_size = world_size
-        self.together: RankGroup | None = None
+        self.parallel_group: RankGroup | None = None
         self.record: AllocationRecord | None = None
         if spec.threads:
             torch.set_num_threads(spec.threads)
@@ -132,13 +132,16 @@ class LearnerWorker:
             _add_in_one_order()
 
     def address(self) -> tuple[str, int]:
-        """(host, free port) where the ranks meet."""
+        """(host, free port) at which the ranks can meet."""
         with closing(socket.socket()) as probe:
             probe.bind(("", 0))
             return os.environ.get(NODE_ADDRESS, "127.0.0.1"), probe.getsockname()[1]
 
     def setup(self, address: str, port: int) -> int:
-        """Join the other ranks, load and shard the model; returns its number of parameters."""
+        """Join the other ranks, load and shard the model; returns its number of parameters.
+
+        Raises DeadlineExceeded if not all ranks arrive in time, ConfigError for a model that cannot be used.
+        """
         spec = self.spec
         random.seed(spec.seed)
         torch.manual_seed(spec.seed)
@@ -149,16 +152,16 @@ class LearnerWorker:
             self.record = AllocationRecord(file, torch.cuda.memory)
         backend = "nccl" if spec.device == "cuda" else "gloo"
         init_process_group(self.rank, self.world_size, address, port, backend, spec.rendezvous_s, spec.collective_s)
-        if spec.together > 1:
+        if spec.parallel_size > 1:
             name, kind = ("tensor", TensorParallel) if spec.tensor_parallel_size > 1 else ("sequence", SequenceParallel)
             key = spec.model_key.removesuffix("model.path") + f"{name}_parallel_size"
-            self.together = kind(neighbours(spec.together, spec.collective_s), key)
+            self.parallel_group = kind(neighbours(spec.parallel_size, spec.collective_s), key)
         return self._build(spec.model_path)
 
     def reload(self, path: str) -> None:
-        """Be the model in another Hugging Face folder: how a frozen reference follows the policy."""
+        """Replace the model by that of another Hugging Face folder: a frozen reference follows the policy this way."""
         del self.scorer, self.strategy, self.sender
-        gc.collect()  # a module is a cycle: without this both models are held at once
+        gc.collect()  # a module is a reference cycle: without this both models would be in memory at once
         self._build(path)
 
     def _build(self, path: str) -> int:
@@ -213,28 +216,28 @@ class LearnerWorker:
         return count
 
     def _adapted_model(self) -> AdaptedModel | None:
-        """For engines that serve model and adapter apart."""
+        """For engines that serve the adapter separately from the model."""
         adapters, spec = self.adapters, self.spec.lora
         if adapters is None or spec is None:
             return None
         adapter = AdapterSpec(spec.rank, adapters.scaling, tuple(adapters.layers))
-        return AdaptedModel(adapter, lambda trained: adapters.apart(self.strategy.full_parameters(trained)))
+        return AdaptedModel(adapter, lambda trained: adapters.separate(self.strategy.full_parameters(trained)))
 
     def _scorer(self, model: PreTrainedModel) -> RaggedModel:
         if self.spec.value_head is None:
-            return TokenScorer(model, together=self.together)
-        return ValueScorer(model, self.spec.value_head, self.together)
+            return TokenScorer(model, parallel_group=self.parallel_group)
+        return ValueScorer(model, self.spec.value_head, self.parallel_group)
 
     def full_parameters(self, adapters: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(checkpoint name, full tensor) of the model, adapters merged; they go into `adapters` besides.
+        """(checkpoint name, full tensor) of the model with adapters merged; the adapters are also put into `adapters`.
 
-        A collective: all ranks iterate.
+        A collective: all ranks must iterate.
         """
         parameters = self.strategy.full_parameters()
         return parameters if self.adapters is None else self.adapters.merged(parameters, adapters)
 
     def score(self, micro_batches: list[TrainBatch], num_micro_batches: int, share_prompts: bool = False) -> Tensor:
-        """[T] log-probs (nats) or values of the micro-batches' tokens in order, without gradient, on the CPU."""
+        """[T] log-probs (nats) or values of all tokens of the micro-batches in order, without gradient, on the CPU."""
         self.scorer.eval()
         parts = []
         with torch.no_grad():
@@ -245,9 +248,9 @@ class LearnerWorker:
         return torch.cat(parts) if parts else torch.zeros(0)
 
     def update(self, mini_batch: MiniBatch) -> dict[str, Any]:
-        """One optimizer step; returns `Metrics.state()` of this rank.
+        """Take one optimizer step; returns `Metrics.state()` of this rank.
 
-        Of ranks that run micro-batches together, the first one counts what all of them see.
+        In a parallel group only the first rank reports the metrics of the loss, as all of its ranks compute the same.
         """
         try:
             return self._update(mini_batch)
@@ -261,7 +264,7 @@ class LearnerWorker:
         self.scorer.train()
         count = mini_batch.num_micro_batches
         passes = self._passes(mini_batch.micro_batches, count, mini_batch.share_prompts)
-        repeats = self.rank % self.spec.together > 0
+        repeats = self.rank % self.spec.parallel_size > 0
         for index, (batch, repeated, is_filler) in enumerate(passes):
             scored, entropy = self._scored(batch, repeated, self.spec.objective.wants_entropy)
             counted = Metrics() if is_filler or repeats else metrics
@@ -274,20 +277,22 @@ class LearnerWorker:
             metrics.maximum(f"memory/learner_{name}", gib)
         return metrics.state()
 
-    def connect_weights(self, route: str, address: str, world_size: int, timeout_s: float, apart: bool = False) -> None:
+    def connect_weights(
+        self, route: str, address: str, world_size: int, timeout_s: float, adapter_only: bool = False
+    ) -> None:
         """Join the engines' transfer group; see weight_sync.publish for the order of these calls."""
-        self.sender.connect(route, address, world_size, timeout_s, apart, self.spec.device)
+        self.sender.connect(route, address, world_size, timeout_s, adapter_only, self.spec.device)
 
     def manifest(self, version: int, rehearsal: bool = False) -> Manifest:
-        """What a sync of `version` will send."""
+        """The manifest of a sync of `version`: what it will send."""
         return self.sender.manifest(version, rehearsal)
 
     def send_weights(self, index: int) -> Bucket | None:
-        """Send one bucket of it."""
+        """Send bucket `index` of the manifest; None on ranks that have nothing to hand to the engines."""
         return self.sender.send(index)
 
     def weights_delivered(self, version: int) -> None:
-        """Every engine confirmed that version."""
+        """Note that every engine has confirmed that version."""
         self.sender.delivered(version)
 
     def disconnect_weights(self) -> None:
@@ -295,16 +300,16 @@ class LearnerWorker:
         self.sender.disconnect()
 
     def save(self, directory: str) -> None:
-        """This rank's part of weights and optimizer. Nothing is random between updates: there is no more state."""
+        """Save this rank's part of weights and optimizer. There is no other state: updates are not random."""
         self.strategy.save(Path(directory))
 
     def load(self, directory: str) -> None:
         self.strategy.load(Path(directory))
 
     def export(self, directory: str) -> None:
-        """A Hugging Face folder with the full weights, and in `adapter` below it the adapters alone, if there are any.
+        """Write a Hugging Face folder with the full weights, and below it `adapter` with the adapters alone, if any.
 
-        All ranks call it, rank 0 writes.
+        All ranks must call it; rank 0 writes.
         """
         tokenizer = load_tokenizer(self.spec.model_path)
         adapters: dict[str, Tensor] = {}
@@ -328,7 +333,7 @@ class LearnerWorker:
     ) -> Iterator[tuple[TrainBatch, Tensor | None, bool]]:
         """Exactly `count` micro-batches on this rank's device, their repeated prompts, and whether each is a filler.
 
-        Sharded models run every pass on all ranks together.
+        With sharded models all ranks must run equally many passes.
         """
         for batch in micro_batches:
             repeated = batch.repeated_prompts() if share_prompts else None
@@ -349,8 +354,10 @@ class LearnerWorker:
 
 
 def _add_in_one_order() -> None:
-    """In this process. The gradient of x[index] is otherwise added up by whichever thread comes first, for a router's
-    choice of experts among others, and a run could not go on bit for bit.
+    """Make sums deterministic in this process.
+
+    Otherwise threads add up the gradient of x[index] in any order, for example that of a router's choice of experts,
+    and a resumed run would not be bit-identical.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     settings: Any = torch.utils.deterministic
@@ -358,7 +365,7 @@ def _add_in_one_order() -> None:
 
 
 def filler() -> TrainBatch:
-    """One token that nothing is learnt from, for a rank that has run out of sequences."""
+    """A batch of one token with weight zero, for a rank that has no sequences left."""
     one = torch.zeros(1, dtype=torch.int64)
     return TrainBatch(
         input_ids=one,

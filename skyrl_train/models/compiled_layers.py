@@ -1,4 +1,4 @@
-"""torch.compile for a model's layers, one region after the other: layers of a kind share what was compiled once."""
+"""torch.compile for a model's layers, region by region: layers of one kind share their compiled code."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from skyrl_train.models.ragged_model import RaggedModel
 
 KEY = "trainer.policy.use_torch_compile"
 VARIANTS = 32
-"""Of a region, until it runs as it is: with and without gradient, of one token or many, for each kind of attention."""
+"""Compiled variants of a region before it runs uncompiled: with or without gradient, of one or many tokens, for each
+kind of attention."""
 
 
 def compile_layers(scorer: RaggedModel, device: str) -> None:
-    """Let the decoder layers run compiled, for any number of tokens; modules and names of parameters stay as they are.
+    """Compile the decoder layers, for any number of tokens; modules and names of parameters stay as they are.
 
-    Only `forward` is compiled: gathering of sharded weights, gradient checkpointing and whatever else hangs on the call
-    of a layer run round it. Attention (see ragged_attention) and fused experts are left out of it. Raises ConfigError
-    where torch.compile does not work on the device.
+    Only `forward` is compiled: gathering of sharded weights, gradient checkpointing and other hooks of a layer's call
+    run outside of it. Attention (see ragged_attention) and fused experts are excluded. Raises ConfigError if
+    torch.compile does not work on the device.
     """
     _try_compiler(device)
     compiler: Any = torch.compile  # its annotations leave recompile_limit out
@@ -27,13 +28,13 @@ def compile_layers(scorer: RaggedModel, device: str) -> None:
         compiled: Any = layer
         for module in compiled.modules():
             if any(parameter.ndim > 2 for parameter in module.parameters(recurse=False)):
-                # Experts: how many tokens each gets is only known when it runs.
+                # Experts: the number of tokens of each is only known at run time.
                 module.forward = torch.compiler.disable(module.forward)
         compiled.forward = compiler(compiled.forward, dynamic=True, recompile_limit=VARIANTS)
 
 
 def _try_compiler(device: str) -> None:
-    """Compile an addition, so that what is missing is known before a rank waits for another one."""
+    """Compile an addition, so that a missing compiler is noticed before ranks wait for each other."""
     numbers = torch.zeros(2, device=device)
     try:
         torch.compile(_next, dynamic=True)(numbers)

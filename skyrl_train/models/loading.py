@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: models, tokenizers, exports. Safetensors only; a checkpoint's code is never run."""
+"""Reads and writes Hugging Face folders: models, tokenizers, exports. Only safetensors; never a checkpoint's code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def load_config(
     rope_scaling: Mapping[str, Any] | None = None,
     rope_theta: float | None = None,
 ) -> Any:
-    """The model's configuration with `overrides` (of existing attributes only) and rope changes. Raises ConfigError."""
+    """The model's configuration with `overrides` (only of existing attributes) and rope changes. Raises ConfigError."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -67,10 +67,10 @@ def load_causal_lm(
     attention: str = "sdpa",
     key: str = POLICY_PATH,
 ) -> PreTrainedModel:
-    """A causal language model from a folder or a hub name, in `dtype`, in evaluation mode.
+    """Load a causal language model from a folder or a hub name, in `dtype`, in evaluation mode.
 
-    Raises ConfigError naming `key` when there is nothing to load, when weights are not safetensors or need code from
-    the checkpoint, and when the checkpoint does not fill every parameter (random weights would train silently).
+    Raises ConfigError naming `key` if there is nothing to load, if weights are not safetensors or need code from the
+    checkpoint, or if the checkpoint lacks a parameter (which would silently be trained from random values).
     """
     config = load_config(path, key=key, overrides=model_config_kwargs, rope_scaling=rope_scaling, rope_theta=rope_theta)
     model, _ = _load(AutoModelForCausalLM, path, config, key, dtype, attention)
@@ -84,10 +84,10 @@ def load_reward_model(
     device: torch.device | str = "cpu",
     model_config_kwargs: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """A sequence classifier with one output, in evaluation mode.
+    """Load a sequence classifier with one output, in evaluation mode.
 
-    Raises ConfigError as `load_causal_lm` does, for another number of outputs, for a head with tensors that its class
-    does not know, and for encoder-decoders.
+    Raises ConfigError as `load_causal_lm` does; also for another number of outputs, for a head with tensors unknown to
+    its class, and for encoder-decoders.
     """
     config = load_config(path, key=REWARD_PATH, overrides=model_config_kwargs)
     if config.num_labels != 1:
@@ -113,9 +113,9 @@ def load_reward_model(
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
-    """Tokens that a model can read at once; None where nothing bounds them.
+    """The most tokens that a model can read at once; None if there is no limit.
 
-    RoBERTa and its family count positions from the one after the padding token's.
+    RoBERTa and its relatives count positions from the one after the padding token's.
     """
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
@@ -127,9 +127,9 @@ def max_positions(model: PreTrainedModel) -> int | None:
 def _load(
     kind: Any, path: str, config: PreTrainedConfig, key: str, dtype: torch.dtype, attention: str | None = None
 ) -> tuple[PreTrainedModel, list[str]]:
-    """The model, and the checkpoint's tensors that it has no place for.
+    """The model, and the names of the checkpoint's tensors that do not belong to it.
 
-    `kind` is the Auto class; without `attention` the model has the best that its code knows.
+    `kind`: the Auto class. `attention`: None for the best implementation that the model supports.
     """
     try:
         model, info = kind.from_pretrained(
@@ -151,29 +151,29 @@ def _load(
 
 
 def meta_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model's layers, names and shapes, without memory."""
+    """A causal language model on the meta device: layers, names and shapes, without memory."""
     return _without_memory(load_config(path), dtype)
 
 
 def _without_memory(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    # It never attends: the kernels that its configuration may name need not be installed.
+    # It never computes attention, so the kernels that its configuration may name need not be installed.
     options = {"dtype": dtype, "attn_implementation": "eager"}
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-any-return]
 
 
 def meta_parameters(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Names and shapes of a causal language model's parameters, without memory; tied ones are one object twice."""
+    """Name -> parameter of a causal language model on the meta device; tied names have the same object."""
     return dict(meta_model(path, dtype).named_parameters(remove_duplicate=False))
 
 
 def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same weights named and cut as in checkpoints, where transformers does it otherwise: experts one by one."""
+    """The weights named and split as in checkpoints, if transformers differs from them: every expert separately."""
     return revert_weight_conversion(model, dict(tensors))  # type: ignore[no-any-return]
 
 
 def checkpoint_names(path: str) -> set[str]:
-    """What the safetensors of a folder or hub name hold; empty when it has none."""
+    """Names of the tensors in the safetensors files of a folder or hub name; empty if it has none."""
     absent: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     if index := cached_file(path, "model.safetensors.index.json", **absent):
         return set(json.loads(Path(index).read_text())["weight_map"])
@@ -236,10 +236,10 @@ def export_hf(
     write: bool = True,
     max_shard_bytes: int = 5 << 30,
 ) -> None:
-    """A Hugging Face folder from (name, full tensor) pairs, holding at most one file's worth of them at a time.
+    """Write a Hugging Face folder from (name, full tensor) pairs, with at most one file of them in memory at a time.
 
-    `tensors` is usually `Strategy.full_parameters()`, a collective: every rank calls this, `write` on one only. They
-    are named and cut as in published checkpoints, which every engine reads: see `checkpoint_tensors`.
+    `tensors` is usually `Strategy.full_parameters()`, a collective, so every rank calls this, with `write` on one only.
+    Tensors are named and split as in published checkpoints, which all engines can read: see `checkpoint_tensors`.
     """
     if not write:
         for _ in tensors:
@@ -277,14 +277,14 @@ def _shards(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[d
 
 
 def save_checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor], path: Path) -> list[str]:
-    """Writes `checkpoint_tensors` of what belongs to `model`, which may be on the meta device; returns their names."""
+    """Write the `checkpoint_tensors` of a model, which may be on the meta device; returns their names."""
     named = {name: tensor.contiguous() for name, tensor in checkpoint_tensors(model, tensors).items()}
     save_file(named, path, metadata={"format": "pt"})
     return list(named)
 
 
 def name_files(directory: Path, files: list[list[str]], total: int) -> None:
-    """Give the parts the names transformers looks for, which say how many there are."""
+    """Rename the parts to the names that transformers expects, which contain the number of parts."""
     if len(files) == 1:
         (directory / "part-0.safetensors").replace(directory / "model.safetensors")
         return

@@ -1,7 +1,7 @@
 """Low-rank adapters on a causal language model (LoRA, https://arxiv.org/abs/2106.09685).
 
-A linear layer W x becomes W x + s B (A x) with s = alpha / rank; W is frozen, and B starts at 0. peft puts the adapters
-on. Here is what a run needs besides: which layers get one, the weights with them merged, and their folder.
+A linear layer W x becomes W x + s B (A x) with s = alpha / rank; W is frozen, and B starts at 0. peft adds the adapters
+to a model. This module selects the layers, merges adapters into weights, and writes their folder.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from skyrl_train.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
 _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
-"""How peft renames a layer's own parameters, and what it calls A [rank, in] and B [out, rank]."""
+"""Parts of peft's names: of a layer's own parameters, of A [rank, in], and of B [out, rank]."""
 _log = logging.getLogger(__name__)
 
 
 def adapted_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Layers that an adapter may change, by name: every linear one but the head."""
+    """Name -> layer, for the layers that an adapter may change: all linear layers but the head."""
     head = model.get_output_embeddings()
     return {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
@@ -36,33 +36,33 @@ def adapted_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def lora_options() -> dict[str, Any]:
-    """What a configuration of peft's may say, and the defaults."""
+    """The options of a peft configuration and their defaults."""
     from peft import LoraConfig as PeftConfig  # takes a second to import
 
     return {field.name: field.default for field in fields(PeftConfig)}
 
 
 def lora_config(**options: Any) -> Any:
-    """A configuration of peft's. Raises ValueError or TypeError for options that do not fit together."""
+    """A peft configuration. Raises ValueError or TypeError for options that contradict each other."""
     from peft import LoraConfig as PeftConfig
 
     return PeftConfig(**options)
 
 
 def targeted(config: Any, names: Iterable[str]) -> list[str]:
-    """Those names that a configuration of peft's asks for."""
+    """Those of the names that a peft configuration targets."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     return [name for name in names if check_target_module_exists(config, name)]
 
 
 class Adapters:
-    """The adapters of one model, in parameters of its own modules; every other parameter of the model is frozen."""
+    """The adapters of one model, as parameters of its modules; all other parameters of the model are frozen."""
 
     def __init__(self, model: PreTrainedModel, settings: LoraConfig, key: str):
-        """Puts them on. Raises ConfigError naming `key` for targets that are no linear layers of the model.
+        """Add adapters to `model`. Raises ConfigError naming `key` for targets that are no linear layers of the model.
 
-        A is drawn from torch's generator: ranks that share a model must have seeded it alike.
+        A is drawn from torch's generator, which must have the same seed on all ranks that share a model.
         """
         from peft import inject_adapter_in_model
 
@@ -81,13 +81,13 @@ class Adapters:
         )
         self.scaling = settings.alpha / settings.rank
         self.layers = _chosen(model, linears, self.config, key)
-        if not isinstance(targets, str):  # readers want every name to have a layer: not those that are all excluded
+        if not isinstance(targets, str):  # readers of the file require a layer for every name, so drop excluded ones
             self.config.target_modules = {
                 name for name in targets if any(f".{layer}".endswith(f".{name}") for layer in self.layers)
             }
         if settings.target_modules == ALL_LINEAR and (fused := _fused(model)):
             _log.warning("%s.target_modules=all-linear: %s", key, fused)
-        # peft redirects names of experts for a model that it knows; in a plain container it takes them as they are.
+        # peft redirects names of experts in models that it knows; in a plain container it uses names as they are.
         start: Any = True if settings.init_method == "kaiming" else settings.init_method
         names = [f"0.{layer}" for layer in self.layers]
         exact = lora_config(target_modules=names, init_lora_weights=start, **shape)
@@ -96,10 +96,10 @@ class Adapters:
     def merged(
         self, parameters: Iterator[tuple[str, Tensor]], adapters: dict[str, Tensor] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """(checkpoint name, tensor) of the model as if it had been trained whole: W + s B A, in the adapters' dtype.
+        """(checkpoint name, tensor) of the model with merged weights W + s B A, in the adapters' dtype.
 
-        `parameters` are (name, full tensor) of the model, in its order; nothing of it is changed. `adapters` is filled
-        with A and B as peft names them.
+        `parameters`: (name, full tensor) of the model, in its order; they are not changed. `adapters` is filled with A
+        and B under peft's names.
         """
         held: dict[str, Tensor] = {}
         for name, tensor in parameters:
@@ -116,23 +116,23 @@ class Adapters:
                 yield name.replace(_BASE, "."), tensor
         assert not held, f"parameters ended before the adapter of {next(iter(held))} came"
 
-    def apart(self, parameters: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of `parameters` as they are: the model's by their checkpoint names, A and B beside them.
+    def separate(self, parameters: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of `parameters` without merging: the model's under their checkpoint names, and A and B.
 
-        These are called after their layer: `{layer}.lora_A.weight`, `{layer}.lora_B.weight`.
+        The names of A and B are `{layer}.lora_A.weight` and `{layer}.lora_B.weight`.
         """
         for name, tensor in parameters:
             yield name.replace(_BASE, ".").replace(_DOWN, ".lora_A.weight").replace(_UP, ".lora_B.weight"), tensor
 
     def save(self, tensors: dict[str, Tensor], directory: Path) -> None:
-        """A folder for peft's `PeftModel.from_pretrained`, from what `merged` put into `adapters`."""
+        """Write a folder for peft's `PeftModel.from_pretrained`; `tensors` are the `adapters` filled by `merged`."""
         self.config.save_pretrained(directory)
         held = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(held, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _plain(names: Any) -> Any:
-    """A frozen configuration has tuples, and peft knows lists."""
+    """A frozen configuration has tuples, but peft expects lists."""
     return list(names) if isinstance(names, tuple) else names
 
 
@@ -169,7 +169,7 @@ def _chosen(model: PreTrainedModel, linears: dict[str, nn.Linear], config: Any, 
 
 
 def _fused(model: PreTrainedModel) -> str:
-    """What to know about a mixture of experts; empty for another model."""
+    """A note on experts that adapters do not change; empty if there are none."""
     for name, parameter in model.named_parameters():
         if parameter.ndim > 2:
             return f"Experts are fused into parameters such as {name}, which adapters do not change: they stay frozen."

@@ -1,6 +1,6 @@
-"""Which tokens of a ragged batch go through a model, and in what order: equal prompts of neighbours only once.
+"""Selects and orders the tokens of a ragged batch that go through a model: equal prompts of neighbours only once.
 
-Legend: T tokens of all sequences, U of them that are computed, B sequences.
+Legend: T tokens of all sequences, U tokens that are computed, B sequences.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from skyrl_train.models.ragged_attention import Segments, ranges
 
 @dataclass(frozen=True)
 class Packing:
-    """Sequences as they go through the model.
+    """The order in which sequences go through the model.
 
-    Sequences that begin with the same tokens are one stretch of those, and one of its own for each of them, which sees
-    both. Stretches are sorted by length, so that attention takes those of equal length together.
+    Sequences with the same first tokens become one stretch of these tokens, and one stretch per sequence with the rest,
+    which sees both. Stretches are sorted by length, so that those of equal length share an attention call.
     """
 
     segments: Segments
     tokens: Tensor
-    """[U] int64: the tokens of the batch that are computed, in that order."""
+    """[U] int64: indices of the batch's tokens that are computed, in order."""
     places: Tensor
-    """[T] int64: where a token of the batch is among them."""
+    """[T] int64: index of each token of the batch in `tokens`."""
 
     @classmethod
     def of(cls, offsets: Tensor, repeated: Tensor | None, least: int = 1) -> Packing:
-        """From offsets [B+1] and, where tokens are shared, how many first tokens each sequence has in common with the
-        one before it [B]: 0, or as many as its neighbour has, if that is not 0.
+        """The packing of sequences with offsets [B+1].
 
-        `least`: tokens that are computed; the last one is computed again, for nobody to see, where there are fewer.
+        `repeated` [B]: how many first tokens each sequence has in common with the one before it: 0, or as many as its
+        neighbour has, if that is not 0; None: no tokens are shared. `least`: if there are fewer tokens, the last one is
+        computed repeatedly and its copies are ignored.
         """
         if least > 1:
             count = int(offsets[-1])
@@ -50,7 +51,7 @@ class Packing:
 
 
 def _shared(offsets: Tensor, repeated: Tensor, device: torch.device) -> Packing:
-    """With shared first tokens: on the CPU, where the lengths are needed in any case."""
+    """The packing with shared first tokens: computed on the CPU, where the lengths are needed in any case."""
     starts, lengths = offsets[:-1], offsets.diff()
     # The root of a sequence is the last one before it that shares nothing with its own predecessor.
     rows = torch.arange(len(starts))

@@ -1,4 +1,4 @@
-"""Causal attention over sequences laid end to end, without padding: for training and for prefill.
+"""Causal attention over packed sequences, without padding: for training and for prefill.
 
 Legend: T tokens of all sequences, H query heads, K key/value heads (H a multiple of K), D head size, B sequences,
 S stretches of tokens (`Segments`).
@@ -20,15 +20,16 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.models.sequence_parallel import SequenceParallel
 
 RAGGED = "skyrl_ragged"
-"""The name transformers knows this attention by: `model.set_attn_implementation(RAGGED)`."""
+"""The name of this attention in transformers: `model.set_attn_implementation(RAGGED)`."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Where stretches of tokens start and stop, and whose keys each of them sees: the same in every layer.
+    """The boundaries of stretches of tokens, and the keys that each of them sees: the same in every layer.
 
-    A stretch is a sequence, or what of a sequence follows tokens that it shares with others: then `keys` names what it
-    sees, the shared tokens first and its own last. Neighbours of equal lengths share one kernel call.
+    A stretch is a sequence, or the rest of a sequence after tokens that it shares with others. In the latter case
+    `keys` lists the tokens that it sees: the shared ones first, its own last. Adjacent stretches of equal lengths share
+    one kernel call.
     """
 
     offsets: Tensor
@@ -36,7 +37,7 @@ class Segments:
     lengths: tuple[int, ...]
     """[S]"""
     keys: Tensor | None = None
-    """[sum of key_lengths] int64, tokens one stretch after another; None where each sees its own only."""
+    """[sum of key_lengths] int64, token indices, stretch by stretch; None if each sees only its own tokens."""
     key_offsets: Tensor | None = None
     """[S+1] int32, with `keys`."""
     key_lengths: tuple[int, ...] | None = None
@@ -44,21 +45,21 @@ class Segments:
 
     @classmethod
     def of(cls, offsets: Tensor) -> Segments:
-        """One a sequence, from [B+1] offsets on any device; waits for the device once."""
+        """One stretch per sequence, from offsets [B+1] on any device; synchronises with the device once."""
         return cls(offsets.to(torch.int32), tuple(offsets.diff().tolist()))
 
     @property
     def seen(self) -> tuple[int, ...]:
-        """[S] how many tokens the last one of a stretch sees, itself included."""
+        """[S] how many tokens the last token of a stretch sees, itself included."""
         return self.lengths if self.key_lengths is None else self.key_lengths
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """(number of stretches, their length, what they see) of neighbours for which both are equal, in order."""
+        """(number of stretches, their length, how many tokens they see) of runs of adjacent stretches of equal size."""
         found = [(len(list(same)), *sizes) for sizes, same in groupby(zip(self.lengths, self.seen, strict=True))]
         return [(count, length, seen) for count, length, seen in found if length]
 
     def by_length(self) -> tuple[Segments, Tensor]:
-        """The same sequences sorted by length, and the [T] index that reorders tokens so: `sorted = tokens[index]`."""
+        """The sequences sorted by length, and the [T] index that reorders tokens: `sorted = tokens[index]`."""
         assert self.keys is None, "stretches that share tokens are sorted when they are made"
         rows = torch.tensor(sorted(range(len(self.lengths)), key=self.lengths.__getitem__), device=self.offsets.device)
         offsets, lengths = self.offsets.long(), self.offsets.diff()[rows]
@@ -67,7 +68,7 @@ class Segments:
 
 
 def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """[sum of lengths] int64: starts[0], starts[0] + 1, ... for lengths[0] of them, then those from starts[1] on."""
+    """[sum of lengths] int64: lengths[0] numbers from starts[0] on, then lengths[1] numbers from starts[1] on, ..."""
     before = lengths.cumsum(0) - lengths
     shift = torch.repeat_interleave(starts - before, lengths)
     return shift + torch.arange(len(shift), device=shift.device)
@@ -83,7 +84,7 @@ def ragged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """softmax(scaling · q kᵀ) v within each sequence, each token seeing itself and what precedes it.
+    """softmax(scaling · q kᵀ) v within each sequence, where each token sees itself and the tokens before it.
 
     query [T, H, D], key and value [T, K, D], segments or the offsets [B+1] of sequences; returns [T, H, D]. scaling:
     1/√D unless given. sliding_window: a token sees that many tokens, itself included. softcap c: scores become
@@ -126,7 +127,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def gathered(rows: Tensor, index: Tensor) -> Tensor:
-    """rows[index]; gradients of a row that is taken often are summed in a fixed order, in float32 or better."""
+    """rows[index]; gradients of a row that occurs repeatedly are summed in a fixed order, in at least float32."""
     result: Tensor = _Gathered.apply(rows, index)
     return result
 
@@ -159,7 +160,7 @@ def _by_runs(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """One kernel call a run of equal lengths; `split` rather than slices, so that backward is one concatenation."""
+    """One kernel call per run of equal lengths; `split` instead of slices, so that backward is one concatenation."""
     runs = segments.runs()
     queries = query.split([count * length for count, length, _ in runs])
     sizes = [count * seen for count, _, seen in runs]
@@ -187,7 +188,7 @@ def _by_runs(
 def _softcapped(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float
 ) -> Tensor:
-    """Attention with scores squashed by tanh: no fused kernel computes it, so scores are materialised for each run."""
+    """Attention with scores capped by tanh: no fused kernel computes it, so scores are materialised for each run."""
     count, heads, length, size = query.shape
     grouped = query.unflatten(1, (key.shape[1], -1))  # [count, K, H/K, length, D]
     scores = grouped @ key.unsqueeze(2).transpose(-1, -2) * scaling
@@ -198,7 +199,7 @@ def _softcapped(
 
 
 def _visible(length: int, seen: int, window: int | None, device: torch.device) -> Tensor:
-    """[length, seen] bool: which keys (columns) a query (row) sees; the last query is level with the last key."""
+    """[length, seen] bool: which keys (columns) a query (row) sees; the last query is aligned with the last key."""
     level = seen - length
     visible = torch.ones(length, seen, dtype=torch.bool, device=device).tril(level)
     return visible if window is None else visible.triu(level + 1 - window)
@@ -221,9 +222,9 @@ def _attention_forward(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D].
+    """The function that transformers calls: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D].
 
-    With `sequence_parallel`, T are the tokens of this rank, and `ragged_segments` those of all.
+    With `sequence_parallel`, T is the number of this rank's tokens, but `ragged_segments` covers those of all ranks.
     """
     name = type(module).__name__
     if ragged_segments is None:
@@ -241,7 +242,7 @@ def _attention_forward(
     ):
         if present:
             raise ConfigError(f"{name} uses {what}, which attention over unpadded sequences does not support.")
-    # Under autocast rotary embeddings leave queries and keys wider than values, and no fused kernel takes that.
+    # Under autocast, rotary embeddings make queries and keys wider than values, which no fused kernel supports.
     q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
     if sequence_parallel is not None:
         q, k, v = sequence_parallel.by_heads(q, k, v, sum(ragged_segments.lengths))

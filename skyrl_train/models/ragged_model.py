@@ -1,4 +1,4 @@
-"""The body of a causal language model over the ragged batch: what every scorer puts a head on.
+"""The body of a causal language model over the ragged batch: the base of all scorers, which add a head.
 
 Legend: T tokens of all sequences, B sequences, N tokens that are scored.
 """
@@ -21,23 +21,23 @@ from skyrl_train.models.tensor_parallel import Part, TensorParallel
 
 
 class RaggedModel(nn.Module):
-    """Base of scorers: hidden states of all tokens, of which a head reads those before the tokens to score.
+    """Base of scorers: computes hidden states of all tokens; the head reads those before the tokens to score.
 
-    The model is switched to attention without padding. Raises ConfigError for one whose hidden states would depend on
-    what else is in the batch, or on chance.
+    The model is switched to attention without padding. Raises ConfigError for a model whose hidden states would depend
+    on other sequences in the batch, or on randomness.
     """
 
-    def __init__(self, model: PreTrainedModel, together: RankGroup | None = None):
-        """`together`: the ranks that run every batch together; each of them gives all of it and gets all of it."""
+    def __init__(self, model: PreTrainedModel, parallel_group: RankGroup | None = None):
+        """`parallel_group`: the ranks that share every batch; each passes the whole batch and gets its whole result."""
         super().__init__()
         _refuse_what_packing_changes(model)
         model.set_attn_implementation(RAGGED)
         self.model = model
-        self.together = together
-        self.parallel = together if isinstance(together, SequenceParallel) else None
-        self.tensor = together if isinstance(together, TensorParallel) else None
+        self.parallel_group = parallel_group
+        self.sequence_parallel = parallel_group if isinstance(parallel_group, SequenceParallel) else None
+        self.tensor_parallel = parallel_group if isinstance(parallel_group, TensorParallel) else None
         self.parts: dict[str, Part] = {}
-        """Of parameters by their names in checkpoints, where this rank has a part."""
+        """Checkpoint name -> part, for parameters of which this rank has only a part."""
         self._longest_exact = _longest_exact(model.config)
 
     def hf_name(self, name: str) -> str:
@@ -45,7 +45,7 @@ class RaggedModel(nn.Module):
         return name.removeprefix("model.")
 
     def decoder_layers(self) -> list[nn.Module]:
-        """The repeated blocks: what a strategy shards one by one."""
+        """The repeated blocks, which strategies shard one by one."""
         names = set(self.model._no_split_modules or ())
         return [module for module in self.model.modules() if any(c.__name__ in names for c in type(module).__mro__)]
 
@@ -54,10 +54,10 @@ class RaggedModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Positions [N] of the tokens in score_mask [T], and the last hidden state before each [N, hidden size].
 
-        With ranks that run the batch together, those whose state is on this one. repeated [B]: how many first tokens a
-        sequence has in common with the one before it, which go through the model once (see
-        data.batch.TrainBatch.repeated_prompts); None is none. Where nothing is scored, position and state are those of
-        some first token, for `spread` to multiply by 0: sharded models need the same backward on every rank.
+        In a parallel group, only those whose state is on this rank. repeated [B]: how many first tokens a sequence has
+        in common with the one before it; these are run once (see data.batch.TrainBatch.repeated_prompts); None means
+        none. If nothing is scored, it returns position and state of some first token, which `spread` multiplies by 0:
+        sharded models need the same backward on every rank.
         """
         packing = Packing.of(offsets, repeated, self._least_tokens)
         longest = max(packing.segments.seen)
@@ -69,31 +69,31 @@ class RaggedModel(nn.Module):
         positions = score_mask.nonzero().flatten()
         assert bool((position_ids[positions] > 0).all()), "there is no state before a sequence's first token"
         places = packing.places[positions - 1]
-        if self.parallel is not None:
-            mine = self.parallel.chunk(len(packing.tokens))
+        if self.sequence_parallel is not None:
+            mine = self.sequence_parallel.chunk(len(packing.tokens))
             here = (places >= mine.start) & (places < mine.stop)
             positions, places = positions[here], places[here] - mine.start
-        if self.tensor is not None:
-            mine = self.tensor.chunk(len(positions))
+        if self.tensor_parallel is not None:
+            mine = self.tensor_parallel.chunk(len(positions))
             positions, places = positions[mine], places[mine]
         if positions.numel() == 0:
             positions, places = positions.new_zeros(1), places.new_zeros(1)
-        return positions, gathered(self._hidden(input_ids, position_ids, packing, self.parallel), places)
+        return positions, gathered(self._hidden(input_ids, position_ids, packing, self.sequence_parallel), places)
 
     def spread(self, values: Tensor, positions: Tensor, score_mask: Tensor) -> Tensor:
-        """[N] at its positions in [T], and there what other ranks have; 0, with a gradient of 0, outside score_mask."""
+        """[T] with all ranks' values [N] at their positions; 0, with a gradient of 0, outside score_mask."""
         everywhere = values.new_zeros(len(score_mask)).index_copy(0, positions, values * score_mask[positions])
-        return everywhere if self.together is None else self.together.together(everywhere)
+        return everywhere if self.parallel_group is None else self.parallel_group.sum_of_parts(everywhere)
 
     @property
     def _least_tokens(self) -> int:
-        """Of a batch: no rank may be without, or it would miss the exchanges between them."""
-        return 1 if self.parallel is None else self.parallel.size
+        """The fewest tokens of a batch: every rank must have one, as it takes part in the exchanges between ranks."""
+        return 1 if self.sequence_parallel is None else self.sequence_parallel.size
 
     def _hidden(
         self, input_ids: Tensor, position_ids: Tensor, packing: Packing, parallel: SequenceParallel | None
     ) -> Tensor:
-        """[c, hidden size] the last hidden states of those of packing's tokens that this rank runs."""
+        """[c, hidden size] the last hidden states of the tokens of `packing` that this rank runs."""
         tokens = packing.tokens if parallel is None else packing.tokens[parallel.chunk(len(packing.tokens))]
         output = self.model.base_model(
             input_ids=input_ids[tokens].unsqueeze(0),
@@ -107,7 +107,7 @@ class RaggedModel(nn.Module):
 
 
 def linear_head(model: PreTrainedModel) -> nn.Linear:
-    """The LM head. Raises ConfigError for a model that is not a body with a linear head on it."""
+    """The LM head. Raises ConfigError for a model that is not a body with a linear head."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or model.base_model is model:
         raise ConfigError(
@@ -117,10 +117,10 @@ def linear_head(model: PreTrainedModel) -> nn.Linear:
 
 
 def check_and_divide(scorer: RaggedModel) -> None:
-    """Run the same three tokens twice in one batch, after different ones; refuse a model in which it shows.
+    """Check that a model can run without padding and in its parallel group; with tensor parallelism also divide it.
 
-    Then, with ranks that run batches together, the same on all of them: what one process computes must come out. Those
-    that have a part of every layer keep that alone.
+    It runs the same three tokens twice in one batch, after different ones: results must be equal. Then the parallel
+    group, if there is one, must get the same results as one process. Raises ConfigError.
     """
     parameter = next(scorer.parameters())
     ids = torch.tensor([1, 2, 3, 4, 5, 1, 2, 3], device=parameter.device) % scorer.model.config.vocab_size
@@ -134,37 +134,39 @@ def check_and_divide(scorer: RaggedModel) -> None:
             f"{type(scorer.model).__name__} lets sequences of one batch see each other (its layers are not all "
             "attention), so it cannot run without padding."
         )
-    if scorer.together is None:
+    if scorer.parallel_group is None:
         return
-    if scorer.tensor is not None:
-        parts = scorer.tensor.divide(scorer.model)
+    if scorer.tensor_parallel is not None:
+        parts = scorer.tensor_parallel.divide(scorer.model)
         scorer.parts = {scorer.hf_name(f"model.{name}"): part for name, part in parts.items()}
-    if scorer.parallel is not None:
-        computed = computed[scorer.parallel.chunk(len(computed))]
+    if scorer.sequence_parallel is not None:
+        computed = computed[scorer.sequence_parallel.chunk(len(computed))]
     message = (
         f"{type(scorer.model).__name__} computes something else when it is divided over ranks: set "
-        f"{scorer.together.key} to 1."
+        f"{scorer.parallel_group.key} to 1."
     )
     try:
         with torch.no_grad():
-            again = scorer._hidden(ids, places, packing, scorer.parallel)
+            again = scorer._hidden(ids, places, packing, scorer.sequence_parallel)
     except dist.DistError:
         raise
     except RuntimeError as error:  # such as weights of another number of heads
         raise ConfigError(f"{message} ({error})") from error
-    apart = (again - computed).float().norm(dim=-1) / computed.float().norm(dim=-1)
-    if not float(apart.max()) <= (0.25 if parameter.dtype.itemsize < 4 else 1e-4):  # relative: some channels are large
+    deviation = (again - computed).float().norm(dim=-1) / computed.float().norm(dim=-1)
+    if not float(deviation.max()) <= (
+        0.25 if parameter.dtype.itemsize < 4 else 1e-4
+    ):  # relative: some channels are large
         raise ConfigError(message)
 
 
 def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    """Equal up to what `dtype` can tell apart in differently shaped matrix products."""
+    """Whether tensors are equal up to the rounding of differently shaped matrix products in `dtype`."""
     tolerance = 0.05 if dtype in (torch.bfloat16, torch.float16) else 1e-4
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * float(one.abs().amax()))
 
 
 def _refuse_what_packing_changes(model: PreTrainedModel) -> None:
-    """ConfigError for a model whose log-probs would depend on what else is in the batch, or on chance."""
+    """Raises ConfigError for a model whose log-probs would depend on the rest of the batch, or on randomness."""
     config: Any = model.config
     name = type(model).__name__
     if not model._can_set_attn_implementation():
@@ -198,7 +200,7 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
 
 
 def _longest_exact(config: Any) -> int | None:
-    """longrope swaps its frequencies once any sequence of a batch is longer than this; None for other kinds of rope."""
+    """The length beyond which longrope changes its frequencies for a whole batch; None for other kinds of rope."""
     limits = [
         int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
         for rope in _ropes(config)

@@ -1,4 +1,4 @@
-"""Ranks that run every micro-batch together, whatever they share out of it: its tokens or the layers' features."""
+"""Parallel groups: ranks that share every micro-batch, by dividing either its tokens or the layers' features."""
 
 from __future__ import annotations
 
@@ -12,54 +12,56 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RankGroup:
-    """All of its ranks get the same micro-batches, and make the same calls in the same order."""
+    """A parallel group: all of its ranks get the same micro-batches, and make the same calls in the same order."""
 
     group: dist.ProcessGroup
     key: str
-    """Where their number was configured, for messages."""
+    """The configuration key of its size, for messages."""
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return dist.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
-        """Of this process in it."""
+        """This process's rank within the group."""
         return dist.get_rank(self.group)
 
     def chunks(self, count: int) -> list[int]:
-        """[size] how many of `count` things each rank has: parts in order, whose sizes differ by one at most."""
+        """[size] how many of `count` items each rank gets: consecutive parts whose sizes differ by at most one."""
         return [count // self.size + (rank < count % self.size) for rank in range(self.size)]
 
     def chunk(self, count: int) -> slice:
-        """Those of this rank."""
+        """The slice of `count` items that this rank gets."""
         rank, chunks = self.rank, self.chunks(count)
         return slice(sum(chunks[:rank]), sum(chunks[: rank + 1]))
 
     def sum(self, values: Tensor) -> Tensor:
-        """Over ranks, without gradient."""
+        """The sum over ranks, without gradient."""
         total = values.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self.group)
         return total
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """[size] those of every rank, of one shape, without gradient."""
+        """[size] the values of every rank, which have the same shape; without gradient."""
         mine = values.contiguous()
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(parts, mine, group=self.group)
         return parts
 
-    def together(self, values: Tensor) -> Tensor:
-        """The sum over ranks of `values`, of which each position is 0 on all ranks but one.
+    def sum_of_parts(self, values: Tensor) -> Tensor:
+        """The sum over ranks of `values`, where each position is 0 on all ranks but one.
 
-        Every rank then computes the same loss of it, and has the gradient of what it added: they are summed over ranks.
+        Every rank then computes the same loss from it, and gets the gradient of its own part: gradients of parameters
+        are summed over ranks.
         """
-        total: Tensor = _Together.apply(values, self)  # type: ignore[no-untyped-call]
+        total: Tensor = _SumOfParts.apply(values, self)  # type: ignore[no-untyped-call]
         return total
 
 
-class _Together(torch.autograd.Function):
-    """A sum over ranks that hands its gradient to each of them as it is."""
+class _SumOfParts(torch.autograd.Function):
+    """A sum over ranks whose gradient is passed to each of them unchanged."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, ranks: RankGroup) -> Tensor:

@@ -1,8 +1,8 @@
-"""Log-probs and entropies of chosen tokens from hidden states, without keeping logits: rows at a time, twice.
+"""Log-probs and entropies of given tokens from hidden states, in chunks of rows whose logits are computed twice.
 
 Legend: N rows, D hidden size, V vocabulary. Probabilities of a few chunks are kept for backward; the logits of all
-others are made again there, so memory does not grow with N x V. Matrix products: one forward, three backward (logits,
-unless kept, states and weight).
+others are recomputed there, so memory does not grow with N x V. Matrix products: one in forward, three in backward
+(logits, unless kept; states; weight).
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ _TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class LogitShape:
-    """What an architecture does to logits after its head: softcap * tanh(factor * logits / softcap)."""
+    """How an architecture transforms logits after its head: softcap * tanh(factor * logits / softcap)."""
 
     factor: float = 1.0
     softcap: float | None = None
 
     def __call__(self, raw: Tensor) -> Tensor:
-        """[..., V] at least float32, in place where `raw` is that already."""
+        """[..., V] transformed logits, at least float32; in place if `raw` is that already."""
         logits = raw.to(torch.promote_types(raw.dtype, torch.float32))
         if self.factor != 1.0:
             logits = logits.mul_(self.factor)
         return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def backward_(self, gradient: Tensor, logits: Tensor | None) -> Tensor:
-        """d loss / d raw from d loss / d logits, in place; `logits`, which only a softcap reads, are what the call
-        returned, and are spoilt.
+        """d loss / d raw from d loss / d logits, in place.
+
+        `logits`: the result of the call, needed only with a softcap; they are overwritten.
         """
         if self.softcap is not None:
             assert logits is not None
@@ -57,11 +58,11 @@ def sampled_logprobs(
     """[N] log softmax(logits / divisor) of each row's target and [N] entropy (zeros unless wanted), nats.
 
     hidden [N, D] with N at least 1, weight [V, D], bias [V] or None, targets [N] int64, divisor [N] (the temperature).
-    At least float32, whatever the matrix products are computed in. Differentiable once, in hidden, weight and bias.
-    kept_chunks: of how many chunks backward finds the probabilities, of chunk_rows x V each, instead of making them
-    again.
+    Results are at least float32, whatever the dtype of the matrix products. Differentiable once, in hidden, weight and
+    bias. kept_chunks: for how many chunks the probabilities, chunk_rows x V each, are kept for backward instead of
+    recomputed.
     """
-    if not torch.is_grad_enabled() or shape.softcap is not None:  # whose gradient reads the logits themselves
+    if not torch.is_grad_enabled() or shape.softcap is not None:  # a softcap's gradient needs the logits themselves
         kept_chunks = 0
     scaled = None if bool((divisor == 1).all()) else divisor.unsqueeze(1)
     found: tuple[Tensor, Tensor] = _SampledLogprobs.apply(
@@ -71,8 +72,8 @@ def sampled_logprobs(
 
 
 class _SampledLogprobs(torch.autograd.Function):
-    """With p = softmax, the gradient of the log-prob of token y is 1[j = y] - p_j, and of the entropy H
-    -p_j (log p_j + H). Both are made in the memory of the logits and of one copy of them.
+    """With p = softmax, the gradient of the log-prob of token y is 1[j = y] - p_j, and that of the entropy H is
+    -p_j (log p_j + H). Both are computed in the memory of the logits and of one copy of them.
     """
 
     @staticmethod
@@ -120,7 +121,7 @@ class _SampledLogprobs(torch.autograd.Function):
         states, rows_of_weight = hidden.to(dtype), weight.to(dtype)
         trains_hidden, trains_weight, trains_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(states) if trains_hidden else None
-        # Summed over chunks in at least float32: in half precision the error would grow with their number.
+        # Sum over chunks in at least float32: in half precision the error would grow with their number.
         wide = torch.promote_types(dtype, torch.float32)
         d_weight = torch.zeros_like(rows_of_weight, dtype=wide) if trains_weight else None
         d_bias = torch.zeros_like(bias, dtype=wide) if trains_bias else None
@@ -136,7 +137,7 @@ class _SampledLogprobs(torch.autograd.Function):
                 found = gradient = logs.exp_() if d_entropy is None else logs.exp()
             else:
                 capped, gradient = None, scratch[: len(found)]
-                # What is too small for a logarithm has a gradient of 0 either way.
+                # Probabilities too small for a logarithm have a gradient of 0 either way.
                 logs = found if d_entropy is None else found.clamp(min=_TINY).log_()
             factor = -d_logprobs[chunk].unsqueeze(1)
             if d_entropy is not None:
@@ -164,7 +165,7 @@ class _SampledLogprobs(torch.autograd.Function):
 
 
 def _scratch(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Memory of one chunk, for one after the other: the operating system's fresh pages take longer than a pass."""
+    """Memory of one chunk, reused for all: getting new pages from the operating system takes longer than a pass."""
     wide = torch.promote_types(ctx.product_dtype, torch.float32)
     return torch.empty(min(ctx.chunk_rows, len(hidden)), len(weight), dtype=wide, device=hidden.device)
 
@@ -182,9 +183,9 @@ def _product(states: Tensor, weight: Tensor, bias: Tensor | None, scratch: Tenso
 def _scores(
     logits: Tensor, probabilities: Tensor, targets: Tensor, wants_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, entropies and log-sum-exp, all [n], of logits [n, V], which are spoilt, and their softmax.
+    """Log-probs, entropies and log-sum-exp, all [n], from logits [n, V], which are overwritten, and their softmax.
 
-    The likeliest token's probability is at least 1 / V, so its logarithm is good to rounding; a target's may be 0.
+    The likeliest token's probability is at least 1 / V, so its logarithm is exact to rounding; a target's may be 0.
     """
     largest = logits.amax(-1, keepdim=True)
     total = -probabilities.amax(-1).log()  # log of the sum of exp(logits - largest)

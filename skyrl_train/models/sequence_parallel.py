@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism: every rank runs a part of the tokens, and in attention a part of the heads.
+"""Ulysses sequence parallelism: every rank runs a part of the tokens and, in attention, a part of the heads.
 
 Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509. Legend: U tokens that go through the model, c of them on this
 rank, s ranks, H query heads, K key/value heads, D head size.
@@ -18,13 +18,13 @@ from skyrl_train.models.rank_group import RankGroup
 
 
 class SequenceParallel(RankGroup):
-    """Each rank runs a part of the tokens of every micro-batch."""
+    """A parallel group in which each rank runs a part of the tokens of every micro-batch."""
 
     def by_heads(self, query: Tensor, key: Tensor, value: Tensor, tokens: int) -> tuple[Tensor, ...]:
-        """[c, H, D] and two [c, K, D] of this rank's tokens to some heads of all `tokens`: [U, H/s, D], two [U, K', D].
+        """Exchange this rank's tokens, [c, H, D] and two [c, K, D], for some heads of all: [U, H/s, D], two [U, K', D].
 
-        A key/value head goes to every rank that needs it: K' is K/s where s divides K. Raises ConfigError where s does
-        not divide H.
+        U is `tokens`. A key/value head goes to every rank that needs it: K' is K/s if s divides K. Raises ConfigError
+        if s does not divide H.
         """
         if query.shape[1] % self.size:
             raise ConfigError(
@@ -40,7 +40,7 @@ class SequenceParallel(RankGroup):
         return tuple(x.unflatten(1, (-1, column.shape[-1])) for x, column in zip(split, columns, strict=True))
 
     def by_tokens(self, attended: Tensor) -> Tensor:
-        """The way back of what attention made of it: [U, H/s, D] to [c, H, D]."""
+        """The inverse exchange, for the result of attention: [U, H/s, D] to [c, H, D]."""
         chunks = self.chunks(len(attended))
         mine = chunks[self.rank]
         received = _exchange(attended, chunks, [mine] * self.size, self.group)
@@ -48,13 +48,13 @@ class SequenceParallel(RankGroup):
 
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """`sent` rows to each rank, in order; returns `received` rows from each of them."""
+    """Send `sent` rows to each rank, in order; returns the `received` rows from each of them."""
     output: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
     return output
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all, whose gradient takes the way back."""
+    """An all-to-all, whose gradient is the reverse all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:

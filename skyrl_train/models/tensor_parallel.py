@@ -1,9 +1,10 @@
 """Tensor parallelism: every rank has a part of each layer's heads and features, by transformers' plan for the model.
 
-Shoeybi et al., "Megatron-LM", arXiv:1909.08053, with one difference. All ranks compute the same hidden states, and each
-scores some of the tokens: what a rank has of a hidden state's gradient is a summand, as with ranks that have different
-data. They are added up behind a layer's row-wise product alone, where a rank's features need the whole gradient. So
-gradients of everything that ranks hold alike (norms, embeddings, head, routers) are summands too.
+Shoeybi et al., "Megatron-LM", arXiv:1909.08053, with one difference. All ranks compute the same hidden states, but each
+scores only some of the tokens. So a rank's gradient of a hidden state is one summand of the whole gradient, as with
+ranks that have different data. The summands are added up only behind a layer's row-wise product, where a rank's
+features need the whole gradient. So gradients of replicated parameters (norms, embeddings, head, routers) are summands,
+too.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from skyrl_train.models.rank_group import RankGroup
 _HELD_ALIKE = "replicated_with_grad_allreduce"
 _EXPERTS = "moe_tp_experts"
 _LEAST_DIVIDED = 0.75
-"""Of the weights in layers: some plans leave experts out."""
+"""Least share of the layers' weights that a plan must divide: some plans omit experts."""
 _STYLES = ("colwise", "rowwise", "packed_colwise", _EXPERTS, _HELD_ALIKE)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a parameter a rank has: of each of `blocks` that lie along `dim`, an equal share."""
+    """The part of a parameter that a rank has: share `rank` of `size` of each of the `blocks` along `dim`."""
 
     dim: int
     blocks: int
@@ -40,24 +41,24 @@ class Part:
     rank: int
 
     def of(self, whole: Tensor) -> Tensor:
-        """This rank's part of it, a copy."""
+        """A copy of this rank's part of `whole`."""
         shares = whole.unflatten(self.dim, (self.blocks, self.size, -1))
         return shares.select(self.dim + 1, self.rank).flatten(self.dim, self.dim + 1).clone()
 
     def whole(self, parts: list[Tensor]) -> Tensor:
-        """What all ranks' parts were cut from."""
+        """The whole parameter, from the parts of all ranks."""
         blocks = [part.unflatten(self.dim, (self.blocks, -1)) for part in parts]
         return torch.stack(blocks, self.dim + 1).flatten(self.dim, self.dim + 2)
 
 
 class TensorParallel(RankGroup):
-    """Each rank has a part of every layer, and runs all tokens through it."""
+    """A parallel group in which each rank has a part of every layer, and runs all tokens through it."""
 
     def divide(self, model: PreTrainedModel) -> dict[str, Part]:
-        """Leave this rank's part of `model`; returns which one, by parameter, of those that are not held whole.
+        """Reduce `model` to this rank's part; returns the part of every parameter that is divided, by name.
 
-        Raises ConfigError for a model without a plan, with one of a kind that is not known here, or of numbers that the
-        ranks do not divide.
+        Raises ConfigError for a model without a plan, with an unknown style in its plan, or with sizes that the number
+        of ranks does not divide.
         """
         styles = {name: style for name, style in (model.tp_plan or {}).items() if ".*." in name}  # those of layers
         if not styles:
@@ -78,7 +79,7 @@ class TensorParallel(RankGroup):
         return parts
 
     def _apply(self, style: str, place: str, path: str, module: nn.Module) -> dict[str, Part]:
-        """What `style` asks for at `place`, which is the path of `module` or of a parameter of its own."""
+        """Apply `style` at `place`, the path of `module` or of one of its own parameters; returns the divided parts."""
         is_linear = isinstance(module, nn.Linear)
         if style == _HELD_ALIKE:
             return {}
@@ -136,12 +137,12 @@ def _of_layer(name: str) -> bool:
 
 
 def _generic(name: str) -> str:
-    """As plans call it: the numbers of layers are "*"."""
+    """A name as it is written in plans: with "*" for numbers of layers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _styles_of(path: str, module: nn.Module, styles: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """(path, style) of a module and of its own parameters, where the plan names them."""
+    """(path, style) of a module and of its own parameters, if the plan has them."""
     own = [path, *(f"{path}.{name}" for name, _ in module.named_parameters(recurse=False))]
     for place in own:
         if style := styles.get(_generic(place)):
@@ -149,7 +150,7 @@ def _styles_of(path: str, module: nn.Module, styles: dict[str, str]) -> Iterator
 
 
 class _Summed(torch.autograd.Function):
-    """A sum over ranks, and of its gradients: each rank has a summand of both."""
+    """A sum over ranks whose gradients are also summed over ranks: each rank has one summand of both."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, ranks: RankGroup) -> Tensor:  # type: ignore[override]

@@ -18,34 +18,34 @@ from skyrl_train.models.rank_group import RankGroup
 from skyrl_train.models.sampled_logprobs import LogitShape, sampled_logprobs
 
 CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
-"""Size of one chunk's float32 logits: a hundred rows of a vocabulary of 150,000 on a CPU, and enough of them on a GPU
-that reading the weight is not what takes the time.
+"""Size of one chunk's float32 logits: a hundred rows of a vocabulary of 150,000 on a CPU; on a GPU enough rows that
+reading the weight does not dominate the time.
 """
 
 KEPT_CHUNKS = {"cpu": 8, "cuda": 1}
-"""How many chunks' probabilities backward finds instead of making them again: a CPU has more memory than arithmetic."""
+"""How many chunks' probabilities are kept for backward instead of recomputed: CPUs have more memory than arithmetic."""
 
 
 class Scores(NamedTuple):
-    """Both [T], 0 where a token was not scored."""
+    """Both are [T], and 0 for tokens that were not scored."""
 
     logprobs: Tensor
-    """nats, of the token given what precedes it in its sequence, at the sequence's temperature."""
+    """nats, of the token given the tokens before it in its sequence, at the sequence's temperature."""
     entropy: Tensor | None
-    """nats, of the distribution that the token was drawn from; None unless asked for."""
+    """nats, of the distribution that the token was drawn from; None unless requested."""
 
 
 class TokenScorer(RaggedModel):
-    """The root that strategies shard: hidden states of all tokens, then the LM head on the rows that are needed.
+    """The root module that strategies shard: hidden states of all tokens, then the LM head on the rows to score.
 
-    The head runs inside this module's forward, where sharded weights are gathered, in chunks, of which backward finds
-    KEPT_CHUNKS and makes the others again: no tensor of shape (tokens, vocabulary) ever exists. Softmax is at least
-    float32. Raises ConfigError for a model whose logits it cannot reproduce.
+    The head runs inside this module's forward, where sharded weights are gathered, and in chunks: KEPT_CHUNKS of them
+    are kept for backward, the others are recomputed. So no tensor of shape (tokens, vocabulary) ever exists. Softmax is
+    at least float32. Raises ConfigError for a model whose logits it cannot reproduce.
     """
 
-    def __init__(self, model: PreTrainedModel, chunk_bytes: int | None = None, together: RankGroup | None = None):
-        """chunk_bytes: CHUNK_BYTES of the device, if None."""
-        super().__init__(model, together)
+    def __init__(self, model: PreTrainedModel, chunk_bytes: int | None = None, parallel_group: RankGroup | None = None):
+        """`chunk_bytes`: None for the device's CHUNK_BYTES. `parallel_group`: see RaggedModel."""
+        super().__init__(model, parallel_group)
         self.chunk_bytes = chunk_bytes
         config = model.config
         self._shape = LogitShape(
@@ -56,7 +56,7 @@ class TokenScorer(RaggedModel):
         check_and_divide(self)
 
     def head_parameters(self) -> list[Tensor]:
-        """What forward reads of a module without running that."""
+        """Parameters that forward reads without running their module."""
         head = linear_head(self.model)
         return [head.weight, *([] if head.bias is None else [head.bias])]
 
@@ -70,12 +70,12 @@ class TokenScorer(RaggedModel):
         wants_entropy: bool = False,
         repeated: Tensor | None = None,
     ) -> Scores:
-        """input_ids, position_ids, score_mask [T], offsets [B+1], temperature [B] (0 counts as 1, as engines score it).
+        """input_ids, position_ids, score_mask [T], offsets [B+1], temperature [B] (0 counts as 1, as in engines).
 
-        repeated [B]: how many first tokens a sequence has in common with the one before it; they go through the model
-        once, and values and gradients are the same. score_mask is True on tokens to score and never on a sequence's
-        first. With an all-False mask the result still has a (zero) gradient for every parameter: sharded models need
-        the same backward on every rank.
+        repeated [B]: how many first tokens a sequence has in common with the one before it; they are run once, which
+        does not change values and gradients. score_mask is True for the tokens to score, never for a sequence's first.
+        Even if it is all False, the result has a (zero) gradient for every parameter: sharded models need the same
+        backward on every rank.
         """
         positions, hidden = self.before_scored(input_ids, position_ids, offsets, score_mask, repeated)
         sequence = torch.searchsorted(offsets, positions, right=True) - 1
@@ -105,9 +105,9 @@ class TokenScorer(RaggedModel):
 
 
 def _check_head(scorer: TokenScorer) -> None:
-    """Compare `logits` with what the model's own forward makes of the same hidden states; refuse where they differ.
+    """Compare `logits` with those of the model's own forward for the same hidden states. Raises ConfigError.
 
-    Costs a few rows of the head: the body of the model is replaced by the given states for the time of the call.
+    It costs only a few rows of the head: the model's body is temporarily replaced by given states.
     """
     model, head = scorer.model, linear_head(scorer.model)
     body = model.base_model

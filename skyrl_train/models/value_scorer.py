@@ -1,4 +1,4 @@
-"""Values of states under a critic, from the ragged batch: a language model's body with a linear head of width 1."""
+"""A critic's values of states in the ragged batch: a language model's body with a linear head of width 1."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from skyrl_train.models.rank_group import RankGroup
 
 
 class ValueScorer(RaggedModel):
-    """The critic's root that strategies shard: takes the body of `model`, and leaves its LM head behind.
+    """The critic's root module, which strategies shard: the body of `model`, without its LM head.
 
-    The head starts at 0: every state is worth 0 until something was learnt, whatever the seed. Raises ConfigError for a
+    The value head starts at 0, so that all values are 0 before training, whatever the seed. Raises ConfigError for a
     model that cannot run without padding.
     """
 
-    def __init__(self, model: PreTrainedModel, head_name: str = "value_head", together: RankGroup | None = None):
-        """`head_name` is what the head is called in checkpoints."""
+    def __init__(self, model: PreTrainedModel, head_name: str = "value_head", parallel_group: RankGroup | None = None):
+        """`head_name`: the head's name in checkpoints."""
         size = linear_head(model).in_features
         body: Any = model.base_model
-        super().__init__(body, together)
+        super().__init__(body, parallel_group)
         self._prefix = model.base_model_prefix
         self._head_name = head_name
         self.value_head = nn.Linear(size, 1, bias=False, dtype=model.dtype, device=model.device)
@@ -31,12 +31,12 @@ class ValueScorer(RaggedModel):
         check_and_divide(self)
 
     def hf_name(self, name: str) -> str:
-        """A parameter's name in a checkpoint: the body's are those of the causal language model it was taken from."""
+        """A parameter's name in a checkpoint; the body has the names of the causal language model it was taken from."""
         module, _, rest = name.partition(".")
         return f"{self._head_name if module == 'value_head' else self._prefix}.{rest}"
 
     def head_parameters(self) -> list[Tensor]:
-        """What forward reads of a module without running that."""
+        """Parameters that forward reads without running their module."""
         return [self.value_head.weight]
 
     def forward(
@@ -49,9 +49,9 @@ class ValueScorer(RaggedModel):
         wants_entropy: bool = False,
         repeated: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """[T] the value of the state before each token in score_mask, at least float32, 0 elsewhere; no entropy.
+        """[T] values of the states before the tokens in score_mask, at least float32, 0 elsewhere; no entropy.
 
-        Arguments are those of TokenScorer: temperature is not read, and entropy cannot be asked for.
+        The arguments are those of TokenScorer, but temperature is not used and wants_entropy must be False.
         """
         assert not wants_entropy, "a critic has no entropy"
         positions, hidden = self.before_scored(input_ids, position_ids, offsets, score_mask, repeated)

@@ -1,7 +1,7 @@
-"""The run as a person watches it: a line a step, a few completions, a progress bar where there is a terminal.
+"""The console output of a run: one line per step, a few completions, and a progress bar on a terminal.
 
-The only importer of rich. Completions are a model's output: control characters are shown, never obeyed, and nothing is
-read as markup.
+No other module imports rich. Completions are a model's output: control characters are shown, never obeyed, and nothing
+is interpreted as markup.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
 
 SHOWN_CHARACTERS = 240
-"""Of a prompt's end and of a completion's start."""
+"""Number of characters shown of a prompt's end and of a completion's start."""
 _CHECKPOINT = re.compile(r"global_step_(\d+)")
 _PHASES = ("generate", "score", "update", "publish", "evaluate")
 
 
 class ConsoleTracker:
-    """Writes to standard output; plain lines, without colours or a bar, when that is not a terminal."""
+    """Writes to standard output: plain lines without colours or a bar, unless it is a terminal."""
 
     def __init__(self, setup: TrackerSetup, console: Console | None = None):
         self._console = console or Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -78,7 +78,7 @@ class ConsoleTracker:
             self._print(line, "bold")
 
     def _last_lines(self) -> Iterator[str]:
-        """Run folder, steps, best evaluation, how to go on; nothing for a run that never began."""
+        """Run folder, steps, best evaluation and how to continue; nothing for a run that never began."""
         if self._step is None:
             return
         folder = visible(str(self._folder))
@@ -90,9 +90,9 @@ class ConsoleTracker:
         if best := best_evaluation(rows):
             source, value, step = best
             yield f"{self._name}: best evaluation: {visible(source)} avg_score {_short(value)} at step {step}"
-        yield f"{self._name}: {self._how_to_go_on()}"
+        yield f"{self._name}: {self._resume_hint()}"
 
-    def _how_to_go_on(self) -> str:
+    def _resume_hint(self) -> str:
         names = [path.name for path in self._folder.glob("global_step_*")]
         saved = [int(found[1]) for name in names if (found := _CHECKPOINT.fullmatch(name))]
         if not saved:
@@ -108,12 +108,12 @@ class ConsoleTracker:
 
 
 def visible(text: str) -> str:
-    """One printable line: terminal escapes, NUL, line ends and direction marks are spelled out (`\\x1b`, `\\n`)."""
+    """Make one printable line: terminal escapes, NUL, line ends and direction marks are escaped (`\\x1b`, `\\n`)."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def step_line(metrics: Mapping[str, float]) -> str:
-    """Reward, lengths, KL, speed and where the time went: those of them that were measured."""
+    """Reward, lengths, KL, speed and timing of a step, as far as they were measured."""
     parts = [
         _part(metrics, "reward/mean", "reward {}"),
         _part(metrics, "reward/std", "std {}"),
@@ -136,7 +136,7 @@ def step_line(metrics: Mapping[str, float]) -> str:
 
 
 def best_evaluation(rows: Sequence[Mapping[str, Any]]) -> tuple[str, float, int] | None:
-    """(data source, its highest mean score, step) over the lines of a run; of several sources, of all together."""
+    """(data source, its highest mean score, step) over the lines of a run; if there are several, over all sources."""
     found = [
         (name, value, row["step"])
         for row in rows
@@ -151,7 +151,7 @@ def best_evaluation(rows: Sequence[Mapping[str, Any]]) -> tuple[str, float, int]
 
 
 def evaluation_line(metrics: Mapping[str, float]) -> str:
-    """eval/<source>/<what> grouped by source."""
+    """eval/<source>/<metric>, grouped by source."""
     found = sorted(name.removeprefix("eval/").rpartition("/") for name in metrics if name.startswith("eval/"))
     sources = []
     for source, names in groupby(found, key=lambda parts: parts[0]):
@@ -165,5 +165,5 @@ def _part(metrics: Mapping[str, float], name: str, words: str) -> str:
 
 
 def _short(value: float) -> str:
-    """Four significant digits; counts as they are."""
+    """Four significant digits; counts are not rounded."""
     return f"{value:.0f}" if math.isfinite(value) and abs(value) >= 1000 else f"{value:.4g}"

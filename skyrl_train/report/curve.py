@@ -1,4 +1,4 @@
-"""The reward curve of a run as a PNG, from its metrics.jsonl. The only importer of matplotlib."""
+"""Draws the reward curve of a run as a PNG, from its metrics.jsonl. No other module imports matplotlib."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 
 
 def write_reward_curve(run_dir: Path, png: Path | None = None) -> Path:
-    """Training reward and every eval/<source>/avg_score over steps; returns the PNG's path (reward_curve.png).
+    """Draw the training reward and every eval/<source>/avg_score over steps; return the PNG's path (reward_curve.png).
 
-    Raises DataError when the run has no reward to show.
+    Raises DataError if the run has no reward to show.
     """
     lines = read_jsonl(Path(run_dir) / METRICS_FILE)
     names = [

@@ -1,4 +1,4 @@
-"""What every run leaves, whatever the trackers: one JSON object a line, valid also where a value is NaN."""
+"""The JSONL files that every run writes, whatever its trackers: one JSON object per line, valid even for NaN values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 class JsonlTracker:
-    """metrics.jsonl: {"step": 3, "time": unix seconds, "reward/mean": 0.5, ...}; samples.jsonl: a completion a line."""
+    """metrics.jsonl: {"step": 3, "time": Unix time, "reward/mean": 0.5, ...}; samples.jsonl: a completion per line."""
 
     def __init__(self, run_dir: Path):
         self._metrics = Path(run_dir) / METRICS_FILE
@@ -27,13 +27,13 @@ class JsonlTracker:
         self.truncate_after(step if step else -1)
 
     def truncate_after(self, step: int) -> None:
-        """Drop the lines of later steps, and a line that a crash cut off: they will be written again."""
+        """Drop the lines of later steps, and one that a crash cut off: they will be written again."""
         for file in (self._metrics, self._samples):
             if file.exists():
                 kept = "".join(json.dumps(line) + "\n" for line in read_jsonl(file) if line["step"] <= step)
-                beside = file.with_name(f".{file.name}.new")
-                beside.write_text(kept)
-                beside.replace(file)
+                temporary = file.with_name(f".{file.name}.new")
+                temporary.write_text(kept)
+                temporary.replace(file)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         values = {name: _number(value) for name, value in metrics.items()}
@@ -55,11 +55,11 @@ class JsonlTracker:
         )
 
     def close(self) -> None:
-        """Every line is on its way to disk when `log` returns."""
+        """Does nothing: `log` has already written every line."""
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
-    """The lines of a run's JSONL file that are whole; a crash can leave the last one cut off."""
+    """The complete lines of a run's JSONL file; a crash can leave the last one cut off."""
     lines: list[dict[str, Any]] = []
     for text in Path(file).read_bytes().splitlines():
         try:
@@ -78,9 +78,9 @@ def _number(value: float) -> float | None:
 
 
 def _append(file: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """One write call for all lines: readers of the growing file see whole lines, and so does a run that is killed.
+    """Append all lines in one write call, so that readers of the growing file, and a killed run, see complete lines.
 
-    ASCII with escapes, so NUL, control characters and lone surrogates of a model's output stay valid text.
+    ASCII with escapes, so that NUL, control characters and lone surrogates in a model's output stay valid text.
     """
     data = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode("ascii")
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -1,4 +1,4 @@
-"""Where numbers and completions go: what a tracker is, and what it is given."""
+"""The interface of trackers, to which metrics and completions go, and what they are given."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """One completion for people to read: untrusted text."""
+    """One completion for people to read. Its text is untrusted."""
 
     prompt: str
     response: str
@@ -20,7 +20,7 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class TrackerSetup:
-    """What a tracker may need to know of the run."""
+    """Information about the run that a tracker may need."""
 
     run_dir: Path
     project_name: str
@@ -30,10 +30,10 @@ class TrackerSetup:
 
 
 class Tracker(Protocol):
-    """Constructed with a TrackerSetup. Values may be NaN; texts may hold anything."""
+    """Constructed with a TrackerSetup. Values may be NaN; texts may contain anything."""
 
     def begin(self, step: int, total_steps: int) -> None:
-        """The run goes on from `step` (0: from the start); what was recorded of later steps is void."""
+        """The run continues after `step` (0: from the start); any records of later steps are void."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 

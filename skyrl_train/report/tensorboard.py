@@ -1,4 +1,4 @@
-"""TensorBoard event files in <run folder>/tensorboard, written without torch. The only importer of tensorboard."""
+"""TensorBoard event files in <run folder>/tensorboard, written without torch. No other module imports it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ except ImportError as error:
 
 
 class TensorboardTracker:
-    """Scalars only: `tensorboard --logdir <run folder>` shows them."""
+    """Writes scalars only; view them with `tensorboard --logdir <run folder>`."""
 
     def __init__(self, setup: TrackerSetup):
         self._writer = EventFileWriter(str(setup.run_dir / "tensorboard"))
 
     def begin(self, step: int, total_steps: int) -> None:
-        """A session start at `step + 1` makes TensorBoard forget what an earlier attempt wrote from there on."""
+        """Write a session start at `step + 1`, which makes TensorBoard drop an earlier attempt's later records."""
         self._add(Event(session_log=SessionLog(status=SessionLog.START), step=step + 1 if step else 0))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -35,7 +35,7 @@ class TensorboardTracker:
         self._writer.flush()
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
-        """Completions are in samples.jsonl."""
+        """Does nothing: completions are in samples.jsonl."""
 
     def close(self) -> None:
         self._writer.close()

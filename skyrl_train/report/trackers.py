@@ -1,4 +1,4 @@
-"""The trackers that can be named, and many of them as one."""
+"""The registry of trackers, and several of them combined into one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ trackers: Registry[Callable[[TrackerSetup], Tracker]] = Registry("tracker", TRAC
 
 
 class Trackers:
-    """Several trackers as one. One that raises is named in a warning, once, and dropped: training goes on (F39)."""
+    """Combines several trackers. One that raises is dropped with a single warning, and training continues (F39)."""
 
     def __init__(self, members: Mapping[str, Tracker]):
         self._members = dict(members)
@@ -59,7 +59,7 @@ class Trackers:
 def make_trackers(
     names: Sequence[str], run_dir: Path, project_name: str, run_name: str, config: Mapping[str, Any]
 ) -> Trackers:
-    """The JSONL files, the console and those of `names`, each once.
+    """Make the JSONL tracker, the console tracker and those in `names`, each once.
 
     Raises ConfigError for an unknown name or a missing library.
     """

@@ -1,4 +1,4 @@
-"""Weights & Biases, the only importer; works without network or account too (offline files, `wandb sync` later)."""
+"""Weights & Biases; no other module imports it. Also works without network or account (offline, `wandb sync` later)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INIT_TIMEOUT_S = 60.0
 
 
 class WandbTracker:
-    """One W&B run a run folder: a resumed run goes on in it. WANDB_MODE decides; without it, online if logged in."""
+    """One W&B run per run folder; a resumed run continues it. WANDB_MODE decides; without it, online if logged in."""
 
     def __init__(self, setup: TrackerSetup):
         folder = str(setup.run_dir.resolve())
@@ -42,10 +42,10 @@ class WandbTracker:
                 "wandb cannot be reached (%s): this run is kept in %s/wandb; `wandb sync` sends it.", error, folder
             )
             self._run = self._open("offline")
-        # Its own lines would say so too, among a dozen others.
+        # W&B's own output says so too, but among a dozen other lines.
         if self._run.offline:
             print(f"wandb: offline, `wandb sync {Path(self._run.dir).parent}` sends this run", flush=True)
-        elif self._run.url:  # none where it is disabled
+        elif self._run.url:  # none if W&B is disabled
             print(f"wandb: {self._run.url}", flush=True)
 
     def _open(self, mode: str) -> wandb.Run:

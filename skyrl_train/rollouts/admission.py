@@ -1,4 +1,4 @@
-"""Rollouts in admission order, never older than their grant allows."""
+"""Rollouts in admission order, with a bound on their staleness."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ G = TypeVar("G")
 
 
 class RolloutQueue(Generic[G]):
-    """Holds the rollouts under way.
+    """Holds the rollouts in progress.
 
     A rollout needs a granted slot. The slots of step j are granted when the weights of step j - max_staleness are live,
-    and groups are taken in admission order: so what step j trains on was begun with weights at most `max_staleness`
-    versions old, by construction. Taking in completion order instead would let one slow group age without bound. A
-    group that is dropped gives its slot back: those behind it move up, which makes no group older when it is taken.
+    and groups are taken in admission order. So the rollouts that step j trains on were begun with weights at most
+    `max_staleness` versions old, by construction. If groups were taken in completion order, one slow group could age
+    without bound. A dropped group gives its slot back: the groups behind it move up, which makes none of them older.
 
     consumes: granted slots · produces: groups · waits for: the oldest rollout · unblocked by: its deadline
     """
@@ -27,15 +27,15 @@ class RolloutQueue(Generic[G]):
 
     @property
     def free_slots(self) -> int:
-        """How many rollouts may be admitted now."""
+        """The number of rollouts that may be admitted now."""
         return self._free
 
     def __len__(self) -> int:
-        """Rollouts admitted and not taken."""
+        """The number of rollouts admitted and not yet taken."""
         return len(self._pending)
 
     def grant(self, slots: int) -> None:
-        """Allow that many more rollouts to begin: slots of a later step, or of groups that were dropped."""
+        """Allow `slots` more rollouts to begin: slots of a later step, or of groups that were dropped."""
         self._free += slots
 
     def submit(self, rollout: Callable[[], Awaitable[G]]) -> None:
@@ -49,7 +49,7 @@ class RolloutQueue(Generic[G]):
         self._pending.append(asyncio.create_task(run()))
 
     async def take(self) -> G | None:
-        """The oldest rollout's group, waited for; None when nothing is under way."""
+        """Wait for the oldest rollout and return its group; None if no rollout is in progress."""
         if not self._pending:
             return None
         group = await self._pending[0]
@@ -57,10 +57,10 @@ class RolloutQueue(Generic[G]):
         return group
 
     async def take_fastest(self, count: int, finished: Callable[[G], bool]) -> tuple[list[G], list[G]]:
-        """The first `count` to finish, in admission order; the others are cancelled and have ended on return.
+        """Returns the first `count` groups to complete, in admission order, and the completed groups not among them.
 
-        A group that is not `finished` (it failed) is only taken where too few others are left. Returns also those that
-        were done and are not taken: what failed must be counted.
+        All other rollouts are cancelled and have ended on return. A group for which `finished` is false (it failed) is
+        taken only if too few others are left. The caller needs the groups not taken to count their failures.
         """
         waiting = set(self._pending)
         done: list[asyncio.Task[G]] = []
@@ -75,7 +75,7 @@ class RolloutQueue(Generic[G]):
         return taken, others
 
     async def close(self) -> None:
-        """Cancel what is under way and wait until it has ended."""
+        """Cancel all rollouts in progress and wait until they have ended."""
         for task in self._pending:
             task.cancel()
         await asyncio.gather(*self._pending, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""From a dataset's order to groups ready for training."""
+"""Turns the data set's prompts, in order, into groups of trajectories to train on."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from skyrl_train.rollouts.dynamic_sampling import Curriculum, DynamicSampling, h
 from skyrl_train.rollouts.reward_shaping import RewardShaping, mask_group
 
 Rollout = Callable[[Prompt, int], Awaitable[TrajectoryGroup]]
-"""(prompt, position in the run's order of prompts) -> its group."""
+"""(prompt, position in the run's order of prompts) -> the prompt's group."""
 
 
 @dataclass(frozen=True)
 class Samplers:
-    """What decides which rollouts a step trains on; all of it is off by default."""
+    """The settings that decide which rollouts a step trains on; all are off by default."""
 
     shaping: RewardShaping = field(default_factory=RewardShaping)
     dynamic: DynamicSampling | None = None
     mask_equal_rewards: bool = False
     """`trainer.algorithm.zero_variance_filter`"""
     over_provisioning: float = 0.0
-    """Rollouts begun beyond what a step needs, as a fraction of it; without staleness only."""
+    """Extra rollouts begun, as a fraction of those that a step needs; requires max_staleness 0."""
     curriculum: Curriculum | None = None
 
 
@@ -42,10 +42,10 @@ class _Drawn:
 
 
 class RolloutCollector:
-    """Admits prompts in the run's order, as far ahead as `max_staleness` allows, and hands out groups in that order.
+    """Admits prompts in the run's order, as far ahead as `max_staleness` allows, and returns groups in that order.
 
-    Without staleness a step's rollouts begin together, and those that replace dropped ones again together: which
-    prompts are drawn, and with which others, does not depend on timing (`over_provisioning` apart).
+    Without staleness all rollouts of a step begin at once, and so do the rollouts that replace dropped ones. So timing
+    does not affect which prompts are drawn, nor which of them share a batch (except with `over_provisioning`).
     """
 
     def __init__(
@@ -67,21 +67,21 @@ class RolloutCollector:
         self._queue: RolloutQueue[_Drawn] = RolloutQueue()
         self._admitted = self._left_out = 0
         self.consumed = 0
-        """Place in the run's order where the step after the last whole one begins."""
+        """Position in the run's order at which the step after the last finished one begins."""
         self._pass_rates: dict[str, float] = {}
-        """The curriculum's state at that place."""
+        """The curriculum's state at that position."""
 
     def start(self, step: int) -> None:
-        """The weights of `step` are live; prompts go on from `consumed`."""
+        """Begin at `step`, whose weights are live; prompts continue from position `consumed`."""
         self._admitted = self.consumed
         self._queue.grant(sum(self._prompts_of_step(step + ahead) for ahead in range(self._max_staleness + 1)))
 
     def weights_live(self, step: int) -> None:
-        """The weights of `step` are live: rollouts for step + max_staleness may begin."""
+        """To be called when the weights of `step` are live: rollouts for step + max_staleness may then begin."""
         self._queue.grant(self._prompts_of_step(step + self._max_staleness))
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to draw the same prompts: as of the last whole step."""
+        """State from which a resumed run draws the same prompts, as of the last finished step."""
         return {"consumed": self.consumed, "pass_rates": self._pass_rates}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ class RolloutCollector:
     async def next_groups(self, step: int, metrics: Metrics) -> list[TrajectoryGroup]:
         """The groups of `step`, in admission order.
 
-        Raises RolloutsFailed when more than `max_failed_fraction` of the trajectories drawn failed, or when dynamic
+        Raises RolloutsFailed if more than `max_failed_fraction` of the trajectories drawn failed, or if dynamic
         sampling found too few useful groups within its bound.
         """
         size, dynamic = self._prompts_of_step(step), self._samplers.dynamic
@@ -119,7 +119,7 @@ class RolloutCollector:
         return groups
 
     def admit(self) -> None:
-        """Begin as many rollouts as there are granted slots."""
+        """Begin a rollout in every free slot."""
         curriculum = self._samplers.curriculum
         while self._queue.free_slots:
             position = self._admitted
@@ -142,12 +142,12 @@ class RolloutCollector:
 
     @property
     def _drops_early(self) -> bool:
-        """Whether a dropped group's slot is free before its turn comes; without staleness slots are filled together."""
+        """Whether a dropped group is replaced at once; without staleness all dropped ones are replaced at a time."""
         dynamic = self._samplers.dynamic
         return self._max_staleness > 0 and dynamic is not None and dynamic.drops_at_once
 
     async def _draw(self, count: int, metrics: Metrics) -> tuple[list[_Drawn], list[_Drawn]]:
-        """The next `count` groups, in admission order, and those that over-provisioning finished beyond them."""
+        """The next `count` groups, in admission order, and the surplus groups that over-provisioning completed."""
         surplus: list[_Drawn] = []
         extra = math.ceil(round(count * self._samplers.over_provisioning, 6))
         self._queue.grant(extra)
@@ -168,12 +168,12 @@ class RolloutCollector:
         return drawn, surplus
 
     def _drop(self, groups: list[_Drawn]) -> None:
-        """Their slots are free for others."""
+        """Free the slots of dropped groups, unless that happened when they were dropped."""
         if not self._drops_early:
             self._queue.grant(len(groups))
 
     def _check_bound(self, step: int, drawn: list[_Drawn], useful: list[_Drawn]) -> None:
-        """Raises RolloutsFailed where nothing more may be drawn."""
+        """Raises RolloutsFailed if dynamic sampling may not draw any more groups."""
         dynamic, size = self._samplers.dynamic, self._prompts_of_step(step)
         if dynamic is None or dynamic.max_batches < 0:
             return
@@ -197,14 +197,14 @@ class RolloutCollector:
             )
 
     def _count_failures(self, seen: list[_Drawn], metrics: Metrics) -> None:
-        """rollouts/failed*, over all groups that ended."""
+        """Add rollouts/failed*, over all completed groups."""
         errors = _errors(seen)
         metrics.count("rollouts/failed", errors.total())
         for kind, number in errors.items():
             metrics.count(f"rollouts/failed/{kind}", number)
 
     def _describe(self, drawn: list[_Drawn], groups: list[TrajectoryGroup], metrics: Metrics) -> None:
-        """With dynamic sampling, what became of the groups that were drawn."""
+        """With dynamic sampling, add metrics of the groups drawn, dropped and repeated."""
         if self._samplers.dynamic is None:
             return
         kept = {id(group) for group in groups}
@@ -221,7 +221,7 @@ class RolloutCollector:
                     metrics.add("reward/mean_drawn", item.reward)
 
     def _end_step(self, drawn: list[_Drawn], metrics: Metrics) -> None:
-        """Remember where the next step begins."""
+        """Note the position at which the next step begins."""
         self.consumed = drawn[-1].position + 1 if len(self._queue) else self._admitted
         if self._samplers.curriculum is not None:
             self._pass_rates = self._samplers.curriculum.state()
@@ -240,7 +240,7 @@ def _errors(drawn: list[_Drawn]) -> Counter[str]:
 
 
 def _filled(useful: list[_Drawn], others: list[_Drawn]) -> list[TrajectoryGroup]:
-    """In admission order, the useful ones repeated in turn where the others are."""
+    """The groups in admission order, with useful groups repeated in turn in place of the others."""
     repeated = cycle(useful)
     places = sorted([*useful, *others], key=lambda one: one.position)
     return [(one if one.useful else next(repeated)).group for one in places]

@@ -1,4 +1,4 @@
-"""Episodes: a prompt's environment and an engine in conversation, kept as tokens."""
+"""Episodes: conversations between an environment and an engine, recorded as tokens."""
 
 from __future__ import annotations
 
@@ -31,55 +31,60 @@ log = logging.getLogger(__name__)
 
 
 class Sampler(Protocol):
-    """What a generator needs of the engines: an EngineClient, or the lockstep view of one."""
+    """The engine interface that a generator needs: an EngineClient, or a Lockstep around one."""
 
-    async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]: ...
+    async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """The completions in request order."""
 
     def episode(self) -> AbstractAsyncContextManager[object]:
-        """Entered for as long as an episode may still ask for tokens."""
+        """A context to stay in for as long as an episode may still request tokens."""
 
 
-class Episode(Protocol):
+class EnvironmentSession(Protocol):
     """One environment instance, wherever it runs."""
 
     messages: list[Message]
+    """The conversation that the episode begins with."""
 
-    async def step(self, text: str) -> StepOutput: ...
+    async def step(self, text: str) -> StepOutput:
+        """Give the model's turn to the environment. Raises EnvironmentFailure."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End the instance."""
 
 
 class Environments(Protocol):
-    """`environments.host.EnvironmentHost`."""
+    """Starts environment instances: an `environments.host.EnvironmentHost`."""
 
-    async def start(self, env_class: str, prompt: Prompt) -> Episode: ...
+    async def start(self, env_class: str, prompt: Prompt) -> EnvironmentSession:
+        """Start an instance for `prompt`. Raises EnvironmentFailure."""
 
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """How one kind of rollout (training or evaluation) is made."""
+    """The settings of one kind of rollouts: those for training, or those for evaluation."""
 
     sampling: SamplingParams
     num_samples: int
     seed: int
     max_prompt_tokens: int
-    """Of a whole conversation, before a turn of it is sampled."""
+    """Limit for the whole conversation before each turn is sampled."""
     deadline_s: float
-    """For all turns of a group, from when its environments are open; a step of theirs has one of its own too."""
+    """For all turns of a group, counted from when its environments have started. Environment steps have their own."""
     chat_template_kwargs: dict[str, object] = field(default_factory=dict)
     max_turns: int = 1
     one_message: bool = False
-    """All turns are one message of the assistant, with the environment's words in it as plain text."""
+    """All turns form one message of the assistant, in which the environment's text is embedded as it is."""
     ends_stopped_turns: bool = True
-    """Whether a turn that a stop string ended gets the token that ends a turn."""
+    """Whether an end-of-turn token is appended to a turn that ended at a stop string."""
     step_wise: bool = False
-    """Whether the history may be rewritten between turns, which begins another sequence."""
+    """Whether the chat template may rewrite earlier turns, which begins a new sequence."""
     retokenize: bool = False
-    """With step_wise: every turn reads the whole conversation rendered anew."""
+    """With step_wise: before every turn the whole conversation is rendered and tokenised again."""
 
 
 class ConversationGenerator:
-    """`rollout` makes the n trajectories of one prompt. A failed episode is data (masked, counted), no exception."""
+    """Makes the n trajectories of one prompt. A failed episode is data (masked and counted), not an exception."""
 
     def __init__(
         self,
@@ -91,7 +96,7 @@ class ConversationGenerator:
         later_turns: Sampler | None = None,
         limiter: RateLimiter | None = None,
     ):
-        """`sampler` has the first turn of a group in one call; `later_turns` (None: the same) every other turn."""
+        """`sampler` gets the first turns of a group in one call; `later_turns` (None: the same) all other turns."""
         self._sampler = sampler
         self._later_turns = later_turns or sampler
         self._environments = environments
@@ -100,153 +105,159 @@ class ConversationGenerator:
         self._limiter = limiter or RateLimiter()
 
     async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
-        """The group of `prompt`; `position` in the run's order makes its seeds differ from epoch to epoch.
+        """Make the group of `prompt`; its `position` in the run's order makes seeds differ between epochs.
 
-        Its environments are closed when this returns, raises or is cancelled; the engines abort what they still sample.
+        When this returns, raises or is cancelled, its environments are closed, and the engines abort its requests.
         """
         temperature = self._settings.sampling.temperature
-        rows = [_Row.empty(prompt, sample, temperature) for sample in range(self._settings.num_samples)]
-        await self._limiter.admit(len(rows))
+        states = [_EpisodeState.empty(prompt, sample, temperature) for sample in range(self._settings.num_samples)]
+        await self._limiter.admit(len(states))
         tasks: list[asyncio.Task[None]] = []
         try:
             async with self._sampler.episode():
-                tasks += [asyncio.create_task(self._start(row)) for row in rows]
+                tasks += [asyncio.create_task(self._start(state)) for state in states]
                 await asyncio.gather(*tasks)
                 began = asyncio.get_running_loop().time()
-                first = await self._sample([row for row in rows if row.episode is not None], position, began)
-                tasks += [asyncio.create_task(self._play(row, done, position, began)) for row, done in first]
-                await asyncio.sleep(0)  # in this order each has become an episode of its own
+                first = await self._sample([state for state in states if state.session is not None], position, began)
+                tasks += [asyncio.create_task(self._play(state, done, position, began)) for state, done in first]
+                await asyncio.sleep(0)  # lets every task enter its own `episode()`, in this order
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-            try:  # where one has raised, others may still open environments or talk to them
+            try:  # if one has raised, others may still be starting environments or be in a step of theirs
                 await asyncio.gather(*tasks, return_exceptions=True)
             finally:
-                for row in rows:
-                    await row.close()
-                self._limiter.release(len(rows))
-        return TrajectoryGroup(prompt, [row.trajectory for row in rows])
+                for state in states:
+                    await state.close()
+                self._limiter.release(len(states))
+        return TrajectoryGroup(prompt, [state.trajectory for state in states])
 
-    async def _start(self, row: _Row) -> None:
-        prompt = row.trajectory.prompt
-        row.max_turns = _max_turns(prompt, self._settings.max_turns)
-        extras = {**prompt.env_extras, "max_turns": row.max_turns}
+    async def _start(self, state: _EpisodeState) -> None:
+        prompt = state.trajectory.prompt
+        state.max_turns = _max_turns(prompt, self._settings.max_turns)
+        extras = {**prompt.env_extras, "max_turns": state.max_turns}
         try:
-            row.episode = await self._environments.start(prompt.env_class, replace(prompt, env_extras=extras))
+            state.session = await self._environments.start(prompt.env_class, replace(prompt, env_extras=extras))
         except EnvironmentFailure as failure:
-            row.trajectory.fail(failure.kind, failure.detail)
+            state.trajectory.fail(failure.kind, failure.detail)
             return
-        row.trajectory.messages = list(row.episode.messages)
+        state.trajectory.messages = list(state.session.messages)
         kwargs = self._settings.chat_template_kwargs
-        row.ledger.open(render_prompt(self._tokenizer, row.episode.messages, kwargs))
-        if len(row.trajectory.prompt_ids) > self._settings.max_prompt_tokens:
-            row.trajectory.fail("prompt_too_long", f"{len(row.trajectory.prompt_ids)} tokens")
-            await row.close()
+        state.ledger.open(render_prompt(self._tokenizer, state.session.messages, kwargs))
+        if len(state.trajectory.prompt_ids) > self._settings.max_prompt_tokens:
+            state.trajectory.fail("prompt_too_long", f"{len(state.trajectory.prompt_ids)} tokens")
+            await state.close()
 
-    async def _play(self, row: _Row, completion: Completion, position: int, began: float) -> None:
-        """From the first answer to the end of the episode, alone."""
-        item = row.trajectory
+    async def _play(self, state: _EpisodeState, completion: Completion, position: int, began: float) -> None:
+        """Run one episode from the first completion to its end, independently of the others."""
+        item = state.trajectory
         async with self._later_turns.episode():
             try:
-                while await self._answered(row, completion) and self._goes_on(row):
-                    sampled = await self._sample([row], position, began)
+                while await self._answered(state, completion) and self._goes_on(state):
+                    sampled = await self._sample([state], position, began)
                     if not sampled:
                         break
                     completion = sampled[0][1]
             except EnvironmentFailure as failure:
                 item.fail(failure.kind, failure.detail)
             finally:
-                await row.close()
+                await state.close()
         if item.status == OK:
             item.reward = math.fsum(turn.reward for turn in item.turns)
 
-    async def _answered(self, row: _Row, completion: Completion) -> bool:
-        """Write a turn down and show it to the environment; whether that has more to say."""
-        assert row.episode is not None
-        item = row.trajectory
-        row.ledger.sample(completion)
+    async def _answered(self, state: _EpisodeState, completion: Completion) -> bool:
+        """Record a turn and give it to the environment; returns whether the episode continues."""
+        assert state.session is not None
+        item = state.trajectory
+        state.ledger.sample(completion)
         text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        row.answers.append(len(item.messages))
+        state.answers.append(len(item.messages))
         item.messages.append({"role": "assistant", "content": text})
-        item.text = text if len(row.answers) == 1 else _transcript(item.messages[row.answers[0] :])
+        item.text = text if len(state.answers) == 1 else _transcript(item.messages[state.answers[0] :])
         if completion.stop_reason == "abort":
             raise EnvironmentFailure("timeout", "the engine did not finish it in time")
-        output = await row.episode.step(text)
-        row.ledger.reward(output.reward)
+        output = await state.session.step(text)
+        state.ledger.reward(output.reward)
         item.env_metrics |= _numbers(output.metadata)
-        row.by_stop_string = completion.stop_text in self._settings.sampling.stop
+        state.by_stop_string = completion.stop_text in self._settings.sampling.stop
         item.messages += output.observations
-        return not output.done and len(item.turns) < row.max_turns
+        return not output.done and len(item.turns) < state.max_turns
 
-    def _goes_on(self, row: _Row) -> bool:
-        """Append what the model reads before its next turn; False where that makes the conversation too long."""
-        item, ledger = row.trajectory, row.ledger
+    def _goes_on(self, state: _EpisodeState) -> bool:
+        """Append what the model reads before its next turn; False if that makes the conversation too long."""
+        item, ledger = state.trajectory, state.ledger
         try:
-            told = self._told_in_message(row) if self._settings.one_message else self._told(row)
+            rendered = self._render_in_message(state) if self._settings.one_message else self._render_turn(state)
         except DataError as error:
             raise EnvironmentFailure("chat_template", str(error)) from error
         context = ledger.context
-        kept = 0 if told.anew else len(context) - told.takes_back
-        if kept + len(told.ids) > self._settings.max_prompt_tokens:
+        kept = 0 if rendered.replaces_context else len(context) - rendered.drops_last_token
+        if kept + len(rendered.ids) > self._settings.max_prompt_tokens:
             item.stop_reason = "length"
             return False
-        if told.takes_back:
+        if rendered.drops_last_token:
             ledger.take_back()
-        if told.anew:
-            ledger.restart(told.ids)
+        if rendered.replaces_context:
+            ledger.restart(rendered.ids)
         else:
-            ledger.tell(told.ids)
+            ledger.tell(rendered.ids)
         return True
 
-    def _told(self, row: _Row) -> _Told:
-        """A message a turn, as the chat template writes them."""
-        settings, item, ledger = self._settings, row.trajectory, row.ledger
+    def _render_turn(self, state: _EpisodeState) -> _RenderedTurn:
+        """Render every turn as a message of its own, with the chat template."""
+        settings, item, ledger = self._settings, state.trajectory, state.ledger
         kwargs, ids = settings.chat_template_kwargs, None
         if not settings.retokenize:
-            ids = render_continuation(self._tokenizer, item.messages, row.answers, kwargs, verbatim=settings.step_wise)
+            ids = render_continuation(
+                self._tokenizer, item.messages, state.answers, kwargs, verbatim=settings.step_wise
+            )
         if ids is None and not settings.step_wise:
             detail = "the chat template wrote earlier turns anew: set generator.step_wise_trajectories=true"
             raise EnvironmentFailure("history_rewritten", detail)
         if ids is None:
-            return _Told(render_prompt(self._tokenizer, item.messages, kwargs), anew=True)
+            return _RenderedTurn(render_prompt(self._tokenizer, item.messages, kwargs), replaces_context=True)
         if ids and is_control(self._tokenizer, ids[0]):  # the end of the turn, which the model may have written itself
-            stays_open = row.by_stop_string and not settings.ends_stopped_turns
+            stays_open = state.by_stop_string and not settings.ends_stopped_turns
             ids = ids[1:] if stays_open or ledger.last_sampled == ids[0] else ids
-        return _Told(ids)
+        return _RenderedTurn(ids)
 
-    def _told_in_message(self, row: _Row) -> _Told:
-        """The environment's words as they are; an end that the model wrote would not be one any more."""
-        item, last = row.trajectory, row.ledger.last_sampled
-        texts = [plain_text(message) for message in item.messages[row.answers[-1] + 1 :]]
+    def _render_in_message(self, state: _EpisodeState) -> _RenderedTurn:
+        """Render the environment's text as it is; an end-of-turn token of the model is dropped, as the turn goes on."""
+        item, last = state.trajectory, state.ledger.last_sampled
+        texts = [plain_text(message) for message in item.messages[state.answers[-1] + 1 :]]
         ended = item.turns[-1].stop_reason == "stop" and last is not None and is_control(self._tokenizer, last)
-        return _Told([id for text in texts for id in encode_text(self._tokenizer, text)], takes_back=ended)
+        return _RenderedTurn(
+            [id for text in texts for id in encode_text(self._tokenizer, text)], drops_last_token=ended
+        )
 
-    async def _sample(self, rows: list[_Row], position: int, began: float) -> list[tuple[_Row, Completion]]:
-        """The rows and their answers: all of them, or none where the engine lost them."""
-        if not rows:
+    async def _sample(
+        self, states: list[_EpisodeState], position: int, began: float
+    ) -> list[tuple[_EpisodeState, Completion]]:
+        """The episodes with their completions: all of them, or none if the engine failed."""
+        if not states:
             return []
-        sampler = self._later_turns if rows[0].answers else self._sampler
+        sampler = self._later_turns if states[0].answers else self._sampler
         left = self._settings.deadline_s - (asyncio.get_running_loop().time() - began)
         try:
             if left <= 0:
                 raise EnvironmentFailure("timeout", f"not done after {self._settings.deadline_s:g} s")
-            completions = await sampler.generate([self._request(row, position, left) for row in rows])
-            return list(zip(rows, completions, strict=True))
+            completions = await sampler.generate([self._request(state, position, left) for state in states])
+            return list(zip(states, completions, strict=True))
         except (UnsupportedParameter, EnginesLost):
-            raise  # the same for every request to come, not an accident of these
+            raise  # every later request would fail in the same way
         except (EngineError, DeadlineExceeded) as error:
-            log.warning("Rollouts of prompt %s are lost: %s", rows[0].trajectory.prompt.uid, error)
-            for row in rows:
-                row.trajectory.fail("engine", str(error))
+            log.warning("Rollouts of prompt %s are lost: %s", states[0].trajectory.prompt.uid, error)
+            for state in states:
+                state.trajectory.fail("engine", str(error))
             return []
 
-    def _request(self, row: _Row, position: int, deadline_s: float) -> SampleRequest:
-        item, uid, turn = row.trajectory, row.trajectory.prompt.uid, len(row.answers)
+    def _request(self, state: _EpisodeState, position: int, deadline_s: float) -> SampleRequest:
+        item, uid, turn = state.trajectory, state.trajectory.prompt.uid, len(state.answers)
         session = f"{position}.{uid}.{item.sample}"
         return SampleRequest(
             request_id=f"{session}.{turn}" if turn else session,
-            token_ids=tuple(row.ledger.context),
+            token_ids=tuple(state.ledger.context),
             sampling=self._settings.sampling,
             seed=request_seed(self._settings.seed, uid, item.sample, turn, position),
             session=session,
@@ -256,44 +267,44 @@ class ConversationGenerator:
 
 
 @dataclass(slots=True)
-class _Row:
-    """An episode under way and the trajectory it becomes."""
+class _EpisodeState:
+    """A running episode and the trajectory that it becomes."""
 
     trajectory: Trajectory
     ledger: Ledger
-    episode: Episode | None = None
+    session: EnvironmentSession | None = None
     max_turns: int = 1
     answers: list[int] = field(default_factory=list)
-    """Where in the trajectory's messages the model's are."""
+    """Indices of the model's messages in the trajectory's messages."""
     by_stop_string: bool = False
-    """Whether one ended the last turn."""
+    """Whether a stop string ended the last turn."""
 
     @classmethod
-    def empty(cls, prompt: Prompt, sample: int, temperature: float) -> _Row:
+    def empty(cls, prompt: Prompt, sample: int, temperature: float) -> _EpisodeState:
         # Greedy rollouts are scored at temperature 1: there is no such thing as a log-prob at 0.
         trajectory = Trajectory(prompt, sample, [], [], [], [], [], 0.0, "abort", temperature or 1.0)
         return cls(trajectory, Ledger(trajectory))
 
     async def close(self) -> None:
-        """Once, whoever asks."""
-        episode, self.episode = self.episode, None
-        if episode is not None:
-            await episode.close()
+        """Close the environment session, if that has not been done yet."""
+        session, self.session = self.session, None
+        if session is not None:
+            await session.close()
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """What the model reads before its next turn."""
+class _RenderedTurn:
+    """The tokens that the model reads before its next turn."""
 
     ids: list[int]
-    anew: bool = False
-    """Instead of all that it has read and written so far."""
-    takes_back: bool = False
-    """Without the last token it wrote."""
+    replaces_context: bool = False
+    """Whether `ids` replace the whole context instead of being appended to it."""
+    drops_last_token: bool = False
+    """Whether the last token that the model sampled is removed first."""
 
 
 def _max_turns(prompt: Prompt, most: int) -> int:
-    """The run's bound, or the row's own where that is lower."""
+    """The run's bound, or that of the prompt's own `max_turns` if it is lower."""
     own = prompt.env_extras.get("max_turns")
     if own is None or (isinstance(own, float) and math.isnan(own)):  # how tables say that a row has none
         return most
@@ -303,11 +314,11 @@ def _max_turns(prompt: Prompt, most: int) -> int:
 
 
 def _numbers(metadata: dict[str, object]) -> dict[str, float]:
-    """What of an environment's metadata can be averaged: not what a model wrote of a thousand digits, or NaN."""
+    """The numbers in an environment's metadata that can be averaged: not NaN, nor integers too large for a float."""
     found = {key: value for key, value in metadata.items() if isinstance(value, int | float)}
     return {key: float(value) for key, value in found.items() if abs(value) <= sys.float_info.max}
 
 
 def _transcript(messages: Sequence[Message]) -> str:
-    """A conversation for people."""
+    """A conversation as readable text."""
     return "\n".join(f"{message['role']}: {plain_text(message)}" for message in messages)

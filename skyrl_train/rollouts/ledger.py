@@ -1,4 +1,4 @@
-"""An episode's tokens as the model read and wrote them: only ever added to."""
+"""An episode's tokens exactly as the model read and sampled them: an append-only record."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from skyrl_train.engines.base import Completion
 
 
 class Ledger:
-    """Writes a trajectory's tokens: what was sampled counts, what was said in between does not.
+    """Writes a trajectory's tokens: sampled tokens are in the loss mask, the environment's tokens are not.
 
-    `context` is what the model reads next. What was sampled stays as it was sampled: nothing is encoded again.
+    `context` is what the model reads next. Sampled tokens stay as they were sampled: nothing is tokenised again.
 
     Example: open([5, 6]), sampled 7 2, tell([9, 8]), sampled 3 2: response_ids [7, 2, 9, 8, 3, 2], loss_mask
     [1, 1, 0, 0, 1, 1], turns [0, 2) and [4, 6).
@@ -21,19 +21,21 @@ class Ledger:
     def __init__(self, trajectory: Trajectory):
         self._item = trajectory
         self._prompt_ids: list[int] = []
-        """What the sequence that is being written begins with ..."""
+        """The prompt of the current sequence ..."""
         self._start = 0
-        """... and which response token comes first after it."""
+        """... and the index of the first response token that follows it."""
 
     def open(self, prompt_ids: list[int]) -> None:
+        """Begin the episode with its prompt."""
         self._item.prompt_ids = self._prompt_ids = prompt_ids
 
     @property
     def context(self) -> list[int]:
+        """All tokens of the current sequence: what the model reads next."""
         return self._prompt_ids + self._item.response_ids[self._start :]
 
     def sample(self, completion: Completion) -> None:
-        """A turn; its reward comes later."""
+        """Append a turn of the model; its reward is set later, by `reward`."""
         item, start = self._item, len(self._item.response_ids)
         item.response_ids += completion.token_ids
         item.loss_mask += [1] * len(completion.token_ids)
@@ -44,23 +46,23 @@ class Ledger:
         item.turns.append(Turn(start, stop, 0.0, completion.stop_reason, min(versions), max(versions)))
 
     def reward(self, value: float) -> None:
-        """Of the last turn."""
+        """Set the reward of the last turn."""
         self._item.turns[-1] = replace(self._item.turns[-1], reward=value)
 
     @property
     def last_sampled(self) -> int | None:
-        """The token that the last turn ends with, before anything is said to it."""
+        """The last token of the last turn, if nothing was appended since; else None."""
         last = self._item.turns[-1]
         return self._item.response_ids[-1] if last.start < last.stop == len(self._item.response_ids) else None
 
     def tell(self, ids: Sequence[int]) -> None:
-        """Tokens that the model reads and did not write."""
+        """Append tokens that the model reads but did not sample."""
         self._item.response_ids += ids
         self._item.loss_mask += [0] * len(ids)
         self._item.logprobs += [0.0] * len(ids)
 
     def take_back(self) -> None:
-        """The last token sampled is not read on: a message that goes on after all."""
+        """Remove the last sampled token: an end of message, where the message continues after all."""
         item, last = self._item, self._item.turns[-1]
         assert last.start < last.stop == len(item.response_ids), "nothing was said after it"
         for tokens in (item.response_ids, item.loss_mask, item.logprobs):
@@ -68,7 +70,10 @@ class Ledger:
         item.turns[-1] = replace(last, stop=last.stop - 1)
 
     def restart(self, prompt_ids: list[int]) -> None:
-        """The model reads `prompt_ids` next: the sequence goes on where they begin with it, or another one begins."""
+        """Let the model read `prompt_ids` next.
+
+        If they begin with the current context, they extend the current sequence; otherwise a new sequence begins.
+        """
         context = self.context
         if prompt_ids[: len(context)] == context:
             self.tell(prompt_ids[len(context) :])

@@ -1,4 +1,4 @@
-"""How many episodes are under way, and how fast they begin."""
+"""Limits how many episodes run at a time, and how fast they begin."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 
 
 class RateLimiter:
-    """`generator.rate_limit`: episodes begin in the order in which they ask, a group's together.
+    """`generator.rate_limit`: groups of episodes are admitted in the order in which they ask, each as a whole.
 
-    per_second: episodes that begin a second at most; max_concurrency: episodes under way at most, unless a group alone
-    is larger. None is no limit.
+    per_second: at most this many episodes begin per second. max_concurrency: at most this many episodes run at a time,
+    unless a single group is larger. None is no limit.
     """
 
     def __init__(self, per_second: float | None = None, max_concurrency: int | None = None):
@@ -18,13 +18,13 @@ class RateLimiter:
         self._running = 0
         self._next_start = 0.0
         self._turn = asyncio.Lock()
-        """Held by whoever is next: waiters are served in order, so a large group is not overtaken for ever."""
+        """Held by the next group to be admitted: waiters are served in order, so a large group is never starved."""
         self._left = asyncio.Event()
 
     async def admit(self, episodes: int) -> None:
-        """Wait until so many may begin; then they need a `release`."""
+        """Wait until this many episodes may begin; each admission needs a matching `release`."""
         if self._most is None and not self._seconds_each:
-            return  # without a turn of the event loop: what begins together goes to the engines together
+            return  # without yielding to the event loop: concurrent rollouts must reach the engines as one batch
         async with self._turn:
             while self._most is not None and self._running and self._running + episodes > self._most:
                 self._left.clear()
@@ -35,5 +35,6 @@ class RateLimiter:
             self._running += episodes
 
     def release(self, episodes: int) -> None:
+        """Note that this many admitted episodes have ended."""
         self._running -= episodes
         self._left.set()

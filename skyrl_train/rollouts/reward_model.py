@@ -1,4 +1,4 @@
-"""Rollouts whose reward is the environment's and, on top, what a reward model says about them."""
+"""Rollouts whose reward is the environment's plus a reward model's score."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ log = logging.getLogger(__name__)
 
 Rollout = Callable[[Prompt, int], Awaitable[TrajectoryGroup]]
 Judge = Callable[[Sequence[Sequence[Message]]], Awaitable[Sequence[float | EnvironmentFailure]]]
-"""Conversations -> the score of each, or why it has none."""
+"""Conversations -> for each its score, or the reason why it has none."""
 METRIC = "reward_model_score"
 
 
 class JudgedRollout:
-    """A rollout like the one it wraps, with `coef` times the judge's score in every reward.
+    """Wraps a rollout and adds `coef` times the judge's score to every reward.
 
-    A group is judged in one call, after its engines and environments are done with it. Failed episodes are left as they
-    are; an answer that the judge has no score for becomes one.
+    A group is judged in one call, after all of its episodes have ended. Failed episodes are left as they are; an
+    episode that the judge cannot score becomes a failed one.
     """
 
     def __init__(self, rollout: Rollout, judge: Judge, coef: float):
@@ -49,6 +49,6 @@ class JudgedRollout:
             item.fail(score.kind, score.detail)
             return
         item.reward += self._coef * score
-        if item.turns:  # what is said about the whole conversation is known at its end
+        if item.turns:  # the score of the whole conversation is known at its end
             item.turns[-1] = replace(item.turns[-1], reward=item.turns[-1].reward + self._coef * score)
         item.env_metrics[METRIC] = score

@@ -1,7 +1,7 @@
-"""What training makes of the environment's rewards: answers that did not end by themselves, and long ones.
+"""How training adjusts the environment's rewards: for responses that did not end by themselves, and for long ones.
 
-Everything here lowers rewards and raises none, and a response that was cut by length is never lowered by less than one
-that was not: so it is not worth more than a wrong answer unless the environment itself says so.
+Rewards are only ever lowered, and a response cut by length is never lowered by less than one that ended by itself. So
+it is not worth more than a wrong answer, unless the environment itself rewards it so.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
 
 @dataclass(frozen=True)
 class RewardShaping:
-    """Changes a training group in place, whatever is off left out; evaluation never comes here.
+    """Applies the enabled adjustments to a training group, in place; evaluation does not use it.
 
-    Order: `zero_unfinished` decides what an answer is worth, `punish_overlong` what its length costs, `mask_truncated`
-    what is trained on.
+    Order: `zero_unfinished` sets what a response is worth, `punish_overlong` what its length costs, `mask_truncated`
+    which responses are trained on.
     """
 
     zero_reward_on_non_stop: bool = False
     apply_overlong_filtering: bool = False
     overlong_buffer_tokens: int = 0
-    """0 is off."""
+    """0 disables the penalty."""
     overlong_penalty_factor: float = 1.0
     max_generate_tokens: int = 1
-    """What a turn may have at most."""
+    """The maximum number of tokens of a turn."""
 
     def __call__(self, group: TrajectoryGroup) -> TrajectoryGroup:
         valid = [item for item in group.trajectories if item.status == OK]
@@ -43,10 +43,10 @@ class RewardShaping:
 
 
 def zero_unfinished(valid: Sequence[Trajectory]) -> None:
-    """A response of a group that did not end by itself gets 0, or less where less is due.
+    """Give responses that did not end by themselves a reward of 0, or less.
 
-    Less is the environment's own verdict, or the worst reward of those of its group that did end: where wrong answers
-    get -1, a flat 0 would teach the model not to end.
+    It is less if the environment gave less, or if a response of the group that did end got less: if wrong answers get
+    -1, a flat 0 would teach the model not to end.
     """
     worst = min((item.reward for item in valid if item.stop_reason == "stop"), default=0.0)
     for item in valid:
@@ -59,17 +59,17 @@ def zero_unfinished(valid: Sequence[Trajectory]) -> None:
 
 
 def overlong_penalty(length: int, max_tokens: int, buffer_tokens: int, factor: float) -> float:
-    """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13), as what is subtracted from the reward.
+    """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13): the amount to subtract from the reward.
 
-    0 up to max_tokens - buffer_tokens, growing linearly from there to `factor` at max_tokens, and `factor` beyond.
+    0 up to max_tokens - buffer_tokens, from there growing linearly to `factor` at max_tokens, and `factor` beyond.
     """
     return factor * min(max(length - (max_tokens - buffer_tokens), 0) / buffer_tokens, 1.0)
 
 
 def punish_overlong(item: Trajectory, max_tokens: int, buffer_tokens: int, factor: float) -> None:
-    """Subtract the penalty of its longest turn, there; `item.raw_reward` keeps what the reward was.
+    """Subtract the penalty for the longest turn from that turn; `item.raw_reward` keeps the original reward.
 
-    A turn that was cut pays all of it, also where something else than max_tokens cut it short.
+    A turn that was cut pays the full penalty, even if something other than max_tokens cut it.
     """
     item.raw_reward = item.reward
     lengths = [max_tokens if turn.stop_reason == "length" else turn.stop - turn.start for turn in item.turns]
@@ -84,7 +84,7 @@ def punish_overlong(item: Trajectory, max_tokens: int, buffer_tokens: int, facto
 def mask_truncated(valid: Sequence[Trajectory]) -> None:
     """Overlong filtering (DAPO, arXiv:2503.14476, section 3.4): no loss on responses that were cut by length.
 
-    Their rewards stay in the statistics of their group: the others are compared with them.
+    Their rewards remain in the statistics of their group, with which the other responses are compared.
     """
     for item in valid:
         if item.stop_reason == "length":
@@ -92,6 +92,6 @@ def mask_truncated(valid: Sequence[Trajectory]) -> None:
 
 
 def mask_group(group: TrajectoryGroup) -> None:
-    """No loss on any response; rewards and statuses stay what they are."""
+    """Take all responses of the group out of the loss; rewards and statuses stay as they are."""
     for item in group.trajectories:
         item.loss_mask = [0] * len(item.loss_mask)

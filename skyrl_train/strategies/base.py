@@ -1,4 +1,4 @@
-"""How one model is spread over ranks, stepped, moved and stored."""
+"""The interface of strategies, which shard one model over ranks, update, move and save it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class OptimizerSettings(Protocol):
-    """trainer.*.optimizer_config: what AdamW and its schedule need."""
+    """trainer.*.optimizer_config: the settings of AdamW and its schedule."""
 
     @property
     def lr(self) -> float: ...
@@ -51,7 +51,7 @@ class DeepSpeedSettings(Protocol):
 
 
 class TensorPart(Protocol):
-    """Which part of a parameter a rank has: of each of `blocks` that lie along `dim`, share `rank` of `size`."""
+    """The part of a parameter that a rank has: share `rank` of `size` of each of the `blocks` along `dim`."""
 
     @property
     def dim(self) -> int: ...
@@ -66,7 +66,7 @@ class TensorPart(Protocol):
 
 
 class TensorGroup(Protocol):
-    """The ranks that have the parts of a model."""
+    """The ranks that a model's layers are divided over (tensor parallelism)."""
 
     @property
     def size(self) -> int: ...
@@ -79,40 +79,41 @@ class TensorGroup(Protocol):
 class Strategy(Protocol):
     """One trained (or frozen) model on one rank.
 
-    Gradients are summed over ranks, not averaged: losses carry global denominators. The module given to `prepare` has
-    three methods besides forward, as TokenScorer does: `decoder_layers()`, the blocks that are sharded one by one;
-    `hf_name(name)`, a parameter's name in the Hugging Face checkpoint; and `head_parameters()`, those of a module that
-    forward does not run.
+    Gradients are summed over ranks, not averaged: losses contain global denominators. The module given to `prepare` has
+    three methods in addition to forward, as TokenScorer does: `decoder_layers()`, the blocks to shard one by one;
+    `hf_name(name)`, a parameter's name in the Hugging Face checkpoint; and `head_parameters()`, the parameters that
+    forward reads without running their module.
     """
 
     rank: int
     world_size: int
 
     def prepare(self, scorer: nn.Module, total_steps: int | None) -> nn.Module:
-        """Shard or wrap the scorer, build optimizer and schedule (none when total_steps is None: a frozen model)."""
+        """Shard or wrap the scorer, build optimizer and schedule (neither if total_steps is None: a frozen model)."""
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Accumulate gradients; `last` is the last micro-batch of the update: then gradients are reduced over ranks."""
+        """Accumulate gradients; `last`: it is the last micro-batch of the update, so reduce gradients over ranks."""
 
     def step(self) -> dict[str, float]:
         """Clip, step, schedule, zero. Returns grad_norm (of the summed gradient, before clipping), lr and skipped.
 
-        A gradient that is not finite on any rank makes every rank skip: parameters stay bit-equal and `skipped` is 1.
+        If the gradient is not finite on any rank, all ranks skip: parameters stay bit-equal and `skipped` is 1.
         """
 
     def offload(self) -> int:
-        """Parameters, gradients and optimizer state to host memory; returns the bytes freed (0 on CPU)."""
+        """Move parameters, gradients and optimizer state to host memory; returns the bytes freed (0 on CPU)."""
 
-    def onload(self) -> None: ...
+    def onload(self) -> None:
+        """Move them back to the device."""
 
     def full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every parameter, in a fixed order; a collective: all ranks iterate.
+        """(Hugging Face name, full tensor) of every parameter, in a fixed order; a collective: all ranks must iterate.
 
-        With `trained_only` frozen ones are left out, and not gathered.
+        With `trained_only` frozen parameters are left out, and not gathered.
         """
 
     def save(self, directory: Path) -> None:
-        """This rank's part of parameters, optimizer and schedule, as safetensors and JSON; all ranks call it."""
+        """Save this rank's part of parameters, optimizer and schedule, as safetensors and JSON; all ranks call it."""
 
     def load(self, directory: Path) -> None:
-        """The inverse, also from a checkpoint of another world size."""
+        """The inverse of `save`, also for a checkpoint of another world size."""

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO, stages 2 and 3: optimizer state and gradients, then parameters too, sharded over ranks."""
+"""DeepSpeed's ZeRO: shards optimizer state and gradients over ranks (stage 2), and also parameters (stage 3)."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class _Piece:
-    """What this rank keeps of a parameter in full precision: `slice` of it, from `offset` on in `flat`."""
+    """This rank's full-precision part of a parameter: its `slice`, stored in `flat` from `offset` on."""
 
     flat: Tensor
     offset: int
     slice: Slice
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Its part of a tensor that is laid out as `flat` is."""
+        """The part's elements in a tensor with the layout of `flat`."""
         return tensor.narrow(0, self.offset, self.slice.stop - self.slice.start)
 
 
 class DeepSpeedStrategy(OptimizedModel):
-    """Needs `init_process_group` first, also for one rank. Load the model on the CPU.
+    """Call `init_process_group` first, even for one rank, and load the model on the CPU.
 
-    A compute dtype below the parameters' own makes the model's parameters that dtype, beside float32 ones that the
-    optimizer works on; gradients are summed over ranks after every micro-batch, in float32. A frozen model is whole on
-    every rank unless zero_stage is 3. No DeepSpeed operator is compiled: AdamW is torch's. Raises ConfigError where
+    With a compute dtype narrower than the parameters', the model's parameters get that dtype, and the optimizer has
+    float32 copies. Gradients are summed over ranks after every micro-batch, in float32. A frozen model is whole on
+    every rank unless zero_stage is 3. No DeepSpeed operator is compiled: AdamW is torch's. Raises ConfigError if
     DeepSpeed is not installed.
     """
 
@@ -78,8 +78,8 @@ class DeepSpeedStrategy(OptimizedModel):
 
     def _initialize(self, scorer: nn.Module, total_steps: int | None) -> Any:
         config = self._config()
-        self.library.utils.groups._WORLD_GROUP = dist.group.WORLD  # or it makes one without our deadline
-        if self.zero.zero_stage == 3:  # parameter by parameter: the device never holds the whole model
+        self.library.utils.groups._WORLD_GROUP = dist.group.WORLD  # otherwise it makes one without our deadline
+        if self.zero.zero_stage == 3:  # parameter by parameter, so that the device never has the whole model
             self.library.zero.Init(module=scorer, config_dict_or_path=config)
             head_parameters: Any = scorer.head_parameters
             for parameter in head_parameters():
@@ -112,7 +112,7 @@ class DeepSpeedStrategy(OptimizedModel):
             stage["offload_param"] = on_host
         return {
             "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,  # `backward` says where an update ends
+            "gradient_accumulation_steps": 1,  # `backward` decides when an update ends
             "gradient_clipping": self.settings.max_grad_norm if self.settings else 0.0,
             "bf16": {"enabled": self._dtype == torch.bfloat16},
             "data_types": {"grad_accum_dtype": "fp32"},
@@ -127,7 +127,7 @@ class DeepSpeedStrategy(OptimizedModel):
             group, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
             return _partition(parameter, zero.fp32_partitioned_groups_flat[group], offset, self.rank)
         shape, fragment = tuple(parameter.shape), parameter._hp_mapping
-        if fragment is None:  # all of it lies on other ranks
+        if fragment is None:  # all of it is on other ranks
             return _Piece(zero.single_partition_of_fp32_groups[0], 0, Slice(shape, "float32", 0, 0))
         start, length = fragment.lp_fragment_address.start, fragment.lp_fragment_address.numel
         flat = zero.single_partition_of_fp32_groups[fragment.param_group_index]
@@ -145,13 +145,13 @@ class DeepSpeedStrategy(OptimizedModel):
         self.scorer.step()
         stepped = self.scorer.was_step_applied()
         if self.zero.zero_stage < 3 and not stepped:
-            # With the optimizer in host memory DeepSpeed would add the next gradients to those that were not finite.
+            # With the optimizer in host memory DeepSpeed would add the next gradients to the non-finite ones.
             averaged = self.scorer.optimizer.averaged_gradients
             averaged.update(dict.fromkeys(averaged))
         return self._counted(self.scorer.get_global_grad_norm(), lr, stepped)
 
     def _move(self, device: torch.device | str) -> None:
-        """What of the model does not lie in host memory already, there or back."""
+        """Move to host memory everything that is not there already, or move it back to the device."""
         if torch.device(device).type == "cpu":
             self._leave_device()
         else:
@@ -188,7 +188,7 @@ class DeepSpeedStrategy(OptimizedModel):
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
     def _move_rest(self, device: torch.device | str) -> None:
-        """What DeepSpeed does not move: frozen parameters, and in stage 3 the state of an optimizer not its own."""
+        """Move what DeepSpeed does not move: frozen parameters, and in stage 3 the state of a foreign optimizer."""
         sharded = self.zero.zero_stage == 3
         if not (sharded and self.zero.offload_parameters):
             for parameter in self._parameters.values():
@@ -205,19 +205,19 @@ class DeepSpeedStrategy(OptimizedModel):
             state |= {key: value.to(device) for key, value in state.items()}
 
     def _move_partitions(self, device: torch.device | str) -> None:
-        """What stage 3 computes with of trained parameters: DeepSpeed's own move takes frozen ones to be among them."""
+        """Move stage 3's compute copies of trained parameters: DeepSpeed's own move fails with frozen parameters."""
         zero = self.scorer.optimizer
         buffer = zero.lp_param_buffer
         buffer.data = buffer.data.to(device)
         start = 0
         for flat, partitions in zip(zero.fp16_partitioned_groups_flat, zero.fp16_partitioned_groups, strict=True):
-            flat.data = buffer.narrow(0, start, flat.numel())  # the optimizer's own weights too, where all is float32
+            flat.data = buffer.narrow(0, start, flat.numel())  # if all is float32, also the optimizer's own weights
             for partition in partitions:
                 partition.data = buffer.narrow(0, start, partition.numel())
                 start += partition.numel()
 
     def full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor on the device), trained ones in float32; all ranks iterate together."""
+        """See `Strategy.full_parameters`: tensors are on the device, trained ones in float32."""
         for name, parameter in self._parameters.items():
             trained = parameter.requires_grad
             if trained_only and not trained:
@@ -264,14 +264,14 @@ class DeepSpeedStrategy(OptimizedModel):
         state = self._optimizer.state[flat]
         if not state:
             state |= {"step": torch.zeros((), device=flat.device), **{key: torch.zeros_like(flat) for key in _MOMENTS}}
-        if saved:  # one without a state, which had no gradient, does not set back those it lies beside
+        if saved:  # a parameter without state, which had no gradient, must not reset others in the same flat tensor
             state["step"].copy_(reader.whole(f"step/{name}").clamp(min=float(state["step"])))
         for key, value in self._state(name).items():
             if key in _MOMENTS:
                 value.copy_(reader.elements(f"{key}/{name}", piece) if saved else torch.zeros_like(value))
 
     def _publish(self) -> None:
-        """Let the parameters that the model computes with follow those that were loaded."""
+        """Copy the loaded parameters to those that the model computes with."""
         if self.zero.zero_stage < 3:
             if self._optimizer is not None:
                 self.scorer.optimizer.update_lp_params()
@@ -286,7 +286,9 @@ class DeepSpeedStrategy(OptimizedModel):
 
 
 def _partition(parameter: Any, flat: Tensor | None, offset: int, rank: int) -> _Piece:
-    """ZeRO 3 cuts every parameter in equal lengths, the last padded. Without `flat`: what the model computes with."""
+    """A rank's piece in ZeRO 3, which splits parameters into equal lengths and pads the last. `flat` None: the compute
+    copy.
+    """
     flat = parameter.ds_tensor if flat is None else flat
     length, total = parameter.partition_numel(), parameter.ds_numel
     start, stop = min(rank * length, total), min((rank + 1) * length, total)

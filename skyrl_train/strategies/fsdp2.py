@@ -24,12 +24,12 @@ from skyrl_train.strategies.shards import Slice, local
 
 
 class FSDP2Strategy(OptimizedModel):
-    """Every decoder layer is a unit, and the root holds the rest. Needs `init_process_group` first, also for one rank.
+    """Shards decoder layers one by one, and the rest as the root. Call `init_process_group` first, even for one rank.
 
-    Parameters and gradients keep the dtype the model was loaded in; `compute_dtype` is that of gathered weights and
-    activations. Gradients are summed over ranks in the parameters' dtype: once an update where memory is not short (on
-    CPUs, and without reshard_after_forward), else after every micro-batch, so that a whole gradient never exists. Load
-    the model on the CPU: layers move to the device one by one as they are sharded.
+    Parameters and gradients keep the dtype that the model was loaded in; `compute_dtype` is that of gathered weights
+    and activations. Gradients are summed over ranks in the parameters' dtype: once per update if memory is not scarce
+    (on CPUs, and without reshard_after_forward), else after every micro-batch, so that a whole gradient never exists.
+    Load the model on the CPU: layers are moved to the device one by one as they are sharded.
     """
 
     def __init__(
@@ -47,23 +47,24 @@ class FSDP2Strategy(OptimizedModel):
         if fsdp.fsdp_size != -1 and (fsdp.fsdp_size < 1 or world_size % fsdp.fsdp_size):
             raise ConfigError(_no_divisor(fsdp.fsdp_size, world_size, "ranks of the model"))
         self.fsdp = fsdp
-        self.tensor: TensorGroup | None = None
+        self.tensor_parallel: TensorGroup | None = None
         self.parts: Mapping[str, TensorPart] = {}
         self._alike: frozenset[str] = frozenset()
-        """Parameters of layers that the ranks of `tensor` hold alike."""
+        """Names of the layers' parameters that are replicated over the ranks of `tensor_parallel`."""
         self.compute_dtype = compute_dtype
         self.reduce_once = self.device.type == "cpu" or not fsdp.reshard_after_forward
 
     def prepare(self, scorer: Any, total_steps: int | None) -> nn.Module:
-        """A scorer that is divided over `scorer.tensor` has `scorer.parts` of its layers' parameters. Layers are then
-        sharded over the ranks that have the same part, and the rest over all of them.
+        """See Strategy. A scorer that is divided over `scorer.tensor_parallel` has the `scorer.parts` of its layers.
+
+        Layers are then sharded over the ranks that have the same part, and the rest over all ranks.
         """
-        self.tensor, self.parts = scorer.tensor, scorer.parts
-        self.mesh, everybody = self._meshes()
+        self.tensor_parallel, self.parts = scorer.tensor_parallel, scorer.parts
+        self.mesh, all_ranks = self._meshes()
         layers = scorer.decoder_layers()
         inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
         names = {scorer.hf_name(name) for name, parameter in scorer.named_parameters() if id(parameter) in inside}
-        self._alike = frozenset(names - self.parts.keys()) if self.tensor is not None else frozenset()
+        self._alike = frozenset(names - self.parts.keys()) if self.tensor_parallel is not None else frozenset()
         dtype = widest_dtype(scorer)
         narrower = self.compute_dtype.itemsize < dtype.itemsize
         options: dict[str, Any] = {
@@ -71,13 +72,13 @@ class FSDP2Strategy(OptimizedModel):
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=self.compute_dtype if narrower else None,
                 reduce_dtype=dtype if narrower else None,
-                cast_forward_inputs=False,  # would round temperatures; activations follow the embedding's dtype anyway
+                cast_forward_inputs=False,  # it would round temperatures; activations have the embedding's dtype anyway
             ),
             "offload_policy": CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
         }
         for layer in layers:
             fully_shard(layer, mesh=self.mesh, **options)
-        root: Any = fully_shard(scorer, mesh=everybody, **options)
+        root: Any = fully_shard(scorer, mesh=all_ranks, **options)
         for module in root.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -90,18 +91,18 @@ class FSDP2Strategy(OptimizedModel):
         return self.fsdp.cpu_offload and self.device.type != "cpu"
 
     def _meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
-        """Of what layers are sharded over, and the rest. The ranks of a tensor-parallel group are neighbours."""
-        parts = 1 if self.tensor is None else self.tensor.size
+        """The meshes for the layers and for the rest. The ranks of a tensor-parallel group are neighbours."""
+        parts = 1 if self.tensor_parallel is None else self.tensor_parallel.size
         ranks = self.world_size // parts
         size = ranks if self.fsdp.fsdp_size == -1 else self.fsdp.fsdp_size
         if ranks % size:
             raise ConfigError(_no_divisor(size, ranks, "ranks that have the same part of the model"))
-        everybody = self._mesh(ranks // size, size * parts)
+        all_ranks = self._mesh(ranks // size, size * parts)
         if parts == 1:
-            return everybody, everybody
+            return all_ranks, all_ranks
         names = ("replicate", "shard", "tensor")
         mesh = init_device_mesh(self.device.type, (ranks // size, size, parts), mesh_dim_names=names)
-        return mesh["shard"] if size == ranks else mesh["replicate", "shard"], everybody
+        return mesh["shard"] if size == ranks else mesh["replicate", "shard"], all_ranks
 
     def _mesh(self, replicas: int, size: int) -> DeviceMesh:
         if replicas == 1:
@@ -118,30 +119,32 @@ class FSDP2Strategy(OptimizedModel):
         return super().step()
 
     def _add_up(self) -> None:
-        """Gradients of what tensor-parallel ranks hold alike: each of them has a summand."""
+        """Sum the gradients of parameters that tensor-parallel ranks replicate: each rank has one summand."""
         for name, parameter in self._parameters.items():
-            if self.tensor is not None and name in self._alike and parameter.grad is not None:
+            if self.tensor_parallel is not None and name in self._alike and parameter.grad is not None:
                 held = local(parameter.grad)
-                held.copy_(self.tensor.sum(held))
+                held.copy_(self.tensor_parallel.sum(held))
 
     def _copies(self, name: str) -> int:
-        return self.tensor.size if self.tensor is not None and name in self._alike else 1
+        return self.tensor_parallel.size if self.tensor_parallel is not None and name in self._alike else 1
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         dist.all_reduce(value, group=self.mesh.get_group("shard"))
-        return value if self.tensor is None else self.tensor.sum(value)
+        return value if self.tensor_parallel is None else self.tensor_parallel.sum(value)
 
     def full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in super().full_parameters(trained_only):
             yield name, self._whole(name, tensor)
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Put together from all parts, where `tensor` is one, and where that lies."""
+        """The whole parameter, on the device of `tensor`, gathered from all parts if `tensor` is only a part."""
         part = self.parts.get(name)
-        return tensor if part is None or self.tensor is None else part.whole(self.tensor.gather(tensor))
+        return (
+            tensor if part is None or self.tensor_parallel is None else part.whole(self.tensor_parallel.gather(tensor))
+        )
 
     def _slices(self) -> dict[str, Slice]:
-        """Of whole parameters. A part that is rows of one is a slice; of others the ranks' rows are put together."""
+        """Slices of whole parameters. A part that consists of rows is a slice; other parts are gathered for saving."""
         slices = super()._slices()
         for name, part in self.parts.items():
             if name in slices:
@@ -161,10 +164,10 @@ class FSDP2Strategy(OptimizedModel):
 
     def _writes(self, name: str) -> bool:
         whole = name in self._alike or not self._rows(name)
-        return not whole or self.tensor is None or self.tensor.rank == 0
+        return not whole or self.tensor_parallel is None or self.tensor_parallel.rank == 0
 
     def _rows(self, name: str) -> bool:
-        """Whether a rank's part of a parameter is rows of it, or all."""
+        """Whether a rank has rows of a parameter, or all of it."""
         return name not in self.parts or self.parts[name].dim == 0
 
     def offload(self) -> int:

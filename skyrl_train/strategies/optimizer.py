@@ -1,4 +1,4 @@
-"""What every strategy does the same way: accumulate, clip, step, schedule, move, save."""
+"""The common base of strategies: accumulate, clip, step, schedule, move, save."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from skyrl_train.strategies.shards import Slice, local, open_shards, write_shard
 SCHEDULES = (
     *("constant", "constant_with_warmup", "cosine", "cosine_with_restarts", "inverse_sqrt", "linear", "polynomial"),
 )
-"""Those of transformers that need no more than warm-up steps and the total."""
+"""The schedules of transformers that need only the numbers of warm-up steps and of all steps."""
 _STATE = ("exp_avg", "exp_avg_sq")
 MAX_SKIPPED = 5
-"""Updates in a row whose gradient is not finite, until the run stops instead of going on unchanged."""
+"""After this many consecutive updates without a finite gradient the run stops, as it makes no progress."""
 
 
 def widest_dtype(module: nn.Module) -> torch.dtype:
-    """Of all parameters: that of those that are trained, where frozen ones are kept in the compute dtype."""
+    """The widest dtype of all parameters: that of the trained ones, if frozen ones are in the compute dtype."""
     return max((parameter.dtype for parameter in module.parameters()), key=lambda dtype: dtype.itemsize)
 
 
 class OptimizedModel:
-    """Base of strategies: one model's parameters (whole or sharded) with AdamW over what this rank holds.
+    """Base of strategies: one model's parameters (whole or sharded), with AdamW on this rank's part of them.
 
-    The optimizer works on plain views of the local rows: sharding costs nothing extra, and its state is plain too.
-    Subclasses place the module (`prepare`) and say how a number is summed over ranks (`_sum_over_ranks`).
+    The optimizer works on plain views of the local rows, so sharding costs nothing extra and its state is plain, too.
+    Subclasses place the module (`prepare`) and define how a number is summed over ranks (`_sum_over_ranks`).
     """
 
     def __init__(self, optimizer: OptimizerSettings | None, device: torch.device | str, rank: int, world_size: int):
@@ -47,9 +47,9 @@ class OptimizedModel:
         self._optimizer: torch.optim.AdamW | None = None
 
     def _own(self, scorer: nn.Module, total_steps: int | None) -> None:
-        """Take the placed module: names, views and, unless frozen, optimizer and schedule.
+        """Take over the placed module: names, views and, unless it is frozen, optimizer and schedule.
 
-        Parameters that need no gradient stay as they were loaded: nothing of them is kept beside the model, nor saved.
+        Parameters without gradient stay as they were loaded: they have no copies or state, and are not saved.
         """
         self.scorer = scorer
         if total_steps is None:
@@ -67,7 +67,7 @@ class OptimizedModel:
         )
 
     def _schedule(self, total_steps: int) -> OptimizerSettings:
-        """Take the schedule; returns the settings, which a model that is trained must have."""
+        """Check and store the schedule; returns the optimizer's settings, which a trained model must have."""
         settings = self.settings
         if settings is None:
             raise ConfigError("A model that is trained needs optimizer settings (trainer.policy.optimizer_config).")
@@ -83,7 +83,7 @@ class OptimizedModel:
         loss.backward()
 
     def step(self) -> dict[str, float]:
-        """One update; see `Strategy.step`. The schedule counts skipped updates too, so it ends when the run does."""
+        """See `Strategy.step`. The schedule also counts skipped updates, so that it ends with the run."""
         assert self._optimizer is not None and self.settings is not None, "a frozen model does not step"
         lr = self.settings.lr * self._lr_factor(self._updates)
         held = {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
@@ -107,10 +107,10 @@ class OptimizedModel:
         return self._counted(norm, lr, finite)
 
     def _counted(self, norm: Tensor | float, lr: float, finite: bool) -> dict[str, float]:
-        """What `step` returns. Raises NonFiniteUpdate after MAX_SKIPPED updates in a row that were not finite."""
+        """The result of `step`. Raises NonFiniteUpdate after MAX_SKIPPED consecutive updates that were not finite."""
         self._updates += 1
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row >= MAX_SKIPPED:  # the norm is everybody's: all ranks stop together
+        if self._skipped_in_a_row >= MAX_SKIPPED:  # the norm is global, so all ranks stop at the same update
             raise NonFiniteUpdate(
                 f"The gradient was not finite in {MAX_SKIPPED} updates in a row, so nothing is learnt any more. Lower "
                 "the learning rate, or look for NaN in rewards and log-probs; the last checkpoint is from before."
@@ -118,7 +118,7 @@ class OptimizedModel:
         return {"grad_norm": float(norm), "lr": lr, "skipped": float(not finite)}
 
     def _global_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """2-norm over all parameters and ranks, float64 []: one number, and so one decision, on all ranks."""
+        """2-norm over all parameters and ranks, float64 []: equal on all ranks, so that they make the same decision."""
         if not gradients:
             return self._sum_over_ranks(torch.zeros(()).double()).sqrt()
         norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(gradients.values()))])
@@ -126,14 +126,14 @@ class OptimizedModel:
         return self._sum_over_ranks((norms.square() / copies).sum()).sqrt()
 
     def _copies(self, name: str) -> int:
-        """On how many of the ranks that `_sum_over_ranks` sums over the same part of a parameter is."""
+        """How many of the ranks that `_sum_over_ranks` sums over have the same part of a parameter."""
         return 1
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         return value
 
     def offload(self) -> int:
-        """To host memory; returns the bytes freed on the device."""
+        """See `Strategy.offload`."""
         if self.device.type == "cpu":
             return 0
         before = torch.cuda.memory_allocated(self.device)
@@ -156,7 +156,7 @@ class OptimizedModel:
                 state[key] = value.to(device)
 
     def full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor on the device), tied weights once; all ranks iterate together."""
+        """See `Strategy.full_parameters`: tensors are on the device, tied weights occur once."""
         for name, parameter in self._parameters.items():
             if trained_only and not parameter.requires_grad:
                 continue
@@ -177,28 +177,28 @@ class OptimizedModel:
         return {name: Slice.of(parameter) for name, parameter in self._saved.items()}
 
     def _held(self, name: str) -> Tensor:
-        """The memory of this rank's slice of a parameter."""
+        """This rank's slice of a parameter, sharing its memory."""
         return local(self._saved[name].detach())
 
     def _state(self, name: str) -> dict[str, Tensor]:
-        """AdamW's state of that slice; empty before the first step."""
+        """AdamW's state of this rank's slice of a parameter; empty before the first step."""
         assert self._optimizer is not None
         return self._optimizer.state[self._views[name]]
 
     def _stored(self, name: str, held: Tensor) -> Tensor:
-        """What is written of a CPU tensor in the shape of this rank's part of a parameter; all ranks call it."""
+        """The tensor to save for a CPU tensor in the shape of this rank's part of a parameter; all ranks call it."""
         return held
 
     def _writes(self, name: str) -> bool:
-        """Whether this rank writes its slice of a parameter: others may have the same one."""
+        """Whether this rank saves its slice of a parameter, which other ranks may have, too."""
         return True
 
     def _restored(self, name: str, elements: Tensor, like: Tensor) -> Tensor:
-        """The inverse: this rank's part, in the shape of `like`, of the elements of its slice."""
+        """The inverse of `_stored`: this rank's part, in the shape of `like`, from the elements of its slice."""
         return elements.view_as(like)
 
     def save(self, directory: Path) -> None:
-        """shard_<rank>.safetensors (param, exp_avg, exp_avg_sq, step per parameter) and shard_<rank>.json."""
+        """Write shard_<rank>.safetensors (param, exp_avg, exp_avg_sq, step per parameter) and shard_<rank>.json."""
         tensors, slices = {}, self._slices()
         for name, piece in slices.items():
             slices[name] = piece if self._writes(name) else replace(piece, stop=piece.start)
@@ -217,7 +217,10 @@ class OptimizedModel:
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:
-        """Raises CheckpointError for a torn checkpoint, one of another model, or one without optimizer state."""
+        """See `Strategy.load`.
+
+        Raises CheckpointError for a checkpoint that is incomplete, of another model, or without optimizer state.
+        """
         slices = self._slices()
         with open_shards(directory) as reader:
             reader.check(slices)

@@ -1,4 +1,4 @@
-"""The ranks of one model meet here: torch's default process group, with a deadline."""
+"""Connects the ranks of one model: torch's default process group, with a deadline."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def init_process_group(
     timeout_s: float,
     collective_s: float | None = None,
 ) -> None:
-    """Join the group that rank 0 hosts at address:port. A collective's deadline is `collective_s`, else the same.
+    """Join the group that rank 0 hosts at address:port. `collective_s`: deadline of a collective, else `timeout_s`.
 
-    Raises DeadlineExceeded when not all ranks arrive within `timeout_s` seconds.
+    Raises DeadlineExceeded if not all ranks join within `timeout_s` seconds.
     """
     try:
         store = dist.TCPStore(address, port, world_size, rank == 0, timeout=timedelta(seconds=timeout_s))
@@ -40,12 +40,12 @@ def init_process_group(
 
 
 def neighbours(size: int, timeout_s: float) -> dist.ProcessGroup:
-    """The group of this rank among groups of `size` neighbouring ranks, with its own deadline; all ranks call it."""
+    """Make groups of `size` neighbouring ranks, with their own deadline; returns this rank's. All ranks call it."""
     group: dist.ProcessGroup = dist.new_subgroups(size, timeout=timedelta(seconds=timeout_s))[0]
     return group
 
 
 def close_process_group() -> None:
-    """Leave the group and those within it, where there is one."""
+    """Leave the default group and its subgroups, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""One rank's slice of a model on disk: safetensors and JSON, readable by any other number of ranks.
+"""One rank's slice of a model on disk: safetensors and JSON, which any other number of ranks can read.
 
-A slice is elements [start, stop) of the flattened tensor: whole rows where FSDP2 shards, any range where ZeRO does.
-Rank r writes shard_r.json and shard_r.safetensors and nothing else, so ranks never write the same file.
+A slice is elements [start, stop) of the flattened tensor: whole rows with FSDP2, any range with ZeRO. Rank r writes
+only shard_r.json and shard_r.safetensors, so ranks never write the same file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Slice:
 
     @classmethod
     def of(cls, parameter: Tensor) -> Slice:
-        """What this rank holds of a parameter: all of it unless it is sharded, and then rows."""
+        """This rank's slice of a parameter: all of it, or some rows if it is sharded."""
         start, stop, row = 0, parameter.numel(), math.prod(parameter.shape[1:])
         if isinstance(parameter, DTensor):
             local, offset = compute_local_shape_and_global_offset(
@@ -46,7 +46,10 @@ class Slice:
         return cls(tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."), start, stop)
 
     def within(self, part: TensorPart) -> Slice:
-        """Of rows of a part, the same rows of the whole: where the part is rows itself, and else with all columns."""
+        """Convert a slice of rows of a part to the slice of these rows in the whole parameter.
+
+        If the part is not rows itself, the slice gets all columns.
+        """
         shape = (*self.shape[: part.dim], self.shape[part.dim] * part.size, *self.shape[part.dim + 1 :])
         if part.dim == 0:
             assert part.blocks == 1, "rows of several blocks are no slice"
@@ -56,14 +59,14 @@ class Slice:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's rows as a plain tensor sharing memory with `tensor`."""
+    """This rank's rows, as a plain tensor that shares memory with `tensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def write_shard(
     directory: Path, rank: int, slices: Mapping[str, Slice], tensors: Mapping[str, Tensor], meta: dict[str, Any]
 ) -> None:
-    """Write this rank's two files. `tensors` are named "kind/parameter", and are flat in the file."""
+    """Write this rank's two files. `tensors` have names "kind/parameter", and are flattened in the file."""
     directory.mkdir(parents=True, exist_ok=True)
     held = {name: tensor.detach().cpu().contiguous().view(-1) for name, tensor in tensors.items()}
     save_file(held, directory / f"shard_{rank}.safetensors")
@@ -72,7 +75,7 @@ def write_shard(
 
 
 class ShardReader:
-    """All ranks' files of one checkpoint, read by slices: nothing is loaded that was not asked for."""
+    """Reads slices from the files of all ranks of a checkpoint; loads only the requested elements."""
 
     def __init__(self, directory: Path, stack: ExitStack):
         self.directory = directory
@@ -83,7 +86,7 @@ class ShardReader:
         self._keys = [set(file.keys()) for file in self._files]
 
     def check(self, slices: Mapping[str, Slice]) -> None:
-        """CheckpointError unless the checkpoint holds exactly these parameters."""
+        """Raises CheckpointError unless the checkpoint has exactly these parameters."""
         for name in sorted({*slices, *self._tables[0]}):
             wanted, saved = slices.get(name), self._tables[0].get(name)
             got = None if saved is None else (saved.shape, saved.dtype)
@@ -98,18 +101,18 @@ class ShardReader:
         return key in self._keys[0]
 
     def whole(self, key: str) -> Tensor:
-        """A number that is the same on all ranks, []."""
+        """A number [] that is the same on all ranks."""
         return self._files[0].get_tensor(key).reshape(())
 
     def elements(self, key: str, piece: Slice) -> Tensor:
-        """[stop - start] of a sharded tensor, put together from whichever ranks saved them."""
+        """Elements [stop - start] of a sharded tensor, assembled from the files of the ranks that saved them."""
         name = key.split("/", 1)[1]
         parts = []
         position = piece.start
         for file, table in sorted(zip(self._files, self._tables, strict=True), key=lambda pair: pair[1][name].start):
             saved = table[name]
             stop = min(saved.stop, piece.stop)
-            if saved.start <= position < stop:  # replicas of rows already read are passed over
+            if saved.start <= position < stop:  # skips replicas of rows that are already read
                 parts.append(file.get_slice(key)[position - saved.start : stop - saved.start])
                 position = stop
         if position != piece.stop:
@@ -133,6 +136,7 @@ class ShardReader:
 
 @contextmanager
 def open_shards(directory: Path) -> Iterator[ShardReader]:
+    """Open a checkpoint; its files are closed on exit. Raises CheckpointError for a missing or incomplete file."""
     with ExitStack() as stack:
         yield ShardReader(directory, stack)
 

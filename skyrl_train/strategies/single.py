@@ -1,4 +1,4 @@
-"""The whole model in one process: no process group, nothing sharded."""
+"""The whole model in one process: no process group, no sharding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyrl_train.strategies.optimizer import OptimizedModel, widest_dtype
 
 
 class SingleStrategy(OptimizedModel):
-    """One rank. A compute dtype below the parameters' own runs under autocast; parameters and gradients keep theirs."""
+    """One rank. A compute dtype narrower than the parameters' is used by autocast; parameters and gradients stay."""
 
     def __init__(
         self,

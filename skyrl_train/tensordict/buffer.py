@@ -1,4 +1,4 @@
-"""A bounded store of tensordict rows between a collector that writes and a loss that samples."""
+"""A bounded store of tensordict rows, between a collector that writes to it and a loss that samples from it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from skyrl_train.tensordict.ragged import rows_of, stacked
 
 
 class WriteTransform(Protocol):
-    """What stands between `extend` and the store: advantages, selections."""
+    """A transform between `extend` and the store: advantages, selections."""
 
     def inv(self, tensordict: TensorDictBase) -> TensorDictBase | None:
-        """What is to be stored of what was written (and of what was written before); None: nothing yet."""
+        """Return the rows to store, among those written now or held back earlier; None: nothing yet."""
         ...
 
 
 class ReplayBuffer:
-    """The last `max_size` rows, each sampled once before any is sampled again. Threads may write and sample.
+    """The last `max_size` rows, each sampled once before any is sampled again. Thread-safe.
 
-    Rows may be ragged. Sampling copies no tensors; what is written into a sample does not change what is stored.
+    Rows may be ragged. Sampling copies no tensors; writing entries into a sample does not change the stored rows.
     """
 
     def __init__(
@@ -38,17 +38,17 @@ class ReplayBuffer:
         drop_last: bool = False,
         seed: int | None = None,
     ):
-        """batch_size: rows of `sample()` and of iteration. drop_last: leave out an iteration's smaller last batch."""
+        """batch_size: rows per `sample()` and per batch of an iteration. drop_last: drop a smaller last batch."""
         if max_size < 1:
             raise ValueError(f"max_size={max_size} must be at least 1.")
         self.max_size = max_size
         self.batch_size = batch_size
         self.write_count = 0
-        """Rows stored since the beginning."""
+        """Total number of rows stored so far."""
         self._shuffle, self._drop_last = shuffle, drop_last
         self._random = random.Random(seed)
         self._transforms: list[WriteTransform] = [] if transform is None else [transform]
-        self._rows: dict[int, TensorDictBase] = {}  # by number of writing: the oldest is the first
+        self._rows: dict[int, TensorDictBase] = {}  # by write number: the oldest is first
         self._unseen: list[int] = []
         self._lock = threading.RLock()
 
@@ -56,16 +56,16 @@ class ReplayBuffer:
         return len(self._rows)
 
     def append_transform(self, transform: WriteTransform) -> ReplayBuffer:
-        """What is written goes through the transform added last first, as in TorchRL."""
+        """Add a transform. As in TorchRL, written rows go through the one added last first."""
         self._transforms.append(transform)
         return self
 
     def add(self, row: TensorDictBase) -> Tensor:
-        """Writes one row (batch size ())."""
+        """Write one row (batch size ())."""
         return self.extend(row.unsqueeze(0))
 
     def extend(self, tensordict: TensorDictBase) -> Tensor:
-        """Writes all rows of a tensordict of any batch size; int64 numbers of the rows that were stored, maybe none."""
+        """Write all rows of a tensordict of any batch size; return the int64 numbers of the rows that were stored."""
         with self._lock:
             found: TensorDictBase | None = tensordict
             for transform in reversed(self._transforms):
@@ -83,23 +83,23 @@ class ReplayBuffer:
             return torch.tensor(numbers, dtype=torch.int64)
 
     def sample(self, batch_size: int | None = None) -> TensorDictBase:
-        """Rows not sampled yet, at random (or in order without `shuffle`); all are new again when they are used up.
+        """Rows not yet sampled, at random (or in order without `shuffle`); a new pass starts when none is left.
 
-        ValueError when fewer rows are stored than asked for.
+        Raises ValueError if fewer rows are stored than requested.
         """
         size = self._size(batch_size)
         with self._lock:
             if len(self) < size:
                 raise ValueError(f"{size} rows asked for, {len(self)} stored; write more or ask for fewer.")
             chosen = self._take(size)
-            if len(chosen) < size:  # the rest of a pass, and the beginning of the next without repeating a row
+            if len(chosen) < size:  # the rest of this pass, and the start of the next one without repeating a row
                 taken = set(chosen)
                 self._unseen = [number for number in self._rows if number not in taken]
                 chosen += self._take(size - len(chosen))
             return stacked([self._rows[number] for number in chosen])
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """One pass over what is stored now, in batches of `batch_size`."""
+        """One pass over the rows stored now, in batches of `batch_size`."""
         size = self._size(None)
         with self._lock:
             rows = list(self._rows.values())
@@ -110,7 +110,7 @@ class ReplayBuffer:
                 yield stacked(rows[start : start + size])
 
     def empty(self) -> None:
-        """Forgets all rows. Groups that a transform still waits for are its own."""
+        """Remove all rows, but not the groups that a transform still holds back."""
         with self._lock:
             self._rows.clear()
             self._unseen.clear()

@@ -1,8 +1,8 @@
-"""What goes into and comes out of the wrappers: prompt, response and full, once as each of four things.
+"""Inputs and outputs of the wrappers: containers with fields prompt, response and full, or masks.
 
-Not padded (`padded` False) they are lazy stacks of rows of any length: read them with `get(key, as_list=True)`,
-`as_padded_tensor=True` or `as_nested_tensor=True`, or row by row. Padded ones are tensors: prompts padded on the left,
-responses on the right.
+Unpadded ones (`padded` False) are lazy stacks of rows of any length: read them with `get(key, as_list=True)`,
+`as_padded_tensor=True` or `as_nested_tensor=True`, or row by row. Padded ones are tensors, with prompts padded on the
+left and responses on the right.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Tokens(TensorClass["nocast"]):  # type: ignore[name-defined]
 
 
 class LogProbs(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """nats, of the same shapes as Tokens, after temperature and before truncation.
+    """Log-probs in nats, of the same shapes as Tokens, after temperature and before truncation.
 
-    When generating, `prompt` is None (nobody computed it) and `full` is 0 wherever the token was not sampled. When only
-    scoring, `full` has all but the first token's, which is 0.
+    When generating, `prompt` is None (not computed) and `full` is 0 for tokens that were not sampled. When only
+    scoring, `full` has the log-probs of all tokens but the first, which is 0.
     """
 
     prompt: Tensor | None = None
@@ -40,7 +40,7 @@ class LogProbs(TensorClass["nocast"]):  # type: ignore[name-defined]
 
 
 class Masks(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """bool, as long as Tokens.full: which are no padding, and which the assistant wrote (the end of turn included)."""
+    """bool, as long as Tokens.full: tokens that are not padding, and those of the assistant, end of turn included."""
 
     all_attention_mask: Tensor | None = None
     all_assistant_mask: Tensor | None = None
@@ -54,7 +54,7 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
 
 
 class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """Conversations; each History has one batch dimension more, its turns."""
+    """Conversations; each History has an additional batch dimension for its turns."""
 
     prompt: History | None = None
     response: History | None = None
@@ -73,7 +73,7 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
 
 
 class LLMData(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """The flat container of TorchRL before Text, Tokens and LogProbs."""
+    """TorchRL's flat container from before Text, Tokens and LogProbs."""
 
     tokens: Tensor | None = None
     tokens_response: Tensor | None = None
@@ -87,7 +87,7 @@ class LLMData(TensorClass["nocast"]):  # type: ignore[name-defined]
 
 
 def nested_stack(rows: Sequence[Any], shape: Sequence[int]) -> Any:
-    """Rows of any length, stacked lazily into `shape`; `rows` are in row-major order."""
+    """Stack rows of any length lazily into `shape`; `rows` are in row-major order."""
     if not shape:
         return rows[0]
     step = len(rows) // shape[0]
@@ -95,5 +95,5 @@ def nested_stack(rows: Sequence[Any], shape: Sequence[int]) -> Any:
 
 
 def ragged(kind: type, rows: Sequence[dict[str, Any]], shape: Sequence[int]) -> Any:
-    """A container of `kind` over rows of fields, not padded."""
+    """An unpadded container of `kind`, from rows of fields."""
     return kind.from_tensordict(nested_stack([TensorDict(row) for row in rows], shape))  # type: ignore[attr-defined]

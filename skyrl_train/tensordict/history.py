@@ -1,4 +1,4 @@
-"""Conversations as tensor classes: one batch dimension, the last, is the turns."""
+"""Conversations as tensor classes, whose last batch dimension is the turns."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.errors import ConfigError, DataError
 
 NO_MESSAGE = "<none>"
-"""The role of a place that only fills a stack."""
+"""The role of an entry that only pads a stack."""
 Parser = Callable[[str], list[dict[str, Any]]]
 _ADDED: dict[str, str] = {}
 _PARSERS: dict[str, Parser] = {}
 
 
 class ContentBase(TensorClass["nocast", "shadow"]):  # type: ignore[name-defined]
-    """One part of a message of several parts."""
+    """One part of a multi-part message."""
 
     type: str  # text | image | audio | video | file | function_call
     text: str | None = None
@@ -43,7 +43,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
     @classmethod
     def from_chats(cls, chats: Sequence[Any]) -> History:
-        """list[dict] -> [turns]; list[list[dict]] -> [B, turns]. A message has role, content, maybe tool_calls."""
+        """list[dict] -> [turns]; list[list[dict]] -> [B, turns]. A message has role, content, optionally tool_calls."""
         if not chats:
             raise DataError("History.from_chats got no message.")
         if not isinstance(chats[0], Mapping):
@@ -61,7 +61,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return lazy_stack(turns)  # type: ignore[no-any-return]
 
     def to_chats(self) -> list[Any]:
-        """The messages again: list[dict], or a list of those; places that only fill a stack are left out."""
+        """The inverse of `from_chats`: list[dict], or a list of those, without entries that only pad a stack."""
         if self.ndim > 1:
             return [history.to_chats() for history in self.unbind(0)]
         if self.ndim == 0:
@@ -81,13 +81,16 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return chat
 
     def append(self, history: History, inplace: bool = True, dim: int = -1) -> History:
-        """One message more. RuntimeError unless `history` has one dimension less."""
+        """Append one message. Raises RuntimeError unless `history` has one dimension less."""
         if history.ndim != self.ndim - 1:
             raise RuntimeError(f"append takes a History of {self.ndim - 1} dimensions, got {history.ndim}.")
         return self.extend(history.unsqueeze(dim), inplace, dim)
 
     def extend(self, history: History, inplace: bool = True, dim: int = 0) -> History:
-        """All of another History along `dim`. RuntimeError unless both have the same number of dimensions, above 0."""
+        """Append another History along `dim`.
+
+        Raises RuntimeError unless both have the same number of dimensions, at least 1.
+        """
         if not self.ndim or history.ndim != self.ndim:
             raise RuntimeError(f"extend: {self.ndim} and {history.ndim} dimensions; both need the same, above 0.")
         if history.device != self.device:
@@ -114,11 +117,12 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return_assistant_tokens_mask: bool = False,
         **template_kwargs: Any,
     ) -> Any:
-        """Text, ids, or with `return_dict` or a mask {"input_ids", "attention_mask", "assistant_masks"}.
+        """Return text, ids, or with `return_dict` or a mask {"input_ids", "attention_mask", "assistant_masks"}.
 
-        [turns] gives one, [B, turns] a list of them (padded on the left with `padding`). Control tokens come from the
-        template alone: spelt in a message they are its characters. Masks need no {% generation %} blocks; the token
-        that ends an answer belongs to it. Raises ConfigError for a missing template, DataError for refused messages.
+        [turns] gives one result, [B, turns] a list of them (padded on the left with `padding`). Control tokens come
+        only from the template; if a message spells one, it is encoded as plain characters. Masks need no
+        {% generation %} blocks; the token that ends an answer belongs to it. Raises ConfigError for a missing template,
+        DataError if the template rejects the messages.
         """
         options = template_options(tokenizer, chat_template, chat_template_name) | template_kwargs
         tensors = return_tensors is not None
@@ -145,9 +149,9 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         chat_template: str | None = None,
         tokenizer: Any = None,
     ) -> History:
-        """The conversation that a rendered text shows: for looking at texts. Wrappers never need it.
+        """Parse a rendered text into a conversation, for inspecting texts; wrappers never need it.
 
-        A last turn without an end is not complete. ConfigError for a template without a parser, RuntimeError when
+        A last turn without an end is not complete. Raises ConfigError for a template without a parser, RuntimeError if
         nothing is recognised.
         """
         if isinstance(text, list):
@@ -167,9 +171,10 @@ def add_chat_template(
     inverse_parser: Parser | None = None,
     model_family_keywords: Sequence[str] | None = None,
 ) -> None:
-    """Know a template under a name, for this process. The template need not mark {% generation %}.
+    """Register a template under a name, for this process. The template need not mark {% generation %}.
 
-    Raises ConfigError for a name that stands for another template, and for keywords: models are never told by paths.
+    Raises ConfigError if the name has another template, or if `model_family_keywords` is given: templates are never
+    guessed from a model's path.
     """
     if model_family_keywords:
         raise ConfigError("model_family_keywords: a path says nothing about a model; pass chat_template_name instead.")
@@ -201,7 +206,7 @@ def _plain(value: Any) -> Any:
 
 
 def _content(value: Any) -> Any:
-    """Text, or parts as chat templates have them: text alone is joined, as templates without parts want it."""
+    """The content for a chat template: text, or parts; text-only parts are joined, for templates without parts."""
     if isinstance(value, ContentBase) and value.ndim:
         value = list(value.unbind(0))
     parts = value if isinstance(value, list) else [value]
@@ -220,15 +225,17 @@ def _joined(first: Any, second: Any, dim: int) -> Any:
     return lazy_stack([_joined(one, other, dim - 1) for one, other in pairs])
 
 
-def _texts(history: History, tokenizer: Any, open_answer: bool, go_on: bool, options: Mapping[str, Any]) -> Any:
+def _texts(
+    history: History, tokenizer: Any, open_answer: bool, continue_message: bool, options: Mapping[str, Any]
+) -> Any:
     if history.ndim > 1:
-        return [_texts(one, tokenizer, open_answer, go_on, options) for one in history.unbind(0)]
+        return [_texts(one, tokenizer, open_answer, continue_message, options) for one in history.unbind(0)]
     messages = history.to_chats()
     return tokenizer.apply_chat_template(
         messages,
         tokenize=False,
-        add_generation_prompt=open_answer and not go_on,
-        continue_final_message=go_on,
+        add_generation_prompt=open_answer and not continue_message,
+        continue_final_message=continue_message,
         **options,
     )
 
@@ -260,7 +267,7 @@ def _columns(rows: Any, tokenizer: Any, padding: bool, tensors: bool, masked: bo
 
 
 def pad_id(tokenizer: Any) -> int:
-    """What fills a padded tensor; masks tell what is padding, so any id will do."""
+    """The id that fills a padded tensor; any id works, because masks mark the padding."""
     for name in ("pad_token_id", "eos_token_id"):
         if (found := getattr(tokenizer, name, None)) is not None:
             return int(found)

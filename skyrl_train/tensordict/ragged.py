@@ -1,8 +1,8 @@
 """Token-level values of a tensordict as the ragged [T] tensors that all algorithms work on.
 
-A tensordict has one row a sequence. Its token-level entries are rectangles [B, L], whose padding a mask tells (left of
-a prompt, right of a response, or all on the left), or ragged: lazy stacks of rows of different lengths, or nested
-tensors. Both come to the same flat values, so that no result depends on how a batch was padded.
+A tensordict has one row per sequence. Its token-level entries are rectangles [B, L], with padding marked by a mask
+(left of a prompt, right of a response, or all on the left), or ragged: lazy stacks of rows of different lengths, or
+nested tensors. Both give the same flat values, so that no result depends on how a batch was padded.
 
 Legend: B sequences, L positions of the widest row, T tokens.
 """
@@ -19,11 +19,11 @@ from torch.nn.functional import pad
 
 Key = str | tuple[str, ...]
 Column = Tensor | list[Tensor]
-"""One entry of all rows: [B, ...], or B tensors of different shapes."""
+"""One entry for all rows: [B, ...], or B tensors of different shapes."""
 
 
 def rows_of(tensordict: TensorDictBase) -> list[TensorDictBase]:
-    """Rows (batch size ()) of a tensordict of any batch size, the last dimension running fastest."""
+    """Rows (batch size ()) of a tensordict of any batch size, in row-major order."""
     if tensordict.ndim == 0:
         return [tensordict]
     return [row for part in tensordict.unbind(0) for row in rows_of(part)]
@@ -35,7 +35,7 @@ def flattened(tensordict: TensorDictBase) -> TensorDictBase:
 
 
 def column(tensordict: TensorDictBase, key: Key) -> Column | None:
-    """An entry of a tensordict of batch size [B]; None where it has none."""
+    """An entry of a tensordict of batch size [B], or None if it is missing."""
     value = tensordict.get(key, None, as_list=True)
     if isinstance(value, Tensor) and value.is_nested:
         return list(value.unbind())
@@ -48,21 +48,21 @@ def column(tensordict: TensorDictBase, key: Key) -> Column | None:
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Where the tokens of B rows lie in a rectangle; ragged rows stand to the right, as left-padding policies put them.
+    """The positions of B rows' tokens in a rectangle; ragged rows are right-aligned, as left-padding policies do.
 
     Example: rows (5 6 7) and (8 9) give present=[[1,1,1],[0,1,1]], widths=[3,2], sequence_ids=[0,0,0,1,1].
     """
 
     present: Tensor
-    """[B, L] bool: a token, not padding."""
+    """[B, L] bool: True for tokens, False for padding."""
     widths: tuple[int, ...]
-    """Positions of each row, L in a rectangle."""
+    """Number of positions of each row; L for every row of a rectangle."""
     padding_known: bool = True
-    """False for a rectangle without an attention mask: `present` is then all True, padding included."""
+    """False for a rectangle without an attention mask: `present` is then True everywhere, even in padding."""
 
     @classmethod
     def of(cls, tokens: Column, attention: Column | None) -> TokenLayout:
-        """tokens and attention mask as rectangles, or as rows."""
+        """Make the layout of tokens and attention mask, given as rectangles or as rows."""
         rows = list(tokens)
         widths = tuple(len(row) for row in rows)
         device = rows[0].device if rows else None
@@ -81,14 +81,14 @@ class TokenLayout:
 
     @property
     def first_tokens(self) -> Tensor:
-        """[T] bool: nothing precedes them, so they have no log-prob."""
+        """[T] bool: the first token of each row, which has no log-prob."""
         ids = self.sequence_ids
         return torch.cat([ids.new_ones(1), ids.diff()])[: len(ids)].bool()
 
     def rectangle(self, values: Column, name: Key, fill: float = 0) -> Tensor:
         """[B, L], or rows, to [B, L]; a trailing dimension of 1 is dropped.
 
-        A row may have all positions of its tokens' row, or only those that are no padding. ValueError otherwise.
+        A row must have either all positions of its tokens' row, or only those that are not padding, else ValueError.
         """
         if isinstance(values, Tensor):
             if values.ndim == 3 and values.shape[-1] == 1:
@@ -114,7 +114,7 @@ class TokenLayout:
         return self.rectangle(values, name)[self.present]
 
     def spread(self, values: Column, name: Key) -> Tensor:
-        """[T] from one value a row ([B], [B, 1], [B, 1, 1]) or one a token."""
+        """[T] from one value per row ([B], [B, 1], [B, 1, 1]) or one per token."""
         if isinstance(values, list):
             values = [row.reshape(-1) for row in values]
             if all(row.numel() == 1 for row in values):
@@ -128,10 +128,10 @@ class TokenLayout:
         return values.new_zeros(self.present.shape).index_put((self.present,), values)
 
     def after(self, tokens: Column, prompts: Column) -> Tensor:
-        """[T] bool: tokens behind the prompt that their row begins with. ValueError where a row does not."""
+        """[T] bool: tokens after the prompt of their row. Raises ValueError if a row does not begin with its prompt."""
         whole, result = self.rectangle(tokens, "tokens"), self.present.clone()
         if isinstance(prompts, Tensor) and torch.equal(whole[:, : prompts.shape[1]], prompts):
-            result[:, : prompts.shape[1]] = False  # left-padded prompts, as rectangles hold them
+            result[:, : prompts.shape[1]] = False  # prompts in rectangles are left-padded
             return result[self.present]
         for index, prompt in enumerate(prompts):
             begin, length = whole.shape[1] - self.widths[index], len(prompt)
@@ -149,5 +149,5 @@ class TokenLayout:
 
 
 def stacked(rows: Sequence[TensorDictBase]) -> TensorDictBase:
-    """Rows to one tensordict [B] which nothing written into it reaches back from: tensors are shared, dicts are not."""
+    """Stack rows into one tensordict [B], which shares their tensors; entries written into it do not reach the rows."""
     return lazy_stack([row.copy() for row in rows])

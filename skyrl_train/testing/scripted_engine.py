@@ -1,4 +1,4 @@
-"""An inference engine that answers from a function: for tests of everything that talks to engines."""
+"""An inference engine that answers from a function, for testing any code that uses engines."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ EVERYTHING = Capabilities(
 
 
 class ScriptedEngine:
-    """`answer(request)` gives the sampled token ids (at most max_tokens count); log-probs are -1 nat.
+    """An engine whose `answer(request)` returns the sampled token ids (cut to max_tokens); log-probs are -1 nat.
 
     `delay_s` is a number or a function of the request: a call takes as long as its slowest request. `failures` maps a
-    method's name to the exception that its next calls raise. What happened is in `calls` (method names) and `batches`
-    (request lists of generate).
+    method's name to the exception that its next calls raise. `calls` records method names, and `batches` the request
+    lists of generate.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Models and tokenizers small enough for a test, made on the spot: no hub needed."""
+"""Models and tokenizers small enough for tests, created on the fly without the hub."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte plus ChatML's three: any text round-trips, ids are 0-258."""
+    """One token per byte plus ChatML's three: any text round-trips, and ids are 0-258."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -55,7 +55,7 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A randomly initialised model of a real architecture: qwen2, qwen3, qwen3_moe, llama, gemma, mistral...
 
-    Weights are drawn wider than usual, so that different tokens get visibly different probabilities.
+    Weights are drawn from a wider distribution than usual, so that tokens' probabilities clearly differ.
     """
     torch.manual_seed(seed)
     config = _tiny_config(kind, vocab_size, hidden_size, layers, tied)
@@ -86,14 +86,14 @@ def _tiny_config(
 
 
 def save_tiny_model(directory: Path, kind: str = "qwen2", **options: object) -> str:
-    """Model and byte tokenizer as a Hugging Face folder; returns its path."""
+    """Save a model and the byte tokenizer as a Hugging Face folder; return its path."""
     tiny_model(kind, **options).save_pretrained(directory)  # type: ignore[arg-type]
     byte_tokenizer().save_pretrained(directory)
     return str(directory)
 
 
 def save_tiny_reward_model(directory: Path, kind: str = "qwen2", seed: int = 0, **config: object) -> str:
-    """A sequence classifier with one output and the byte tokenizer as a folder; `config` changes its configuration."""
+    """Save a sequence classifier with one output and the byte tokenizer; `config` changes its configuration."""
     torch.manual_seed(seed)
     settings = _tiny_config(kind)
     settings.num_labels = 1

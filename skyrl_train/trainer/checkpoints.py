@@ -1,11 +1,11 @@
-"""Checkpoints that are whole or absent: written beside their final name, checksummed, then renamed.
+"""Checkpoints that are complete or absent: written to a temporary folder, checksummed, then renamed.
 
     <root>/global_step_40/            committed: every file is listed with size and SHA-256 in manifest.json
     <root>/global_step_50.partial/    a save that was interrupted; reported, never loaded, never deleted by loading
     <root>/latest_ckpt_global_step.txt
 
 Ranks write their files into the folder that `begin` returns; one process calls `begin` and `commit`. Nothing here
-unpickles or runs what a file says: JSON and checksums only.
+unpickles or executes file contents: JSON and checksums only.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Checkpoint:
     path: Path
     step: int
     state: dict[str, Any]
-    """What the trainer gave to `commit`: see trainer_state.json."""
+    """The state passed to `commit`, read from trainer_state.json."""
 
 
 class Checkpoints:
-    """The checkpoints of one run; the `keep` newest are kept, -1 keeps all."""
+    """The checkpoints of one run. Only the `keep` newest are kept; -1 keeps all."""
 
     def __init__(self, root: Path, keep: int = -1):
         if keep < 1 and keep != -1:
@@ -60,7 +60,7 @@ class Checkpoints:
         return sorted(_steps(self._root, _COMMITTED))
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write step `step` into; an earlier torn save of the same step is overwritten."""
+        """Create an empty folder for the files of `step`; an interrupted save of the same step is deleted."""
         folder = self._partial(step)
         if folder.exists():
             shutil.rmtree(folder)
@@ -68,9 +68,9 @@ class Checkpoints:
         return folder
 
     def commit(self, step: int, state: Mapping[str, Any]) -> Path:
-        """Make the folder of `begin` durable and visible, point `latest` at it, and remove what is too old.
+        """Make the folder of `begin` durable and visible, point `latest` at it, and delete the oldest beyond `keep`.
 
-        Raises OSError when the disk is full or fails: the checkpoints there were stay as they are.
+        Raises OSError if the disk is full or fails; the existing checkpoints then stay as they are.
         """
         folder, final = self._partial(step), self._final(step)
         write_durably(folder / STATE_FILE, json.dumps({"global_step": step, **state}, indent=1))
@@ -87,11 +87,11 @@ class Checkpoints:
         return final
 
     def load_path(self, mode: str | None, path: str | Path | None = None) -> Checkpoint | None:
-        """The checkpoint to resume from, verified; None when there is nothing to resume.
+        """The checkpoint to resume from, verified; None if there is nothing to resume.
 
-        latest: the newest that verifies, loudly passing over damaged ones. from_path: that one, or the newest whole one
-        before it in the same folder. Raises CheckpointError when there are checkpoints and none is whole, ConfigError
-        for a bad mode or a path that is not there.
+        Mode "latest" takes the newest that verifies and logs an error for every damaged one that it skips; "from_path"
+        takes the given one, or the newest intact one before it in the same folder. Raises CheckpointError if there are
+        checkpoints but none is intact, ConfigError for an unknown mode or a missing path.
         """
         if mode is None or mode == "none":
             return None
@@ -126,7 +126,7 @@ class Checkpoints:
         return self._root / f"global_step_{step}"
 
     def _set_later_aside(self, step: int) -> None:
-        """A run resumed from an older step leaves later ones behind; `latest` must never find its way back to them."""
+        """Rename later checkpoints: a run resumed from an older step must never resume from them by mistake."""
         for later in self.steps():
             if later > step:
                 old = self._final(later)
@@ -158,7 +158,7 @@ def _out_of_the_way(folder: Path) -> Iterator[None]:
 
 
 def verify(folder: Path) -> str | None:
-    """What is wrong with a committed checkpoint; None when every file is there with its size and SHA-256."""
+    """Describes the problem with a committed checkpoint; None if every file is present with its size and SHA-256."""
     try:
         manifest = json.loads((folder / MANIFEST_FILE).read_text())
         files: dict[str, Any] = manifest["files"]
@@ -178,13 +178,13 @@ def verify(folder: Path) -> str | None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Replace a small file atomically: readers see the old text or the new, also after a power cut."""
-    beside = path.with_name(f".{path.name}.new")
-    with beside.open("w") as handle:
+    """Replace a small file atomically: readers see either the old text or the new one, even after a power cut."""
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("w") as handle:
         handle.write(text)
         handle.flush()
         os.fsync(handle.fileno())
-    beside.replace(path)
+    temporary.replace(path)
     _sync_folder(path.parent)
 
 
@@ -221,7 +221,7 @@ def _entry(path: Path, sync: bool) -> dict[str, Any]:
 
 
 def _unsafe(folder: Path, name: str) -> str | None:
-    """A manifest is data: a name that leaves the folder, by `..` or through a link, is refused before it is opened."""
+    """A manifest is untrusted: a name that leaves the folder, by `..` or through a link, is refused before opening."""
     relative = PurePosixPath(name)
     if relative.is_absolute() or ".." in relative.parts or not relative.parts:
         return "is not a path inside the checkpoint"

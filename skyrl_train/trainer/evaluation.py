@@ -1,4 +1,4 @@
-"""Evaluation: mean reward and pass@n per data source."""
+"""Evaluation: mean reward and pass@n of every data source."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ class Evaluator:
         self._max_failed_fraction = max_failed_fraction
 
     async def run(self, step: int) -> dict[str, float]:
-        """eval/<source>/avg_score, pass_at_<n> and num_failed; eval/all/... where there are several sources.
+        """Returns eval/<source>/avg_score, pass_at_<n> and num_failed; with several sources also eval/all/...
 
         A failed episode counts as reward 0: an evaluation has no mask, and leaving it out would flatter the model.
-        Raises RolloutsFailed when more than `max_failed_fraction` failed: then it is not the model that was measured.
+        Raises RolloutsFailed if more than `max_failed_fraction` of the episodes failed: the numbers would then say
+        little about the model.
         """
         groups: list[TrajectoryGroup] = []
         for start in range(0, len(self._prompts), self._batch_size):
@@ -56,7 +57,7 @@ class Evaluator:
         }
 
     def _dump(self, groups: Sequence[TrajectoryGroup], folder: Path) -> None:
-        """One JSON line a trajectory, a file a data source."""
+        """Write one JSON line per trajectory, into one file per data source."""
         folder.mkdir(parents=True, exist_ok=True)
         lines: dict[str, list[str]] = defaultdict(list)
         for group in groups:
@@ -78,7 +79,7 @@ class Evaluator:
 
 
 def scores(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Mean reward over all samples, share of prompts with at least one pass, number of failed episodes."""
+    """avg_score (mean reward of all samples), pass_at_<n> (share of prompts with at least one pass) and num_failed."""
     trajectories = [item for group in groups for item in group.trajectories]
     rewards = [item.reward if item.status == OK else 0.0 for item in trajectories]
     passed = [any(item.status == OK and item.reward >= PASSED for item in group.trajectories) for group in groups]

@@ -1,4 +1,7 @@
-"""Who holds the accelerator. Async context managers, so that an exception never leaves the wrong owner."""
+"""Whether the engines or the learner hold the accelerator.
+
+The phases are async context managers, so that an exception never leaves the wrong owner.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,20 @@ from skyrl_train.learner.learner import Learner
 
 
 class Residency(Protocol):
+    """The phases of a step; entering one moves engines and learner onto or off the accelerator as it needs."""
+
     def generating(self) -> AbstractAsyncContextManager[None]:
-        """Inside, engines take requests."""
+        """While inside, the engines accept requests."""
 
     def training(self) -> AbstractAsyncContextManager[None]:
-        """Inside, the learner may compute."""
+        """While inside, the learner may compute."""
 
     def syncing(self) -> AbstractAsyncContextManager[None]:
-        """Inside (and inside training), engines can take weights."""
+        """While inside, the engines can receive weights; to be entered within `training`."""
 
 
 class AlwaysResident:
-    """Engines and learner have slots of their own; nothing moves."""
+    """Engines and learner have dedicated slots; nothing moves."""
 
     @asynccontextmanager
     async def generating(self) -> AsyncIterator[None]:
@@ -31,7 +36,7 @@ class AlwaysResident:
 
 
 class TimeShared:
-    """Engines and learner take turns on the same slots. Starts with the learner on them and the engines asleep."""
+    """Engines and learner take turns on the same slots; at first the learner holds them and the engines are asleep."""
 
     def __init__(self, engines: Any, learner: Learner):
         self._engines = engines

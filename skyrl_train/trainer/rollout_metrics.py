@@ -1,4 +1,4 @@
-"""What a step's rollouts look like, as numbers and as a few texts for people."""
+"""Metrics of a step's rollouts, and a few sample texts to read."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from skyrl_train.metrics import Metrics
 from skyrl_train.report.protocol import SampleRow
 
 NUM_SAMPLES = 4
-"""Completions shown a step."""
+"""How many completions are shown per step."""
 
 
 def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics: Metrics) -> None:
-    """reward/*, response/*, episode/*, rollouts/*: over trajectories with status ok; `version`: of the live weights.
+    """Add reward/*, response/*, episode/*, environment/* and rollouts/*; `version` is that of the live weights.
 
-    A group that dynamic sampling repeats counts once.
+    All but rollouts/tokens and rollouts/trajectories cover trajectories with status ok only. A group that dynamic
+    sampling repeats counts once.
     """
     groups = list({id(group): group for group in groups}.values())
     trajectories = list(chain.from_iterable(group.trajectories for group in groups))
@@ -47,7 +48,7 @@ def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics
 
 
 def sample_rows(groups: Sequence[TrajectoryGroup]) -> list[SampleRow]:
-    """The first trajectory of the first few groups."""
+    """The first trajectory of each of the first NUM_SAMPLES groups."""
     return [_row(group.trajectories[0]) for group in groups[:NUM_SAMPLES] if group.trajectories]
 
 

@@ -1,4 +1,4 @@
-"""The folder of one run: nobody else writes to it while it is held, and no second run is ever mixed into it."""
+"""The folder of one run: locked while the run uses it, and never shared with a second run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LOCK_FILE = ".lock"
 
 
 class RunDirectory:
-    """Holds `path` from enter to exit; `resuming` says whether checkpoints found there may be continued.
+    """Locks `path` from enter to exit; `resuming` says whether checkpoints found there may be continued.
 
-    `identity` is what makes two runs the same (project, run name, model path, fingerprints of the data...), plain JSON
-    values; it is kept in run.json. Entering raises RunDirectoryError when the folder cannot be written, is held by
-    another process, holds a run of another identity, or holds checkpoints while not resuming.
+    `identity` determines whether two runs are the same one (project, run name, model path, fingerprints of the data):
+    plain JSON values, stored in run.json. Entering raises RunDirectoryError if the folder cannot be written, is locked
+    by another process, belongs to a run with another identity, or contains checkpoints although `resuming` is false.
 
     Example:
         with RunDirectory(Path("runs/a"), {"run_name": "a"}, resuming=True) as run:
@@ -58,7 +58,7 @@ class RunDirectory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._lock is not None
-        self._lock.close()  # gives the lock back; the system does the same when the process dies
+        self._lock.close()  # releases the lock; the system does the same when the process dies
 
     def _take(self, lock: IO[str]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""A run's checkpoints and exports: which are there, what is in them, how a run goes on from one."""
+"""A run's checkpoints and exports: what they contain, and how a run resumes from one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from skyrl_train.trainer.checkpoints import Checkpoints
 class RunState:
     """Saves and restores everything a step depends on: weights, optimizer, schedule, step, controllers.
 
-    Controllers are whatever else has `state()` and `load_state`: the place in the data's order, the KL coefficient.
-    Sampling and the order itself need no state: both are functions of the seed and of that place.
+    Controllers are all other objects with `state()` and `load_state()`: the position in the data, the KL coefficient.
+    Sampling and the order of the data need no state: both are functions of the seed and of that position.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class RunState:
         controllers: Mapping[str, Any] | None = None,
         reference_folder: Path | None = None,
     ):
-        """`reference_folder`: by way of which the reference follows the policy; None where it stays what it is."""
+        """`reference_folder`: used to copy the policy to the reference; None for a reference that never changes."""
         self._checkpoints = checkpoints
         self._learner = learner
         self._export_path = export_path
@@ -42,9 +42,9 @@ class RunState:
         self._reference_folder = None if learner.reference is None else reference_folder
 
     async def resume(self) -> int:
-        """Load the checkpoint that the configuration asks for; returns the step to go on from, 0 for a fresh run.
+        """Load the checkpoint that the configuration asks for; returns the step to continue from, 0 for a fresh run.
 
-        Raises CheckpointError when the data it was trained on has changed since.
+        Raises CheckpointError if the data has changed since the checkpoint was written.
         """
         found = self._checkpoints.load_path(self._resume_mode, self._resume_path)
         if found is None:
@@ -65,7 +65,7 @@ class RunState:
         return found.step
 
     async def save(self, step: int) -> None:
-        """Write a checkpoint that appears all at once or not at all."""
+        """Write a checkpoint atomically: it appears complete or not at all."""
         folder = self._checkpoints.begin(step)
         for role, group in self._learner.trained.items():
             (folder / role).mkdir(parents=True, exist_ok=True)
@@ -76,13 +76,13 @@ class RunState:
         self._checkpoints.commit(step, {"fingerprints": self._fingerprints, "controllers": controllers})
 
     async def export(self, step: int) -> Path:
-        """The policy as a Hugging Face folder."""
+        """Write the policy as a Hugging Face folder; returns its path."""
         folder = self._export_path / f"global_step_{step}" / "policy"
         await self._learner.policy.all("export", str(folder))
         return folder
 
     async def update_reference(self) -> None:
-        """The reference becomes the policy, where it follows it."""
+        """Copy the policy's weights to the reference, if the reference follows the policy."""
         folder = self._reference_folder
         if folder is None:
             return
@@ -94,6 +94,6 @@ class RunState:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def _reference(self, method: str, folder: Path) -> None:
-        """All of it, in a Hugging Face folder: it may have other ranks, and another dtype, than the policy."""
+        """Export or reload the reference as a Hugging Face folder: its ranks and dtype may not be the policy's."""
         assert self._learner.reference is not None
         await self._learner.reference.all(method, str(folder))

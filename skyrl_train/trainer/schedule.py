@@ -1,4 +1,4 @@
-"""How many prompts a step has, and how many steps a run: a pure function of sizes."""
+"""The number of prompts in each step and of steps in a run, computed from sizes alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """Steps of at most `batch_size` prompts; a step never crosses the end of an epoch, so its last one may be smaller.
+    """Steps of at most `batch_size` prompts. No step crosses the end of an epoch: an epoch's last one may be smaller.
 
     Example: 10 prompts, batches of 4, 2 epochs: steps of 4, 4, 2, 4, 4, 2 prompts.
     """
@@ -27,17 +27,17 @@ class StepSchedule:
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def prompts_of_step(self, step: int) -> int:
-        """Number of prompts of 0-based `step`; 0 from the end of the run on."""
+        """Number of prompts in the 0-based `step`; 0 for steps past the end of the run."""
         if step >= self.total_steps:
             return 0
         start = (step % self.steps_per_epoch) * self.batch_size
         return min(self.batch_size, self.num_prompts - start)
 
     def prompts_before(self, step: int) -> int:
-        """Position in the run's order of prompts at which `step` begins, where every prompt is trained on."""
+        """Position in the run's order of prompts at which `step` begins, if no prompt is skipped or dropped."""
         epoch, rest = divmod(step, self.steps_per_epoch)
         return epoch * self.num_prompts + rest * self.batch_size
 
     def ends_epoch(self, step: int) -> bool:
-        """Whether the last of `step` finished steps was the last of an epoch."""
+        """Whether an epoch is complete after `step` finished steps."""
         return step % self.steps_per_epoch == 0

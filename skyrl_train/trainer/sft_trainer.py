@@ -1,4 +1,4 @@
-"""The smaller loop: supervised fine-tuning with the same learner, checkpoints and trackers."""
+"""Supervised fine-tuning: a smaller loop with the same learner, checkpoints and trackers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from skyrl_train.trainer.trainer import Intervals
 
 
 class SFTTrainer:
-    """Minimises the negative log-likelihood of demonstrations, in the order that `index_at` gives."""
+    """Minimises the negative log-likelihood of demonstrations.
+
+    `index_at` maps a position in the run to the index of the demonstration trained on there.
+    """
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class SFTTrainer:
         self.batch_dump = batch_dump
 
     async def fit(self) -> Path:
-        """Train to the last step, from a checkpoint where there is one; returns the exported Hugging Face folder."""
+        """Train up to the last step, resuming if there is a checkpoint; returns the exported Hugging Face folder."""
         step = await self.state.resume()
         total = self.schedule.total_steps
         self.trackers.begin(step, total)

@@ -1,4 +1,4 @@
-"""The one loop: rollouts, scores, advantages, an update, and its weights on their way to the engines."""
+"""The training loop: collect rollouts, score them, compute advantages, update the model, publish its weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Publish = Callable[[int], Awaitable[dict[str, float]]]
 
 @dataclass(frozen=True)
 class Intervals:
-    """Steps between ...; 0 or less is never. The last step counts as due for whatever is not off."""
+    """How many steps apart each action is; 0 or less disables it. Enabled actions also run after the last step."""
 
     evaluate: int
     checkpoint: int
@@ -37,13 +37,14 @@ class Intervals:
     total_steps: int
 
     def due(self, interval: int, step: int) -> bool:
+        """Whether an action with this interval runs after `step` finished steps."""
         return interval > 0 and (step % interval == 0 or step == self.total_steps)
 
 
 class Trainer:
-    """Owns the order of events and nothing else: every part is made in `build` and passed in.
+    """Decides the order of events and nothing else: all of its parts are built by `assembly` and passed in.
 
-    `step` is the number of finished steps and the version of the weights that engines serve.
+    `step` is the number of finished steps, and also the version of the weights that the engines serve.
     """
 
     def __init__(
@@ -76,14 +77,17 @@ class Trainer:
         self.step = 0
 
     async def fit(self) -> None:
-        """Train from the newest checkpoint, or from the start, to the last step."""
+        """Train up to the last step, from the checkpoint to resume or else from the start.
+
+        On EnginesLost, RewardModelLost or RolloutsFailed it saves the finished steps before it raises.
+        """
         await self._start()
         started_at = self.step
         try:
             while self.step < self.schedule.total_steps:
                 await self._step()
         except (EnginesLost, RewardModelLost, RolloutsFailed):
-            # No engine, no judge, or nothing to learn from is left; the learner is whole, and what it learnt is kept.
+            # No engine, no reward model, or nothing to train on is left; the learner is intact, so keep its work.
             if self.step > started_at:
                 await self.state.save(self.step)
             raise
@@ -102,7 +106,7 @@ class Trainer:
         await self._after_step(groups)
 
     async def _start(self) -> None:
-        """Resume, give the engines the trainer's weights, evaluate them."""
+        """Resume, publish the trainer's weights to the engines, and evaluate them if configured."""
         async with self.residency.training():
             self.step = await self.state.resume()
             await self._publish()
@@ -120,7 +124,7 @@ class Trainer:
         return groups
 
     async def _learn(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """One training step: score what the loss needs, advantages, optimizer steps."""
+        """Train on `groups`: score what the loss needs, add advantages, take the optimizer steps."""
         batch = collate(groups)
         with self.metrics.timed("score"):
             batch = await self.learner.score(batch)
@@ -144,7 +148,7 @@ class Trainer:
                 self._add(await evaluator.run(self.step))
 
     async def _after_step(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """Evaluate, save, export and report where due."""
+        """Evaluate, report, export and save, each if it is due."""
         due = self.intervals.due
         if self.evaluator is not None and due(self.intervals.evaluate, self.step):
             await self._evaluate(self.evaluator)

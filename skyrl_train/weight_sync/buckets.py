@@ -1,4 +1,4 @@
-"""How tensors lie in byte buffers: both ends of the wire."""
+"""The layout of tensors in byte buffers, for both ends of a weight sync."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch import Tensor
 from skyrl_train.weight_sync.wire import WORD, Bucket, Manifest, TensorSpec, dtype_of, fingerprint
 
 ALIGNMENT = 16
-"""Every tensor starts at a multiple of it, so that bytes can be viewed as any dtype and are whole words."""
+"""Bytes. Every tensor starts at a multiple of it, so that bytes can be viewed as any dtype, and are whole words."""
 _LARGE = 1 << 20
-"""Bytes; for smaller tensors a call each costs more than their bytes."""
+"""Bytes. For smaller tensors one call per tensor costs more than summing their bytes."""
 
 
 def num_bytes(spec: TensorSpec) -> int:
+    """Bytes of a tensor in its wire dtype."""
     return _num_bytes(spec.shape, spec.dtype)
 
 
@@ -29,7 +30,7 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def buckets(manifest: Manifest) -> list[Bucket]:
-    """The manifest's tensors in order, cut before `bucket_bytes` would be passed; a larger tensor stands alone."""
+    """The manifest's tensors in order, in buckets of at most `bucket_bytes`; a larger tensor has its own bucket."""
     cut: list[list[TensorSpec]] = []
     used = 0
     for spec in manifest.tensors:
@@ -46,12 +47,12 @@ def buckets(manifest: Manifest) -> list[Bucket]:
 
 
 def buffer_bytes(specs: Sequence[TensorSpec]) -> int:
-    """Bytes of the buffer that holds these tensors."""
+    """Bytes of a buffer for these tensors."""
     return sum(_aligned(num_bytes(spec)) for spec in specs)
 
 
 def views(buffer: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
-    """Each tensor's place in a uint8 buffer, in its own dtype and shape: to write into, or to read from."""
+    """Views of a uint8 buffer as these tensors, in their dtypes and shapes, for writing or reading."""
     start = 0
     for name, run in groupby(specs, key=lambda spec: spec.dtype):
         same = list(run)
@@ -65,7 +66,7 @@ def views(buffer: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
 
 
 def clear_gaps(buffer: Tensor, specs: Sequence[TensorSpec]) -> None:
-    """Zero what lies between the tensors of a buffer that is used again: fingerprints count it."""
+    """Zero the gaps between the tensors of a reused buffer, as fingerprints include them."""
     start = 0
     for spec in specs:
         size = num_bytes(spec)
@@ -75,7 +76,7 @@ def clear_gaps(buffer: Tensor, specs: Sequence[TensorSpec]) -> None:
 
 
 def fingerprints(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[int]:
-    """Of each tensor in a buffer whose gaps are zero."""
+    """The fingerprint of each tensor in a buffer whose gaps are zero."""
     if not buffer.is_cpu or buffer.numel() > len(specs) * _LARGE:
         return [fingerprint(tensor) for tensor in views(buffer, specs)]
     words = [_aligned(num_bytes(spec)) // WORD for spec in specs]
@@ -85,18 +86,18 @@ def fingerprints(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[int]:
 
 
 def empty_buffer(specs: Sequence[TensorSpec], device: torch.device | str) -> Tensor:
-    """uint8; zeroed, so that the gaps between tensors hold nothing of this process's memory."""
+    """A new uint8 buffer, zeroed so that gaps between tensors contain no old memory of this process."""
     return torch.zeros(buffer_bytes(specs), dtype=torch.uint8, device=device)
 
 
-class TurningBuffers:
-    """Two buffers that are used again and again: fresh memory costs more than the copy into it."""
+class AlternatingBuffers:
+    """Two buffers that are used in turn: allocating new memory costs more than the copy into it."""
 
     def __init__(self) -> None:
         self._buffers: list[Tensor | None] = [None, None]
 
     def take(self, index: int, size: int, device: torch.device | str) -> Tensor:
-        """uint8 [size]; what lies in it is of the bucket `index` - 2."""
+        """A buffer uint8 [size], which still contains bucket `index` - 2."""
         buffer = self._buffers[index % 2]
         if buffer is None or buffer.numel() < size:
             buffer = self._buffers[index % 2] = torch.zeros(size, dtype=torch.uint8, device=device)

@@ -15,14 +15,14 @@ from skyrl_train.errors import WeightSyncError
 
 
 class BucketFolder:
-    """The trainer's end: one folder a version, gone when the next one begins or the sender closes."""
+    """The trainer's end: one folder per version, deleted when the next one begins or the sender closes."""
 
     def __init__(self, folder: str):
         self._root = Path(folder)
         self._current: Path | None = None
 
     def write(self, version: int, index: int, tensors: Sequence[tuple[str, Tensor]]) -> str:
-        """Returns the file's path. Raises WeightSyncError when it cannot be written."""
+        """Write a bucket; returns the file's path. Raises WeightSyncError if it cannot be written."""
         folder = self._root / f"version_{version}"
         if folder != self._current:
             self.close()
@@ -37,13 +37,14 @@ class BucketFolder:
         return str(path)
 
     def close(self) -> None:
+        """Delete the current folder."""
         if self._current is not None:
             shutil.rmtree(self._current, ignore_errors=True)
             self._current = None
 
 
 def read_bucket(path: str, device: torch.device) -> dict[str, Tensor]:
-    """The engine's end. Raises WeightSyncError for a file that is missing or torn."""
+    """The engine's end: read a bucket. Raises WeightSyncError for a missing or incomplete file."""
     try:
         return load_file(path, device=str(device))
     except (OSError, SafetensorError) as error:

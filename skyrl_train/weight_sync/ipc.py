@@ -1,4 +1,4 @@
-"""The `ipc` route: a bucket lies in memory that trainer and engine, on one machine, both map. Both ends are here."""
+"""The `ipc` route: a bucket is in memory that trainer and engine, on one machine, both map. Both ends are here."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _NAME = "skyrl-weights"
 
 @dataclass
 class _Page:
-    """One buffer and what others need to find it."""
+    """One buffer, and the handle with which other processes map it."""
 
     buffer: Tensor
     handle: SharedHandle
     file: int | None
-    """Descriptor that keeps a CPU page alive."""
+    """The file descriptor that keeps a CPU page alive."""
 
 
 class SharedPages:
-    """The trainer's end: two pages that take turns, so that one is filled while engines read the other.
+    """The trainer's end: two pages used in turn, so that one is filled while engines read the other.
 
-    On a CPU a page is a file without a name (memfd), which others open through this process's descriptor: nothing is
-    left behind, however this process ends. On CUDA it is a tensor whose handle travels.
+    On a CPU a page is an unnamed file (memfd), which others open through this process's descriptor: so nothing remains,
+    however this process ends. On CUDA it is a tensor whose handle is sent.
     """
 
     def __init__(self, device: torch.device | str, slot: int):
@@ -38,7 +38,7 @@ class SharedPages:
         self._pages: list[_Page | None] = [None, None]
 
     def page(self, index: int, size: int) -> tuple[Tensor, SharedHandle]:
-        """Page `index` % 2 as uint8 [size], to be filled, and the handle under which it is read."""
+        """Page `index` % 2 as uint8 [size], to be filled, and the handle to read it with."""
         place = index % 2
         page = self._pages[place]
         if page is None or page.buffer.numel() < size:
@@ -48,6 +48,7 @@ class SharedPages:
         return page.buffer[:size], handle
 
     def close(self) -> None:
+        """Free both pages."""
         for place in range(2):
             self._drop(place)
 
@@ -69,7 +70,7 @@ class SharedPages:
 
 
 def open_handle(handle: SharedHandle) -> Tensor:
-    """The engine's end: uint8 [size], the other process's memory itself, not a copy. Raises WeightSyncError."""
+    """The engine's end: map the other process's memory as uint8 [size], without a copy. Raises WeightSyncError."""
     try:
         if handle.cuda is not None:
             rebuild, arguments = handle.cuda
@@ -77,7 +78,7 @@ def open_handle(handle: SharedHandle) -> Tensor:
             torch.cuda.synchronize()
             return tensor[: handle.size]
         assert handle.file is not None
-        # Mapping makes a file as long as asked for: it must be a page, and not of another size.
+        # Mapping extends a file to the requested length, so check first that it is a page of sufficient size.
         if _NAME not in os.readlink(handle.file) or os.stat(handle.file).st_size < handle.size:
             raise WeightSyncError(f"{handle.file} is not {handle.size} bytes of a trainer's memory")
         return _map(handle.file, handle.size)
@@ -97,7 +98,7 @@ def _memory_file() -> int:
 
 
 def _on_my_device(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Each process numbers the accelerators that it sees: the index in the handle is the sender's."""
+    """Replace the sender's device index in a handle by ours: every process numbers its visible accelerators."""
     device_index = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
     mine = list(arguments)
     mine[device_index] = torch.cuda.current_device()

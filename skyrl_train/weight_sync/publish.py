@@ -1,4 +1,4 @@
-"""One sync, start to end: the trainer's weights to all engines, proven to have arrived."""
+"""A complete weight sync: sends the trainer's weights to all engines and proves that they arrived."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from skyrl_train.weight_sync.buckets import buckets, num_bytes
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 PROBE_TOLERANCE = 1e-4
-"""nats, fp32 on both sides; half-precision engines need a wider one."""
+"""In nats, for float32 on both sides; half-precision engines need a larger one."""
 _ANSWER_S = 5.0
-"""An engine that lives says so within that."""
+"""A living engine answers a health check within this time."""
 
 
 class TrainerRanks(Protocol):
-    """The trainer's ranks seen as one.
+    """All ranks of the trainer's policy.
 
-    Each rank answers address() -> (host, free port), connect_weights(route, address, world_size, timeout_s, apart),
-    manifest(version, rehearsal), send_weights(index), weights_delivered(version) and disconnect_weights(), all of them
-    a WeightSender's.
+    Each rank has the methods address() -> (host, free port), connect_weights(route, address, world_size, timeout_s,
+    adapter_only), manifest(version, rehearsal), send_weights(index), weights_delivered(version) and
+    disconnect_weights(); all but the first call its WeightSender.
     """
 
     async def all(self, method: str, *args: Any) -> list[Any]:
-        """The same call on every rank at once; answers in rank order."""
+        """Make the same call on every rank concurrently; results are in rank order."""
 
 
 class WeightHealth(Protocol):
@@ -41,10 +41,10 @@ class WeightHealth(Protocol):
 
 
 class WeightTarget(Protocol):
-    """The part of an InferenceEngine that takes weights; `receive_weights` must not block the event loop."""
+    """The part of an InferenceEngine that receives weights; `receive_weights` must not block the event loop."""
 
     capabilities: Any
-    """`name`; `weight_ranks`: members that it has in the `broadcast` group."""
+    """Has `name`, and `weight_ranks`: how many ranks of the `broadcast` group the engine occupies."""
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None: ...
 
@@ -61,19 +61,19 @@ class WeightTarget(Protocol):
 
 @dataclass(frozen=True)
 class Probe:
-    """`weight_sync_check: probe`: after a sync, every engine must give these tokens the trainer's log-probs."""
+    """`weight_sync_check: probe`: after a sync every engine must return the trainer's log-probs for these tokens."""
 
     token_ids: Sequence[Sequence[int]]
     trainer_score: Callable[[Sequence[Sequence[int]]], Awaitable[list[list[float]]]]
-    """Log-probs (nats) of every token after its first, at temperature 1."""
+    """Log-probs (nats) of all tokens but the first of each sequence, at temperature 1."""
     tolerance: float = PROBE_TOLERANCE
 
 
 class WeightPublisher:
-    """Knows the trainer and the engines, and whether they are connected.
+    """Syncs weights from the trainer to the engines, and keeps them connected.
 
-    A sync that fails is not repeated here: the group is torn down, engines that hold half of it stay torn, and the next
-    `publish` connects anew and sends everything.
+    A failed sync is not repeated here: the transfer group is destroyed, engines with half of the weights stay torn, and
+    the next `publish` reconnects and sends everything.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class WeightPublisher:
         probe: Probe | None = None,
         folder: str = "",
         rehearse_first: bool = False,
-        apart: bool = False,
+        adapter_only: bool = False,
     ):
-        """`engines` is asked at every sync: an engine that was replaced makes the group connect anew.
+        """`engines` is called for every sync; if an engine was replaced, the group is connected again.
 
-        `folder`: where the `checkpoint` route writes; every engine must see it under the same path. `rehearse_first`:
-        the first publish is a `rehearse`. `apart`: engines get the model once and then, sync by sync, the adapter that
-        is trained on it; else what is sent is merged.
+        `folder`: for the `checkpoint` route; every engine must see it at the same path. `rehearse_first`: the first
+        publish is a `rehearse`. `adapter_only`: engines get the model once and later only its adapter; otherwise the
+        model with the adapter merged into it.
         """
         self._trainer = trainer
         self._engines = engines
@@ -101,16 +101,16 @@ class WeightPublisher:
         self._probe = probe
         self._folder = folder
         self._rehearses = rehearse_first
-        self._apart = apart
+        self._adapter_only = adapter_only
         self._connected: list[WeightTarget] = []
-        self._doing = ""
+        self._phase = ""
         self.version = 0
-        """Last published whole."""
+        """The version last published completely."""
 
     async def publish(self, version: int) -> dict[str, float]:
-        """Send everything as `version`; returns metrics.
+        """Sync the weights as `version`; returns metrics.
 
-        Raises WeightSyncError naming engine and tensor, DeadlineExceeded naming the phase, or an engine's own error.
+        Raises WeightSyncError naming engine and tensor, DeadlineExceeded naming the phase, or the engine's own error.
         """
         if self._rehearses:
             self._rehearses = False
@@ -120,15 +120,15 @@ class WeightPublisher:
         return metrics
 
     async def rehearse(self, version: int) -> dict[str, float]:
-        """Before the first step: altered weights must open a gap in the probe, the true ones must close it.
+        """Test the probe before the first step: altered weights must change its log-probs, true ones must restore them.
 
-        Ends with the true weights live as `version`. Without a probe it is a `publish`. Raises WeightSyncError when the
-        probe does not notice: then it would not notice a sync that went wrong either.
+        Ends with the true weights live as `version`. Without a probe it is a `publish`. Raises WeightSyncError if the
+        probe does not notice altered weights, as then it would not notice a failed sync either.
         """
         if self._probe is None:
             return await self.publish(version)
         engines = list(self._engines())
-        async with self._whole_or_nothing(version, engines):
+        async with self._all_or_nothing(version, engines):
             await self._transfer(version, engines, rehearsal=True)
             gaps = await self._probe_gaps(self._probe, engines)
         metrics = await self.publish(version)
@@ -142,14 +142,14 @@ class WeightPublisher:
         return metrics | {"weights/rehearsal_gap": min(gaps.values())}
 
     async def publish_to(self, engine: WeightTarget, version: int) -> None:
-        """The same once more, to one engine that has just started or that a failed sync left behind."""
-        # What the engines of the last sync hold is another matter for this one: everything goes, over a new connection.
+        """Sync a single engine, which has just been started or did not complete the last sync."""
+        # This engine may lack what the others hold: send everything, over a new connection.
         await self._disconnect()
         await self._publish(version, [engine])
         self._connected = []
 
     async def _publish(self, version: int, engines: list[WeightTarget]) -> dict[str, float]:
-        async with self._whole_or_nothing(version, engines):
+        async with self._all_or_nothing(version, engines):
             manifest, count = await self._transfer(version, engines)
             gap = await self._check(version, engines)
         metrics = {
@@ -160,28 +160,28 @@ class WeightPublisher:
         return metrics if gap is None else metrics | {"weights/probe_gap": gap}
 
     @asynccontextmanager
-    async def _whole_or_nothing(self, version: int, engines: Sequence[WeightTarget]) -> AsyncIterator[None]:
+    async def _all_or_nothing(self, version: int, engines: Sequence[WeightTarget]) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(self._deadline_s) as deadline:
                 yield
         except BaseException as error:
             await self._disconnect()
             if isinstance(error, TimeoutError) and deadline.expired():
-                raise DeadlineExceeded(f"weight sync of version {version}: {self._doing}", self._deadline_s) from error
+                raise DeadlineExceeded(f"weight sync of version {version}: {self._phase}", self._deadline_s) from error
             if isinstance(error, WeightSyncError) and (lost := await _lost(engines)):
-                raise EngineError(f"engine {lost!r} was lost at {self._doing}: {error}") from error
+                raise EngineError(f"engine {lost!r} was lost at {self._phase}: {error}") from error
             raise
 
     async def check(self, version: int) -> float | None:
-        """Every engine says that it serves `version`, whole; with a probe, its log-probs say so too.
+        """Check that every engine reports to serve `version` completely; with a probe also its log-probs.
 
-        Returns the probe's largest difference in nats. Raises WeightSyncError naming the engine that differs.
+        Returns the probe's largest difference in nats. Raises WeightSyncError naming an engine that differs.
         """
         return await self._check(version, list(self._engines()))
 
     async def _check(self, version: int, engines: Sequence[WeightTarget]) -> float | None:
-        self._doing = "engines naming their version"
-        health = await _together(engine.health() for engine in engines)
+        self._phase = "engines naming their version"
+        health = await _gather_all(engine.health() for engine in engines)
         for one in health:
             if one.torn or one.version != version:
                 state = "is torn" if one.torn else f"serves version {one.version}"
@@ -205,26 +205,26 @@ class WeightPublisher:
         if not engines:
             raise WeightSyncError("no inference engine is alive: there is nobody to send weights to.")
         await self._connect(engines)
-        self._doing = "the trainer's manifest"
+        self._phase = "the trainer's manifest"
         manifest: Manifest = (await self._trainer.all("manifest", version, rehearsal))[0]
-        self._doing = "engines checking the manifest"
-        await _together(engine.begin_weights(manifest) for engine in engines)
+        self._phase = "engines checking the manifest"
+        await _gather_all(engine.begin_weights(manifest) for engine in engines)
         cut = buckets(manifest)
         await (self._broadcast(cut, engines) if self._route == "broadcast" else self._hand_over(cut, engines))
-        self._doing = "engines checking what they hold"
-        await _together(engine.commit_weights(version) for engine in engines)
+        self._phase = "engines checking what they hold"
+        await _gather_all(engine.commit_weights(version) for engine in engines)
         await self._trainer.all("weights_delivered", version)
         return manifest, len(cut)
 
     async def _broadcast(self, cut: Sequence[Bucket], engines: Sequence[WeightTarget]) -> None:
-        """Trainer and engines meet in a collective for every bucket."""
+        """Trainer and engines take part in a collective for every bucket."""
         for bucket in cut:
             self._name_bucket(bucket, cut)
             sending = self._trainer.all("send_weights", bucket.index)
-            await _together([sending, *(engine.receive_weights(bucket) for engine in engines)])
+            await _gather_all([sending, *(engine.receive_weights(bucket) for engine in engines)])
 
     async def _hand_over(self, cut: Sequence[Bucket], engines: Sequence[WeightTarget]) -> None:
-        """The trainer's answer says where a bucket lies; it prepares the next one while engines load this one."""
+        """The trainer's answer contains a bucket or its location; it prepares the next one while engines load it."""
         offers = asyncio.ensure_future(self._offer(cut[0])) if cut else None
         try:
             for bucket, following in zip(cut, [*cut[1:], None], strict=True):
@@ -232,7 +232,7 @@ class WeightPublisher:
                 assert offers is not None
                 offered = await offers
                 offers = asyncio.ensure_future(self._offer(following)) if following else None
-                await _together(engine.receive_weights(offered) for engine in engines)
+                await _gather_all(engine.receive_weights(offered) for engine in engines)
         finally:
             if offers is not None:
                 offers.cancel()
@@ -242,21 +242,21 @@ class WeightPublisher:
         return replace(answers[0], handles=tuple(handle for answer in answers for handle in answer.handles))
 
     def _name_bucket(self, bucket: Bucket, cut: Sequence[Bucket]) -> None:
-        self._doing = f"bucket {bucket.index + 1} of {len(cut)} ({bucket.names[0]}...)"
+        self._phase = f"bucket {bucket.index + 1} of {len(cut)} ({bucket.names[0]}...)"
 
     async def _connect(self, engines: list[WeightTarget]) -> None:
         if len(engines) == len(self._connected) and all(a is b for a, b in zip(engines, self._connected, strict=True)):
             return
-        self._doing = "connecting trainer and engines"
+        self._phase = "connecting trainer and engines"
         sizes = [engine.capabilities.weight_ranks for engine in engines]
         address, world_size = self._folder, sum(sizes) + 1
         if self._route == "broadcast":
             host, port = (await self._trainer.all("address"))[0]
             address = f"{host}:{port}"
         timeout = self._deadline_s
-        await _together(
+        await _gather_all(
             [
-                self._trainer.all("connect_weights", self._route, address, world_size, timeout, self._apart),
+                self._trainer.all("connect_weights", self._route, address, world_size, timeout, self._adapter_only),
                 *(
                     e.connect_weights(self._route, address, rank, world_size, timeout)
                     for rank, e in zip(accumulate([1, *sizes]), engines, strict=False)
@@ -266,7 +266,7 @@ class WeightPublisher:
         self._connected = engines
 
     async def _disconnect(self) -> None:
-        """Leave nobody waiting for a peer that will not come; that this fails too changes nothing for the caller."""
+        """Disconnect the trainer, so that no engine waits for it in vain; its errors do not matter to the caller."""
         self._connected = []
         closing = asyncio.ensure_future(self._trainer.all("disconnect_weights"))
         done, _ = await asyncio.wait([closing], timeout=self._deadline_s)
@@ -274,17 +274,17 @@ class WeightPublisher:
             task.exception()
 
     async def _probe_gaps(self, probe: Probe, engines: Sequence[WeightTarget]) -> dict[str, float]:
-        """Largest difference (nats) of each engine's log-probs from the trainer's, by the engine's name."""
-        self._doing = "the log-prob probe"
-        names = [one.name for one in await _together(engine.health() for engine in engines)]
-        wanted, *answers = await _together(
+        """Name of an engine -> largest difference (nats) of its log-probs from the trainer's."""
+        self._phase = "the log-prob probe"
+        names = [one.name for one in await _gather_all(engine.health() for engine in engines)]
+        wanted, *answers = await _gather_all(
             [probe.trainer_score(probe.token_ids), *(engine.score(probe.token_ids) for engine in engines)]
         )
         return {name: _largest_difference(wanted, answer) for name, answer in zip(names, answers, strict=True)}
 
 
 async def _lost(engines: Sequence[WeightTarget]) -> str | None:
-    """The name of an engine that does not answer: in a collective its peers notice first, and cannot say who."""
+    """The name of an engine that does not answer: in a collective its peers fail first, and do not know which it is."""
     answers = asyncio.gather(*(engine.health() for engine in engines), return_exceptions=True)
     with suppress(TimeoutError):
         async with asyncio.timeout(_ANSWER_S):
@@ -295,15 +295,15 @@ async def _lost(engines: Sequence[WeightTarget]) -> str | None:
 
 
 def _largest_difference(wanted: list[list[float]], got: list[list[float]]) -> float:
-    """NaN anywhere gives NaN, which no tolerance allows."""
+    """The largest absolute difference. A NaN anywhere gives NaN, which no tolerance allows."""
     differences = [
         abs(a - b) for mine, theirs in zip(wanted, got, strict=True) for a, b in zip(mine, theirs, strict=True)
     ]
     return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
-async def _together(calls: Any) -> list[Any]:
-    """All at once; the first failure is raised at once and the others are no longer waited for."""
+async def _gather_all(calls: Any) -> list[Any]:
+    """Await all calls concurrently; raises the first failure at once and cancels the other calls."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,4 +1,4 @@
-"""An engine's end: refuses what does not fit before a byte is loaded, proves what arrived and what is held."""
+"""An engine's end of a weight sync: checks the manifest before loading, verifies what arrived and what was loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.buckets import TurningBuffers, buffer_bytes, fingerprints, views
+from skyrl_train.weight_sync.buckets import AlternatingBuffers, buffer_bytes, fingerprints, views
 from skyrl_train.weight_sync.files import read_bucket
 from skyrl_train.weight_sync.ipc import open_handle
 from skyrl_train.weight_sync.store import WeightStore
@@ -17,47 +17,48 @@ from skyrl_train.weight_sync.wire import ROUTES, AdapterSpec, Bucket, Manifest, 
 
 
 class WeightReceiver:
-    """begin(manifest), receive(bucket) for all buckets in order, commit(version).
+    """Receives weights: begin(manifest), receive(bucket) for all buckets in order, commit(version).
 
-    Whatever fails before the first tensor is overwritten leaves the old weights serving; with `checkpoint` that is all
-    until `commit`. From there to the end of `commit` the model is a mixture of two versions: `torn` is True, also
-    after a transfer that died, until a complete sync. With `broadcast` a bucket is verified and loaded while the next
-    one comes in: the next call says what is wrong with it.
-    Not thread-safe: one call at a time; `receive` blocks (broadcast: until the bytes came, at most `timeout_s`).
+    A failure before the first tensor is overwritten leaves the old weights serving; with `checkpoint` nothing is
+    overwritten before `commit`. From then until the end of `commit` the model is a mixture of two versions: `torn` is
+    True and, if the transfer fails, stays so until a complete sync. With `broadcast` a bucket is verified and loaded
+    while the next one arrives, so its errors are raised by the next call.
+    Not thread-safe: one call at a time. `receive` blocks (broadcast: until the bytes arrive, at most `timeout_s`).
     """
 
     def __init__(self, store: WeightStore, name: str, device: torch.device | str = "cpu", slot: int = 0):
-        """`slot`: the placement slot that this engine lies in; `ipc` takes the bytes of the trainer rank beside it."""
+        """`slot`: the engine's placement slot; `ipc` takes the bytes of the trainer rank in the same slot."""
         self._store = store
         self._name = name
         self._device = torch.device(device)
         self._slot = slot
         self._route = "in_process"
         self._group: BroadcastGroup | None = None
-        self._buffers = TurningBuffers()
+        self._buffers = AlternatingBuffers()
         self._manifest: Manifest | None = None
         self._announced: dict[str, TensorSpec] = {}
         self._dtypes: dict[str, torch.dtype] = {}
-        """Held, of what is announced."""
+        """The engine's dtypes of the announced tensors."""
         self._pending: tuple[Bucket, Tensor] | None = None
-        """The bucket that came last and its bytes: neither verified nor loaded yet."""
+        """The last bucket and its bytes, if it is neither verified nor loaded yet."""
         self._arrived: dict[str, int] = {}
-        """Fingerprints, in the dtype held, of what was loaded."""
+        """Fingerprints of the loaded tensors, in the engine's dtypes."""
         self._staged: list[Bucket] = []
-        """`checkpoint`: files that were verified, to be loaded together."""
+        """`checkpoint`: verified files, to be loaded by `commit`."""
         self._next = 0
         self._loading = False
-        """The store was told to start."""
+        """Whether the store has been started."""
         self._synced = False
-        """What is held is what the trainer had, not what was altered for a rehearsal."""
+        """Whether the weights are the trainer's, and not those of a rehearsal."""
         self._newest = -1
-        """Version that this connection brought last: a sync must be newer. Another connection begins anew."""
+        """The last version over this connection: a sync must be newer. A new connection resets it."""
         self.torn = False
+        """Whether the model is a mixture of two versions."""
         self.version = 0
-        """Of the weights last committed; 0 before: loaded from disk."""
+        """The version last committed; 0 for the weights loaded from disk."""
 
     def connect(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        """Take part in `route`; `broadcast`: join the trainer's group as `rank` (1 to world_size - 1)."""
+        """Use `route`; for `broadcast` join the trainer's group as `rank` (1 to world_size - 1)."""
         if route not in ROUTES:
             raise WeightSyncError(f"{self._name} has no weight route {route!r}; it has {', '.join(sorted(ROUTES))}.")
         self.close()
@@ -67,7 +68,10 @@ class WeightReceiver:
             self._group = BroadcastGroup(address, rank, world_size, self._device, timeout_s)
 
     def begin(self, manifest: Manifest) -> None:
-        """Check version, finiteness, names, shapes, dtypes. Changes nothing; WeightSyncError names the tensor."""
+        """Check version, finiteness, names, shapes and dtypes, without loading anything.
+
+        Raises WeightSyncError naming the tensor.
+        """
         self._manifest = None
         if manifest.version <= self._newest:
             raise self._error(f"version {manifest.version} is stale: version {self.version} is being served.")
@@ -97,7 +101,7 @@ class WeightReceiver:
         self._next = 0
 
     def receive(self, bucket: Bucket) -> None:
-        """Take one bucket, verify the bytes of every tensor in it, then load them. Raises WeightSyncError."""
+        """Take one bucket, verify the bytes of all of its tensors, then load them. Raises WeightSyncError."""
         manifest = self._begun(f"bucket {bucket.index}")
         if bucket.index != self._next:
             raise self._error(f"bucket {self._next} is missing: bucket {bucket.index} came instead.")
@@ -114,7 +118,10 @@ class WeightReceiver:
         self._next += 1
 
     def commit(self, version: int) -> None:
-        """All that was announced arrived and is held: serve `version`. Raises WeightSyncError naming the tensor."""
+        """Verify that all announced tensors arrived and were loaded, then serve `version`.
+
+        Raises WeightSyncError naming the tensor.
+        """
         manifest = self._begun(f"commit of version {version}")
         if version != manifest.version:
             raise self._error(f"commit of version {version}, but version {manifest.version} was begun.")
@@ -141,7 +148,7 @@ class WeightReceiver:
     def close(self) -> None:
         """Leave the transfer group."""
         group, self._group = self._group, None
-        self._buffers = TurningBuffers()
+        self._buffers = AlternatingBuffers()
         self._pending = None
         if group is not None:
             group.close()
@@ -163,7 +170,7 @@ class WeightReceiver:
             )
 
     def _settle(self) -> None:
-        """Verify and load the bucket that came last."""
+        """Verify and load the pending bucket."""
         pending, self._pending = self._pending, None
         if pending is not None:
             bucket, buffer = pending
@@ -190,7 +197,7 @@ class WeightReceiver:
         return [self._announced[name] for name in bucket.names]
 
     def _read(self, bucket: Bucket) -> list[Tensor]:
-        """The tensors of a bucket that lies in a file, on this engine's device, verified."""
+        """Read and verify the tensors of a bucket in a file, on this engine's device."""
         assert bucket.file is not None
         try:
             found = read_bucket(bucket.file, self._device)
@@ -205,14 +212,14 @@ class WeightReceiver:
         return tensors
 
     def _handed_over(self, bucket: Bucket) -> Tensor:
-        """The bytes of a bucket that came with the call, on this engine's device."""
+        """The bytes of a bucket passed in the call or in shared memory, on this engine's device."""
         size = buffer_bytes(self._specs(bucket))
         try:
             if bucket.payload is not None:
                 buffer = bucket.payload
             else:
-                beside = [handle for handle in bucket.handles if handle.slot == self._slot]
-                buffer = open_handle((beside or bucket.handles)[0])
+                colocated = [handle for handle in bucket.handles if handle.slot == self._slot]
+                buffer = open_handle((colocated or bucket.handles)[0])
             if buffer.numel() != size:
                 raise WeightSyncError(f"bucket {bucket.index} has {buffer.numel()} bytes instead of {size}")
             return buffer.to(self._device)
@@ -220,14 +227,14 @@ class WeightReceiver:
             raise self._error(f"{_some(bucket.names)} did not arrive: {error}") from error
 
     def _broadcast(self, version: int, bucket: Bucket) -> Tensor:
-        """The bytes of a bucket that the group sends; meanwhile the one before is settled."""
+        """Receive a bucket's bytes from the group; meanwhile verify and load the pending bucket."""
         group = self._group
         failures: list[Exception] = []
 
         def settle() -> None:
             try:
                 self._settle()
-            except Exception as error:  # the transfer is let through: it says nothing about this bucket
+            except Exception as error:  # it concerns the pending bucket, so this transfer must not be interrupted
                 failures.append(error)
 
         buffer = self._buffers.take(bucket.index, buffer_bytes(self._specs(bucket)), self._device)
@@ -237,7 +244,7 @@ class WeightReceiver:
             group.receive_bucket(version, bucket.index, buffer, settle)
         except WeightSyncError as error:
             if self._group is group:
-                self.close()  # what comes next would be out of step
+                self.close()  # later transfers would be out of sync
             raise self._error(f"{_some(bucket.names)} did not arrive: {error}") from error
         if failures:
             raise failures[0]
@@ -247,7 +254,7 @@ class WeightReceiver:
         if spec.shape != tuple(held.shape):
             raise self._error(f"{spec.name} is announced as {list(spec.shape)}, the engine's is {list(held.shape)}.")
         wire = getattr(torch, spec.dtype, None)
-        # Between floating-point dtypes values are cast; anything else would change their meaning.
+        # Floating-point values are cast to the engine's dtype; any other cast would change their meaning.
         both_float = isinstance(wire, torch.dtype) and wire.is_floating_point and held.is_floating_point()
         if wire != held.dtype and not both_float:
             raise self._error(f"{spec.name} is announced as {spec.dtype}, the engine's is {dtype_name(held.dtype)}.")
@@ -262,11 +269,11 @@ class WeightReceiver:
 
 
 def _place(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Equal for tied tensors."""
+    """A key that is equal for tied tensors."""
     return (id(tensor) if tensor.is_meta else tensor.data_ptr()), tuple(tensor.shape)
 
 
 def _some(names: tuple[str, ...] | list[str]) -> str:
-    """The first names of a list that may be long."""
+    """The first names of a possibly long list."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

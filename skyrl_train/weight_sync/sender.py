@@ -1,4 +1,4 @@
-"""The trainer's end: announces what will be sent, then streams it bucket by bucket."""
+"""The trainer's end of a weight sync: announces the tensors, then sends them bucket by bucket."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.buckets import (
     ALIGNMENT,
-    TurningBuffers,
+    AlternatingBuffers,
     buckets,
     buffer_bytes,
     clear_gaps,
@@ -34,42 +34,42 @@ from skyrl_train.weight_sync.wire import (
 )
 
 REHEARSAL = 1.5
-"""Far enough from 1 for a probe of any model to notice."""
+"""Factor of the weights in a rehearsal: far enough from 1 for a probe of any model to notice."""
 ADAPTER_REHEARSAL = 0.1
-"""Added to A and B of an adapter: B may be 0, which no factor changes."""
+"""Added to A and B of an adapter in a rehearsal: B may be 0, which no factor changes."""
 CPU_BUCKET = 1 << 25
-"""Bytes: on CPUs a bucket is packed, sent and loaded fastest while it is in the cache, and the stages overlap."""
+"""Bytes. This is the fastest size on CPUs: buckets are processed within the cache, and the stages overlap."""
 
 
 @dataclass
 class _Sync:
-    """One sync under way. A send that hangs in a group that was left still has its own, and disturbs no other."""
+    """The state of one sync. A send that still hangs in an abandoned group has its own, and disturbs no later sync."""
 
     manifest: Manifest
     cut: list[Bucket]
     specs: dict[str, TensorSpec]
     stream: Iterator[tuple[str, Tensor]]
-    buffers: TurningBuffers
+    buffers: AlternatingBuffers
     next: int = 0
     gathered: Tensor | None = None
-    """The next bucket, already packed (broadcast)."""
+    """The next bucket, packed in advance (broadcast)."""
 
 
 @dataclass(frozen=True)
 class AdaptedModel:
-    """A frozen model and the adapter that is trained on it, to be synced apart."""
+    """A frozen model and its trained adapter, to be synced separately."""
 
     adapter: AdapterSpec
     parameters: Callable[[bool], Iterator[tuple[str, Tensor]]]
-    """Like a WeightSender's, not merged, A and B by `adapter_names`; given True, only those."""
+    """Like a WeightSender's `parameters`, but not merged: with A and B by `adapter_names`; given True, only those."""
 
 
 class WeightSender:
-    """Lives on every trainer rank, because full tensors come out of collectives; only rank 0 reads and sends them.
+    """Sends weights. Every trainer rank has one, as gathering full tensors is a collective; only rank 0 sends them.
 
-    A sync is `manifest(version)`, then `send(0)`, `send(1)`, ... in order, on all ranks. It reads the parameters twice:
-    once to look (finite? which bits?), once to send, and the receiver proves that both times were the same. While a
-    broadcast bucket is under way the next one is gathered. Memory: two buckets and one tensor.
+    A sync is `manifest(version)`, then `send(0)`, `send(1)`, ... in order, on all ranks. It reads the parameters twice,
+    first to check and fingerprint them, then to send them; the receiver verifies that both times were the same. While a
+    broadcast bucket is being sent, the next one is gathered. Memory: two buckets and one tensor.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class WeightSender:
         only_changed: bool = False,
         adapted: AdaptedModel | None = None,
     ):
-        """`parameters` yields (Hugging Face name, full tensor) in a fixed order, on all ranks together.
+        """`parameters` yields (Hugging Face name, full tensor) in a fixed order; a collective of all ranks.
 
-        Floating-point tensors travel as `wire_dtype` ("bfloat16", "float32"), others as they are. With `only_changed`
-        a sync that follows a complete one leaves out the tensors whose bits are the same. `adapted` is what a sync
-        reads instead, once `connect` asked for the adapter apart: the model once, then the adapter alone.
+        Floating-point tensors are sent as `wire_dtype` ("bfloat16", "float32"), others in their own dtype. With
+        `only_changed` a sync after a complete one leaves out tensors with unchanged bits. `adapted` is read instead of
+        `parameters` if `connect` gets `adapter_only`: first the model once, then only the adapter.
         """
         self._parameters = parameters
         self._wire_dtype = dtype_of(wire_dtype)
@@ -99,27 +99,33 @@ class WeightSender:
         self._pages: SharedPages | None = None
         self._folder: BucketFolder | None = None
         self._sync: _Sync | None = None
-        self._buffers = TurningBuffers()
+        self._buffers = AlternatingBuffers()
         self._rehearsal = False
         self._adapted = adapted
-        self._apart: AdaptedModel | None = None
-        """`adapted`, where engines take its adapter apart."""
+        self._separate: AdaptedModel | None = None
+        """`adapted`, if engines take its adapter separately."""
         self._delivered: tuple[int, dict[str, int]] | None = None
-        """Version and fingerprints of what the engines confirmed to hold."""
+        """The version that all engines have confirmed, and its fingerprints."""
 
     def connect(
-        self, route: str, address: str, world_size: int, timeout_s: float, apart: bool = False, device: str = "cpu"
+        self,
+        route: str,
+        address: str,
+        world_size: int,
+        timeout_s: float,
+        adapter_only: bool = False,
+        device: str = "cpu",
     ) -> None:
-        """`broadcast`: rank 0 becomes root of the group, with engines as ranks 1 to world_size - 1.
+        """Prepare a route. For `broadcast` rank 0 is the root of the group, and engines are ranks 1 to world_size - 1.
 
-        `address` is "host:port" (broadcast: a free port of rank 0's machine) or a shared folder (checkpoint). `device`
-        ("cpu", "cuda") is where buffers live. With `apart` engines get the adapter beside the model instead of merged
-        into it. Raises WeightSyncError when not all came within `timeout_s`.
+        `address`: "host:port" with a free port of rank 0's machine (broadcast), or a shared folder (checkpoint).
+        `device` ("cpu", "cuda"): of the buffers. With `adapter_only` engines get the adapter separately instead of
+        merged into the model. Raises WeightSyncError if not all ranks join within `timeout_s`.
         """
         self.disconnect()
-        if apart and self._adapted is None:
+        if adapter_only and self._adapted is None:
             raise WeightSyncError("there is no adapter to send apart: trainer.policy.model.lora.rank is 0.")
-        self._apart = self._adapted if apart else None
+        self._separate = self._adapted if adapter_only else None
         self._route = route
         self._device = device
         if route == "ipc" and (self._rank == ROOT or device != "cpu"):
@@ -132,13 +138,13 @@ class WeightSender:
             self._folder = BucketFolder(address)
 
     def manifest(self, version: int, rehearsal: bool = False) -> Manifest:
-        """Names, shapes, wire dtypes, fingerprints and non-finite tensors of a sync; an earlier one is forgotten.
+        """Begin a sync: names, shapes, wire dtypes, fingerprints and non-finite tensors. Ends an earlier sync.
 
-        In a rehearsal every weight is sent as REHEARSAL times what it is; with an adapter apart, only its tensors are
-        altered: what is trained must be what is noticed.
+        In a rehearsal every weight is sent multiplied by REHEARSAL; with a separate adapter only its tensors are
+        altered, as the probe must notice changes of the trained weights.
         """
         self._rehearsal = rehearsal
-        follows = self._delivered if (self._only_changed or self._apart) and not rehearsal else None
+        follows = self._delivered if (self._only_changed or self._separate) and not rehearsal else None
         specs, non_finite = [], []
         looks = self._rank == ROOT or self._only_changed
         for name, tensor in self._stream(follows is not None):
@@ -157,7 +163,7 @@ class WeightSender:
                 specs = [spec for spec in specs if known.get(spec.name) != spec.fingerprint]
         on_cpu = self._device == "cpu" and self._route in ("broadcast", "ipc")
         bucket_bytes = min(self._bucket_bytes, CPU_BUCKET) if on_cpu else self._bucket_bytes
-        adapter = self._apart.adapter if self._apart is not None else None
+        adapter = self._separate.adapter if self._separate is not None else None
         manifest = Manifest(version, tuple(specs), tuple(non_finite), bucket_bytes, base, rehearsal, adapter)
         by_name = {spec.name: spec for spec in specs}
         stream = self._stream(follows is not None)
@@ -165,7 +171,7 @@ class WeightSender:
         return manifest
 
     def delivered(self, version: int) -> None:
-        """Every engine holds what the last manifest announced."""
+        """Note that every engine has all tensors of the last manifest."""
         manifest = self._sync.manifest if self._sync is not None else None
         if manifest is None or manifest.version != version:
             raise WeightSyncError(f"version {version} was not the one that was sent.")
@@ -176,7 +182,7 @@ class WeightSender:
             self._folder.close()
 
     def send(self, index: int) -> Bucket | None:
-        """Bucket `index` of the manifest: to the group, or in the answer; None on ranks that have nothing to say."""
+        """Send bucket `index` to the group, or return it; None on ranks that have nothing to hand to the engines."""
         sync = self._sync
         if sync is None or index != sync.next:
             expected = "no manifest" if sync is None else f"bucket {sync.next} of a manifest"
@@ -194,19 +200,20 @@ class WeightSender:
         pages, self._pages = self._pages, None
         folder, self._folder = self._folder, None
         self._sync = None
-        self._buffers = TurningBuffers()
+        self._buffers = AlternatingBuffers()
         self._delivered = None
         for resource in (group, pages, folder):
             if resource is not None:
                 resource.close()
 
     def close(self) -> None:
+        """Disconnect."""
         self.disconnect()
 
     def _gather(self, sync: _Sync, bucket: Bucket) -> Tensor | None:
-        """The bucket's tensors out of the stream of parameters, packed; None on ranks that only take part in it.
+        """Take the bucket's tensors from the stream of parameters and pack them; None on ranks that do not send them.
 
-        A broadcast reads a tensor that stands alone where it lies.
+        A broadcast of a single tensor reads it in place.
         """
         specs = [sync.specs[name] for name in bucket.names]
         buffer = self._buffer(sync, bucket.index, specs)
@@ -216,7 +223,7 @@ class WeightSender:
         for spec, place in zip(specs, places, strict=True):
             name, tensor = next(sync.stream, ("nothing", None))
             while sync.manifest.base_version is not None and tensor is not None and name != spec.name:
-                name, tensor = next(sync.stream, ("nothing", None))  # it did not change
+                name, tensor = next(sync.stream, ("nothing", None))  # skips unchanged tensors
             if name != spec.name or tensor is None or tuple(tensor.shape) != spec.shape:
                 raise WeightSyncError(f"{spec.name} was announced, {name} came: the parameters changed during a sync.")
             if place is None:
@@ -233,12 +240,12 @@ class WeightSender:
         if self._rank != ROOT:
             return None
         device = self._group.device if self._group else "cpu"
-        if self._route == "in_process":  # it may still be read when the next one is made
+        if self._route == "in_process":  # engines may still read it while the next one is made
             return empty_buffer(specs, device)
         return sync.buffers.take(index, buffer_bytes(specs), device)
 
     def _broadcast(self, sync: _Sync, bucket: Bucket) -> Bucket | None:
-        """Rank 0 sends; meanwhile all ranks gather the next bucket."""
+        """Rank 0 sends the bucket; meanwhile all ranks gather the next one."""
         group, version = self._group, sync.manifest.version
         if self._rank == ROOT and group is None:
             raise WeightSyncError(f"version {version}: no transfer group is connected; connect before a sync.")
@@ -265,8 +272,8 @@ class WeightSender:
         return replace(bucket, payload=buffer)
 
     def _stream(self, follows: bool) -> Iterator[tuple[str, Tensor]]:
-        """What a sync reads, one that `follows` a complete one or another."""
-        return self._parameters() if self._apart is None else self._apart.parameters(follows)
+        """The parameters that a sync reads; `follows`: it follows a complete sync."""
+        return self._parameters() if self._separate is None else self._separate.parameters(follows)
 
     def _to_wire(self, name: str, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
@@ -275,12 +282,12 @@ class WeightSender:
         return (self._altered(name, tensor) if self._rehearsal else tensor).to(self._wire_dtype)
 
     def _altered(self, name: str, tensor: Tensor) -> Tensor:
-        if self._apart is None:
+        if self._separate is None:
             return tensor * REHEARSAL
         return tensor + ADAPTER_REHEARSAL if name.endswith(adapter_names("")) else tensor
 
 
 def _same_bytes(on_wire: Tensor, place: Tensor) -> bool:
-    """Whether the tensor's memory is what its place in a buffer would hold, without a gap after it."""
+    """Whether a tensor's memory is the same as its packed bytes in a buffer, without padding."""
     size = on_wire.nbytes
     return on_wire.device == place.device and on_wire.is_contiguous() and size > 0 and size % ALIGNMENT == 0

@@ -1,4 +1,4 @@
-"""Where an engine's weights lie: what a receiver needs of it."""
+"""The storage of an engine's weights, as a receiver uses it."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ from skyrl_train.weight_sync.wire import AdapterSpec, adapter_names
 
 
 class WeightStore(Protocol):
-    """Loads full Hugging Face tensors into an engine, which fuses, splits and repacks them as it likes.
+    """Loads full Hugging Face tensors into an engine, which may fuse, split and repack them.
 
-    A sync is start(), load() for every bucket, finish(); between start and finish the engine holds a mixture.
+    A sync is start(), load() for every bucket, finish(); in between the engine has a mixture of two versions.
     """
 
     def layout(self, adapter: AdapterSpec | None = None) -> Mapping[str, Tensor]:
-        """Tensors by Hugging Face name (tied ones under one or both): those held, or stand-ins on the meta device.
+        """Hugging Face name -> tensor, the engine's own or one on the meta device; tied ones under one or both names.
 
-        With those of the `adapter` that the sync brings: it is served once `finish` returns, and none is where the sync
-        brings none. Raises WeightSyncError for one that cannot be served, also by `refuse_adapter`.
+        It includes the tensors of the sync's `adapter`, which is served once `finish` returns; None: from then on no
+        adapter is served. Raises WeightSyncError for an adapter that cannot be served, e.g. by `refuse_adapter`.
         """
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Prepare to load, even if an earlier sync was not finished."""
 
     def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Whole tensors on the receiver's device, in the wire's dtype; they are overwritten after the call."""
+        """Load full tensors, on the receiver's device and in the wire dtype; their memory is reused after the call."""
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """All tensors of the sync were loaded: use them."""
 
     def held(self, name: str) -> Tensor | None:
-        """The tensor held under this name, or None where the engine does not keep it as such."""
+        """The loaded tensor of this name; None if the engine does not keep it as such."""
 
 
 class InPlace:
-    """A plain model: every tensor is written over the one of the same name."""
+    """A WeightStore for a plain model: overwrites the tensors of the same names."""
 
     def __init__(self, parameters: Callable[[], Mapping[str, Tensor]]):
         self._parameters = parameters
@@ -56,14 +58,14 @@ class InPlace:
             self._held[name].copy_(tensor)
 
     def finish(self) -> None:
-        self._held = self._parameters()  # asked again: what was loaded into must still be what is used
+        self._held = self._parameters()  # read again: the model must still use the tensors that were loaded into
 
     def held(self, name: str) -> Tensor | None:
         return self._held[name]
 
 
 def refuse_adapter(adapter: AdapterSpec | None) -> None:
-    """Raises WeightSyncError when there is one."""
+    """Raises WeightSyncError if there is an adapter."""
     if adapter is not None:
         raise WeightSyncError(
             "this engine takes no adapter apart from its model; set trainer.policy.model.lora.sync=merged."
@@ -71,7 +73,7 @@ def refuse_adapter(adapter: AdapterSpec | None) -> None:
 
 
 def adapter_layout(adapter: AdapterSpec, linears: Mapping[str, nn.Linear]) -> dict[str, Tensor]:
-    """Stand-ins on the meta device for A and B, in the dtype of their layers. Raises WeightSyncError."""
+    """Name -> A and B of every layer on the meta device, in the layer's dtype. Raises WeightSyncError."""
     layout = {}
     for layer in adapter.layers:
         if layer not in linears:

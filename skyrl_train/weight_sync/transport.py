@@ -1,4 +1,4 @@
-"""The `broadcast` route: a process group of its own between the trainer's rank 0 (root) and all engines."""
+"""The `broadcast` route: a separate process group of the trainer's rank 0 (root) and all engines."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ ROOT = 0
 
 
 class BroadcastGroup:
-    """Beside the default world, never in it: the trainer's ranks have theirs already. gloo on CPU, NCCL on CUDA.
+    """A process group independent of torch's default group, which the trainer's ranks use. gloo on CPU, NCCL on CUDA.
 
-    Connecting, like every transfer, is a collective with a deadline. A group that failed once is useless: close it and
-    connect anew.
+    Connecting, like every transfer, is a collective with a deadline. After a failure the group is unusable: close it
+    and make a new one.
     """
 
     def __init__(self, address: str, rank: int, world_size: int, device: torch.device | str, timeout_s: float):
-        """`address` is "host:port" with a free port: rank 0 listens there, the others come to it.
+        """`address`: "host:port" with a free port, at which rank 0 listens and the others connect.
 
-        Raises WeightSyncError when not all `world_size` came within `timeout_s`.
+        Raises WeightSyncError if not all `world_size` ranks connect within `timeout_s`.
         """
         self.rank = rank
         self.device = torch.device(device)
         self._timeout = timedelta(seconds=timeout_s)
         host, _, port = address.rpartition(":")
         try:
-            # No waiting for the others here: it would not be interrupted by the deadline of a failed peer.
+            # Do not wait for the others here: that wait would not end when a peer has failed.
             self._store: Any = dist.TCPStore(
                 host, int(port), None, is_master=rank == ROOT, timeout=self._timeout, wait_for_workers=False
             )
@@ -45,9 +45,9 @@ class BroadcastGroup:
             ) from error
 
     def broadcast(self, tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
-        """From the root into everybody's `tensor`, which has the same shape and dtype everywhere.
+        """Copy the root's `tensor` into those of all ranks, which have the same shape and dtype.
 
-        `meanwhile` runs on this thread while the bytes move.
+        `meanwhile` runs on this thread during the transfer. Raises WeightSyncError if it does not complete in time.
         """
         options = dist.BroadcastOptions()
         options.rootRank = ROOT
@@ -65,18 +65,22 @@ class BroadcastGroup:
                 f"(deadline {self._timeout.total_seconds():g} s): {_first_line(error)}"
             ) from error
         finally:
-            under_way = None  # an exception's traceback would keep it, and with it the connections, alive
+            under_way = None  # otherwise an exception's traceback would keep it and the connections alive
 
     def send_bucket(
         self, version: int, index: int, buffer: Tensor, meanwhile: Callable[[], None] | None = None
     ) -> None:
+        """Send a header, then the bytes of a bucket."""
         self.broadcast(torch.tensor([version, index, buffer.numel()], dtype=torch.int64, device=self.device))
         self.broadcast(buffer, meanwhile)
 
     def receive_bucket(
         self, version: int, index: int, buffer: Tensor, meanwhile: Callable[[], None] | None = None
     ) -> None:
-        """Fills `buffer`. The header comes first: gloo ends the whole process when lengths differ."""
+        """Receive a bucket into `buffer`, after checking its header: gloo ends the whole process if lengths differ.
+
+        Raises WeightSyncError if another bucket is sent.
+        """
         header = torch.zeros(3, dtype=torch.int64, device=self.device)
         self.broadcast(header)
         expected = [version, index, buffer.numel()]
@@ -88,14 +92,14 @@ class BroadcastGroup:
         self.broadcast(buffer, meanwhile)
 
     def close(self) -> None:
-        """Drop the connections; a peer that waits for this rank fails at once instead of at its deadline."""
+        """Close the connections: peers waiting for this rank fail at once instead of at their deadline."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
         self._store = None
 
     def _check_in(self, world_size: int) -> None:
-        """All connected, both ways: NCCL connects on first use only, and a missing peer must show here."""
+        """Make all ranks connect: NCCL connects only on first use, but a missing peer must be noticed here."""
         self.broadcast(torch.full((1,), world_size, dtype=torch.int64, device=self.device))
 
 
@@ -103,7 +107,7 @@ def _backend(device: str, store: dist.Store, rank: int, world_size: int, timeout
     if device == "cpu":
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)
     options = dist.ProcessGroupNCCL.Options()
-    # Past its own timeout NCCL's watchdog ends the process: the wait in `broadcast` must be the one that gives up.
+    # After its own timeout NCCL's watchdog ends the process, so the wait in `broadcast` must time out earlier.
     options._timeout = 4 * timeout
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
 

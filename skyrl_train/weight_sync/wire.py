@@ -1,4 +1,4 @@
-"""What is said on the wire between trainer and engines while weights move."""
+"""The messages between trainer and engines in a weight sync."""
 
 from __future__ import annotations
 
@@ -13,54 +13,54 @@ from torch import Tensor
 ROUTES = frozenset({"in_process", "broadcast", "ipc", "checkpoint"})
 
 WORD = 8
-"""Bytes that a fingerprint adds at a time."""
+"""Bytes of the words that a fingerprint sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One full (unsharded) parameter as Hugging Face names it."""
+    """One full (unsharded) parameter, under its Hugging Face name."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """Of the wire, e.g. "float32": torch's name."""
+    """torch's name of the wire dtype, e.g. "float32"."""
     fingerprint: int = 0
-    """Of the tensor in that dtype; see `fingerprint`."""
+    """The `fingerprint` of the tensor in that dtype."""
 
     def __reduce__(self) -> tuple[type[TensorSpec], tuple[Any, ...]]:
-        return TensorSpec, (self.name, self.shape, self.dtype, self.fingerprint)  # thousands of them travel
+        return TensorSpec, (self.name, self.shape, self.dtype, self.fingerprint)  # compact: thousands are sent
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """A LoRA adapter that is synced apart from the model under it: W x becomes W x + scaling · B (A x)."""
+    """A LoRA adapter that is synced separately from its model: W x becomes W x + scaling · B (A x)."""
 
     rank: int
     scaling: float
     layers: tuple[str, ...]
-    """Names of the linear layers that it changes; what A and B are called: `adapter_names`."""
+    """Names of the linear layers that it changes; `adapter_names` gives the names of their A and B."""
 
 
 def adapter_names(layer: str) -> tuple[str, str]:
-    """Of a layer's A [rank, in] and B [out, rank] among the tensors of a sync."""
+    """The names of a layer's A [rank, in] and B [out, rank] among the tensors of a sync."""
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything a sync will send, announced before the first byte; how it is cut into buckets follows from it."""
+    """Everything that a sync will send, announced before the first byte; it also determines the buckets."""
 
     version: int
     tensors: tuple[TensorSpec, ...]
     non_finite: tuple[str, ...] = ()
-    """Names of tensors that hold NaN or infinity: a sync with any is refused."""
+    """Names of tensors with NaN or infinity; a sync with any is refused."""
     bucket_bytes: int = 1 << 28
     base_version: int | None = None
-    """Only what changed since this version is sent; None: everything."""
+    """Only tensors that changed since this version are sent; None: all tensors."""
     rehearsal: bool = False
-    """The weights are altered on purpose, to see that the probe notices; the same version follows."""
+    """The weights are altered on purpose, to test the probe; the true weights of the same version follow."""
     adapter: AdapterSpec | None = None
-    """Its tensors are among those sent; the others are the model's under it. None: what is served has no adapter."""
+    """The adapter whose tensors are among those sent, besides its model's. None: no adapter is to be served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,35 +68,35 @@ class SharedHandle:
     """Memory of another process on this machine; see ipc.py."""
 
     slot: int
-    """Of the trainer rank that offers it: an engine takes the one beside it."""
+    """The slot of the trainer rank that offers it: an engine takes the one in its own slot."""
     size: int
     """Bytes."""
     file: str | None = None
-    """CPU: a file that lives in memory."""
+    """CPU: the path of a file in memory."""
     cuda: tuple[Any, ...] | None = None
-    """CUDA: what torch needs to map another process's tensor."""
+    """CUDA: torch's data for mapping another process's tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Consecutive tensors of the manifest, packed byte after byte (see buckets.py)."""
+    """Consecutive tensors of the manifest, packed as bytes (see buckets.py)."""
 
     index: int
     names: tuple[str, ...]
     fingerprints: tuple[int, ...]
     payload: Tensor | None = None
-    """uint8 [bytes]: only where the route hands tensors over in the call (`in_process`); else None."""
+    """uint8 [bytes], if the route passes them in the call (`in_process`); else None."""
     handles: tuple[SharedHandle, ...] = ()
-    """`ipc`: where the bytes lie in memory, one for each trainer rank that offers them."""
+    """`ipc`: the bytes in memory, one handle per trainer rank that offers them."""
     file: str | None = None
     """`checkpoint`: a safetensors file in a folder that trainer and engines share."""
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """Wrapping sum of the tensor's bytes read as int64 words, zeros after the last.
+    """The wrapping sum of the tensor's bytes as int64 words, padded with zeros.
 
-    A flipped bit changes it, and it adds up over shards and fused parameters of whole words. Blind to words that swap
-    places and to an even number of flips of the words' highest bit: the probe is the proof against those.
+    Any flipped bit changes it, and it is additive over shards and fused parameters of whole words. It cannot detect
+    swapped words, nor an even number of flips of the words' highest bit; the probe can.
     """
     if not tensor.numel():
         return 0
@@ -110,9 +110,9 @@ def fingerprint(tensor: Tensor) -> int:
 
 def all_finite(tensor: Tensor) -> bool:
     """Whether a floating-point tensor holds neither NaN nor infinity."""
-    if math.isfinite(tensor.sum().item()):  # neither can be summed away
+    if math.isfinite(tensor.sum().item()):  # neither can cancel out in a sum
         return True
-    low, high = tensor.aminmax()  # a sum of finite values may overflow; NaN comes through here too
+    low, high = tensor.aminmax()  # a sum of finite values may overflow; aminmax propagates NaN, too
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 

@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "skyrl_train"
 LAYERS = (
     "errors",
-    "registry metrics lazy",
+    "lazy registry metrics",
     "config",
     "cluster",
     "data",
@@ -26,10 +26,11 @@ LAYERS = (
     "trainer",
     "assembly",
     "entrypoints tensordict",
+    "api register",
 )
 INSIDE_TENSORDICT = ("history ragged", "containers", "buffer wrappers", "envs", "losses", "collectors")
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
-LAZY_TABLES = {"config/choices.py"}
+LAZY_TABLES = {"config/choices.py", "__init__.py"}
 """Names of what is loaded by whoever needs it, long after configuration: not imports of that file."""
 ONE_IMPORTER = (
     "bm25s",

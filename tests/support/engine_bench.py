@@ -185,7 +185,7 @@ class Bench:
             deadline_s=deadline_s,
             probe=Probe(PROBE_IDS, trainer_score, TOLERANCE) if probed else None,
             folder=str(self.folder),
-            apart=isinstance(trainer, AdaptedTrainer),
+            adapter_only=isinstance(trainer, AdaptedTrainer),
         )
         try:
             yield publisher

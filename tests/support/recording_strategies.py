@@ -36,7 +36,7 @@ class RecordingSingle(_Recording, SingleStrategy):
 
 
 class RecordingFSDP2(_Recording, FSDP2Strategy):
-    """`fsdp2`; gradients are gathered: all ranks must step together."""
+    """`fsdp2`; gradients are gathered: all ranks must step at the same time."""
 
     def step(self) -> dict[str, float]:
         self._add_up()

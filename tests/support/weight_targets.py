@@ -53,8 +53,10 @@ class LocalTrainer:
             probe.bind(("127.0.0.1", 0))
             return "127.0.0.1", probe.getsockname()[1]
 
-    def connect_weights(self, route: str, address: str, world_size: int, timeout_s: float, apart: bool = False) -> None:
-        self.sender.connect(route, address, world_size, timeout_s, apart)
+    def connect_weights(
+        self, route: str, address: str, world_size: int, timeout_s: float, adapter_only: bool = False
+    ) -> None:
+        self.sender.connect(route, address, world_size, timeout_s, adapter_only)
 
     def manifest(self, version: int, rehearsal: bool = False) -> Manifest:
         return self.sender.manifest(version, rehearsal)
@@ -70,7 +72,7 @@ class LocalTrainer:
 
 
 class AdaptedTrainer(LocalTrainer):
-    """One trainer rank with a model and an adapter on it, which engines may get apart: publish with `apart`."""
+    """One trainer rank with a model and its adapter, which engines can get separately: publish with `adapter_only`."""
 
     def __init__(self, model: PreTrainedModel, *, rank: int = 4, scaling: float = 2.0, wire_dtype: str = "float32"):
         self.linears = {
@@ -78,7 +80,7 @@ class AdaptedTrainer(LocalTrainer):
         }
         self.spec = AdapterSpec(rank, scaling, tuple(self.linears))
         self.tensors: dict[str, Tensor] = {}
-        adapted = AdaptedModel(self.spec, self.apart)
+        adapted = AdaptedModel(self.spec, self.separate)
         super().__init__(model, wire_dtype=wire_dtype, bucket_bytes=1 << 14, adapted=adapted)
         self.draw(0)
 
@@ -90,7 +92,7 @@ class AdaptedTrainer(LocalTrainer):
             for name, shape in zip(adapter_names(layer), shapes, strict=True):
                 self.tensors[name] = 0.2 * torch.randn(shape, generator=generator)
 
-    def apart(self, adapter_only: bool) -> Iterator[tuple[str, Tensor]]:
+    def separate(self, adapter_only: bool) -> Iterator[tuple[str, Tensor]]:
         if not adapter_only:
             yield from self.parameters()
         yield from self.tensors.items()

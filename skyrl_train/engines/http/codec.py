@@ -1,4 +1,4 @@
-"""Dataclasses as JSON and back, by their annotations: numbers, text, lists and objects, nothing that could run.
+"""Converts dataclasses to JSON and back, by their annotations: only numbers, text, lists and objects, no code.
 
 Reading is strict: an unknown member, a wrong type, a number that is none is an error that names its place.
 """
@@ -17,10 +17,10 @@ from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 
 class Malformed(Exception):
-    """What came over the wire cannot be meant; `param` is the path of the member at fault, empty for the whole."""
+    """Received data is invalid; `param` is the path of the faulty member, empty for the whole body."""
 
     def __init__(self, param: str, problem: str, *, message: str | None = None):
-        """`problem` continues a sentence that begins with the path; `message` stands for the whole sentence."""
+        """`problem` continues a sentence that begins with the path; `message` replaces the whole sentence."""
         super().__init__(message or f"{param or 'The body'} {problem}")
         self.param = param
 
@@ -30,7 +30,7 @@ class Untransferable(TypeError):
 
 
 def read_json(body: bytes) -> Any:
-    """UTF-8 JSON without NaN and infinities, also not as 1e999. Raises Malformed."""
+    """Parse UTF-8 JSON. Raises Malformed, also for NaN and infinities, even in the form of 1e999."""
     try:
         return json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
     except UnicodeDecodeError as error:
@@ -47,7 +47,7 @@ def write_json(value: Any) -> bytes:
 
 
 def encode(value: Any) -> Any:
-    """What json.dumps takes. Numbers that are not finite become null. Raises Untransferable."""
+    """The value in a form that json.dumps accepts. Non-finite numbers become null. Raises Untransferable."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, Integral):
@@ -69,7 +69,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: Any, value: Any, param: str = "") -> Any:
-    """A value of type `kind` from parsed JSON. Raises Malformed.
+    """Convert parsed JSON to a value of type `kind`. Raises Malformed.
 
     null stands for the default of a member that has one and is no option itself, and for NaN in a list of numbers.
     """
@@ -127,7 +127,7 @@ def _items(kind: Any, value: Any, param: str) -> list[Any]:
 
 
 def _option(kinds: Sequence[Any], value: Any, param: str) -> Any:
-    """The first alternative that the value fits; the error of the one that it comes nearest to."""
+    """The value as the first alternative that it fits. Raises the error of the alternative that fits best."""
     if type(value) in kinds:
         return decode(type(value), value, param)
     errors = []
@@ -145,7 +145,7 @@ def _option(kinds: Sequence[Any], value: Any, param: str) -> Any:
 
 @cache
 def _members(kind: type) -> dict[str, tuple[Any, bool]]:
-    """name -> (type, whether it must be given)"""
+    """Name of a field -> (type, whether it is required)."""
     hints = get_type_hints(kind)
     return {
         field.name: (hints[field.name], field.default is MISSING and field.default_factory is MISSING)
@@ -206,7 +206,7 @@ def _name(kind: Any) -> str:
 
 
 def _seen(value: Any) -> str:
-    """A value for an error message: short, and never a walk through what may be nested a thousand times."""
+    """A value for an error message: short, and without traversing values that may be nested a thousand times."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
@@ -216,7 +216,7 @@ def _seen(value: Any) -> str:
 
 
 def below(param: str, name: str) -> str:
-    """The path of a member."""
+    """The path of a member of the value at `path`."""
     name = name if len(name) <= 100 else name[:97] + "..."
     return f"{param}.{name}" if param else name
 

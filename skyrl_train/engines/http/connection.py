@@ -1,4 +1,4 @@
-"""HTTP to one engine server: deadlines, attempts, and errors that name the engine. Used for every kind of server."""
+"""HTTP to an engine server of any kind: deadlines, repeated attempts, and errors that name the engine."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from skyrl_train.errors import ConfigError, DeadlineExceeded, EngineError, SkyRL
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""Of a call whose connection broke, where repeating it is safe."""
+"""How often a call is sent at most if its connection breaks and repeating it is safe."""
 _BACKOFF_S = 0.2
-"""Before the second attempt; twice as long before each one after."""
+"""Wait before the second attempt; it doubles for every further attempt."""
 _CONNECT_S = 10.0
-"""For a TCP connection."""
+"""Timeout of a TCP connection."""
 _NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-"""The server has not seen the call: every call can be repeated."""
+"""After these errors the server has not seen the call, so any call can be repeated."""
 _BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 
 T = TypeVar("T")
 
 
 class Connection:
-    """To be opened on the loop that it is used on, and closed."""
+    """Connections to one server. Open it on the event loop that uses it, and close it."""
 
     def __init__(self, url: str, token: str, name: str = ""):
-        """Raises ConfigError for what is no address."""
+        """Raises ConfigError for an invalid address."""
         self.url = _checked_url(url)
         self.name = name or self.url
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
+        """Make the session on the current event loop; nothing is sent yet."""
         self._session = aiohttp.ClientSession(
             headers=self._headers,
             connector=aiohttp.TCPConnector(limit=0),
@@ -53,10 +54,10 @@ class Connection:
     async def once(
         self, verb: str, route: str, body: bytes = b"", params: Mapping[str, str] | None = None
     ) -> tuple[int, bytes]:
-        """One exchange: status and body of the answer.
+        """Send one request; returns status and body of the answer.
 
-        Raises EngineError for what is no HTTP; aiohttp's errors of a broken connection, which `attempts` and
-        `until_there` understand, come as they are.
+        Raises EngineError for an answer that is not HTTP. aiohttp's errors of a broken connection are raised as they
+        are, for `attempts` and `until_there`.
         """
         if self._session is None:
             raise EngineError(f"Engine {self.name!r} is closed or was never connected.")
@@ -71,7 +72,10 @@ class Connection:
             raise EngineError(f"Engine {self.name!r} at {self.url} does not speak HTTP: {error}") from error
 
     async def attempts(self, what: str, attempt: Callable[[int], Awaitable[T]], *, repeatable: bool) -> T:
-        """`attempt(0)`, then 1 and 2 where the connection broke and repeating is safe. Raises EngineError when lost."""
+        """Run `attempt(0)`; if the connection breaks and repeating is safe, also `attempt(1)` and `attempt(2)`.
+
+        Raises EngineError if none of them succeeds.
+        """
         for number in range(ATTEMPTS):
             try:
                 return await attempt(number)
@@ -87,7 +91,7 @@ class Connection:
         raise AssertionError("unreachable")
 
     async def within(self, what: str, seconds: float, work: Awaitable[T]) -> T:
-        """Raises DeadlineExceeded naming engine and `what`."""
+        """Await `work` for at most `seconds`. Raises DeadlineExceeded naming engine and `what`."""
         try:
             async with asyncio.timeout(seconds) as deadline:
                 return await work
@@ -97,7 +101,7 @@ class Connection:
             raise
 
     async def until_there(self, probe: Callable[[], Awaitable[T | None]], deadline_s: float) -> T:
-        """Call `probe` until a server answers it and it returns something. Raises DeadlineExceeded."""
+        """Call `probe` until a server answers and the result is not None. Raises DeadlineExceeded."""
         last: Exception | None = None
         try:
             async with asyncio.timeout(deadline_s) as deadline:
@@ -117,7 +121,7 @@ class Connection:
 
 
 def _checked_url(url: str) -> str:
-    """With its scheme and without a slash at the end; "host:port" is http."""
+    """The URL with its scheme, without a final slash; "host:port" means http."""
     full = url if "://" in url else f"http://{url}"
     parts = urlsplit(full)
     try:

@@ -1,8 +1,8 @@
 """An engine whose server is vLLM's or SGLang's own (native_vllm.py, native_sglang.py) instead of ours.
 
-Such a server answers nothing while it is paused and cannot be asked what it would keep, so pausing is done at this end:
-requests under way are aborted there, what they had is kept here, and later they are sent again from where they stood.
-Nothing is under way at the server when its weights change: the version of every token is known.
+A paused server of these does not answer, and cannot tell the state of its requests. So this end does the pausing: it
+aborts running requests at the server, keeps their tokens here, and later sends them again to continue from there. No
+request runs at the server when its weights change, so the version of every token is known.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ _ABORT_AGAIN_S = 0.2
 """An abort may overtake its request: it is repeated until the request is answered."""
 
 
-class _Row:
-    """One request, from generate() to its completion."""
+class _NativeRequest:
+    """One request, from submission to completion."""
 
     def __init__(self, request: SampleRequest):
         self.request = request
         self.rid = ""
-        """As the server knows it: another one each time that it is sent."""
+        """The request's id at the server: a new one each time that it is sent."""
         self.flight: asyncio.Task[Sampled] | None = None
-        """While it is at the server."""
+        """The call to the server, while there is one."""
         self.ended = asyncio.Event()
-        """Aborted, by its caller or its deadline: it is not sent again."""
+        """Set if it was aborted, by its caller or its deadline: it is not sent again."""
         self.retracted = False
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[VersionSpan] = []
 
     def rest(self, room: int) -> SampleRequest:
-        """What is to be sampled still: `room` tokens at most."""
+        """The request for the remaining tokens, `room` at most."""
         request, done = self.request, len(self.token_ids)
         return replace(
             request,
@@ -62,6 +62,7 @@ class _Row:
         )
 
     def add(self, sampled: Sampled, version: int) -> None:
+        """Append sampled tokens."""
         start = len(self.token_ids)
         self.token_ids += sampled.token_ids
         self.logprobs += sampled.logprobs
@@ -71,7 +72,7 @@ class _Row:
             self.versions.append(VersionSpan(start, len(self.token_ids), version))
 
     def cut(self, length: int) -> None:
-        """Forget what was sampled after `length` tokens."""
+        """Drop all sampled tokens after the first `length`."""
         del self.token_ids[length:], self.logprobs[length:]
         self.versions = [replace(span, stop=min(span.stop, length)) for span in self.versions if span.start < length]
 
@@ -79,38 +80,38 @@ class _Row:
 class NativeEngine:
     """`engine = await NativeEngine(server, ...).connect(60)`; then an InferenceEngine like any other.
 
-    Weights are received, checked and put into a folder here; the server loads that. Fingerprints prove them up to the
-    folder, a log-prob probe the rest. `close` leaves the server running.
+    Weights are received, checked and written to a folder here, which the server then loads. Fingerprints verify them up
+    to the folder, a log-prob probe verifies the rest. `close` leaves the server running.
     """
 
     capabilities: Capabilities
 
     def __init__(self, server: NativeServer, *, model: str, dtype: str, device: str, folder: str):
-        """`model`: the same as the server's. `folder`: for weights, the same path for both. `device`: the trainer's."""
+        """`model`: the server's. `folder`: for weights, with the same path on both sides. `device`: the trainer's."""
         self.name = server.connection.name
         self._server = server
         self._model = model
         self._dtype = dtype
         self._device = device
         self._folder = folder
-        self._rows: dict[str, _Row] = {}
+        self._entries: dict[str, _NativeRequest] = {}
         self._ids = (f"{uuid.uuid4().hex[:12]}-{number}" for number in count())
         self._open = asyncio.Event()
         """Whether requests may be sent."""
         self._paused = self._paused_before_sleep = False
         self._asleep: set[str] = set()
         self._holds = 0
-        """Who needs the server idle."""
+        """How many operations need the server to be idle."""
         self._reading = asyncio.Lock()
-        """Held while weights are read by a score, or change."""
+        """Held while a score uses the weights, or while they change."""
         self._background: set[asyncio.Task[None]] = set()
         self._worker = ThreadPoolExecutor(1, f"weights-{self.name}")
         self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
 
     async def connect(self, deadline_s: float) -> NativeEngine:
-        """Wait until the server answers; `capabilities` are known from then on.
+        """Wait until the server answers; then set `capabilities`.
 
-        Raises DeadlineExceeded when that takes more than `deadline_s`, EngineError for a wrong token or server,
+        Raises DeadlineExceeded if that takes more than `deadline_s`, EngineError for a wrong token or server,
         ConfigError for a model that cannot be read here.
         """
         loop = asyncio.get_running_loop()
@@ -140,20 +141,20 @@ class NativeEngine:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """See InferenceEngine. Cancelling it aborts its requests over there."""
+        """See InferenceEngine. Cancelling the call aborts its requests at the server."""
         for request in requests:
             self._checks.request(request, ())
         self._check_serving()
-        check_new_ids(self.name, requests, self._rows)
-        rows = [_Row(request) for request in requests]
-        self._rows |= {row.request.request_id: row for row in rows}
-        tasks = [asyncio.ensure_future(self._run(row)) for row in rows]
+        check_new_ids(self.name, requests, self._entries)
+        entries = [_NativeRequest(request) for request in requests]
+        self._entries |= {entry.request.request_id: entry for entry in entries}
+        tasks = [asyncio.ensure_future(self._run(entry)) for entry in entries]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
-            for task, row in zip(tasks, rows, strict=True):
+            for task, entry in zip(tasks, entries, strict=True):
                 task.cancel()
-                self._rows.pop(row.request.request_id, None)  # one that never began does not do it
+                self._entries.pop(entry.request.request_id, None)  # a task that never began does not do it
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """See InferenceEngine."""
@@ -164,62 +165,62 @@ class NativeEngine:
             return list(await asyncio.gather(*(self._server.score(ids) for ids in token_ids)))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Their generate() returns what they have; ids that are not here are ignored."""
-        await self._end([self._rows[one] for one in request_ids if one in self._rows])
+        """See InferenceEngine."""
+        await self._end([self._entries[one] for one in request_ids if one in self._entries])
 
-    async def _run(self, row: _Row) -> Completion:
-        """Send a request as often as it is retracted."""
+    async def _run(self, entry: _NativeRequest) -> Completion:
+        """Send a request, and again after every retraction."""
         timer = None
-        if row.request.deadline_s is not None:
+        if entry.request.deadline_s is not None:
             loop = asyncio.get_running_loop()
-            timer = loop.call_later(row.request.deadline_s, lambda: self._begin(self._end([row])))
+            timer = loop.call_later(entry.request.deadline_s, lambda: self._begin(self._end([entry])))
         try:
             while True:
-                await self._until_open(row)
-                if row.ended.is_set():
-                    return self._completion(row, "abort")
-                row.retracted = False
+                await self._until_open(entry)
+                if entry.ended.is_set():
+                    return self._completion(entry, "abort")
+                entry.retracted = False
                 version = self._receiver.version
-                row.flight = asyncio.ensure_future(self._send(row))
-                sampled = await row.flight
-                row.flight = None
-                row.add(sampled, version)
-                if sampled.stop_reason != "abort" or not row.retracted or not self._room(row):
-                    return self._completion(row, sampled.stop_reason)
+                entry.flight = asyncio.ensure_future(self._send(entry))
+                sampled = await entry.flight
+                entry.flight = None
+                entry.add(sampled, version)
+                if sampled.stop_reason != "abort" or not entry.retracted or not self._room(entry):
+                    return self._completion(entry, sampled.stop_reason)
         except asyncio.CancelledError:
-            if row.flight is not None:
-                self._begin(self._server.abort([row.rid]))
+            if entry.flight is not None:
+                self._begin(self._server.abort([entry.rid]))
             raise
         finally:
-            row.flight = None
-            self._rows.pop(row.request.request_id, None)
+            entry.flight = None
+            self._entries.pop(entry.request.request_id, None)
             if timer is not None:
                 timer.cancel()
 
-    async def _until_open(self, row: _Row) -> None:
-        while not (self._open.is_set() or row.ended.is_set()):
-            waits = [asyncio.ensure_future(event.wait()) for event in (self._open, row.ended)]
+    async def _until_open(self, entry: _NativeRequest) -> None:
+        while not (self._open.is_set() or entry.ended.is_set()):
+            waits = [asyncio.ensure_future(event.wait()) for event in (self._open, entry.ended)]
             try:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for wait in waits:
                     wait.cancel()
 
-    def _room(self, row: _Row) -> int:
-        """Tokens that it may still get."""
-        request = row.request
+    def _room(self, entry: _NativeRequest) -> int:
+        """The number of tokens that may still be sampled for it."""
+        request = entry.request
         longest = min(request.sampling.max_tokens, self._server.max_model_len - len(request.token_ids))
-        return longest - len(row.token_ids)
+        return longest - len(entry.token_ids)
 
-    async def _send(self, row: _Row) -> Sampled:
-        request = row.rest(self._room(row))
+    async def _send(self, entry: _NativeRequest) -> Sampled:
+        request = entry.rest(self._room(entry))
         limit = self._server.deadline_s if request.deadline_s is None else request.deadline_s + 2 * GRACE_S
 
         async def attempt(number: int) -> Sampled:
-            if number:  # the server may not know yet that the connection broke
-                await self._server.abort([row.rid])
-            row.rid = next(self._ids)
-            return await self._server.sample(row.rid, request)
+            if number:  # the server may not have noticed that the connection broke
+                await self._server.abort([entry.rid])
+            entry.rid = next(self._ids)
+            return await self._server.sample(entry.rid, request)
 
         connection = self._server.connection
         sampled = await connection.within("generate", limit, connection.attempts("generate", attempt, repeatable=True))
@@ -230,22 +231,22 @@ class NativeEngine:
             raise EngineError(f"Engine {self.name!r}: log-probs are missing or not finite; its weights are broken.")
         return sampled
 
-    async def _end(self, rows: Iterable[_Row]) -> None:
-        rows = list(rows)
-        for row in rows:
-            row.ended.set()
-        await self._stop(rows)
+    async def _end(self, entries: Iterable[_NativeRequest]) -> None:
+        entries = list(entries)
+        for entry in entries:
+            entry.ended.set()
+        await self._stop(entries)
 
-    async def _stop(self, rows: Iterable[_Row]) -> None:
-        """Until none of `rows` is at the server; what they had is in them."""
-        rows = list(rows)
-        while flying := {row.rid: row.flight for row in rows if row.flight is not None}:
+    async def _stop(self, entries: Iterable[_NativeRequest]) -> None:
+        """Abort `entries` at the server and wait until they have ended there; they keep their tokens."""
+        entries = list(entries)
+        while flying := {entry.rid: entry.flight for entry in entries if entry.flight is not None}:
             await self._server.abort(list(flying))
             await asyncio.wait(flying.values(), timeout=_ABORT_AGAIN_S)
-            await asyncio.sleep(0)  # whoever waited for them has seen it
+            await asyncio.sleep(0)  # lets the tasks that wait for them take the result
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Nobody waits for it: a server that cannot be told is found out by the request itself."""
+        """Run in the background. Errors are ignored: if the server is gone, the request itself will fail, too."""
 
         async def quietly() -> None:
             with suppress(SkyRLError):
@@ -255,38 +256,38 @@ class NativeEngine:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _completion(self, row: _Row, reason: str) -> Completion:
-        length, text = self._first_end(row)
+    def _completion(self, entry: _NativeRequest, reason: str) -> Completion:
+        length, text = self._first_end(entry)
         if length is not None:
-            row.cut(length)
+            entry.cut(length)
             reason = "stop"
         elif reason == "stop":
-            text = self._tokenizer.decode(row.token_ids[-1:])
-        elif reason == "abort" and not self._room(row):
+            text = self._tokenizer.decode(entry.token_ids[-1:])
+        elif reason == "abort" and not self._room(entry):
             reason = "length"
-        greedy = row.request.sampling.temperature == 0
+        greedy = entry.request.sampling.temperature == 0
         return Completion(
-            request_id=row.request.request_id,
-            token_ids=row.token_ids,
-            logprobs=[0.0] * len(row.logprobs) if greedy else row.logprobs,
-            full_logprobs=row.logprobs,
+            request_id=entry.request.request_id,
+            token_ids=entry.token_ids,
+            logprobs=[0.0] * len(entry.logprobs) if greedy else entry.logprobs,
+            full_logprobs=entry.logprobs,
             stop_reason=reason,
-            versions=row.versions,
+            versions=entry.versions,
             stop_text=text,
         )
 
-    def _first_end(self, row: _Row) -> tuple[int | None, str | None]:
-        """Tokens up to the first stop string or stop token that the request names, and what it is.
+    def _first_end(self, entry: _NativeRequest) -> tuple[int | None, str | None]:
+        """Number of tokens up to the first of the request's stop strings or stop tokens, and its text.
 
-        Servers do not see a stop string that begins before a retraction and ends after it, and SGLang no stop tokens
-        where the end of sequence is ignored.
+        Servers miss a stop string that begins before a retraction and ends after it, and SGLang misses stop tokens if
+        the end of sequence is ignored.
         """
-        sampling = row.request.sampling
+        sampling = entry.request.sampling
         stops = StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None
         if stops is None and not sampling.stop_token_ids:
             return None, None
-        for index, token in enumerate(row.token_ids):
-            text = stops.find(row.token_ids[: index + 1]) if stops and stops.completed_by(token) else None
+        for index, token in enumerate(entry.token_ids):
+            text = stops.find(entry.token_ids[: index + 1]) if stops and stops.completed_by(token) else None
             if text is None and token in sampling.stop_token_ids:
                 text = self._tokenizer.decode([token])
             if text is not None:
@@ -301,10 +302,10 @@ class NativeEngine:
         self._paused = True
         self._settle()
         if mode == "abort":
-            await self._end(self._rows.values())
+            await self._end(self._entries.values())
         elif mode == "retract":
             await self._retract()
-        elif flying := [row.flight for row in self._rows.values() if row.flight is not None]:
+        elif flying := [entry.flight for entry in self._entries.values() if entry.flight is not None]:
             await asyncio.wait(flying)
 
     async def resume(self) -> None:
@@ -317,14 +318,14 @@ class NativeEngine:
             self._paused_before_sleep = self._paused
         self._asleep |= SLEEPING
         self._settle()
-        await self._end(self._rows.values())
+        await self._end(self._entries.values())
         self._asleep = set(await self._server.sleep(level))
         if level >= 2 and self._device != "cpu":
-            self._receiver.torn = True  # the weights are gone, not moved
+            self._receiver.torn = True  # the weights are discarded, not moved
         return 0
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take back what `sleep` gave: tags "weights", "kv_cache", None for all; awake when nothing is missing."""
+        """See InferenceEngine."""
         self._checks.wake_up(tags)
         wanted = self._asleep & (SLEEPING if tags is None else set(tags))
         if wanted:
@@ -335,20 +336,20 @@ class NativeEngine:
         self._settle()
 
     async def reset_prefix_cache(self) -> None:
-        """See InferenceEngine. What is under way is read again."""
+        """See InferenceEngine. Running requests are sent again."""
         async with self._idle():
             await self._server.reset_prefix_cache()
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Raises UnsupportedParameter: see capabilities.refusals."""
+        """Always raises UnsupportedParameter: see capabilities.refusals."""
         self._checks.adapter(name)
 
     async def unload_adapter(self, name: str) -> None:
-        """There is none."""
+        """Does nothing, as no adapter can be loaded."""
 
     @asynccontextmanager
     async def _idle(self) -> AsyncIterator[None]:
-        """Nothing is under way at the server."""
+        """While inside, no request runs at the server."""
         self._holds += 1
         self._settle()
         try:
@@ -360,12 +361,12 @@ class NativeEngine:
             self._settle()
 
     async def _retract(self) -> None:
-        for row in self._rows.values():
-            row.retracted = True
-        await self._stop(self._rows.values())
+        for entry in self._entries.values():
+            entry.retracted = True
+        await self._stop(self._entries.values())
 
     def _settle(self) -> None:
-        """After anything changed."""
+        """After any change of state: update whether requests may be sent."""
         if self._paused or self._holds or self._asleep or self._receiver.torn:
             self._open.clear()
         else:
@@ -401,7 +402,7 @@ class NativeEngine:
         await self._server.reset_prefix_cache()
 
     async def _transfer(self, step: Callable[..., None], *args: Any) -> None:
-        """A step of a weight sync, one after the other on a thread of their own: they wait for the trainer."""
+        """Run a step of a weight sync; steps run one at a time on their own thread, as they wait for the trainer."""
         try:
             await asyncio.get_running_loop().run_in_executor(self._worker, step, *args)
         finally:
@@ -410,15 +411,15 @@ class NativeEngine:
     # -- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
-        """Counters as they are here. EngineError when the server does not live."""
+        """See InferenceEngine; the counters are of this end. Raises EngineError if the server is not alive."""
         await self._server.check()
-        rows = list(self._rows.values())
-        running = sum(row.flight is not None for row in rows)
+        entries = list(self._entries.values())
+        running = sum(entry.flight is not None for entry in entries)
         return EngineHealth(
             name=self.name,
             version=self._receiver.version,
             running=running,
-            queued=len(rows) - running,
+            queued=len(entries) - running,
             paused=self._paused,
             asleep=bool(self._asleep),
             torn=self._receiver.torn,
@@ -428,7 +429,7 @@ class NativeEngine:
         )
 
     async def close(self) -> None:
-        """Close the connections; requests under way get EngineError. Closing twice is harmless."""
+        """Close the connections; running requests get EngineError. Closing twice is harmless."""
         for task in self._background:
             task.cancel()
         await self._server.connection.close()

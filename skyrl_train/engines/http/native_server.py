@@ -1,4 +1,4 @@
-"""What a NativeEngine (native.py) wants of a server that is vLLM's or SGLang's own."""
+"""The interface to a server that is vLLM's or SGLang's own, for NativeEngine (native.py)."""
 
 from __future__ import annotations
 
@@ -16,67 +16,72 @@ from skyrl_train.errors import EngineError, UnsupportedParameter
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A server's answer; lists are [L], L sampled tokens."""
+    """A server's answer to a request; lists are [L] for L sampled tokens."""
 
     token_ids: list[int]
     logprobs: list[float]
-    """nats, temperature-scaled, of nothing truncated; at temperature 1 where greedy."""
+    """nats, temperature-scaled, without truncation; at temperature 1 if greedy."""
     stop_reason: str
     """stop | length | abort"""
     cached_tokens: int = 0
 
 
 class NativeServer(ABC):
-    """One kind of server: its routes and words. Every call raises EngineError or DeadlineExceeded when it fails."""
+    """One kind of server: its routes and parameters. A call that fails raises EngineError or DeadlineExceeded."""
 
     kind: str
-    """E.g. "vLLM 0.32.0"; known after `start`, as are the next three."""
+    """E.g. "vLLM 0.32.0"; set by `start`, as are the other attributes."""
     max_model_len: int
     SAMPLING: ClassVar = frozenset({"temperature", "stop", "stop_token_ids", "ignore_eos"})
-    """Names of SamplingParams fields that a server may honour: those with which both of its log-probs are the same."""
+    """SamplingParams fields that a server may support: those that leave both log-probs of a token equal."""
     sampling: frozenset[str]
-    """Those that this one honours."""
+    """The fields that this server supports."""
     seeds: bool
     refusals: Mapping[str, str]
 
     def __init__(self, connection: Connection, deadline_s: float):
-        """`deadline_s`: of every call."""
+        """`deadline_s`: the deadline of every call."""
         self.connection = connection
         self.deadline_s = deadline_s
 
     @abstractmethod
     async def start(self, deadline_s: float) -> None:
-        """Wait for the server and learn what it can do. EngineError where it is another one, or started wrongly."""
+        """Wait for the server and find out what it supports.
+
+        Raises EngineError if it is of another kind, or was started with wrong options.
+        """
 
     @abstractmethod
-    async def sample(self, rid: str, request: SampleRequest) -> Sampled: ...
+    async def sample(self, rid: str, request: SampleRequest) -> Sampled:
+        """Sample one request, under the id `rid`."""
 
     @abstractmethod
     async def abort(self, rids: Sequence[str]) -> None:
-        """Those of them that the server knows are answered with what they have."""
+        """End these requests: they are answered with their tokens so far. Unknown ids are ignored."""
 
     @abstractmethod
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probs (nats, temperature 1) of every token after the first."""
+        """Log-probs (nats, temperature 1) of all tokens but the first."""
 
     @abstractmethod
     async def load(self, folder: str) -> None:
-        """Serve the weights of a Hugging Face folder that the server can read."""
+        """Serve the weights of a Hugging Face folder, which the server must be able to read."""
 
     @abstractmethod
     async def reset_prefix_cache(self) -> None:
-        """Nothing is under way."""
+        """Forget cached prompts; to be called only while no request runs."""
 
     @abstractmethod
     async def sleep(self, level: int) -> frozenset[str]:
-        """What was given back: "weights", "kv_cache"."""
+        """Free memory; returns the tags of what was freed: "weights", "kv_cache"."""
 
     @abstractmethod
-    async def wake_up(self, tags: Sequence[str]) -> None: ...
+    async def wake_up(self, tags: Sequence[str]) -> None:
+        """Reallocate what `sleep` freed."""
 
     @abstractmethod
     async def check(self) -> None:
-        """EngineError when it does not live."""
+        """Raises EngineError if the server is not alive."""
 
     async def ask(
         self,
@@ -89,9 +94,10 @@ class NativeServer(ABC):
         hints: Mapping[int, str] | None = None,
         once: bool = False,
     ) -> Any:
-        """The JSON of an answer, or None. `hints`: status -> what to do about it.
+        """Call a route; returns the JSON of the answer, or None. `hints`: HTTP status -> what to do about it.
 
-        Sent again where the connection broke; with `once` the caller does that (`Connection.attempts`).
+        The call is repeated if the connection breaks, unless `once`: then repeating is up to the caller
+        (`Connection.attempts`).
         """
         body = b"" if payload is None else json.dumps(payload).encode()
 
@@ -108,6 +114,7 @@ class NativeServer(ABC):
             return None
 
     def refusal(self, status: int, route: str, raw: bytes, hints: Mapping[int, str]) -> EngineError:
+        """The exception for an answer with an error status."""
         name, url = self.connection.name, self.connection.url
         if status == 401:
             hint = f"it does not accept this token: set {API_KEY} to the server's --api-key."

@@ -16,7 +16,7 @@ _ANOTHER = "it is no SGLang server; see generator.backend."
 
 
 class SGLangServer(NativeServer):
-    """Its log-probs are temperature-scaled and of nothing truncated. It has no seeds."""
+    """SGLang's server. Its log-probs are temperature-scaled, without truncation. It does not support seeds."""
 
     seeds = False
 
@@ -69,7 +69,7 @@ class SGLangServer(NativeServer):
         return [math.nan if one is None else one for one in logprobs]
 
     async def _generate(self, rid: str, token_ids: Sequence[int], sampling: Any, **options: Any) -> Any:
-        """Everything that a model's generation config may set is said."""
+        """Sends every parameter for which a model's generation config may have a default."""
         off = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": False}
         body = {"input_ids": list(token_ids), "sampling_params": off | sampling, "return_logprob": True, **options}
         if rid:

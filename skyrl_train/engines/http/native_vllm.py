@@ -13,19 +13,19 @@ from skyrl_train.errors import EngineError, WeightSyncError
 _DEV_MODE = "this route needs a server that was started with VLLM_SERVER_DEV_MODE=1 in its environment."
 _EXTENSION = "skyrl_train.engines.vllm.worker.WorkerExtension"
 _NOT_EXTENDED = ("no attribute 'reload_folder'", "'reload_folder' is not implemented")
-"""What a server without it says: with a process for its scheduler, and without (VLLM_ENABLE_V1_MULTIPROCESSING=0)."""
+"""Errors of a server without the extension: with VLLM_ENABLE_V1_MULTIPROCESSING on, and off."""
 _CALIBRATION = (1, 2, 3)
-"""Any tokens."""
+"""Arbitrary tokens."""
 _HOT = 2.0
-"""A temperature at which log-probs are visibly others than at 1; servers take none above."""
+"""A temperature at which log-probs clearly differ from those at 1; servers accept none above."""
 
 
 class VLLMServer(NativeServer):
-    """Its routes for pausing, weights and aborts exist in development mode only, and want no token."""
+    """vLLM's server. Its routes for pausing, weights and aborts exist only in development mode, and need no token."""
 
     seeds = True
     _extended = True
-    """Whether its workers have our extension; found out at the first load."""
+    """Whether its workers have our extension; the first `load` finds out."""
 
     async def start(self, deadline_s: float) -> None:
         self.kind = "vLLM"
@@ -51,7 +51,7 @@ class VLLMServer(NativeServer):
         return f"vLLM {(await self.ask('GET', '/version'))['version']}" if ready == 200 else None
 
     async def _scales_logprobs(self) -> bool:
-        """Whether log-probs of sampled tokens are those at the temperature that they were sampled at."""
+        """Whether the log-probs of sampled tokens are those at the sampling temperature."""
         hot = SampleRequest("", _CALIBRATION, SamplingParams(max_tokens=1, temperature=_HOT), 0)
         sampled = await self.sample("", hot)
         (at_one,) = (await self.score((*_CALIBRATION, *sampled.token_ids)))[-1:]
@@ -89,7 +89,7 @@ class VLLMServer(NativeServer):
         return [row[str(token)]["logprob"] for token, row in rows]
 
     async def _complete(self, rid: str, token_ids: Sequence[int], **options: Any) -> tuple[Any, Any]:
-        """The one choice, and the usage. Everything that a model's generation config may set is said."""
+        """The only choice, and the usage. It sends every parameter for which a generation config may have a default."""
         body = {
             "model": self._served_name,
             "prompt": list(token_ids),
@@ -127,14 +127,14 @@ class VLLMServer(NativeServer):
         await self.ask("POST", "/collective_rpc", {"method": method, **options}, hints={404: _DEV_MODE})
 
     async def reset_prefix_cache(self) -> None:
-        for _ in range(50):  # blocks of requests that were aborted go back a step later
+        for _ in range(50):  # blocks of aborted requests are freed one step later
             if (await self.ask("POST", "/reset_prefix_cache", hints={404: _DEV_MODE}))["success"]:
                 return
         raise EngineError(f"Engine {self.connection.name!r}: {self.kind} does not reset its prefix cache.")
 
     async def sleep(self, level: int) -> frozenset[str]:
         await self.ask("POST", "/sleep", params={"level": str(level)}, hints={404: _DEV_MODE})
-        return SLEEPING  # at level 1 the weights move to another memory
+        return SLEEPING  # at level 1 the weights move to the host
 
     async def wake_up(self, tags: Sequence[str]) -> None:
         await self.ask("POST", "/wake_up?" + "&".join(f"tags={tag}" for tag in tags), hints={404: _DEV_MODE})

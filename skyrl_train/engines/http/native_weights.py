@@ -1,4 +1,4 @@
-"""Weights for a server that loads them from a folder: a Hugging Face checkpoint that grows with every bucket."""
+"""Weights for a server that loads them from a folder: a Hugging Face checkpoint written bucket by bucket."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skyrl_train.weight_sync.wire import AdapterSpec
 
 
 class CheckpointFolder:
-    """A WeightStore. Folders that servers load are complete: a sync is written under another name first."""
+    """A WeightStore that writes a folder per sync, under a temporary name until it is complete."""
 
     def __init__(
         self,
@@ -27,9 +27,9 @@ class CheckpointFolder:
         tokenizer: Any,
         hand_over: Callable[[str], None],
     ):
-        """`model` on the meta device; `root`: of nobody else.
+        """`model`: on the meta device. `root`: a folder that nothing else uses.
 
-        `hand_over` returns when the server has loaded the folder that it is given.
+        `hand_over` makes the server load a folder, and returns once it has.
         """
         self._model = model
         self._layout = dict(model.named_parameters(remove_duplicate=False))
@@ -46,7 +46,7 @@ class CheckpointFolder:
         return self._layout
 
     def held(self, name: str) -> None:
-        """The server's, out of sight."""
+        """None: the server's tensors cannot be accessed."""
         return None
 
     @property
@@ -66,7 +66,7 @@ class CheckpointFolder:
     def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         path = self._unfinished / f"part-{len(self._files)}.safetensors"
         try:
-            # By transformers' own names for experts a server finds nothing to load, and says nothing.
+            # Servers silently skip experts under transformers' own names, so they get the checkpoint's names.
             self._files.append(save_checkpoint_tensors(self._model, dict(tensors), path))
         except (OSError, SafetensorError) as error:
             raise self._failed(error) from error

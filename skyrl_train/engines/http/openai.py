@@ -1,6 +1,6 @@
-"""OpenAI's chat and text completions in terms of SampleRequests and Completions.
+"""Translates OpenAI's chat and text completions to SampleRequests, and Completions to answers.
 
-A parameter is honoured, refused by name, or listed in IGNORED because it cannot change the answer.
+A parameter is either supported, refused by name, or listed in IGNORED because it cannot change the answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identi
     "prompt_cache_key",
     "prompt_cache_retention",
 }
-"""Accepted and without effect: they are about accounts, billing and storage, or belong to what is refused."""
+"""Accepted without effect: they concern accounts, billing and storage, or features that are refused."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -47,7 +47,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
 }
-"""Refused unless null or one of these values, which change nothing."""
+"""Refused, except for null and these values, which have no effect."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -66,7 +66,7 @@ class TextPart:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatMessage:
-    """A message of the conversation; members of an assistant's answer that are null may come back as they went."""
+    """A message of the conversation; the null members of an earlier answer are accepted in its message."""
 
     role: str
     content: str | list[TextPart]
@@ -76,7 +76,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class _Body:
-    """What both kinds of completion take."""
+    """The parameters of both kinds of completions."""
 
     model: str
     n: int = 1
@@ -118,15 +118,15 @@ SAMPLED = [field.name for field in fields(SamplingParams) if field.name != "max_
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One call of a client: what to sample, and what its answer needs."""
+class CompletionCall:
+    """One call of a client: the requests to sample, and the data needed for the answer."""
 
     id: str
     created: int
     body: ChatBody | TextBody
     prompts: list[list[int]]
     requests: list[SampleRequest]
-    """n for each prompt, in order."""
+    """n requests for each prompt, in order."""
 
     @property
     def chat(self) -> bool:
@@ -134,12 +134,12 @@ class Asked:
 
     @property
     def usage(self) -> bool:
-        """Whether a stream ends with the number of tokens."""
+        """Whether a stream ends with the token counts."""
         return self.body.stream_options is not None and self.body.stream_options.include_usage
 
 
 class Translator:
-    """Bodies to requests and completions to answers; holds no state of a call."""
+    """Translates bodies to requests, and completions to answers; has no state between calls."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Translator:
         deadline_s: float,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ):
-        """`default_max_tokens`: for a call that names none. `deadline_s`: of every request."""
+        """`default_max_tokens`: for calls that name none. `deadline_s`: of every request."""
         self._tokenizer = tokenizer
         self._limits = limits
         self._default_max_tokens = default_max_tokens
@@ -159,8 +159,8 @@ class Translator:
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
-    def chat(self, raw: Any, adapter: str | None) -> Asked:
-        """Raises Malformed naming the parameter, DataError for messages that the chat template refuses."""
+    def chat(self, raw: Any, adapter: str | None) -> CompletionCall:
+        """Read a chat completion. Raises Malformed naming the parameter, DataError if the chat template refuses."""
         body: ChatBody = decode(ChatBody, _stripped(raw, messages=True))
         if not body.messages:
             raise Malformed("messages", "must hold at least one message.")
@@ -169,10 +169,10 @@ class Translator:
         lengths = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
         if len(lengths) > 1:
             raise Malformed("max_completion_tokens", "and max_tokens differ; give one of them.")
-        return self._asked("chatcmpl", body, [prompt], next(iter(lengths), None), adapter)
+        return self._completion_call("chatcmpl", body, [prompt], next(iter(lengths), None), adapter)
 
-    def text(self, raw: Any, adapter: str | None) -> Asked:
-        """A prompt that is text is tokenized as it is, control tokens included. Raises Malformed."""
+    def text(self, raw: Any, adapter: str | None) -> CompletionCall:
+        """Read a text completion; text is tokenised as it is, control tokens included. Raises Malformed."""
         body: TextBody = decode(TextBody, _stripped(raw))
         if body.logprobs:
             raise Malformed("logprobs", f"must be 0 (the sampled tokens' own) or null, got {body.logprobs}.")
@@ -182,16 +182,16 @@ class Translator:
             self._tokenizer(one)["input_ids"] if isinstance(one, str) else one
             for one in (prompt if several else [prompt])
         ]
-        return self._asked("cmpl", body, prompts, body.max_tokens, adapter)
+        return self._completion_call("cmpl", body, prompts, body.max_tokens, adapter)
 
-    def _asked(
+    def _completion_call(
         self,
         kind: str,
         body: ChatBody | TextBody,
         prompts: list[list[int]],
         max_tokens: int | None,
         adapter: str | None,
-    ) -> Asked:
+    ) -> CompletionCall:
         limits = self._limits
         within(body.n, limits.samples, "n", "samples")
         within(len(prompts) * body.n, limits.requests, "prompt", "prompts times n")
@@ -220,37 +220,37 @@ class Translator:
             for index, ids in enumerate(map(tuple, prompts))  # one copy for all samples
             for sample in range(body.n)
         ]
-        return Asked(id, int(time.time()), body, prompts, requests)
+        return CompletionCall(id, int(time.time()), body, prompts, requests)
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
-    def answer(self, asked: Asked, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The whole answer. Raises EngineError when a completion did not come to its end."""
-        choices = [self._choice(asked, index, done) for index, done in enumerate(completions)]
-        kind = "chat.completion" if asked.chat else "text_completion"
-        answer = _head(asked, kind) | {"choices": choices, "usage": _usage(asked, completions)}
-        if asked.body.return_token_ids and asked.chat:
-            answer["prompt_token_ids"] = asked.prompts[0]
+    def answer(self, call: CompletionCall, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The complete answer. Raises EngineError if a completion was aborted."""
+        choices = [self._choice(call, index, done) for index, done in enumerate(completions)]
+        kind = "chat.completion" if call.chat else "text_completion"
+        answer = _head(call, kind) | {"choices": choices, "usage": _usage(call, completions)}
+        if call.body.return_token_ids and call.chat:
+            answer["prompt_token_ids"] = call.prompts[0]
         return answer
 
-    def chunks(self, asked: Asked, completions: Sequence[Completion]) -> Iterator[dict[str, Any]]:
-        """The same as a stream: every choice is one piece, then its end; then the number of tokens where asked for."""
-        head = _head(asked, "chat.completion.chunk" if asked.chat else "text_completion")
-        for choice in self.answer(asked, completions)["choices"]:
+    def chunks(self, call: CompletionCall, completions: Sequence[Completion]) -> Iterator[dict[str, Any]]:
+        """The answer as a stream: for every choice a chunk and its end, then the token counts if requested."""
+        head = _head(call, "chat.completion.chunk" if call.chat else "text_completion")
+        for choice in self.answer(call, completions)["choices"]:
             reason = choice["finish_reason"]
             piece = {name: value for name, value in choice.items() if name != "message"} | {"finish_reason": None}
             end: dict[str, Any] = {"index": choice["index"], "logprobs": None, "finish_reason": reason}
-            if asked.chat:
+            if call.chat:
                 piece["delta"], end["delta"] = choice["message"], {}
             else:
                 end["text"] = ""
             yield head | {"choices": [piece]}
             yield head | {"choices": [end]}
-        if asked.usage:
-            yield head | {"choices": [], "usage": _usage(asked, completions)}
+        if call.usage:
+            yield head | {"choices": [], "usage": _usage(call, completions)}
 
-    def _choice(self, asked: Asked, index: int, completion: Completion) -> dict[str, Any]:
-        request = asked.requests[index]
+    def _choice(self, call: CompletionCall, index: int, completion: Completion) -> dict[str, Any]:
+        request = call.requests[index]
         if completion.stop_reason not in ("stop", "length"):
             raise EngineError(
                 f"The completion ended as {completion.stop_reason!r} after {len(completion.token_ids)} tokens: its "
@@ -261,15 +261,15 @@ class Translator:
             at = text.rfind(completion.stop_text)
             text = text[:at] if at >= 0 else text
         choice: dict[str, Any] = {"index": index, "finish_reason": completion.stop_reason, "logprobs": None}
-        choice |= {"message": {"role": "assistant", "content": text}} if asked.chat else {"text": text}
-        if isinstance(asked.body, ChatBody) and asked.body.logprobs:
+        choice |= {"message": {"role": "assistant", "content": text}} if call.chat else {"text": text}
+        if isinstance(call.body, ChatBody) and call.body.logprobs:
             choice["logprobs"] = {"content": self._chat_logprobs(completion), "refusal": None}
-        if isinstance(asked.body, TextBody) and asked.body.logprobs is not None:
+        if isinstance(call.body, TextBody) and call.body.logprobs is not None:
             choice["logprobs"] = self._text_logprobs(completion)
-        if asked.body.return_token_ids:
+        if call.body.return_token_ids:
             choice["token_ids"] = completion.token_ids
             choice["weight_versions"] = [[span.start, span.stop, span.version] for span in completion.versions]
-            if not asked.chat:
+            if not call.chat:
                 choice["prompt_token_ids"] = list(request.token_ids)
         return choice
 
@@ -294,7 +294,7 @@ class Translator:
 
 
 def _stripped(raw: Any, messages: bool = False) -> Any:
-    """The body without what is ignored or neutral. Raises Malformed for a refused parameter."""
+    """The body without ignored and neutral parameters. Raises Malformed for a refused parameter."""
     if not isinstance(raw, dict):
         return raw
     for name, allowed in NEUTRAL.items():
@@ -326,7 +326,7 @@ def _message(message: ChatMessage, where: str) -> Message:
 
 
 def _bytes(token: str) -> list[int] | None:
-    """None for a token that is a part of a character."""
+    """The bytes of a token's text; None if it is only a part of a character."""
     return None if "\ufffd" in token else list(token.encode())
 
 
@@ -334,11 +334,11 @@ def _seed(seed: int | None, prompt: int, sample: int) -> int:
     return secrets.randbits(64) if seed is None else request_seed(seed, str(prompt), sample, 0, 0)
 
 
-def _head(asked: Asked, kind: str) -> dict[str, Any]:
-    return {"id": asked.id, "object": kind, "created": asked.created, "model": asked.body.model}
+def _head(call: CompletionCall, kind: str) -> dict[str, Any]:
+    return {"id": call.id, "object": kind, "created": call.created, "model": call.body.model}
 
 
-def _usage(asked: Asked, completions: Sequence[Completion]) -> dict[str, int]:
-    prompt = sum(map(len, asked.prompts))
+def _usage(call: CompletionCall, completions: Sequence[Completion]) -> dict[str, int]:
+    prompt = sum(map(len, call.prompts))
     sampled = sum(len(completion.token_ids) for completion in completions)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

@@ -11,35 +11,44 @@ from typing import Any
 from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest
 from skyrl_train.engines.http.codec import Malformed, decode, write_json
 from skyrl_train.engines.http.connection import Connection
-from skyrl_train.engines.http.wire import CALLS, GRACE_S, TRAVELLING_ROUTES, Call, Limits, Served, check_route, raised
+from skyrl_train.engines.http.wire import (
+    GRACE_S,
+    REMOTE_METHODS,
+    TRAVELLING_ROUTES,
+    Limits,
+    RemoteMethod,
+    Served,
+    check_route,
+    raised,
+)
 from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 _ENVELOPE_BYTES = 64
-"""Of a call's body, round its requests."""
+"""Bytes of a call's body besides its requests."""
 
 
 class RemoteEngine:
     """`engine = await RemoteEngine(url, token, name="...").connect(60)`; then an InferenceEngine like any other.
 
-    What the server's engine raises is raised here as itself. A server that cannot be reached, or dies in a call, is an
-    EngineError, within seconds: its requests can be given to another engine. Calls larger than the server's limits are
-    split. `close` leaves the server's engine running.
+    Exceptions of the server's engine are raised here with their own types. If the server cannot be reached or dies
+    during a call, EngineError is raised within seconds, so that its requests can go to another engine. Calls larger
+    than the server's limits are split. `close` leaves the server's engine running.
     """
 
     capabilities: Capabilities
 
     def __init__(self, url: str, token: str, *, name: str = "", deadline_s: float = 600.0):
-        """`deadline_s`: of every call, and of requests that have none. Raises ConfigError for what is no address."""
+        """`deadline_s`: of every call, and of requests that have none. Raises ConfigError for an invalid address."""
         self._connection = Connection(url, token, name)
         self.name = self._connection.name
         self._deadline_s = deadline_s
         self._limits = Limits()
 
     async def connect(self, deadline_s: float) -> RemoteEngine:
-        """Wait until the server answers and its engine is alive; `capabilities` are known from then on.
+        """Wait until the server answers and its engine is alive; then set `capabilities`.
 
-        Raises DeadlineExceeded when that takes more than `deadline_s`, EngineError for a wrong token.
+        Raises DeadlineExceeded if that takes more than `deadline_s`, EngineError for a wrong token.
         """
         await self._connection.open()
         try:
@@ -53,26 +62,26 @@ class RemoteEngine:
         return self
 
     async def _served(self) -> Served:
-        served: Served = await self._once(CALLS["capabilities"], b"")
-        await self._once(CALLS["health"], b"")
+        served: Served = await self._once(REMOTE_METHODS["capabilities"], b"")
+        await self._once(REMOTE_METHODS["health"], b"")
         return served
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """See InferenceEngine. Cancelling it closes the connection, which aborts its requests over there."""
+        """See InferenceEngine. Cancelling the call closes its connection, upon which the server aborts its requests."""
         known = [request.deadline_s for request in requests if request.deadline_s is not None]
         limit = max(known) if requests and len(known) == len(requests) else self._deadline_s
         parts = [self._call("generate", part, deadline_s=limit + 2 * GRACE_S) for part in self._parts(requests)]
-        return [completion for part in await _together(parts) for completion in part]
+        return [completion for part in await _gather_all(parts) for completion in part]
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         rows = [list(ids) for ids in token_ids]
         parts = [self._call("score", part, temperature) for part in self._parts(rows)]
-        return [logprobs for part in await _together(parts) for logprobs in part]
+        return [logprobs for part in await _gather_all(parts) for logprobs in part]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        await _together(self._call("abort", part) for part in self._parts(list(request_ids)))
+        await _gather_all(self._call("abort", part) for part in self._parts(list(request_ids)))
 
     # -- traffic -----------------------------------------------------------------------------------------------------
 
@@ -92,7 +101,7 @@ class RemoteEngine:
         await self._call("reset_prefix_cache")
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """See InferenceEngine; `path` is a folder of the server's machine."""
+        """See InferenceEngine; `path` is a folder on the server's machine."""
         await self._call("load_adapter", name, path)
 
     async def unload_adapter(self, name: str) -> None:
@@ -133,7 +142,10 @@ class RemoteEngine:
     # -- HTTP --------------------------------------------------------------------------------------------------------
 
     def _parts(self, items: Sequence[Any]) -> Iterator[list[Any]]:
-        """`items` in order, cut where a call would pass the server's limits. UnsupportedParameter for one too large."""
+        """`items` in order, split so that no call exceeds the server's limits.
+
+        Raises UnsupportedParameter for an item that exceeds them by itself.
+        """
         most = self._limits.body_bytes - _ENVELOPE_BYTES
         part: list[Any] = []
         used = 0
@@ -154,19 +166,21 @@ class RemoteEngine:
 
     async def _call(self, method: str, *values: Any, deadline_s: float | None = None) -> Any:
         limit = self._deadline_s + 2 * GRACE_S if deadline_s is None else deadline_s
-        call = CALLS[method]
+        call = REMOTE_METHODS[method]
         body = b"" if call.verb == "GET" else write_json(call.arguments(*values))
 
         async def attempt(number: int) -> Any:
             if number and method == "generate":
-                # The server may not know yet that the connection broke: the same ids must not run twice.
-                await self._once(CALLS["abort"], write_json({"request_ids": [r.request_id for r in values[0]]}))
+                # The server may not have noticed that the connection broke: the same ids must not run twice.
+                await self._once(
+                    REMOTE_METHODS["abort"], write_json({"request_ids": [r.request_id for r in values[0]]})
+                )
             return await self._once(call, body)
 
         work = self._connection.attempts(method, attempt, repeatable=call.repeatable)
         return await self._connection.within(method, limit, work)
 
-    async def _once(self, call: Call, body: bytes) -> Any:
+    async def _once(self, call: RemoteMethod, body: bytes) -> Any:
         status, raw = await self._connection.once(call.verb, call.route, body)
         try:
             answer = json.loads(raw)
@@ -184,13 +198,13 @@ class RemoteEngine:
 
 
 async def has_our_routes(connection: Connection, deadline_s: float) -> bool:
-    """Whether an HttpEndpoint answers, which others than its owner see as 401; False for another kind of server.
+    """Whether the server is an HttpEndpoint, even one that answers 401; False for another kind of server.
 
-    Waits for a server. Raises DeadlineExceeded when none comes.
+    Waits for a server to answer. Raises DeadlineExceeded if none does.
     """
 
     async def status() -> int:
-        return (await connection.once("GET", CALLS["capabilities"].route))[0]
+        return (await connection.once("GET", REMOTE_METHODS["capabilities"].route))[0]
 
     await connection.open()
     try:
@@ -199,8 +213,8 @@ async def has_our_routes(connection: Connection, deadline_s: float) -> bool:
         await connection.close()
 
 
-async def _together(calls: Any) -> list[Any]:
-    """All at once; the first failure is raised and the others are given up."""
+async def _gather_all(calls: Any) -> list[Any]:
+    """Await all calls concurrently; raises the first failure and cancels the other calls."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))

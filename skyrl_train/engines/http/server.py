@@ -1,5 +1,7 @@
-"""The HTTP endpoint over an engine or an EngineClient: OpenAI's routes for programs that speak text, the token-level
-wire for RemoteEngines. Every route wants the token; nothing that comes in is unpickled or run."""
+"""The HTTP endpoint for an engine or an EngineClient: OpenAI's routes for text, token-level routes for RemoteEngines.
+
+Every route requires the token; no received data is unpickled or executed.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,17 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from skyrl_train.engines.base import Completion, SampleRequest
 from skyrl_train.engines.http.codec import Malformed, decode, read_json, write_json
-from skyrl_train.engines.http.openai import Asked, Translator
+from skyrl_train.engines.http.openai import CompletionCall, Translator
 from skyrl_train.engines.http.wire import (
     API_KEY,
-    CALLS,
     GRACE_S,
+    REMOTE_METHODS,
     SAMPLING_LIMITS,
-    Call,
     ConnectWeights,
     Generate,
     Limits,
     LoadAdapter,
+    RemoteMethod,
     Served,
     UnloadAdapter,
     error_body,
@@ -47,17 +49,17 @@ from skyrl_train.errors import ConfigError, DeadlineExceeded, EngineError, SkyRL
 
 log = logging.getLogger(__name__)
 _protocol_log = logging.getLogger(f"{__name__}.protocol")
-# What is wrong with the bytes of a request is the client's to know: a log would show parts of them, tokens included.
+# Malformed requests are reported only to the client: a log would contain parts of them, tokens included.
 _protocol_log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
 
 _LINGER_S = 2.0
-"""How long a refused body is read and dropped, so that its sender comes to read the refusal."""
+"""How long a refused body is still read and dropped, so that its sender gets to read the refusal."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _Refusal(Exception):
-    """An answer with an error status that no engine had a part in."""
+    """An answer with an error status that does not come from an engine."""
 
     def __init__(self, status: int, message: str, code: str, param: str | None = None):
         super().__init__(message)
@@ -65,10 +67,10 @@ class _Refusal(Exception):
 
 
 class HttpEndpoint:
-    """Serves while entered: `async with HttpEndpoint(client, tokenizer, model_name="policy") as endpoint`.
+    """Serves while it is entered: `async with HttpEndpoint(client, tokenizer, model_name="policy") as endpoint`.
 
-    Runs on the caller's event loop and does not close the engine. Routes whose method the engine has not got (weights
-    and score of an EngineClient) answer 501.
+    Runs on the caller's event loop and does not close the engine. Routes for methods that the engine lacks (weights and
+    score, with an EngineClient) answer 501.
     """
 
     def __init__(
@@ -87,13 +89,13 @@ class HttpEndpoint:
         control: bool = True,
         drain_s: float = 5.0,
     ):
-        """`token` None makes one, kept in a file that only this user can read (`token_file`); port 0 takes a free one.
+        """`token`: None generates one, in a file that only this user can read (`token_file`). Port 0: any free one.
 
-        `deadline_s`: what a request has at most. `default_max_tokens`: for completions that name no length. `control`:
-        whether there are routes that abort, pause, put to sleep and change weights; without them who holds the token
-        can only sample and score, with bodies of SAMPLING_LIMITS and under ids that no other request has. `drain_s`:
-        how long leaving waits for requests under way before it ends them. Without a tokenizer there are no OpenAI
-        routes. Raises ConfigError as `checked_token` does.
+        `deadline_s`: the longest deadline of a request. `default_max_tokens`: for completions without a length.
+        `control`: whether there are routes to abort, pause, put to sleep and change weights; without them, holders of
+        the token can only sample and score, within SAMPLING_LIMITS and under request ids that cannot collide with
+        others. `drain_s`: how long exit waits for running requests before it cancels them. Without a tokenizer there
+        are no OpenAI routes. Raises ConfigError as `checked_token` does.
         """
         self.token = checked_token(token, host)
         self.token_file: Path | None = None
@@ -105,12 +107,12 @@ class HttpEndpoint:
         self._deadline_s = deadline_s
         self._control = control
         self._sessions = "" if control else f"{secrets.token_hex(8)}."
-        """Before the sessions of callers that could otherwise name those of others."""
+        """Prefix of callers' sessions, without which they could use those of others."""
         self._drain_s = drain_s
         self._translator: Translator | None = None
         if tokenizer is not None:
             self._translator = Translator(
-                copy.deepcopy(tokenizer),  # it is used in a thread of its own, and tokenizers are not made for two
+                copy.deepcopy(tokenizer),  # tokenizers are not thread-safe, and this one is used in another thread
                 limits=self._limits,
                 default_max_tokens=default_max_tokens,
                 deadline_s=deadline_s,
@@ -127,7 +129,7 @@ class HttpEndpoint:
         app.router.add_get("/v1/models", self._models, expect_handler=self._expect)
         app.router.add_post("/v1/chat/completions", self._openai("chat"), expect_handler=self._expect)
         app.router.add_post("/v1/completions", self._openai("text"), expect_handler=self._expect)
-        for call in [call for call in CALLS.values() if self._control or not call.control]:
+        for call in [call for call in REMOTE_METHODS.values() if self._control or not call.control]:
             app.router.add_route(call.verb, call.route, self._handler(call), expect_handler=self._expect)
         app.router.add_route("*", "/{path:(?s:.*)}", self._unknown, expect_handler=self._expect)
         self._runner = web.AppRunner(
@@ -167,7 +169,7 @@ class HttpEndpoint:
 
     @property
     def url(self) -> str:
-        """Where it listens, e.g. http://127.0.0.1:8000; OpenAI clients want `/v1` behind it."""
+        """The address, e.g. http://127.0.0.1:8000; OpenAI clients need `/v1` appended."""
         assert self._runner is not None
         host, port = self._runner.addresses[0][:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -176,7 +178,7 @@ class HttpEndpoint:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Nobody without the token learns even which routes there are; every error has one form."""
+        """Checks the token before anything else, even the route; gives all errors one format."""
         try:
             self._check_token(request)
             return await handler(request)
@@ -206,13 +208,13 @@ class HttpEndpoint:
         return _error(error.status, error_body(error.status, text, code))
 
     async def _unknown(self, request: web.Request) -> NoReturn:
-        """What no route takes: aiohttp would answer its Expect before its missing token."""
+        """Handles unknown routes here: aiohttp would answer an Expect header before the token is checked."""
         if request.path in {resource.canonical for resource in request.app.router.resources()}:
             raise web.HTTPMethodNotAllowed(request.method, [])
         raise web.HTTPNotFound
 
     async def _expect(self, request: web.Request) -> None:
-        """Only who has the token is invited to send a body; other expectations have no effect."""
+        """Answers 100-continue only to callers with the token; other expectations have no effect."""
         invited = request.headers[hdrs.EXPECT].lower() == "100-continue" and request.version == HttpVersion11
         if invited and self._has_token(request):
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -243,10 +245,10 @@ class HttpEndpoint:
 
     # -- the token-level wire ----------------------------------------------------------------------------------------
 
-    def _handler(self, call: Call) -> Handler:
+    def _handler(self, call: RemoteMethod) -> Handler:
         async def handle(request: web.Request) -> web.Response:
             body = await self._body(request) if call.verb == "POST" else {}
-            # In a run the loop is the trainer's, and checking a million members takes seconds.
+            # In a run this is the trainer's event loop, and checking a million members takes seconds.
             arguments = await asyncio.to_thread(lambda: decode(call.arguments, body).checked(self._limits))
             if call.method == "capabilities":
                 result: Any = Served(self.model_name, self._attribute("capabilities"), self._limits)
@@ -274,15 +276,15 @@ class HttpEndpoint:
         try:
             completions: list[Completion] = await self._ask("generate", [own], longest + GRACE_S)
         except (asyncio.CancelledError, DeadlineExceeded):
-            # The client is gone, or the engine deaf; an engine in another process would go on.
+            # The client is gone, or the engine does not respond; an engine in another process would continue.
             task = asyncio.ensure_future(self._abort_quietly([request.request_id for request in own]))
             self._background.add(task)
             task.add_done_callback(self._background.discard)
             raise
-        return [replace(done, request_id=asked.request_id) for asked, done in zip(requests, completions, strict=True)]
+        return [replace(done, request_id=given.request_id) for given, done in zip(requests, completions, strict=True)]
 
     def _owned(self, request: SampleRequest, prefix: str) -> SampleRequest:
-        """What the engine is asked: names that are no one else's where callers may only sample, and a deadline."""
+        """The request as sent to the engine: with a deadline and, without control, with unique names."""
         return replace(
             request,
             request_id=prefix + request.request_id,
@@ -305,7 +307,7 @@ class HttpEndpoint:
         return found
 
     def _note_adapter(self, arguments: object) -> None:
-        """Completions choose a loaded adapter as their model."""
+        """Note loaded adapters: OpenAI's routes accept their names as `model`."""
         if isinstance(arguments, LoadAdapter):
             self._adapters.add(arguments.name)
         elif isinstance(arguments, UnloadAdapter):
@@ -319,12 +321,12 @@ class HttpEndpoint:
             if translator is None:
                 raise _Refusal(501, "This server has no tokenizer: use /generate with token ids.", "not_supported")
             body = await self._body(request)
-            asked: Asked = await self._off_loop(getattr(translator, kind), body, self._adapter(body))
-            completions = await self._sample(asked.requests)
-            if not asked.body.stream:
-                answer = await self._off_loop(lambda: write_json(translator.answer(asked, completions)))
+            call: CompletionCall = await self._off_loop(getattr(translator, kind), body, self._adapter(body))
+            completions = await self._sample(call.requests)
+            if not call.body.stream:
+                answer = await self._off_loop(lambda: write_json(translator.answer(call, completions)))
                 return web.Response(body=answer, content_type="application/json")
-            chunks = await self._off_loop(lambda: list(map(write_json, translator.chunks(asked, completions))))
+            chunks = await self._off_loop(lambda: list(map(write_json, translator.chunks(call, completions))))
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             await response.prepare(request)
             for chunk in chunks:
@@ -335,7 +337,7 @@ class HttpEndpoint:
         return handle
 
     async def _off_loop(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Tokenizing takes seconds for megabytes. Raises DeadlineExceeded."""
+        """Run in a thread, as tokenizing megabytes takes seconds. Raises DeadlineExceeded."""
         async with _within("turning text into tokens or back", self._deadline_s):
             return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args))
 
@@ -343,7 +345,7 @@ class HttpEndpoint:
         """The adapter that `model` names; None for the model itself. Raises 404 for a name that is not served."""
         name = body.get("model") if isinstance(body, dict) else None
         if not isinstance(name, str) or name == self.model_name:
-            return None  # what is not a name is refused with the rest of the body
+            return None  # a `model` that is no string is refused when the body is checked
         if name in self._adapters:
             return name
         served = ", ".join(repr(known) for known in (self.model_name, *sorted(self._adapters)))
@@ -355,7 +357,7 @@ class HttpEndpoint:
         return web.Response(body=write_json({"object": "list", "data": models}), content_type="application/json")
 
     async def _health(self, request: web.Request) -> web.Response:
-        """200 while an engine answers."""
+        """Answers 200 as long as an engine is alive."""
         answer = await self._ask("health", [], GRACE_S)
         if answer == []:
             raise EngineError("No engine is alive.")
@@ -363,9 +365,10 @@ class HttpEndpoint:
 
 
 def checked_token(token: str | None, host: str) -> str:
-    """The token of an endpoint at `host`, made where there is none.
+    """The token of an endpoint at `host`; generated if there is none.
 
-    Raises ConfigError for a token that no header can carry, and for a host that other machines can reach without one.
+    Raises ConfigError for a token that cannot be sent in a header, and without a token for a host that other machines
+    can reach.
     """
     if token is None:
         if not _is_loopback(host):
@@ -380,7 +383,7 @@ def checked_token(token: str | None, host: str) -> str:
 
 
 def check_address(host: str, port: int) -> None:
-    """Raises ConfigError when nothing can listen there now."""
+    """Raises ConfigError if the address cannot be listened at."""
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, _, _, _, address in found:

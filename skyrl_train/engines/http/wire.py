@@ -30,13 +30,13 @@ from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, TensorSpec
 API_KEY = "SKYRL_API_KEY"
 """The environment variable that holds the token of both ends."""
 GRACE_S = 30.0
-"""How much longer than the work itself its caller waits."""
+"""Seconds that a caller waits beyond the deadline of the work itself."""
 TRAVELLING_ROUTES = ROUTES - {"in_process"}
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one call may hold. More is refused before an engine sees it, and a RemoteEngine splits its calls to fit."""
+    """The limits of one call. Larger calls are refused before they reach an engine; a RemoteEngine splits its calls."""
 
     body_bytes: int = 8 << 20
     requests: int = 4096
@@ -46,16 +46,16 @@ class Limits:
     max_tokens: int = 1 << 17
     prompt_tokens: int = 1 << 18
     prompt_tokens_in_all: int = 1 << 22
-    """Prompt tokens times n of a completion, all prompts together: what a body of token ids can hold."""
+    """Prompt tokens times n of a completion, over all prompts: as many as a body of token ids can contain."""
     stop_strings: int = 16
     stop_chars: int = 256
     stop_token_ids: int = 256
     name_chars: int = 1024
-    """Of ids, sessions, groups and adapters."""
+    """Characters of ids, sessions, groups and adapters."""
 
 
 SAMPLING_LIMITS = Limits(body_bytes=1 << 20)
-"""Of an endpoint without control: in a run, its loop is the trainer's, and parsing JSON holds it up."""
+"""The limits of an endpoint without control: in a run it shares the trainer's event loop, which parsing JSON blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +68,16 @@ class Served:
 
 
 class Arguments:
-    """What a call sends. Its members are the parameters of the engine's method, in order."""
+    """The body of a call. Its fields are the parameters of the engine's method, in order."""
 
     __slots__ = ()
 
     def checked(self, limits: Limits) -> Arguments:
-        """These arguments, brought into the engine's form. Raises Malformed for what is out of bounds."""
+        """The arguments in the form that the engine takes. Raises Malformed for values out of bounds."""
         return self
 
     def values(self) -> list[Any]:
+        """The arguments to call the engine's method with."""
         return [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
 
 
@@ -206,7 +207,7 @@ class ReceiveWeights(Arguments):
         if len(bucket.names) != len(bucket.fingerprints):
             raise Malformed("bucket.fingerprints", "must be as many as bucket.names.")
         for index, handle in enumerate(bucket.handles):
-            # Mapping a file creates or grows it: only another process's memory may be named.
+            # Mapping a file creates or grows it, so only a path of another process's memory is accepted.
             if handle.cuda is not None:
                 raise Malformed(f"bucket.handles[{index}].cuda", "does not travel over HTTP.")
             if handle.file is None or not re.fullmatch(r"/proc/[0-9]+/fd/[0-9]+", handle.file):
@@ -223,54 +224,54 @@ class CommitWeights(Arguments):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One method of an InferenceEngine as a route."""
+class RemoteMethod:
+    """A route that calls one method of an InferenceEngine."""
 
     method: str
     arguments: type[Arguments] = Nothing
     answer: Any = None
-    """Type of the result; None: there is none."""
+    """Type of the result; None if there is none."""
     repeatable: bool = True
-    """Whether doing it twice is the same as once: what may be sent again when a connection broke."""
+    """Whether it is idempotent, so that it may be sent again if the connection breaks."""
     verb: str = "POST"
     path: str = field(default="", kw_only=True)
     control: bool = field(default=True, kw_only=True)
-    """Whether it changes what others get from the engine."""
+    """Whether it affects other callers of the engine."""
 
     @property
     def route(self) -> str:
         return f"/{self.path or self.method}"
 
 
-CALLS = {
+REMOTE_METHODS = {
     call.method: call
     for call in (
-        Call("generate", Generate, list[Completion], control=False),
-        Call("score", Score, list[list[float]], control=False),
-        Call("abort", Abort),
-        Call("pause", Pause),
-        Call("resume"),
-        Call("sleep", Sleep, int),
-        Call("wake_up", WakeUp),
-        Call("reset_prefix_cache"),
-        Call("load_adapter", LoadAdapter),
-        Call("unload_adapter", UnloadAdapter, repeatable=False),
-        Call("connect_weights", ConnectWeights, repeatable=False),
-        Call("begin_weights", BeginWeights, repeatable=False),
-        Call("receive_weights", ReceiveWeights, repeatable=False),
-        Call("commit_weights", CommitWeights, repeatable=False),
-        Call("health", answer=EngineHealth, verb="GET", path="engine_health", control=False),
-        Call("capabilities", answer=Served, verb="GET", control=False),
+        RemoteMethod("generate", Generate, list[Completion], control=False),
+        RemoteMethod("score", Score, list[list[float]], control=False),
+        RemoteMethod("abort", Abort),
+        RemoteMethod("pause", Pause),
+        RemoteMethod("resume"),
+        RemoteMethod("sleep", Sleep, int),
+        RemoteMethod("wake_up", WakeUp),
+        RemoteMethod("reset_prefix_cache"),
+        RemoteMethod("load_adapter", LoadAdapter),
+        RemoteMethod("unload_adapter", UnloadAdapter, repeatable=False),
+        RemoteMethod("connect_weights", ConnectWeights, repeatable=False),
+        RemoteMethod("begin_weights", BeginWeights, repeatable=False),
+        RemoteMethod("receive_weights", ReceiveWeights, repeatable=False),
+        RemoteMethod("commit_weights", CommitWeights, repeatable=False),
+        RemoteMethod("health", answer=EngineHealth, verb="GET", path="engine_health", control=False),
+        RemoteMethod("capabilities", answer=Served, verb="GET", control=False),
     )
 }
-"""Methods of an InferenceEngine by name; `capabilities` is an attribute there."""
+"""The methods of an InferenceEngine by name; `capabilities`, an attribute there, is one of them."""
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
 
 
 def within(value: int, most: int, param: str, what: str, least: int = 1) -> int:
-    """`value` itself when it lies in `least`..`most`. Raises Malformed naming `param`."""
+    """`value` itself if it is in `least`..`most`. Raises Malformed naming `param`."""
     if not least <= value <= most:
         shown = value if abs(value) < 10**30 else "far more"
         raise Malformed(param, f"must be from {least} to {most} {what}, got {shown}.")
@@ -284,7 +285,7 @@ def check_ids(ids: Sequence[int], param: str, limits: Limits) -> None:
 
 
 def checked_sampling(given: SamplingParams | dict[str, Any], where: str, limits: Limits) -> SamplingParams:
-    """Sampling parameters in their one meaning (engines/sampling.py). Raises Malformed naming the parameter."""
+    """Normalise sampling parameters (see engines/sampling.py). Raises Malformed naming the parameter."""
     key = where or "request"
     try:
         sampling = normalise(given, key)
@@ -305,7 +306,7 @@ def checked_sampling(given: SamplingParams | dict[str, Any], where: str, limits:
 
 
 def check_route(route: str) -> None:
-    """Raises WeightSyncError for a route whose bytes do not travel over HTTP."""
+    """Raises WeightSyncError for a route that does not work over HTTP."""
     if route not in TRAVELLING_ROUTES:
         raise WeightSyncError(
             f"the weight route {route!r} does not lead to an engine behind HTTP; "
@@ -341,28 +342,28 @@ _STATUS: dict[type[SkyRLError], int] = {
     WorkerDied: 503,
     DeadlineExceeded: 504,
 }
-"""The first class that an error is an instance of counts."""
+"""Of these classes, the first one that an error is an instance of applies."""
 _RAISED = {kind.__name__: kind for kind in (UnsupportedParameter, WeightSyncError, EngineError, WorkerDied)}
 
 
 def error_body(
     status: int, message: str, code: str, param: str | None = None, detail: list[Any] | None = None
 ) -> dict[str, Any]:
-    """OpenAI's form of an error; `detail` is what an exception needs besides its message."""
+    """An error in OpenAI's format; `detail`: the data that an exception needs besides its message."""
     kind = {401: "authentication_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
     error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
     return {"error": error | ({"detail": detail} if detail else {})}
 
 
 def failure(error: SkyRLError) -> tuple[int, dict[str, Any]]:
-    """Status and body for an engine's exception."""
+    """HTTP status and body for an engine's exception."""
     kind, status = next(((kind, s) for kind, s in _STATUS.items() if isinstance(error, kind)), (SkyRLError, 500))
     detail = [error.waited_for, error.seconds] if isinstance(error, DeadlineExceeded) else None
     return status, error_body(status, str(error), kind.__name__, detail=detail)
 
 
 def raised(status: int, answer: Any, engine: str) -> SkyRLError:
-    """The exception that a body of `failure` stands for; EngineError naming `engine` for anything else."""
+    """The exception that was encoded by `failure`; EngineError naming `engine` for any other body."""
     if status == 401:
         return EngineError(
             f"Engine {engine!r} does not accept this token (HTTP status 401): set {API_KEY} to the server's."

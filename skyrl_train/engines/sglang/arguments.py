@@ -1,4 +1,4 @@
-"""What SGLang is started with."""
+"""SGLang's start arguments."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from skyrl_train.models.loading import load_config
 from skyrl_train.weight_sync.wire import dtype_of
 
 RESERVED = 8
-"""Places that SGLang wants beyond the longest request."""
+"""Positions that SGLang needs beyond the longest request."""
 _CPU_CACHE_BYTES = 4 << 30
-"""Keys and values on a CPU take what max_num_seqs full sequences need, at most this."""
+"""Upper limit for keys and values on a CPU, which otherwise take what max_num_seqs full sequences need."""
 
 _NAMES = {
     "tensor_parallel_size": "tp_size",
@@ -38,9 +38,9 @@ def engine_arguments(
     rope_theta: float | None,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Keyword arguments of ServerArgs; `options`, in our words or SGLang's, win where a choice is left.
+    """Keyword arguments for ServerArgs; `options`, with our names or SGLang's, take precedence over defaults.
 
-    Raises ConfigError where none is.
+    Raises ConfigError for options that cannot be chosen.
     """
     config = load_config(model, rope_scaling=rope_scaling, rope_theta=rope_theta)
     fixed: dict[str, Any] = {
@@ -83,7 +83,7 @@ def _in_words_of_sglang(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cpu_arguments(config: Any, dtype: str, max_num_seqs: int, max_model_len: int) -> dict[str, Any]:
-    """What differs on a CPU: plain torch attention, one step after the other, a cache of the size needed."""
+    """The arguments that differ on a CPU: plain torch attention, no overlap of steps, a cache of the size needed."""
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

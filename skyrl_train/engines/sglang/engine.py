@@ -1,13 +1,13 @@
-"""SGLang as an engine: its scheduler and model in processes of their own, its front end on a thread of this one.
+"""SGLang as an engine: its scheduler and model in separate processes, its front end on a thread of this process.
 
-- engine.py     what callers see: asynchronous, validates, never blocks the event loop
-- host.py       the thread and the processes
-- arguments.py  what SGLang is started with
-- traffic.py    on that thread: requests under way, pausing, sleeping
-- weights.py    full tensors into SGLang's model
-- scheduler.py  in SGLang's process: aborts and scores while paused, prompt cache
-- sampler.py    in SGLang's process: sampling and stopping, the same as in the transformers engine
-- stand_ins/    packages that SGLang imports on a CPU and does not need there
+- engine.py        the interface: asynchronous, validates, never blocks the event loop
+- host.py          the thread and the processes
+- arguments.py     SGLang's start arguments
+- traffic.py       on that thread: requests, pausing, sleeping
+- weight_store.py  loads full tensors into SGLang's model
+- scheduler.py     in SGLang's process: aborts and scores while paused, prompt cache
+- sampler.py       in SGLang's process: sampling and stopping, the same as in the transformers engine
+- stand_ins/       packages that SGLang imports on a CPU and does not need there
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ T = TypeVar("T")
 
 
 class SGLangEngine:
-    """An InferenceEngine over SGLang. Close it: it owns two threads and SGLang's processes.
+    """An InferenceEngine over SGLang. It owns two threads and SGLang's processes, so it must be closed.
 
-    Requests that are kept while weights change go on with the keys and values of the old ones; no other request finds
-    those in the prompt cache. When a process of SGLang ends, everything under way gets EngineError, and this one lives.
+    Requests kept while weights change continue with keys and values of the old weights; no other request can find those
+    in the prompt cache. If a process of SGLang ends, all calls get EngineError, but this process lives on.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class SGLangEngine:
         max_lora_rank: int = 0,
         **options: Any,
     ):
-        """`options`: further keys of `generator` in their own names, and SGLang's ServerArgs as they are.
+        """`options`: further keys of `generator` under their own names, and SGLang's ServerArgs.
 
         Blocks until the model is loaded. Adapters need `max_lora_rank` above 0. Raises ConfigError for arguments that
-        SGLang refuses and what cannot be loaded.
+        SGLang refuses, and for a model that cannot be loaded.
         """
         self.name = name
         self.capabilities = _capabilities(name, on_cpu=device == "cpu", lora=max_lora_rank > 0)
@@ -118,27 +118,27 @@ class SGLangEngine:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """See InferenceEngine. Cancelling it aborts its requests."""
+        """See InferenceEngine. Cancelling the call aborts its requests."""
         for request in requests:
             self._checks.request(request, self._traffic.adapters)
         return await self._ask(self._traffic.generate(requests)) if requests else []
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """See InferenceEngine. Requests under way, paused or not, stay where they are meanwhile.
+        """See InferenceEngine. Running requests, paused or not, make no progress meanwhile.
 
-        Where the cache has no room beside paused ones, they read their tokens again later, as after a retraction.
+        If the cache has no room besides paused requests, these are prefilled again later, as after a retraction.
         """
         self._checks.score(token_ids, temperature)
         return await self._ask(self._traffic.score(token_ids), shielded=True)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Their generate() returns what they have; ids that are not here are ignored."""
+        """See InferenceEngine."""
         await self._ask(self._traffic.abort(request_ids))
 
     # -- traffic -----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: str = "keep") -> None:
-        """See InferenceEngine. Requests that come while paused wait for `resume`; so do those not sent with "wait"."""
+        """See InferenceEngine. Requests that come while paused wait for `resume`; with "wait" so do unsent ones."""
         self._checks.pause(mode)
         await self._ask(self._traffic.pause(mode))
 
@@ -146,11 +146,11 @@ class SGLangEngine:
         await self._ask(self._traffic.resume())
 
     async def sleep(self, level: int = 1) -> int:
-        """See InferenceEngine. Running requests end as aborted: their cache is what is given back."""
+        """See InferenceEngine. Running requests are aborted, as their cache is freed."""
         return await self._ask(self._traffic.sleep(level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take back what `sleep` gave: tags "weights", "kv_cache", None for all; awake when nothing is missing."""
+        """See InferenceEngine."""
         self._checks.wake_up(tags)
         await self._ask(self._traffic.wake_up(tags))
 
@@ -168,11 +168,11 @@ class SGLangEngine:
         await self._transfer(self._receiver.receive, bucket)
 
     async def commit_weights(self, version: int) -> None:
-        """Once begun it is ended, also when nobody waits for it: a committed version must be served."""
+        """See InferenceEngine. It completes even if its caller is cancelled: a committed version must be served."""
         await self._transfer(self._commit, version)
 
     def _commit(self, version: int) -> None:
-        """On the thread that receives weights."""
+        """Runs on the thread that receives weights."""
         self._receiver.commit(version)
         self._wait(self._traffic.serve(version))
 
@@ -180,18 +180,18 @@ class SGLangEngine:
         await self._ask(self._traffic.reset_prefix_cache())
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """See InferenceEngine. The base model's weights may change under it."""
+        """See InferenceEngine. The adapter stays loaded when the base model's weights change."""
         self._checks.adapter(name)
         await self._ask(self._traffic.load_adapter(name, path))
 
     async def unload_adapter(self, name: str) -> None:
-        """Waits for requests under way with it; one that is not here is ignored."""
+        """Waits for running requests with the adapter; a name that is not loaded is ignored."""
         await self._ask(self._traffic.unload_adapter(name))
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
-        """Counters as they are now; answers while a transfer is under way. EngineError when closed or dead."""
+        """See InferenceEngine. It does not wait for the current transfer. Raises EngineError once closed or dead."""
         self._check_alive()
         traffic = self._traffic
         return EngineHealth(
@@ -208,7 +208,7 @@ class SGLangEngine:
         )
 
     async def close(self) -> None:
-        """End the processes and threads; requests under way get EngineError. Closing twice is harmless."""
+        """End the processes and threads; running requests get EngineError. Closing twice is harmless."""
         with suppress(RuntimeError):  # closed before
             self._host.loop.call_soon_threadsafe(self._give_up, "is closed")
         await asyncio.to_thread(self._host.close)
@@ -218,14 +218,17 @@ class SGLangEngine:
     # -- between threads ---------------------------------------------------------------------------------------------
 
     async def _ask(self, work: Coroutine[Any, Any, T], *, shielded: bool = False) -> T:
-        """Run on the host's loop. EngineError when SGLang is gone; `shielded` work goes on when nobody waits for it."""
+        """Run on the host's loop; `shielded` work completes even if its caller is cancelled.
+
+        Raises EngineError if SGLang is gone.
+        """
         future = asyncio.wrap_future(self._submit(work))
         with self._error_when_gone():
             return await (asyncio.shield(future) if shielded else future)
 
     @contextmanager
     def _error_when_gone(self) -> Iterator[None]:
-        """What was cancelled because SGLang is gone, and not by whoever waits for it, ends in EngineError."""
+        """Turn a cancellation into EngineError if SGLang's end caused it, and not the caller's own cancellation."""
         try:
             yield
         except asyncio.CancelledError:
@@ -234,8 +237,8 @@ class SGLangEngine:
                 raise EngineError(f"Engine {self.name!r} {self._gone}.") from None
             raise
 
-    async def _ended_with_us(self, work: Awaitable[T]) -> T:
-        """Cancelled when SGLang is gone: it would not answer."""
+    async def _cancelled_when_gone(self, work: Awaitable[T]) -> T:
+        """Await `work`, which is cancelled if SGLang ends: it would never get an answer."""
         task = asyncio.current_task()
         assert task is not None
         self._asked.add(task)
@@ -250,28 +253,28 @@ class SGLangEngine:
         except EngineError:
             work.close()
             raise
-        return asyncio.run_coroutine_threadsafe(self._ended_with_us(work), self._host.loop)
+        return asyncio.run_coroutine_threadsafe(self._cancelled_when_gone(work), self._host.loop)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run on the host's loop; from the thread that receives weights."""
+        """Run on the host's loop and wait; for the thread that receives weights."""
         try:
             return self._submit(work).result(_LOADING_S)
         except CancelledError:
             raise EngineError(f"Engine {self.name!r} {self._gone}.") from None
 
     async def _transfer(self, step: Callable[..., None], *args: Any) -> None:
-        """A step of a weight sync, one after the other on a thread of their own: they wait for the trainer."""
+        """Run a step of a weight sync; steps run one at a time on their own thread, as they wait for the trainer."""
         self._check_alive()
         with self._error_when_gone():
             await asyncio.get_running_loop().run_in_executor(self._worker, partial(step, *args))
 
     def _died(self, how: str) -> None:
-        """On the host's loop."""
+        """Runs on the host's loop."""
         self._give_up(f"is dead: {how}")
         self._host.loop.run_in_executor(None, self._host.kill)
 
     def _give_up(self, why: str) -> None:
-        """On the host's loop."""
+        """Runs on the host's loop."""
         self._gone = self._gone or why
         self._traffic.give_up(EngineError(f"Engine {self.name!r} {self._gone}."))
         for task in list(self._asked):
@@ -299,7 +302,7 @@ class SGLangEngine:
         return host
 
     def _refuse(self, options: dict[str, Any], max_lora_rank: int) -> None:
-        """Raises ConfigError for what cannot work, before anything is started."""
+        """Raises ConfigError for unsupported options, before anything is started."""
         for key in ("pipeline_parallel_size", "data_parallel_size"):
             if (value := options.pop(key, 1)) != 1:
                 raise ConfigError(f"generator.inference_engine_{key}={value}: {self.capabilities.refusals[key]}")
@@ -308,7 +311,7 @@ class SGLangEngine:
 
 
 def _installed() -> str:
-    """Raises ConfigError naming the extra to install."""
+    """SGLang's name and version. Raises ConfigError naming the extra to install."""
     try:
         return f"SGLang {importlib.metadata.version('sglang')}"
     except importlib.metadata.PackageNotFoundError as error:
@@ -339,7 +342,7 @@ def _capabilities(name: str, *, on_cpu: bool, lora: bool) -> Capabilities:
 
 
 def _configs(model: str) -> list[Any]:
-    """Whatever may name tokens that end a response."""
+    """The configurations that may name tokens that end a response."""
     config = load_config(model)
     configs: list[Any] = [config, config.get_text_config()]
     with suppress(OSError):  # it is optional

@@ -1,7 +1,7 @@
-"""Starts and ends SGLang's processes without disturbing the process that holds the engine. Imports SGLang, late.
+"""Starts and ends SGLang's processes without side effects on the engine's own process. Imports SGLang lazily.
 
-Left to itself SGLang takes over signals, event loops, logging and the way processes start, kills the process it lives
-in when one of its own fails, and when it ends kills all children, whoever started them.
+By itself SGLang takes over signals, event loops, logging and multiprocessing's start method, kills the process that it
+runs in if one of its processes fails, and at its end kills all child processes, including those that others started.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ import psutil
 
 _STAND_INS = str(Path(__file__).parent / "stand_ins")
 _GRACE_S = 5.0
-"""How long SGLang's processes may take to end by themselves."""
+"""How long SGLang's processes may take to end by themselves, in seconds."""
 _FOLDERS = "skyrl-sglang-"
-"""What the names of folders begin with that engines make for themselves."""
+"""Prefix of the names of the engines' folders."""
 _LOCK = "lock"
 _ONE_STARTS = threading.Lock()
 _FOR_CHILDREN = {
@@ -40,14 +40,14 @@ _FOR_CHILDREN = {
     "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(64)),
     "TORCHDYNAMO_DISABLE": "1",
 }
-"""Environment of SGLang's processes on a CPU: nothing to compile for, several ranks on one socket, fewer words."""
+"""Environment of SGLang's processes on a CPU: no compilation, several ranks on one socket, fewer warnings."""
 
 
 class Host:
     """SGLang's front end on a thread with an event loop, and the processes behind it."""
 
     def __init__(self, arguments: Mapping[str, Any], tokenizer: Any, threads: int | None, *, name: str):
-        """`arguments` of SGLang's ServerArgs. Blocks until the model is loaded; raises what SGLang raises."""
+        """`arguments`: of SGLang's ServerArgs. Blocks until the model is loaded; raises SGLang's exceptions."""
         self.loop = asyncio.new_event_loop()
         self.manager: Any = None
         """SGLang's TokenizerManager; to be used on `loop` only."""
@@ -57,19 +57,19 @@ class Host:
         self._closing = False
         ready: Future[None] = Future()
         start = partial(self._run, dict(arguments), tokenizer, threads, ready)
-        # The processes end with the thread that started them: it must live as long as they.
+        # The processes end with the thread that started them, so it must live as long as they do.
         self._thread = threading.Thread(target=start, name=f"engine-{name}", daemon=True)
         self._thread.start()
         ready.result()
         atexit.register(self._exit)
 
     def watch(self, on_death: Callable[[str], None]) -> None:
-        """From now on `on_death` is called on `loop`, with a reason, when a process ends or has ended unasked."""
+        """Call `on_death` on `loop`, with a reason, if a process ends, or has ended, before `close`."""
         for process in self._processes:
             self.loop.call_soon_threadsafe(self.loop.add_reader, process.sentinel, self._ended, process, on_death)
 
     def kill(self) -> None:
-        """At once, without asking."""
+        """Kill the processes at once."""
         _kill(self._processes)
 
     def close(self) -> None:
@@ -87,14 +87,14 @@ class Host:
         atexit.unregister(self._exit)
 
     def _exit(self) -> None:
-        """Of the interpreter, when nobody called `close`."""
+        """Runs at exit of the interpreter, if `close` was not called."""
         self.kill()
         self._files.remove()
 
     def _run(self, arguments: dict[str, Any], tokenizer: Any, threads: int | None, ready: Future[None]) -> None:
         with _ONE_STARTS:
             before = set(multiprocessing.active_children())
-            _remove_what_the_dead_left()
+            _remove_stale_files()
             self._files = _Files()
             try:
                 with _undisturbed(arguments["device"] == "cpu", self._files.folder):
@@ -109,7 +109,7 @@ class Host:
             self._processes = list(set(multiprocessing.active_children()) - before)
         self.manager = self._engine.tokenizer_manager
         self.manager._subprocess_watchdog.stop()
-        self.manager.event_loop = self.loop  # otherwise it makes itself at home here: signals, a task that ends all
+        self.manager.event_loop = self.loop  # otherwise it installs signal handlers and a task that ends the process
         reading = self.loop.create_task(self.manager.handle_loop())
         ready.set_result(None)
         try:
@@ -143,7 +143,7 @@ class Host:
 
 
 class _Files:
-    """An engine's folder, for sockets, and its files in shared memory. A lock in the folder lasts as long as it."""
+    """An engine's folder, for sockets, and its files in shared memory. A lock in the folder is held while it lives."""
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix=_FOLDERS)
@@ -153,7 +153,7 @@ class _Files:
         file.rename(file.with_name(_LOCK))  # nobody finds it unlocked
 
     def name(self, instance: str) -> None:
-        """SGLang's name for this engine is part of the names of its files in shared memory."""
+        """Note SGLang's name for this engine, which is part of the names of its files in shared memory."""
         self._lock.write(instance)
         self._lock.flush()
 
@@ -163,8 +163,8 @@ class _Files:
             self._lock.close()
 
 
-def _remove_what_the_dead_left() -> None:
-    """Of engines whose process was killed, so that it could not clean up."""
+def _remove_stale_files() -> None:
+    """Remove the files of engines whose process was killed, so that it could not clean up."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
         with suppress(OSError), (folder / _LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError while it lives
@@ -180,7 +180,7 @@ def _remove(folder: Path) -> None:
 
 
 def _launch(arguments: dict[str, Any], tokenizer: Any, threads: int | None, loop: asyncio.AbstractEventLoop) -> Any:
-    """SGLang's Engine with our scheduler, on this thread."""
+    """Start SGLang's Engine with our scheduler, on this thread."""
     policy = asyncio.get_event_loop_policy()
     from sglang.srt.entrypoints.engine import Engine
 
@@ -191,7 +191,7 @@ def _launch(arguments: dict[str, Any], tokenizer: Any, threads: int | None, loop
 
         @classmethod
         def _launch_detokenizer_subprocesses(cls, **ignored: Any) -> tuple[list[Any], list[str]]:
-            return [], []  # tokens go out as they are
+            return [], []  # none: outputs are token ids
 
     asyncio.set_event_loop_policy(policy)
     asyncio.set_event_loop(loop)
@@ -202,13 +202,13 @@ def _launch(arguments: dict[str, Any], tokenizer: Any, threads: int | None, loop
 
 @contextmanager
 def _undisturbed(on_cpu: bool, sockets: str) -> Iterator[None]:
-    """What SGLang changes for the whole process when it is imported and started is as before when this is left."""
+    """Restores on exit everything that importing and starting SGLang changes in the whole process."""
     temporary, tempfile.tempdir = tempfile.tempdir, sockets
     root = logging.getLogger()
     path, handlers, level = sys.path[:], root.handlers[:], root.level
     policy, method = asyncio.get_event_loop_policy(), multiprocessing.get_start_method(allow_none=True)
     before = {key: os.environ.get(key) for key in _FOR_CHILDREN}
-    # A request may fill max_model_len to the last token, for which SGLang wants some places beyond it.
+    # A request may use all of max_model_len, for which SGLang needs some more positions.
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     if on_cpu:
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -228,7 +228,7 @@ def _undisturbed(on_cpu: bool, sockets: str) -> Iterator[None]:
 
 
 def _kill(processes: Iterable[BaseProcess]) -> None:
-    """With everything they started; returns when they are gone."""
+    """Kill processes and all their descendants; returns when they are gone."""
     with suppress(ValueError):  # closed: gone already
         processes = [process for process in processes if process.is_alive()]
         family: list[psutil.Process] = []

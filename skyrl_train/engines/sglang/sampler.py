@@ -1,8 +1,8 @@
-"""Sampling and stopping inside SGLang's process: what every engine here does, in place of what SGLang does.
+"""Sampling and stopping inside SGLang's process, as in all our engines; replaces SGLang's own.
 
-SGLang's own sampler knows seeds in its deterministic mode only, cuts top-p before top-k is renormalised, penalises no
-prompt tokens, and gives log-probs that lack either the truncation or, with penalties, the temperature-only ones.
-Imports SGLang: see sglang.py.
+SGLang's sampler supports seeds only in its deterministic mode, applies top-p before top-k is renormalised, does not
+penalise prompt tokens, and returns log-probs without the truncation or, with penalties, no temperature-only ones.
+Imports SGLang: see engine.py.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from skyrl_train.engines.stop_strings import StopStrings
 from skyrl_train.engines.token_sampler import RowSampler, uniforms
 
 BACKEND = "pytorch"
-"""The `sampling_backend` that is replaced."""
+"""The `sampling_backend` to replace."""
 
 
 def is_altered(params: SamplingParams) -> bool:
-    """Whether tokens come from another distribution than softmax(logits / temperature)."""
+    """Whether tokens are sampled from a distribution other than softmax(logits / temperature)."""
     truncated = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
     return params.temperature > 0 and (truncated or params.repetition_penalty != 1 or params.min_tokens > 0)
 
 
 def for_sglang(request: SampleRequest, max_tokens: int, eos: frozenset[int]) -> dict[str, Any]:
-    """SGLang's sampling parameters of a request: all that it decides itself is the length."""
+    """SGLang's sampling parameters for a request: SGLang itself decides only the length."""
     params = request.sampling
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
     return {
@@ -50,28 +50,28 @@ def for_sglang(request: SampleRequest, max_tokens: int, eos: frozenset[int]) -> 
 
 
 class Rules:
-    """What one request asked for; the other end of `for_sglang`."""
+    """The sampling parameters of one request, decoded from those of `for_sglang`."""
 
-    def __init__(self, told: Mapping[str, Any], tokenizer: Any):
-        params: dict[str, Any] = {field.name: told[field.name] for field in fields(SamplingParams)}
-        self.params = SamplingParams(**params | {"stop": tuple(told["stop"])})
-        self.seed = told["seed"] % 2**64
-        self.stop_ids = frozenset(told["stop_token_ids"])
+    def __init__(self, asked: Mapping[str, Any], tokenizer: Any):
+        params: dict[str, Any] = {field.name: asked[field.name] for field in fields(SamplingParams)}
+        self.params = SamplingParams(**params | {"stop": tuple(asked["stop"])})
+        self.seed = asked["seed"] % 2**64
+        self.stop_ids = frozenset(asked["stop_token_ids"])
         self.stops = StopStrings(tokenizer, self.params.stop) if self.params.stop else None
 
 
 def rules_of(req: Req) -> Rules | None:
-    """None for a request that is not from `for_sglang`: one that is only scored."""
-    told = req.sampling_params.custom_params
-    if not told or "seed" not in told:
+    """The rules of a request; None if it is not from `for_sglang`: a sequence to score."""
+    asked = req.sampling_params.custom_params
+    if not asked or "seed" not in asked:
         return None
     rules: Rules | None = getattr(req, "_rules", None)
     if rules is None:
-        rules = req._rules = Rules(told, _tokenizer)
+        rules = req._rules = Rules(asked, _tokenizer)
     return rules
 
 
-class _Row:
+class _BatchEntry:
     """A request in a batch, from its prefill on."""
 
     def __init__(self, req: Req, vocab_size: int, device: str):
@@ -79,7 +79,7 @@ class _Row:
         self.params = SamplingParams(max_tokens=1, temperature=0.0) if rules is None else rules.params
         self.seed = 0 if rules is None else rules.seed
         self.generated = len(req.output_ids)
-        """Tokens sampled before the next one; grows with every forward, also with those not written down yet."""
+        """Number of tokens sampled so far, including those that SGLang has not processed yet."""
         self.returns_both = bool(req.return_sampling_mask)
         self.never_yet: Tensor | None = None
         self.seen: Tensor | None = None
@@ -92,9 +92,9 @@ class _Row:
 
 
 class _Batch:
-    """What stays the same from step to step while the same rows run."""
+    """The state that stays the same between steps as long as the same rows run."""
 
-    def __init__(self, rows: Sequence[_Row], device: torch.device):
+    def __init__(self, rows: Sequence[_BatchEntry], device: torch.device):
         self.rows = rows
         self._sampler = RowSampler([row.params for row in rows], device)
         self._seeds = np.array([row.seed for row in rows], dtype=np.uint64)
@@ -104,7 +104,7 @@ class _Batch:
         self._both = torch.tensor(both, device=device) if both else None
 
     def sample(self, logits: Tensor, output: LogitsProcessorOutput) -> Tensor:
-        """One token a row: [B, V] -> int64 [B]; log-probs go into `output`."""
+        """Sample one token per row: [B, V] -> int64 [B]; log-probs are put into `output`."""
         generated = np.array([row.generated for row in self.rows])
         forbidden = [(i, ends) for i, ends in self._patient if generated[i] < self.rows[i].params.min_tokens]
         seen = [seen for _, seen in self._penalised]
@@ -120,7 +120,7 @@ class _Batch:
 
 
 def _as_mask(ids: Tensor, logprobs: Tensor) -> SamplingMaskOutput:
-    """SGLang's way of returning log-probs of the distribution sampled from; the mask itself is not wanted."""
+    """Log-probs of the distribution sampled from, in the form in which SGLang returns them; the mask is not used."""
     ones = torch.ones(len(ids), dtype=torch.int32, device=ids.device)
     return SamplingMaskOutput(
         token_ids=ids.to(torch.int32).unsqueeze(1),
@@ -151,11 +151,11 @@ class _Sampler(sglang_sampler.Sampler):
         return self._batch.sample(logits, logits_output)
 
 
-# SGLang leaves these three for others to fill in. `custom_params` is a field of its own that is otherwise unused here.
+# SGLang provides these three hooks. `custom_params` is one of its fields that is otherwise unused here.
 
 
 def _made(info: SamplingBatchInfo, batch: Any, vocab_size: int) -> None:
-    info.custom_params = [_Row(req, vocab_size, info.device) for req in batch.reqs]
+    info.custom_params = [_BatchEntry(req, vocab_size, info.device) for req in batch.reqs]
 
 
 def _merged(info: SamplingBatchInfo, other: SamplingBatchInfo) -> None:
@@ -171,7 +171,7 @@ _finish_sglang = Req.update_finish_state
 
 
 def _finish(req: Req, new_tokens: int = 1) -> None:
-    """After a token was written down: whether it ends the request."""
+    """Called after a token was appended: decides whether it ends the request."""
     rules = rules_of(req)
     if rules is None or req.finished() or req.to_finish is not None:
         _finish_sglang(req, new_tokens)
@@ -189,7 +189,7 @@ def _finish(req: Req, new_tokens: int = 1) -> None:
 
 
 def install(tokenizer: Any) -> None:
-    """From now on this process samples and stops as said above. Without a tokenizer there are no stop strings."""
+    """Replace sampling and stopping in this process. Without a tokenizer there are no stop strings."""
     global _tokenizer
     _tokenizer = tokenizer
     sglang_sampler.register_sampler_backend(BACKEND, _Sampler)

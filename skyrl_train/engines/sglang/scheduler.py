@@ -1,9 +1,9 @@
-"""SGLang's scheduler process: its scheduler, with what an engine must do beyond it. Imports SGLang: see sglang.py.
+"""SGLang's scheduler process: its scheduler, extended for our engine protocol. Imports SGLang: see engine.py.
 
-- a request that is aborted while the scheduler is paused, or after it was retracted, ends at once with what it has
-- sequences are scored while requests are kept where they are
-- the prompt cache can be forgotten while requests run: what they go on with is not found by others
-- a scheduler that waits or is paused sleeps, and one that fails ends its own process only
+- a request that is aborted while the scheduler is paused, or after a retraction, ends at once with its tokens so far
+- sequences can be scored while requests are paused
+- the prompt cache can be reset while requests run: other requests no longer find their keys and values
+- a scheduler that waits or is paused sleeps, and one that fails ends only its own process
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ from tqdm import tqdm
 from skyrl_train.engines.sglang import sampler
 
 SCORE = "score-"
-"""What ids of requests begin with that are scored, also while others are kept."""
+"""Prefix of the ids of requests to score, which run even while other requests are paused."""
 
 
 class Scheduler(sglang_scheduler.Scheduler):
+    """SGLang's scheduler with the changes listed above."""
+
     running_batch: ScheduleBatch
     last_batch: Any
     chunked_req: Req | None
     waiting_queue: list[Req]
     result_queue: deque[Any]
-    """With overlap: batches and their results that are not written down; empty while paused."""
+    """With overlap: batches and their results that are not processed yet; empty while paused."""
     _engine_paused: bool
     _pending_chunked_abort_req: Req | None
 
     _generation = 0
-    """Grows whenever the prompt cache is forgotten."""
+    """Incremented whenever the prompt cache is reset."""
     _kept: tuple[Any, ...] | None = None
-    """What was running and queued when scoring began; None when not scoring beside a pause."""
+    """The paused state, running and queued requests, while sequences are scored; None otherwise."""
 
     # -- prompt cache ------------------------------------------------------------------------------------------------
 
@@ -52,12 +54,12 @@ class Scheduler(sglang_scheduler.Scheduler):
         super()._add_request_to_queue(req, is_retracted)
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
-        """Nothing that was read before is found again; where nothing runs its memory is freed at once."""
+        """Make all cached prompts unfindable; if nothing runs, free their memory at once."""
         self._generation += 1
         for req in self.waiting_queue:
             req.cache_salt = str(self._generation)
         if self._kept is None and self.is_fully_idle(ignore_waiting=self._engine_paused):
-            super().flush_cache(empty_cache and self.device != "cpu")  # there it only looks for garbage, for long
+            super().flush_cache(empty_cache and self.device != "cpu")  # on a CPU it would only run a slow gc
         return True
 
     # -- pausing -----------------------------------------------------------------------------------------------------
@@ -69,7 +71,7 @@ class Scheduler(sglang_scheduler.Scheduler):
         super().pause_generation(recv_req)
 
     def _write_down(self) -> None:
-        """With overlap a token is sampled before the last one is written down: write it, it is of these weights."""
+        """Process the last result: with overlap it is pending when a pause begins, and belongs to the old weights."""
         self.process_batch_result(*self.result_queue.popleft())
         last, self.last_batch = self.last_batch, None
         self.running_batch.batch_is_full = False
@@ -82,13 +84,13 @@ class Scheduler(sglang_scheduler.Scheduler):
 
     def _record_scheduler_state_for_paused_engine(self) -> None:
         super()._record_scheduler_state_for_paused_engine()
-        self.cur_batch_for_debug = None  # or the watchdog takes a long pause for a batch that hangs
+        self.cur_batch_for_debug = None  # or the watchdog would mistake a long pause for a hanging batch
         self.maybe_sleep_on_idle()
 
     # -- aborting ----------------------------------------------------------------------------------------------------
 
     def abort_request(self, recv_req: AbortReq) -> None:
-        begun = [req for req in self.waiting_queue if req.output_ids and _means(recv_req, req)]
+        begun = [req for req in self.waiting_queue if req.output_ids and _matches(recv_req, req)]
         self.waiting_queue = [req for req in self.waiting_queue if req not in begun]
         for req in begun:
             self._release_aborted_request(req)
@@ -98,7 +100,7 @@ class Scheduler(sglang_scheduler.Scheduler):
             self._end_aborted()
 
     def process_pending_chunked_abort(self) -> None:
-        """A request that was retracted and reads its tokens again returns them."""
+        """See SGLang; in addition, a request aborted in the prefill after a retraction returns its tokens."""
         req = self._pending_chunked_abort_req
         if req is not None and req.output_ids and req is self.chunked_req:
             self._pending_chunked_abort_req = self.chunked_req = None
@@ -108,7 +110,7 @@ class Scheduler(sglang_scheduler.Scheduler):
         super().process_pending_chunked_abort()
 
     def _end_aborted(self) -> None:
-        """Without the step after which SGLang does it; nothing of them may be in flight."""
+        """End aborted requests now: SGLang does it only after a step. None of them may be in a running step."""
         self.process_pending_chunked_abort()
         for req in self.collect_inflight_reqs():
             if req.to_finish is not None and not req.finished():
@@ -119,26 +121,26 @@ class Scheduler(sglang_scheduler.Scheduler):
         req.finished_reason, req.to_finish = req.to_finish or FINISH_ABORT(), None
         self.output_streamer.stream_output([req], req.return_logprob)
 
-    # -- scoring beside a pause --------------------------------------------------------------------------------------
+    # -- scoring while paused ----------------------------------------------------------------------------------------
 
     def ingest_requests(self) -> list[Any]:
         if self._kept is not None and self._all_scored():
-            self._put_back()  # before anything is received that is meant for what is kept
+            self._put_back()  # before receiving anything that concerns the paused requests
         received: list[Any] = super().ingest_requests()
         if self._kept is None and self._engine_paused and any(map(_is_scored, self.waiting_queue)):
             self._set_aside()
         return received
 
     def on_idle(self) -> None:
-        if self._kept is None:  # or the memory of what is kept looks lost
+        if self._kept is None:  # otherwise SGLang would take the memory of paused requests for a leak
             super().on_idle()
         elif self.waiting_queue:
             self._make_room()
 
     def _make_room(self) -> None:
-        """What is scored does not fit beside what is kept: that gives its memory back, and goes on as if retracted.
+        """Retract the paused requests, as the sequences to score do not fit into the remaining memory.
 
-        Where nothing is left to give back, the scores end as aborted.
+        If no paused request holds memory, abort the scores.
         """
         scored = self.waiting_queue
         self._put_back()
@@ -174,33 +176,33 @@ def _is_scored(req: Req) -> bool:
     return bool(req.rid.startswith(SCORE))
 
 
-def _means(abort: AbortReq, req: Req) -> bool:
+def _matches(abort: AbortReq, req: Req) -> bool:
     return bool(abort.abort_all or req.rid.startswith(abort.rid))
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What every scheduler process is told."""
+    """The settings passed to every scheduler process."""
 
     tokenizer: Any
     threads: int | None
-    """That compute on a CPU; None: as the system says."""
+    """Number of CPU threads; None for the system's default."""
 
 
 def run_scheduler(settings: Settings, *args: Any, **kwargs: Any) -> None:
-    """In place of SGLang's `run_scheduler_process`, with its arguments."""
+    """Runs a scheduler process: replaces SGLang's `run_scheduler_process` and takes its arguments."""
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    tqdm.set_lock(threading.RLock())  # its own one is a file in /dev/shm, which outlives a process that is killed
-    _spare_the_parent()
+    tqdm.set_lock(threading.RLock())  # tqdm's own lock is a file in /dev/shm, which outlives a killed process
+    _protect_parent()
     sampler.install(settings.tokenizer)
     sglang_scheduler.Scheduler = Scheduler
     sglang_scheduler.run_scheduler_process(*args, **kwargs)
-    _end_this_process(0)  # taking all modules apart takes seconds
+    _end_this_process(0)  # a regular interpreter shutdown takes seconds
 
 
-def _spare_the_parent() -> None:
-    """SGLang's processes end the one that started them when they fail; here it sees itself that they ended."""
+def _protect_parent() -> None:
+    """Prevent a failing SGLang process from killing its parent, which notices its end by itself."""
     parent, send = os.getppid(), psutil.Process.send_signal
 
     def send_signal(process: psutil.Process, number: int) -> None:

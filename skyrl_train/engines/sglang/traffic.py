@@ -1,4 +1,4 @@
-"""Requests on their way through SGLang, and what its scheduler is told. All of it runs on the host's event loop."""
+"""Requests to SGLang, and commands to its scheduler. All of this runs on the host's event loop."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _ABORT_AGAIN_S = 0.2
 """An abort may overtake its request: it is repeated until the request is answered."""
 
 
-class _Row:
+class _SGLangRequest:
     """One request, from submission to completion."""
 
     def __init__(self, request: SampleRequest, rid: str, loop: asyncio.AbstractEventLoop):
         self.request = request
         self.rid = rid
-        """As SGLang knows it: no other one begins with it."""
+        """SGLang's id of the request; it is no prefix of another one."""
         self.done: asyncio.Future[Completion] = loop.create_future()
         self.timer: asyncio.TimerHandle | None = None
         self.aborted = False
 
 
 class Traffic:
-    """Nothing is sent while paused, asleep, or between the first tensor of a weight sync and its end."""
+    """Sends requests to SGLang, but none while paused, asleep, or from a weight sync's first tensor to its end."""
 
     def __init__(
         self, manager: Any, tokenizer: Any, eos: frozenset[int], *, name: str, max_model_len: int, on_cpu: bool
@@ -40,9 +40,9 @@ class Traffic:
         self.receiver: WeightReceiver
         """To be set before the first request."""
         self.adapters: dict[str, str] = {}
-        """Name -> SGLang's name."""
+        """Name of an adapter -> its name in SGLang."""
         self.asleep: set[str] = set()
-        """What was given back and not taken again: "kv_cache", "weights"."""
+        """The memory freed by `sleep` and not yet reallocated: "kv_cache", "weights"."""
         self.paused = self.draining = False
         self.generated_tokens = self.prompt_tokens = self.cached_tokens = 0
         self._manager = manager
@@ -51,111 +51,116 @@ class Traffic:
         self._name = name
         self._max_model_len = max_model_len
         self._on_cpu = on_cpu
-        self._rows: dict[str, _Row] = {}
-        self._waiting: list[_Row] = []
-        """Those of `_rows` that were not sent yet."""
+        self._entries: dict[str, _SGLangRequest] = {}
+        self._waiting: list[_SGLangRequest] = []
+        """The requests in `_entries` that were not sent yet."""
         self._numbers = count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._drained: list[asyncio.Future[None]] = []
-        """Pauses that wait until nothing runs any more."""
+        """Calls of `pause` that wait until no request runs any more."""
         self._loading = False
         self._scheduler_paused = False
         self._paused_before_sleep = False
         self._cache_is_back = False
-        """A score needed it before wake_up() asked for it."""
+        """Whether a score reallocated the cache before `wake_up` did."""
         self._scheduler = asyncio.Lock()
-        """Held while the scheduler's state must stay as it is, or changes."""
+        """Held while the scheduler's state changes, or must not change."""
 
     @property
     def running(self) -> int:
-        return len(self._rows) - len(self._waiting)
+        """Number of requests sent to SGLang."""
+        return len(self._entries) - len(self._waiting)
 
     @property
     def queued(self) -> int:
+        """Number of requests that wait here."""
         return len(self._waiting)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Cancelling it aborts them. Raises UnsupportedParameter for an id that is in use."""
+        """Completions in request order; cancelling the call aborts its requests.
+
+        Raises UnsupportedParameter for an id that is in use, EngineError if the engine is torn or asleep.
+        """
         self._check_serving()
-        check_new_ids(self._name, requests, self._rows)
+        check_new_ids(self._name, requests, self._entries)
         loop = asyncio.get_running_loop()
-        rows = [_Row(request, f"{next(self._numbers)}.", loop) for request in requests]
-        for row in rows:
-            self._rows[row.request.request_id] = row
-            self._waiting.append(row)
-            if row.request.deadline_s is not None:
-                row.timer = loop.call_later(row.request.deadline_s, self._expire, row)
+        entries = [_SGLangRequest(request, f"{next(self._numbers)}.", loop) for request in requests]
+        for entry in entries:
+            self._entries[entry.request.request_id] = entry
+            self._waiting.append(entry)
+            if entry.request.deadline_s is not None:
+                entry.timer = loop.call_later(entry.request.deadline_s, self._expire, entry)
         self._settle()
         try:
-            return list(await asyncio.gather(*(asyncio.shield(row.done) for row in rows)))
+            return list(await asyncio.gather(*(asyncio.shield(entry.done) for entry in entries)))
         except asyncio.CancelledError:
-            self._begin(self._abort(rows))
+            self._begin(self._abort(entries))
             raise
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        """Until they have ended, so that their ids may be used again."""
-        await self._abort([self._rows[one] for one in request_ids if one in self._rows])
+        """Abort requests and wait until they have ended, so that their ids may be used again."""
+        await self._abort([self._entries[one] for one in request_ids if one in self._entries])
 
-    async def _abort(self, rows: Sequence[_Row]) -> None:
-        while flying := [row for row in rows if not row.done.done()]:
+    async def _abort(self, entries: Sequence[_SGLangRequest]) -> None:
+        while flying := [entry for entry in entries if not entry.done.done()]:
             async with self._scheduler:
                 self._abort_once(flying)
-            await asyncio.wait([row.done for row in flying], timeout=_ABORT_AGAIN_S)
+            await asyncio.wait([entry.done for entry in flying], timeout=_ABORT_AGAIN_S)
 
     def give_up(self, error: EngineError) -> None:
-        """Whoever waits gets `error`."""
+        """End all requests and pending pauses; requests get `error`."""
         self._waiting = []
-        for row in list(self._rows.values()):
-            self._end(row, error)
+        for entry in list(self._entries.values()):
+            self._end(entry, error)
         self._notify_drained()
 
-    def _expire(self, row: _Row) -> None:
-        self._begin(self.abort([row.request.request_id]))
+    def _expire(self, entry: _SGLangRequest) -> None:
+        self._begin(self.abort([entry.request.request_id]))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, row: _Row) -> None:
+    async def _run(self, entry: _SGLangRequest) -> None:
         """Send a request to SGLang and wait for its end."""
         try:
-            self._end(row, _nothing(row.request) if row.aborted else await self._sample(row))
+            self._end(entry, _nothing(entry.request) if entry.aborted else await self._sample(entry))
         except EngineError as error:
-            self._end(row, error)
+            self._end(entry, error)
         except Exception as error:
             failure = EngineError(f"Engine {self._name!r} failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
-            self._end(row, failure)
+            self._end(entry, failure)
 
-    def _end(self, row: _Row, outcome: Completion | EngineError) -> None:
-        if self._rows.pop(row.request.request_id, None) is None:
+    def _end(self, entry: _SGLangRequest, outcome: Completion | EngineError) -> None:
+        if self._entries.pop(entry.request.request_id, None) is None:
             return
-        if row.timer is not None:
-            row.timer.cancel()
-        if not row.done.done():
+        if entry.timer is not None:
+            entry.timer.cancel()
+        if not entry.done.done():
             if isinstance(outcome, Completion):
-                row.done.set_result(outcome)
+                entry.done.set_result(outcome)
             else:
-                row.done.set_exception(outcome)
-                row.done.exception()  # seen: nobody may wait for it any more
+                entry.done.set_exception(outcome)
+                entry.done.exception()  # marks it as retrieved: it may have no awaiter any more
         if self.draining and not self.running:
             self.paused, self.draining = True, False
             self._notify_drained()
 
-    async def _sample(self, row: _Row) -> Completion:
+    async def _sample(self, entry: _SGLangRequest) -> Completion:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         from skyrl_train.engines.sglang.sampler import for_sglang, is_altered
 
-        request = row.request
+        request = entry.request
         longest = min(request.sampling.max_tokens, self._max_model_len - len(request.token_ids))
         altered = is_altered(request.sampling)
         answer = await self._answer(
             GenerateReqInput(
-                rid=row.rid,
+                rid=entry.rid,
                 input_ids=list(request.token_ids),
                 sampling_params=for_sglang(request, longest, self._eos),
                 return_logprob=True,
@@ -167,7 +172,7 @@ class Traffic:
         return self._completion(request, altered, answer["output_ids"], answer["meta_info"])
 
     async def _answer(self, request: Any) -> dict[str, Any]:
-        """The one answer of a request that does not stream."""
+        """The single answer to a request that does not stream."""
         (answer,) = [answer async for answer in self._manager.generate_request(request)]
         return answer  # type: ignore[no-any-return]
 
@@ -196,16 +201,16 @@ class Traffic:
             stop_text=self._tokenizer.decode([matched]) if isinstance(matched, int) else matched,
         )
 
-    def _abort_once(self, rows: Iterable[_Row]) -> None:
-        """The scheduler must be there for it: while it scores, it does not look at what is kept."""
-        for row in rows:
-            if row in self._waiting:
-                self._waiting.remove(row)
-                self._end(row, _nothing(row.request))
-            elif row.rid in self._manager.rid_to_state:
-                self._manager.abort_request(rid=row.rid)
+    def _abort_once(self, entries: Iterable[_SGLangRequest]) -> None:
+        """Requires `_scheduler`: while it scores sequences, SGLang's scheduler cannot see paused requests."""
+        for entry in entries:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+                self._end(entry, _nothing(entry.request))
+            elif entry.rid in self._manager.rid_to_state:
+                self._manager.abort_request(rid=entry.rid)
             else:
-                row.aborted = True
+                entry.aborted = True
 
     def _check_serving(self, only_weights: bool = False) -> None:
         if self.receiver.torn:
@@ -218,7 +223,7 @@ class Traffic:
     # -- scoring -----------------------------------------------------------------------------------------------------
 
     async def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs (nats, temperature 1) of every token after its first; also while others are paused."""
+        """Log-probs (nats, temperature 1) of all tokens but the first of each sequence, even while paused."""
         self._check_serving(only_weights=True)
         async with self._scheduler:
             if "kv_cache" in self.asleep and not self._on_cpu and not self._cache_is_back:
@@ -269,15 +274,15 @@ class Traffic:
         return self.paused or self._loading or self.receiver.torn or bool(self.asleep)
 
     def _settle(self) -> None:
-        """After anything changed: let the scheduler go on and send what waits, where nothing is against it."""
+        """After any change of state: unless halted, let the scheduler continue and send waiting requests."""
         if self._halted():
             return
         if self._scheduler_paused:
             self._go_on()
         if not self.draining:
             waiting, self._waiting = self._waiting, []
-            for row in waiting:
-                self._begin(self._run(row))
+            for entry in waiting:
+                self._begin(self._run(entry))
 
     def _go_on(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
@@ -286,7 +291,7 @@ class Traffic:
         self._manager._dispatch_to_scheduler(ContinueGenerationReqInput(torch_empty_cache=False))
 
     async def _stop(self, mode: str) -> None:
-        """What runs in SGLang, if anything does, takes no more steps when this returns."""
+        """Pause SGLang's scheduler: on return, running requests take no more steps."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         async with self._scheduler:
@@ -296,13 +301,13 @@ class Traffic:
                 await self._reach(self.receiver.version)
 
     async def _reach(self, version: int) -> None:
-        """The scheduler has seen everything that was sent before, and serves `version`."""
+        """Set the served version, and wait until the scheduler has handled everything that was sent before."""
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
         await self._manager.update_weight_version_communicator(UpdateWeightVersionReqInput(new_version=str(version)))
 
     async def _abort_everything(self) -> None:
-        await self.abort(list(self._rows))
+        await self.abort(list(self._entries))
 
     def _notify_drained(self) -> None:
         waiting, self._drained = self._drained, []
@@ -312,7 +317,7 @@ class Traffic:
     # -- memory ------------------------------------------------------------------------------------------------------
 
     async def sleep(self, level: int) -> int:
-        """Bytes freed."""
+        """See InferenceEngine; returns the bytes freed."""
         if not self.asleep:
             self._paused_before_sleep = self.paused
         self.paused = True
@@ -329,7 +334,7 @@ class Traffic:
             before = torch.cuda.mem_get_info()[0]
             await self._memory("release", given)
             if "weights" in given:
-                self.receiver.torn = True  # they are gone, not moved
+                self.receiver.torn = True  # they are discarded, not moved
             return torch.cuda.mem_get_info()[0] - before
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
@@ -347,7 +352,7 @@ class Traffic:
         """`what` is "release" or "resume"."""
         from sglang.srt.managers import io_struct
 
-        for _ in range(2):  # the step after a request's last one clears up
+        for _ in range(2):  # SGLang cleans up in the step after a request's last one
             await self._reach(self.receiver.version)
         request = getattr(io_struct, f"{what.title()}MemoryOccupationReqInput")(tags=sorted(tags))
         await getattr(self._manager, f"{what}_memory_occupation_communicator")(request)
@@ -355,12 +360,12 @@ class Traffic:
     # -- weights and adapters ----------------------------------------------------------------------------------------
 
     async def halt(self) -> None:
-        """Before the first tensor of a weight sync: whatever runs stays where it is."""
+        """Pause before the first tensor of a weight sync: running requests stay where they are."""
         self._loading = True
         await self._stop("in_place")
 
     async def serve(self, version: int) -> None:
-        """After a weight sync: no prompt that was read before it is found again."""
+        """Continue after a weight sync; prompts cached before it are not found any more."""
         async with self._scheduler:
             await self._reach(version)
             await self._manager.flush_cache()
@@ -390,12 +395,12 @@ class Traffic:
             await self._unload(old)
 
     async def _unload(self, unique: str) -> None:
-        """Waits for requests under way with it."""
+        """Unload an adapter; waits for running requests that use it."""
         from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
 
         await self._manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=unique))
 
 
 def _nothing(request: SampleRequest) -> Completion:
-    """Of a request that was aborted before SGLang saw it."""
+    """The completion of a request that was aborted before it was sent to SGLang."""
     return Completion(request.request_id, [], [], [], "abort", [])

@@ -1,6 +1,6 @@
-"""Full Hugging Face tensors into SGLang's model: it splits, fuses and casts them itself. Imports SGLang, late.
+"""Loads full Hugging Face tensors into SGLang's model, which shards, fuses and casts them. Imports SGLang lazily.
 
-SGLang skips, silently, what it has no name for: everything goes by the names that it read from the checkpoint.
+SGLang silently skips tensors with unknown names, so tensors have the names that it read from the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from skyrl_train.weight_sync.wire import AdapterSpec
 
 
 class SGLangWeights:
-    """A WeightStore. SGLang takes tensors between its begin and end of an update only; nothing runs meanwhile."""
+    """A WeightStore. SGLang takes tensors only between begin and end of an update, during which nothing runs."""
 
     def __init__(
         self,
@@ -31,9 +31,9 @@ class SGLangWeights:
         *,
         ranks: int,
     ):
-        """`model` on the meta device; `manager` is SGLang's; `call` waits for work on its loop, from another thread.
+        """`model`: on the meta device. `manager`: SGLang's. `call` runs a coroutine on its loop, from another thread.
 
-        `halt` stops whatever runs, `ranks` are the processes that each get their own handle of a bucket.
+        `halt` pauses running requests. `ranks`: the number of processes, each of which gets its own handle of a bucket.
         """
         self._model = model
         self._layout = dict(model.named_parameters(remove_duplicate=False))
@@ -43,18 +43,18 @@ class SGLangWeights:
         self._ranks = ranks
         self._open = False
         self._memory: Tensor | None = None
-        """uint8, shared between processes (CPU): SGLang has read a bucket when the next one is written over it."""
+        """uint8, shared between processes (CPU); reused, as SGLang has read a bucket before the next is written."""
 
     def layout(self, adapter: AdapterSpec | None = None) -> Mapping[str, Tensor]:
         refuse_adapter(adapter)
         return self._layout
 
     def held(self, name: str) -> None:
-        """SGLang fuses and shards what it is given."""
+        """None: SGLang fuses and shards tensors."""
         return None
 
     def start(self) -> None:
-        """Also after an update that was never ended."""
+        """See WeightStore; also works after an update that was not finished."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
         self._call(self._halt())
@@ -82,13 +82,13 @@ class SGLangWeights:
         self._succeed("end_weight_update", EndWeightUpdateReqInput())
 
     def _succeed(self, what: str, request: Any) -> None:
-        """Past the manager's own locks, which wait for requests that are kept."""
+        """Bypasses the manager's own locks, which would wait for paused requests."""
         for answer in self._call(getattr(self._manager, f"{what}_communicator")(request)):
             if not answer.success:
                 raise WeightSyncError(f"SGLang refused {what}: {answer.message}")
 
     def _bucket(self, tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> dict[str, Any]:
-        """The tensors one after the other where SGLang's processes can read them, as its loader wants them."""
+        """The tensors, packed into memory that SGLang's processes can read, in the form that its loader expects."""
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata as Place
 
         places, used = [], 0
@@ -111,7 +111,7 @@ class SGLangWeights:
 
 
 def check_names(path: str, model: PreTrainedModel) -> None:
-    """What a sync will send, the checkpoint had when SGLang loaded it. Raises ConfigError naming what it lacked."""
+    """Raises ConfigError if the checkpoint that SGLang loads lacks a tensor of a sync."""
     held = checkpoint_names(path)
     sent = checkpoint_tensors(model, dict(model.named_parameters()))
     if held and (unknown := [name for name in sent if name not in held]):

@@ -1,4 +1,4 @@
-"""LoRA adapters of the transformers engine: low-rank terms, added for the rows of a batch that ask for them."""
+"""LoRA adapters of the transformers engine: low-rank terms, added for those rows of a batch that request them."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Adapter:
     name: str
     scaling: float
     layers: Mapping[str, tuple[Tensor, Tensor]]
-    """A [r, in] and B [out, r] by the layer's name, in the layer's dtype."""
+    """Name of a layer -> its A [r, in] and B [out, r], in the layer's dtype."""
 
 
 AdaptedRows = Sequence[tuple[Adapter, Tensor]]
-"""Adapters that act in a forward, each with the int64 places of its tokens among all of the forward's."""
+"""The adapters used in a forward, each with the int64 indices of its tokens among all tokens of the forward."""
 
 
 def adapted_rows(adapters: Sequence[Adapter | None], lengths: Sequence[int], device: torch.device) -> AdaptedRows:
-    """Of sequences laid end to end, `lengths` tokens each."""
+    """The AdaptedRows of packed sequences with `lengths` tokens and these adapters (None: no adapter)."""
     places: dict[Adapter, list[range]] = {}
     start = 0
     for adapter, length in zip(adapters, lengths, strict=True):
@@ -47,7 +47,7 @@ def adapted_rows(adapters: Sequence[Adapter | None], lengths: Sequence[int], dev
 
 
 class Adapters:
-    """The adapters loaded beside one model, whose parameters and their names stay as they are."""
+    """The adapters of one model, loaded through hooks: the model's parameters and their names stay as they are."""
 
     def __init__(self, model: PreTrainedModel, engine: str):
         self._engine = engine
@@ -59,11 +59,11 @@ class Adapters:
 
     @property
     def names(self) -> Collection[str]:
-        """Of those loaded."""
+        """The names of the loaded adapters."""
         return self._loaded.keys()
 
     def get(self, name: str | None) -> Adapter | None:
-        """None for None. Raises UnsupportedParameter for a name that is not loaded."""
+        """The adapter called `name`; None for None. Raises UnsupportedParameter for a name that is not loaded."""
         if name is None:
             return None
         if name not in self._loaded:
@@ -74,7 +74,7 @@ class Adapters:
         return self._loaded[name]
 
     def read(self, name: str, path: str) -> Adapter:
-        """The adapter in a peft folder, not loaded yet. Raises EngineError naming the option or tensor at fault."""
+        """Read the adapter in a peft folder, without adding it. Raises EngineError naming a bad option or tensor."""
         found = read_adapter(path, self._linears, adapter=name, engine=self._engine)
 
         def ready(layer: str, tensor: Tensor) -> Tensor:
@@ -85,12 +85,12 @@ class Adapters:
         return Adapter(name, found.scaling, layers)
 
     def add(self, adapter: Adapter) -> None:
-        """An earlier one of that name is no longer found."""
+        """Add an adapter; it replaces an earlier one of the same name for new requests."""
         self._loaded[adapter.name] = adapter
         self._hook(adapter)
 
     def empty(self, spec: AdapterSpec) -> Adapter:
-        """Room for one that a weight sync brings. Raises WeightSyncError for layers that are not the model's."""
+        """A zero adapter for a weight sync to fill. Raises WeightSyncError for layers that the model does not have."""
         layout = adapter_layout(spec, self._linears)
         layers = {}
         for layer in spec.layers:
@@ -101,7 +101,7 @@ class Adapters:
 
     @property
     def synced(self) -> Adapter | None:
-        """What acts on every token for which no other one does."""
+        """The adapter of the last weight sync, used for every token that has no adapter of its own."""
         return self._synced
 
     @synced.setter
@@ -116,12 +116,12 @@ class Adapters:
             self._hooked.add(layer)
 
     def remove(self, name: str) -> None:
-        """A name that is not loaded is ignored."""
+        """Forget an adapter; a name that is not loaded is ignored."""
         self._loaded.pop(name, None)
 
     @contextmanager
     def acting(self, rows: AdaptedRows) -> Iterator[None]:
-        """Forwards in here are adapted in these places."""
+        """Use these adapters for these tokens in forwards inside the block."""
         self._acting = rows
         try:
             yield

@@ -1,6 +1,6 @@
 """The attention function of the transformers engine and the plan for prompts (for decoding: cache.py).
 
-A plan travels through the model's forward as the keyword `engine_plan` and comes out here with the heads already made.
+The model's forward passes a plan on as the keyword `engine_plan`; it arrives here with the heads already computed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ NAME = "skyrl_engine"
 _HARMLESS = frozenset(
     {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
 )
-"""Keywords of attention calls that change nothing here. Any other one that is set is a feature this engine lacks."""
+"""Keywords of attention calls without effect here. Any other keyword that is set is a feature this engine lacks."""
 
 
 class AttentionPlan(Protocol):
+    """Computes attention for the tokens of one forward."""
+
     def attend(self, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
-        """Query [b, H, t, D] of the layer whose keys were just updated -> [b, t, H, Dv]."""
+        """Attention in the layer whose keys were just updated: query [b, H, t, D] -> [b, t, H, Dv]."""
 
 
 def attend(
@@ -41,7 +43,7 @@ def attend(
     engine_plan: AttentionPlan | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every attention layer. Raises EngineError for features it would have to ignore."""
+    """The attention function that transformers calls in every layer. Raises EngineError for unsupported features."""
     unknown = [name for name, x in others.items() if name not in _HARMLESS and x is not None and x is not False]
     unknown = [name for name in unknown if name != "is_causal"]
     if others.get("is_causal", getattr(module, "is_causal", True)) is False:
@@ -62,9 +64,9 @@ AttentionInterface.register(NAME, attend)
 
 
 class PackedPrompts(Cache):
-    """Several sequences packed one after another: attention inside each, keys and values kept.
+    """Several sequences packed one after another: attention within each sequence; keys and values are kept.
 
-    `lengths` are sorted, so that sequences of one length are neighbours and one attention call serves them all.
+    `lengths` must be sorted, so that sequences of equal length are adjacent and share one attention call.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device):

@@ -1,10 +1,10 @@
 """Keys and values of running requests, laid out so that samples of one prompt share the prompt's.
 
     chunk c ──► prefix [Hk, P, D]      the prompt, stored once
-            └─► lanes  [Hk, w, S, D]   what each of up to w rows sampled from it has generated
+            └─► lanes  [Hk, w, S, D]   the generated tokens of up to w rows with this prompt
 
 Attention over the prefix is one matrix product for all rows of a chunk, and reads the prompt's keys once instead of w
-times: that read is what decoding costs. A row is known by its slot, c * w + lane.
+times; reading them is the main cost of decoding. A row is identified by its slot, c * w + lane.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from skyrl_train.engines.transformers.attention import PackedPrompts
 
 
 class Key(NamedTuple):
-    """What keys and values of a prompt depend on, besides the model's weights."""
+    """Everything that determines a prompt's keys and values, besides the model's weights."""
 
     token_ids: tuple[int, ...]
     adapter: Adapter | None = None
@@ -31,12 +31,12 @@ class Key(NamedTuple):
 
 @dataclass(slots=True)
 class NewPrompt:
-    """Rows to be placed that begin with one prompt."""
+    """A prompt and the number of rows with it that need slots."""
 
     key: Key
     rows: int
     start: int | None
-    """Where the prompt begins in the packed forward; None when the cache holds it already."""
+    """The index at which the prompt begins in the packed forward; None if the cache has it already."""
 
     @property
     def length(self) -> int:
@@ -60,7 +60,7 @@ class _Layer:
 @dataclass(slots=True)
 class _Chunk:
     key: Key | None
-    """None: weights changed since its prompt was read, or it is empty."""
+    """None if weights have changed since its prompt was prefilled, or if it is empty."""
     length: int
     used: list[bool] = field(default_factory=list)
 
@@ -71,18 +71,18 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Step:
-    """What all layers of one decode step need; tensors on the device."""
+    """The data of one decode step that all layers use; tensors are on the device."""
 
     slots: Tensor
     """[B]"""
     head_rows: dict[int, Tensor]
-    """Hk -> [B * Hk], the row and head's place in [C * Hk * w]."""
+    """Hk -> [B * Hk], the index of the row and head in [C * Hk * w]."""
     write_at: dict[int, Tensor]
-    """Hk -> [B * Hk], the new token's place in [C * Hk * w * S]."""
+    """Hk -> [B * Hk], the index of the new token in [C * Hk * w * S]."""
     positions: Tensor
     """[B] position of the new token in its sequence."""
     visible_at: Tensor
-    """[B] the new token's place in the mask of lanes."""
+    """[B] index of the new token in the mask of lanes."""
     prefix_tokens: int
     """Columns of prefixes that are read."""
     stored: int
@@ -98,7 +98,7 @@ class _Step:
 
 
 class DecodeCache(Cache):
-    """Also the attention plan of decode steps. Only the engine's thread touches it."""
+    """The cache of running rows, and the attention plan of decode steps. Only the engine's thread may use it."""
 
     def __init__(self, device: torch.device):
         super().__init__(layers=[])
@@ -106,7 +106,7 @@ class DecodeCache(Cache):
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything and give the memory back."""
+        """Forget everything and free the memory."""
         self._layers: list[_Layer] = []
         self._chunks: list[_Chunk] = []
         self._width = 1
@@ -116,7 +116,7 @@ class DecodeCache(Cache):
         self._queries: dict[tuple[int, int], Tensor] = {}
         self._prefix_mask = self._lane_mask = torch.empty(0)
 
-    # -- what transformers calls -------------------------------------------------------------------------------------
+    # -- called by transformers --------------------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -165,18 +165,19 @@ class DecodeCache(Cache):
         out.baddbmm_(weights.view(*own.shape[:2], -1)[..., columns[0] :], read(layer.lanes_v, own, columns[1]))
         return out.view(own.shape[0], -1).index_select(0, at).view(rows, 1, heads, -1)
 
-    # -- which rows --------------------------------------------------------------------------------------------------
+    # -- slots of rows -----------------------------------------------------------------------------------------------
 
     def holds(self, key: Key) -> bool:
+        """Whether the keys and values of this prompt are cached."""
         return any(chunk.key == key for chunk in self._chunks)
 
     def forget_prompts(self) -> None:
-        """New weights: rows that run keep what they have, no new row may build on it."""
+        """After a change of weights: running rows keep their keys and values, but new rows may not use them."""
         for chunk in self._chunks:
             chunk.key = None
 
     def place(self, prompts: Sequence[NewPrompt], packed: PackedPrompts | None, needed: frozenset[Key]) -> list[int]:
-        """Slots for the rows of `prompts`, in order. Prompts in `needed` stay even while no row uses them."""
+        """Allocate slots for the rows of `prompts`, in order. Prompts in `needed` stay cached even without rows."""
         if not self._chunks:
             self._width = _best_width([(p.length, p.rows) for p in prompts], lane_tokens=32)
         slots: list[int] = []
@@ -201,7 +202,7 @@ class DecodeCache(Cache):
             self._chunks[slot // self._width].used[slot % self._width] = False
 
     def compact(self, needed: frozenset[Key]) -> np.ndarray | None:
-        """Rearrange when most lanes are empty; returns new slot by old slot, or None when nothing moved."""
+        """Rearrange the rows if most lanes are empty; returns new slot by old slot, or None if nothing moved."""
         live = [index for index, chunk in enumerate(self._chunks) if chunk.live or chunk.key in needed]
         rows = sum(chunk.live for chunk in self._chunks)
         slots = len(self._chunks) * self._width
@@ -209,7 +210,7 @@ class DecodeCache(Cache):
             return None
         by_prompt: dict[object, list[int]] = {}
         for index in live:
-            # Chunks whose prompt was forgotten hold keys of other weights than their twins: each stays on its own.
+            # Chunks of a forgotten prompt may have keys of different weights: such chunks are never merged.
             key = self._chunks[index].key
             by_prompt.setdefault(index if key is None else key, []).append(index)
         counts = [
@@ -226,7 +227,7 @@ class DecodeCache(Cache):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def begin(self, slots: Sequence[int] | np.ndarray, stored: Sequence[int] | np.ndarray) -> None:
-        """The batch from now on: `slots` [B], and how many sampled tokens of each row are stored already."""
+        """Set the batch: its `slots` [B], and how many sampled tokens of each row are stored already."""
         slots, generated = np.asarray(slots), np.asarray(stored)
         lengths = np.array([chunk.length for chunk in self._chunks])
         self._reserve_lanes(int(generated.max()) + 1)
@@ -250,7 +251,7 @@ class DecodeCache(Cache):
         self._lane_mask.view(-1)[self._step.visible_at] = 0.0
 
     def advance(self) -> bool:
-        """The same rows, one token on; False when the lanes are full and `begin` must make room."""
+        """Move the same rows on by one token; False if the lanes are full and `begin` must make room."""
         step = self._step
         if step is None or step.stored >= self._lane_capacity:
             return False
@@ -271,7 +272,7 @@ class DecodeCache(Cache):
         return self._step.positions.unsqueeze(1)
 
     def _masks(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """What is added to scores of prefix and lanes, broadcastable to [C, Hk, w, per_head, tokens]."""
+        """The masks to add to scores of prefix and lanes, broadcastable to [C, Hk, w, per_head, tokens]."""
         step, chunks = self._step, len(self._chunks)
         assert step is not None
         prefix = self._prefix_mask[:chunks, : step.prefix_tokens].view(chunks, 1, 1, 1, -1)
@@ -306,7 +307,7 @@ class DecodeCache(Cache):
         return buffer
 
     def _take_lanes(self, index: int, count: int) -> list[int]:
-        """Slots of up to `count` lanes of a chunk, now taken."""
+        """Take up to `count` free lanes of a chunk; returns their slots."""
         used = self._chunks[index].used
         lanes = [lane for lane, taken in enumerate(used) if not taken][:count]
         for lane in lanes:
@@ -363,7 +364,7 @@ class DecodeCache(Cache):
             self._reallocate(self._capacity, self._prefix_capacity, max(_round_up(tokens), 2 * self._lane_capacity))
 
     def _rearrange(self, groups: Sequence[Sequence[int]], width: int) -> np.ndarray:
-        """Put the rows of each group of chunks with one prompt into chunks of `width` lanes."""
+        """Move the rows of each group of chunks, which share a prompt, into chunks of `width` lanes."""
         moved = np.full(len(self._chunks) * self._width, -1, dtype=np.int64)
         chunks: list[_Chunk] = []
         source: list[int] = []
@@ -401,10 +402,10 @@ class DecodeCache(Cache):
         new_slots: np.ndarray | None = None,
         old_width: int | None = None,
     ) -> None:
-        """Move everything into memory of another size, one layer at a time.
+        """Move everything into new tensors of another size, one layer at a time.
 
-        New chunk i gets the prefix of old chunk `source[i]`; rows go from `old_slots` to `new_slots`. Without them all
-        stay where they are.
+        New chunk i gets the prefix of old chunk `source[i]`; rows move from `old_slots` to `new_slots`. Without these
+        arguments all rows keep their slots.
         """
         old_capacity, width, old_width = self._capacity, self._width, old_width or self._width
         if source is None or old_slots is None or new_slots is None:
@@ -457,7 +458,7 @@ def _round_up(tokens: int) -> int:
 
 
 def _cost(prompts: Sequence[tuple[int, int]], width: int, lane_tokens: int) -> int:
-    """Tokens that a step reads and memory holds when (prompt length, rows) are put into chunks of `width` lanes."""
+    """Tokens that a step reads, and the cache holds, if (prompt length, rows) are put into chunks of `width` lanes."""
     longest = max(length for length, _ in prompts)
     return sum(-(-rows // width) for _, rows in prompts) * (longest + width * lane_tokens)
 

@@ -1,4 +1,4 @@
-"""Linear layers of an engine on a CPU through oneDNN."""
+"""Linear layers that use oneDNN, for an engine on a CPU."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 _FEWEST_PRODUCTS = 1 << 19
-"""Rows x inputs x outputs. Below this oneDNN's fixed cost per call is more than its kernels save."""
+"""Rows x inputs x outputs. For smaller products oneDNN's fixed cost per call exceeds what its kernels save."""
 
 
 class OneDnnLinear(nn.Linear):
-    """float32 products through oneDNN, which uses the widest instructions of every CPU.
+    """float32 products with oneDNN, which uses the widest instructions of every CPU.
 
-    The library behind `F.linear` does so on one vendor's CPUs only: elsewhere this is 2.3 times as fast (AVX-512,
+    The library behind `F.linear` uses them only on one vendor's CPUs; on others this is 2.3 times as fast (AVX-512,
     64-512 rows, width 192-1024). The operator reads the plain weight, so new weights need no repacking. It has no
     gradient.
     """
@@ -28,7 +28,7 @@ class OneDnnLinear(nn.Linear):
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Switch the float32 linear layers of a model on the CPU, in place; parameters and their names stay."""
+    """Make the float32 linear layers of a model on the CPU OneDnnLinear, in place; parameters and names stay."""
     if not torch.backends.mkldnn.is_available():
         return
     for module in model.modules():

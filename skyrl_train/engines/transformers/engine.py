@@ -1,12 +1,14 @@
 """The embedded engine: continuous batching over any Hugging Face causal language model with a plain attention cache.
 
-- engine.py            what callers see: asynchronous, validates, never blocks the event loop
-- ../step_thread.py    the one thread on which everything below happens
-- scheduler.py         admission, decode steps, ends
+- engine.py            the interface: asynchronous, validates, never blocks the event loop
+- ../step_thread.py    the single thread on which everything below runs
+- scheduler.py         admission, decode steps, ends of requests
+- requests.py          the state of requests and their sampled tokens
 - model.py             forwards; refuses models that it cannot run exactly
-- cache.py             keys and values, the prompt's shared by its samples
+- attention.py         the attention function and the plan for prompts
+- cache.py             keys and values; samples of one prompt share those of the prompt
 - adapters.py          LoRA: some rows of a batch go through adapters
-- weights.py           where the tensors of a weight sync go
+- weight_store.py      the destination of the tensors of a weight sync
 - ../token_sampler.py  tokens and log-probs from logits
 """
 
@@ -33,7 +35,7 @@ from skyrl_train.engines.checks import Checks
 from skyrl_train.engines.sampling import end_tokens
 from skyrl_train.engines.step_thread import StepThread
 from skyrl_train.engines.transformers.model import ServedModel
-from skyrl_train.engines.transformers.requests import Call
+from skyrl_train.engines.transformers.requests import GenerateCall
 from skyrl_train.engines.transformers.scheduler import Scheduler
 from skyrl_train.engines.transformers.weight_store import ServedWeights
 from skyrl_train.errors import EngineError
@@ -44,13 +46,13 @@ from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, dtype_of
 
 
 class TransformersEngine:
-    """An InferenceEngine in this process. Close it: it owns a thread.
+    """An InferenceEngine in this process. It owns a thread, so it must be closed.
 
-    For one list of requests given to it while idle, the completions are the same bits in every process (same machine
-    and number of threads). Otherwise a request's completion depends on other traffic only through rounding.
+    Given one list of requests while it is idle, its completions are bit-identical in every process (on the same machine
+    with the same number of threads). Otherwise other requests affect a completion only through rounding.
 
-    Weights that change while requests run (pause "keep") change the tokens to come; keys and values of the tokens so
-    far stay those of the old weights, and `Completion.versions` says where the change was.
+    If weights change while requests run (pause "keep"), their next tokens come from the new weights; keys and values of
+    earlier tokens stay those of the old weights, and `Completion.versions` tells where the change was.
     """
 
     def __init__(
@@ -68,11 +70,11 @@ class TransformersEngine:
         rope_scaling: dict[str, Any] | None = None,
         rope_theta: float | None = None,
     ):
-        """`model` is a folder or hub name, loaded in `dtype`, or a module that the engine then owns.
+        """`model` is a folder or hub name, loaded in `dtype`, or a module, which the engine then owns.
 
-        Without a tokenizer (None with a module) stop strings are refused. `threads` is how many of this process compute
-        on a CPU; `slot` is the placement slot that it lies in.
-        Raises ConfigError for what cannot be loaded, EngineError for a model that cannot be served exactly.
+        Without a tokenizer (None with a module) stop strings are refused. `threads`: this process's CPU threads;
+        `slot`: the placement slot that the engine occupies. Raises ConfigError for a model that cannot be loaded,
+        EngineError for one that cannot be served exactly.
         """
         device = torch.device(device)
         if threads is not None:
@@ -99,21 +101,21 @@ class TransformersEngine:
         self._paused = False
         self._paused_before_sleep = False
         self._asleep: set[str] = set()
-        """What was given back and not taken again: "kv_cache", "weights"."""
+        """The memory freed by `sleep` and not yet reallocated: "kv_cache", "weights"."""
         self._drained: list[Future[None]] = []
-        """Pauses that wait until no row runs any more."""
+        """Calls of `pause` that wait until no row runs any more."""
         self._closed = False
         self._thread = StepThread(self, f"engine-{name}")
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """See InferenceEngine. Cancelling it aborts its requests."""
+        """See InferenceEngine. Cancelling the call aborts its requests."""
         for request in requests:
             self._checks.request(request, self._served.adapters.names)
         if not requests:
             return []
-        call = Call(requests)
+        call = GenerateCall(requests)
 
         def submit() -> None:
             self._check_serving()
@@ -139,13 +141,13 @@ class TransformersEngine:
         return await self._ask(score)  # type: ignore[no-any-return]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Their generate() returns what they have; ids that are not here are ignored."""
+        """See InferenceEngine."""
         await self._ask(lambda: self._abort(request_ids))
 
     # -- traffic -----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: str = "keep") -> None:
-        """See InferenceEngine. Requests that come while paused wait for `resume`; so do queued ones with "wait"."""
+        """See InferenceEngine. Requests that come while paused wait for `resume`; with "wait" so do queued ones."""
         self._checks.pause(mode)
         drained: Future[None] = Future()
 
@@ -173,7 +175,7 @@ class TransformersEngine:
         await self._ask(resume)
 
     async def sleep(self, level: int = 1) -> int:
-        """See InferenceEngine. Running requests end as aborted: their cache is what is given back."""
+        """See InferenceEngine. Running requests are aborted, as their cache is freed."""
 
         def sleep() -> int:
             if not self._asleep:
@@ -186,7 +188,7 @@ class TransformersEngine:
         return await self._ask(sleep)  # type: ignore[no-any-return]
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take back what `sleep` gave: tags "weights", "kv_cache", None for all; awake when nothing is missing."""
+        """See InferenceEngine."""
         self._checks.wake_up(tags)
 
         def wake_up() -> None:
@@ -226,18 +228,18 @@ class TransformersEngine:
         await self._ask(self._scheduler.forget)
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """See InferenceEngine. Requests under way finish with the adapter that they began with."""
+        """See InferenceEngine. Running requests finish with the adapter that they began with."""
         adapter = await asyncio.to_thread(self._served.adapters.read, name, path)
         await self._ask(lambda: self._served.adapters.add(adapter))
 
     async def unload_adapter(self, name: str) -> None:
-        """Requests under way finish with it; a name that is not loaded is ignored."""
+        """Running requests finish with the adapter; a name that is not loaded is ignored."""
         await self._ask(lambda: self._served.adapters.remove(name))
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
-        """Counters as they are now; answers while a step or a transfer is under way. EngineError when closed."""
+        """See InferenceEngine. It does not wait for the current step or transfer. Raises EngineError once closed."""
         if self._closed:
             raise EngineError(f"Engine {self.name!r} is closed.")
         scheduler = self._scheduler
@@ -256,7 +258,7 @@ class TransformersEngine:
         )
 
     async def close(self) -> None:
-        """End the thread; requests under way get EngineError. Closing twice is harmless."""
+        """End the thread; running requests get EngineError. Closing twice is harmless."""
         if self._closed:
             return
         self._closed = True
@@ -265,7 +267,7 @@ class TransformersEngine:
         self._notify_drained()
         self._receiver.close()
 
-    # -- what the thread calls ----------------------------------------------------------------------------------------
+    # -- called by the thread -----------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
         return not self._halted() and (self._scheduler.has_work or bool(self._drained))
@@ -305,7 +307,7 @@ class TransformersEngine:
     # -- checks ------------------------------------------------------------------------------------------------------
 
     async def _ask(self, command: Callable[[], Any]) -> Any:
-        """Run on the engine's thread between two steps. EngineError when closed."""
+        """Run a command on the engine's thread between two steps. Raises EngineError once closed."""
         try:
             return await asyncio.wrap_future(self._thread.ask(command))
         except (RuntimeError, asyncio.CancelledError) as error:

@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model as the transformers engine runs it: prefill, decode step, scores."""
+"""The forwards of a Hugging Face causal language model in the transformers engine: prefill, decode step, scores."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from skyrl_train.engines.transformers.cpu_linear import use_onednn
 from skyrl_train.errors import EngineError
 
 _LOGIT_ELEMENTS = 1 << 26
-"""Logits made at once when scoring: 256 MiB in float32."""
+"""The most elements of logits per forward in scoring: 256 MiB in float32."""
 
 
 class ServedModel:
-    """Owns `model`: its attention is switched for good, so nobody else may run it.
+    """Owns `model`, whose attention is replaced for good, so nothing else may run it.
 
-    Raises EngineError for models that would be served wrong.
+    Raises EngineError for models that would not be served exactly.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device, name: str):
@@ -42,7 +42,7 @@ class ServedModel:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """By Hugging Face name; tied ones once."""
+        """The parameters by Hugging Face name; tied ones once."""
         return dict(self.model.named_parameters())
 
     @property
@@ -50,7 +50,7 @@ class ServedModel:
         return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
 
     def give_memory_back(self, *, weights: bool) -> int:
-        """Free the accelerator's unused memory, move the weights to the host's where asked: bytes freed, 0 on CPU."""
+        """Free unused memory of the accelerator, and with `weights` move them to the host; returns bytes, 0 on CPU."""
         if self.device.type != "cuda":
             return 0
         before = torch.cuda.memory_reserved(self.device)
@@ -60,12 +60,14 @@ class ServedModel:
         return before - torch.cuda.memory_reserved(self.device)
 
     def take_weights_back(self) -> None:
+        """Move the weights to the device again."""
         self.model.to(self.device)
 
     def prefill(self, prompts: Sequence[Key]) -> tuple[PackedPrompts, list[int], Tensor]:
-        """Read prompts in one forward without padding, each through its adapter.
+        """Run U prompts in one forward without padding, each through its adapter.
 
-        Returns keys and values, where each prompt begins in them, and the logits [U, V] after each prompt's last token.
+        Returns keys and values, the index at which each prompt begins in them, and the logits [U, V] after each
+        prompt's last token.
         """
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))
         texts = [prompts[index].token_ids for index in order]
@@ -78,7 +80,7 @@ class ServedModel:
         return packed, [starts[rank] for rank in place], logits[place]
 
     def decode(self, ids: Tensor, cache: DecodeCache, adapted: AdaptedRows = ()) -> Tensor:
-        """One token of every row of the cache's step: int64 [B] -> logits [B, V]."""
+        """Run one token of every row in the cache's current step: int64 [B] -> logits [B, V]."""
         with self.adapters.acting(adapted):
             output = self.model(
                 input_ids=ids.unsqueeze(1),
@@ -90,7 +92,7 @@ class ServedModel:
         return output.logits[:, -1]  # type: ignore[no-any-return]
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        """Log-probs (nats) of every token after its first, at `temperature` (0 counts as 1)."""
+        """Log-probs (nats) of all tokens but the first of each sequence, at `temperature` (0 counts as 1)."""
         scores: list[list[float]] = [[] for _ in sequences]
         for batch in self._score_batches(sequences):
             chosen = [sequences[index] for index in batch]
@@ -104,7 +106,7 @@ class ServedModel:
         return scores
 
     def _score_batches(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Indices of non-trivial sequences, by length, in batches whose logits fit."""
+        """Indices of sequences of at least two tokens, sorted by length, in batches within _LOGIT_ELEMENTS."""
         batch: list[int] = []
         tokens = 0
         for index in sorted(range(len(sequences)), key=lambda i: len(sequences[i])):
@@ -140,13 +142,15 @@ class ServedModel:
         return [(7 * index + 3) % self.vocab_size for index in range(12)]
 
     def _reference_logits(self) -> Tensor:
-        """What the model's own eager attention says: [12, V]."""
+        """Logits with the model's own eager attention: [12, V]."""
         self.model.set_attn_implementation("eager")
         ids = torch.tensor([self._check_tokens()], device=self.device)
         return self.model(input_ids=ids, use_cache=False).logits[0].float()  # type: ignore[no-any-return]
 
     def _check_exact(self, reference: Tensor, name: str) -> None:
-        """Two rows read 8 tokens packed with another prompt, then decode 4: refuse a model that comes out different."""
+        """Raises EngineError if logits differ from `reference`, for two rows that prefill 8 tokens, packed with another
+        prompt, and then decode 4.
+        """
         tokens = self._check_tokens()
         prompt = Key(tuple(tokens[:8]))
         packed, starts, logits = self.prefill([Key(tuple(tokens[:3])), prompt])

@@ -1,4 +1,4 @@
-"""Requests under way in the transformers engine, and where their sampled tokens are written."""
+"""The state of requests in the transformers engine, and the storage of their sampled tokens."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from skyrl_train.engines.stop_strings import StopStrings
 from skyrl_train.engines.transformers.cache import Key
 
 
-class Call:
-    """One generate(): its future gets the completions in request order when the last one is done."""
+class GenerateCall:
+    """One call of generate(): its future gets the completions, in request order, once all requests are done."""
 
     def __init__(self, requests: Sequence[SampleRequest]):
         self.future: Future[list[Completion]] = Future()
-        # From here on the future cannot be cancelled under the engine's thread.
+        # From now on the future cannot be cancelled while the engine's thread uses it.
         self.future.set_running_or_notify_cancel()
-        self.rows = [Row(request, self) for request in requests]
-        self._left = len(self.rows)
+        self.requests = [TrackedRequest(request, self) for request in requests]
+        self._left = len(self.requests)
 
-    def row_done(self) -> None:
+    def request_done(self) -> None:
         self._left -= 1
         if not self._left and not self.future.done():
-            self.future.set_result([row.completion for row in self.rows if row.completion is not None])
+            self.future.set_result([row.completion for row in self.requests if row.completion is not None])
 
     def fail(self, error: Exception) -> None:
         if not self.future.done():
@@ -37,31 +37,32 @@ class Call:
 
 
 @dataclass(eq=False, slots=True)
-class Row:
+class TrackedRequest:
     """One request from submission to completion."""
 
     request: SampleRequest
-    call: Call
+    call: GenerateCall
     key: Key = field(default_factory=lambda: Key(()))
-    """What is read when it is admitted: the prompt, and after a retraction also what it had sampled."""
+    """The tokens to prefill when it is admitted: the prompt, and after a retraction also its sampled tokens."""
     limit: int = 0
-    """Tokens at most: max_tokens, or less where the model's length ends first."""
+    """The most tokens to sample: max_tokens, or less if the model's maximum length is reached first."""
     stop_ids: frozenset[int] = frozenset()
-    """All that end it, end-of-sequence included."""
+    """All token ids that end it, including end-of-sequence."""
     never_yet: Tensor | None = None
-    """Ids that are not sampled before min_tokens."""
+    """Token ids that are forbidden before min_tokens."""
     stops: StopStrings | None = None
     seen: Tensor | None = None
-    """bool [V] where there is a repetition penalty."""
+    """bool [V], the tokens in it so far, if there is a repetition penalty."""
     expires: float = math.inf
     """time.monotonic()"""
     page: int = -1
-    """Its row in the Transcript."""
+    """Its page in the Transcript."""
     slot: int = -1
+    """Its slot in the DecodeCache."""
     generated: int = 0
     stop_text: str | None = None
     changes: list[tuple[int, int]] = field(default_factory=list)
-    """(first token, version) wherever weights changed."""
+    """(first token, version) of every change of weights, the first ones included."""
     completion: Completion | None = None
 
     def set_deadline(self) -> None:
@@ -70,18 +71,18 @@ class Row:
 
     @property
     def reread(self) -> int:
-        """Sampled tokens that were read like a prompt's."""
+        """How many sampled tokens were prefilled with the prompt, after a retraction."""
         return len(self.key.token_ids) - len(self.request.token_ids)
 
     def admit(self, transcript: Transcript, version: int) -> None:
-        """It runs, with weights of this version; also again after a retraction."""
+        """Begin to run with weights of this version, for the first time or after a retraction."""
         if self.page < 0:
             self.page = transcript.page()
         if not self.changes or self.changes[-1][1] != version:
             self.changes.append((self.generated, version))
 
     def retract(self, transcript: Transcript) -> None:
-        """It goes back to the queue with what it has."""
+        """Prepare for the queue, keeping the tokens sampled so far."""
         sampled, _, _ = transcript.read(self.page, self.generated)
         self.key = self.key._replace(token_ids=(*self.request.token_ids, *sampled))
 
@@ -99,7 +100,7 @@ class Row:
 
 
 class Transcript:
-    """Sampled tokens and log-probs of all running rows as arrays: lists are made once, when a row is done."""
+    """Sampled tokens and log-probs of all running requests as arrays; lists are made only when a request is done."""
 
     def __init__(self) -> None:
         self._ids = np.zeros((0, 64), dtype=np.int64)
@@ -116,7 +117,7 @@ class Transcript:
         return self._free.pop()
 
     def write(self, pages: np.ndarray, at: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """One token a row: pages, at, ids [B], logprobs [2, B] (sampled from; full)."""
+        """Write one token per row: pages, at (its index), ids [B]; logprobs [2, B] (sampled from; full)."""
         if len(at) and (longest := int(at.max())) >= self._ids.shape[1]:
             more = max(longest + 1 - self._ids.shape[1], self._ids.shape[1])
             self._ids = np.pad(self._ids, ((0, 0), (0, more)))

@@ -1,7 +1,7 @@
-"""Continuous batching of the transformers engine: who is admitted, one decode step, who is done.
+"""Continuous batching of the transformers engine: admission, decode steps, ends of requests.
 
-Everything here runs on the engine's one thread. Nothing depends on time except deadlines, so the same list of requests
-given to an idle engine takes the same steps and gives the same bits.
+Everything here runs on the engine's thread. Nothing but deadlines depends on time, so the same list of requests given
+to an idle engine takes the same steps and gives bit-identical results.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from skyrl_train.engines.token_sampler import RowSampler, uniforms
 from skyrl_train.engines.transformers.adapters import adapted_rows
 from skyrl_train.engines.transformers.cache import DecodeCache, Key, NewPrompt
 from skyrl_train.engines.transformers.model import ServedModel
-from skyrl_train.engines.transformers.requests import Call, Row, Transcript
+from skyrl_train.engines.transformers.requests import GenerateCall, TrackedRequest, Transcript
 
 _PREFILL_TOKENS = 8192
-"""Prompt tokens read in one forward, unless one prompt alone is longer: bounds the memory of activations."""
+"""The most prompt tokens in one forward, unless a single prompt is longer: bounds the memory of activations."""
 
 
 class Scheduler:
+    """Queues requests and runs them as rows of one batch, step by step."""
+
     def __init__(
         self,
         served: ServedModel,
@@ -47,16 +49,16 @@ class Scheduler:
         self._name = name
         self._cache = DecodeCache(served.device)
         self._transcript = Transcript()
-        self._queue: deque[Row] = deque()
-        self._rows: list[Row] = []
+        self._queue: deque[TrackedRequest] = deque()
+        self._rows: list[TrackedRequest] = []
         self._batch: _Batch | None = None
         self._prompt_logits: dict[Key, Tensor] = {}
-        """Of prompts that queued requests share with admitted ones."""
+        """The last logits of prompts that queued requests share with admitted ones."""
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
         self._next_ids: Tensor | None = None
-        self._finished: list[Row] = []
-        self._calls: set[Call] = set()
-        """Those that have not got their completions."""
+        self._finished: list[TrackedRequest] = []
+        self._calls: set[GenerateCall] = set()
+        """Calls that have not got their completions yet."""
         self._earliest = math.inf
         self.version = 0
         self.admitting = True
@@ -79,19 +81,19 @@ class Scheduler:
         """time.monotonic() at which `expire` may have something to do."""
         return self._earliest
 
-    def submit(self, call: Call) -> None:
-        """Queue the requests of a call in their order.
+    def submit(self, call: GenerateCall) -> None:
+        """Queue the requests of a call, in order.
 
         Raises UnsupportedParameter for an adapter that is not loaded and for an id that is in use.
         """
         under_way = (row.request.request_id for row in (*self._rows, *self._queue))
-        check_new_ids(self._name, (row.request for row in call.rows), under_way)
-        for row in call.rows:
+        check_new_ids(self._name, (row.request for row in call.requests), under_way)
+        for row in call.requests:
             self._prepare(row)
-        self._queue.extend(call.rows)
+        self._queue.extend(call.requests)
         self._calls.add(call)
 
-    def _prepare(self, row: Row) -> None:
+    def _prepare(self, row: TrackedRequest) -> None:
         params = row.request.sampling
         row.key = Key(row.request.token_ids, self._served.adapters.get(row.request.adapter))
         row.limit = min(params.max_tokens, self._max_model_len - len(row.request.token_ids))
@@ -109,22 +111,22 @@ class Scheduler:
             row.seen = torch.zeros(self._served.vocab_size, dtype=torch.bool, device=self._served.device)
             row.seen[list(row.request.token_ids)] = True
 
-    # -- ends that are not the model's --------------------------------------------------------------------------------
+    # -- ends that the model did not cause ----------------------------------------------------------------------------
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """End these requests (None: all) with what they have; ids that are not here are ignored."""
+        """End these requests (None: all) with their tokens so far; unknown ids are ignored."""
         ids = None if request_ids is None else set(request_ids)
         self._end(lambda row: ids is None or row.request.request_id in ids)
 
     def expire(self) -> None:
-        """End requests whose deadline passed."""
+        """End requests whose deadline has passed."""
         now = time.monotonic()
         if self._earliest <= now:
             self._end(lambda row: row.expires <= now)
             self._earliest = min((row.expires for row in (*self._rows, *self._queue)), default=math.inf)
 
     def retract(self) -> None:
-        """Running rows go back to the head of the queue; what they have so far is read again when they are admitted."""
+        """Put running rows back at the head of the queue; their tokens so far are prefilled when they are admitted."""
         for row in self._rows:
             row.retract(self._transcript)
         self._queue.extendleft(reversed(self._rows))
@@ -132,7 +134,7 @@ class Scheduler:
         self.forget()
 
     def fail(self, error: Exception) -> None:
-        """Give up on everything under way: its callers get `error`."""
+        """Drop all running and queued requests: their callers get `error`."""
         self._rows, self._batch = [], None
         self._queue.clear()
         self._transcript = Transcript()
@@ -143,14 +145,14 @@ class Scheduler:
             call.fail(error)
 
     def forget(self) -> None:
-        """Nothing read so far may be built on; running rows keep what they have. An idle engine frees the memory."""
+        """Drop all cached prompts; running rows keep their own keys and values. An idle engine frees the memory."""
         self._prompt_logits.clear()
         self._cache.forget_prompts()
         if not self._rows:
             self._cache.reset()
 
     def weights_changed(self, version: int) -> None:
-        """Running rows go on with the keys and values of the old weights and tokens of the new."""
+        """Continue running rows with the new weights, on top of keys and values of the old ones."""
         self.version = version
         for row in self._rows:
             row.changes.append((row.generated, version))
@@ -167,27 +169,27 @@ class Scheduler:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Admit what fits, then one token for every running row."""
+        """Admit the requests that fit, then sample one token for every running row."""
         while self.admitting and self._queue and len(self._rows) < self._max_num_seqs:
             self._admit()
         if self._rows:
             self._decode()
         self._settle()
 
-    def _finish(self, row: Row, reason: str) -> None:
+    def _finish(self, row: TrackedRequest, reason: str) -> None:
         row.finish(self._transcript, reason)
         self._finished.append(row)
 
     def _deliver(self) -> None:
-        """Tell the callers; after everything else, so that what they see of the engine is true."""
+        """Complete the callers' futures: after everything else, so that the state that they then see is current."""
         finished, self._finished = self._finished, []
         for row in finished:
-            row.call.row_done()
+            row.call.request_done()
             if row.call.future.done():
                 self._calls.discard(row.call)
 
     def _settle(self) -> None:
-        """After rows left. Most lanes empty: move together. None left: start afresh, the past leaves no trace."""
+        """Clean up after rows have ended: compact the cache if most lanes are empty, reset it if no row is left."""
         self._make_room()
         self._deliver()
 
@@ -206,7 +208,7 @@ class Scheduler:
         return frozenset(row.key for row in self._queue)
 
     def _admit(self) -> None:
-        """Take queued rows in order, read their prompts, sample first tokens, give a place to those that go on."""
+        """Take queued requests in order, prefill their prompts, sample first tokens, give slots to those that go on."""
         rows, unread = self._next_rows()
         packed, starts = None, {}
         if unread:
@@ -223,7 +225,7 @@ class Scheduler:
         _, done = _Batch(rows, self._served).sample(logits, self)
         needed = self._queued_prompts()
         staying = [row for row, over in zip(rows, done, strict=True) if not over]
-        by_prompt: dict[Key, list[Row]] = {}
+        by_prompt: dict[Key, list[TrackedRequest]] = {}
         for row in staying:
             by_prompt.setdefault(row.key, []).append(row)
         new = [NewPrompt(key, len(same), starts.get(key)) for key, same in by_prompt.items()]
@@ -236,9 +238,9 @@ class Scheduler:
         self._rows = sorted([*self._rows, *staying], key=lambda row: row.slot)
         self._batch = None
 
-    def _next_rows(self) -> tuple[list[Row], list[Key]]:
-        """Rows from the head of the queue, and their prompts that must be read first."""
-        rows: list[Row] = []
+    def _next_rows(self) -> tuple[list[TrackedRequest], list[Key]]:
+        """The next requests of the queue to admit, and those of their prompts that need a prefill."""
+        rows: list[TrackedRequest] = []
         unread: dict[Key, None] = {}
         tokens = 0
         while self._queue and len(self._rows) + len(rows) < self._max_num_seqs:
@@ -312,9 +314,9 @@ class Scheduler:
 
 
 class _Batch:
-    """What stays the same from step to step while the same rows run, as arrays [B]."""
+    """The state that stays the same between steps as long as the same rows run, as arrays [B]."""
 
-    def __init__(self, rows: Sequence[Row], served: ServedModel):
+    def __init__(self, rows: Sequence[TrackedRequest], served: ServedModel):
         self.rows = rows
         params = [row.request.sampling for row in rows]
         self._sampler = RowSampler(params, served.device)
@@ -334,7 +336,7 @@ class _Batch:
             self.may_stop[list(ends)] = True
 
     def sample(self, logits: Tensor, scheduler: Scheduler) -> tuple[Tensor, np.ndarray]:
-        """Sample a token for each row and write it down: ids [B] on the device, and bool [B] for rows that are done."""
+        """Sample and record a token for each row; returns ids [B] on the device, and bool [B]: which rows are done."""
         forbidden = [
             (index, self.rows[index].never_yet)
             for index in self._patient

@@ -1,4 +1,4 @@
-"""Where the transformers engine's weights lie, for a receiver: the model's own, and an adapter that came apart."""
+"""The transformers engine's weight store for a receiver: the model's weights, and a separately synced adapter."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from skyrl_train.weight_sync.wire import AdapterSpec, adapter_names
 
 
 class ServedWeights(InPlace):
-    """A WeightStore: every tensor is written over the one of the same name."""
+    """A WeightStore that overwrites every tensor in place, by name."""
 
     def __init__(self, served: ServedModel):
         super().__init__(self._all)
         self._served = served
         self._coming: tuple[AdapterSpec, Adapter] | None = None
-        """What the sync under way brings."""
+        """The adapter of the current sync."""
         self._synced: tuple[AdapterSpec, Adapter] | None = None
+        """The adapter of the last finished sync."""
 
     def layout(self, adapter: AdapterSpec | None = None) -> Mapping[str, Tensor]:
         if adapter is None:

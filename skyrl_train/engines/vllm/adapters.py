@@ -1,4 +1,4 @@
-"""LoRA adapters of the vLLM engine: private copies, kept as long as a request uses them. Imports vLLM: see vllm.py."""
+"""LoRA adapters of the vLLM engine: private copies, kept while a request uses them. Imports vLLM: see engine.py."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from skyrl_train.models.loading import meta_model
 from skyrl_train.models.lora import adapted_linears
 
 _SYNCED = 1
-"""vLLM's number for what weight syncs bring: requests under way go on with what is loaded under it."""
+"""vLLM's number for the adapter from weight syncs: running requests continue with what is loaded under it."""
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class VLLMAdapters:
-    """Close it: it owns a folder.
+    """The adapters loaded into vLLM. It owns a folder of copies, so it must be closed.
 
-    vLLM keeps few adapters in memory and reads one again, from its folder, when a request needs it: a folder that was
-    changed or deleted meanwhile would end everything under way.
+    vLLM keeps few adapters in memory and reads others again from their folders when a request needs them: if a folder
+    was changed or deleted meanwhile, all running requests would fail.
     """
 
     def __init__(self, engine: LLMEngine, name: str):
@@ -36,26 +36,26 @@ class VLLMAdapters:
         self._name = name
         self._folder: TemporaryDirectory[str] | None = None
         self._linears: dict[str, nn.Linear] | None = None
-        """What adapters may change."""
+        """The layers that adapters may change."""
         self._added = _SYNCED
         self._retired: list[LoRARequest] = []
-        """Replaced or dropped, but of use to a request under way."""
+        """Adapters that were replaced or dropped while a request may still use them."""
         self.loaded: dict[str, LoRARequest] = {}
         self.synced: LoRARequest | None = None
-        """The adapter that the last weight sync brought: of requests that name none."""
-        self._synced_name = f"weight sync {uuid4()}"  # to vLLM two adapters of one name are one: it is nobody's
+        """The adapter of the last weight sync, for requests that name none."""
+        self._synced_name = f"weight sync {uuid4()}"  # unique, as vLLM identifies adapters by name
         self.coming = False
-        """The sync under way brings one."""
+        """Whether the current sync brings an adapter."""
 
     @property
     def synced_folder(self) -> str:
-        """Where weight syncs leave it; empty without room for adapters."""
+        """The folder for the adapter of weight syncs; empty if the engine has no room for adapters."""
         if self._engine.vllm_config.lora_config is None:
             return ""
         return str(Path(self._own_folder()) / "synced")
 
     def serve_synced(self) -> None:
-        """What the sync that just ended left in `synced_folder`, if it brought one. Raises EngineError."""
+        """Load the adapter that the sync wrote to `synced_folder`, if it brought one. Raises EngineError."""
         self.synced = None
         if not self.coming:
             return
@@ -63,8 +63,10 @@ class VLLMAdapters:
         self.synced = LoRARequest(self._synced_name, _SYNCED, self.synced_folder)
 
     def copy(self, name: str, path: str) -> str:
-        """A folder with what vLLM reads, checked: vLLM itself loads tensors that are missing, or of another rank than
-        announced, without a word. May run on any thread. Raises EngineError."""
+        """Check an adapter and copy the files that vLLM reads; returns the copy's folder.
+
+        vLLM itself silently accepts missing tensors and wrong ranks. May run on any thread. Raises EngineError.
+        """
         if self._linears is None:
             self._linears = adapted_linears(meta_model(self._engine.model_config.model, torch.float32))
         read_adapter(path, self._linears, adapter=name, engine=self._name)
@@ -74,7 +76,7 @@ class VLLMAdapters:
         return copied
 
     def add(self, name: str, copied: str) -> None:
-        """Serve what `copy` made, in place of an earlier `name`. Raises EngineError."""
+        """Serve the adapter in the folder that `copy` made; replaces an earlier `name`. Raises EngineError."""
         self._added += 1
         request = LoRARequest(name, self._added, copied)
         try:
@@ -86,13 +88,13 @@ class VLLMAdapters:
         self.loaded[name] = request
 
     def drop(self, name: str) -> None:
-        """Requests under way go on with it; one that is not here is ignored."""
+        """Forget an adapter for new requests; running ones continue with it. A name that is not loaded is ignored."""
         old = self.loaded.pop(name, None)
         if old is not None:
             self._retired.append(old)
 
     def forget_unused(self, used: Iterable[LoRARequest | None]) -> None:
-        """Give up what was dropped and is not in `used`: the adapters of requests under way."""
+        """Delete dropped adapters that are not in `used`, the adapters of running requests."""
         if not self._retired:
             return
         ids = {one.lora_int_id for one in used if one is not None}

@@ -1,4 +1,4 @@
-"""What vLLM is started with, and how a request's sampling is said in its words. Imports vLLM: see vllm.py."""
+"""vLLM's start arguments, and the conversion of a request's sampling parameters. Imports vLLM: see engine.py."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import load_config
 
 _CPU_CACHE_BYTES = 4 << 30
-"""Keys and values on a CPU take what max_num_seqs full sequences need, at most this."""
+"""Upper limit for keys and values on a CPU, which otherwise take what max_num_seqs full sequences need."""
 
 
 def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of EngineArgs; those `given` win where a choice is left.
+    """Keyword arguments for EngineArgs; `given` ones take precedence over defaults.
 
-    Besides EngineArgs' own there are expert_parallel_size (vLLM spreads experts over all ranks, or not at all),
-    rope_scaling and rope_theta. Raises ConfigError for a model that cannot be loaded, or not served on a CPU.
+    In addition to the arguments of EngineArgs, `given` may contain expert_parallel_size (vLLM distributes experts over
+    all ranks, or not at all), rope_scaling and rope_theta. Raises ConfigError for a model that cannot be loaded, or
+    cannot be served on a CPU.
     """
     given = dict(given)
     rope = {name: given.pop(name, None) for name in ("rope_scaling", "rope_theta")}
@@ -55,7 +56,7 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[s
 
 
 def bind_threads(threads: int | None, ranks: int) -> None:
-    """vLLM binds its threads to cores of its own choice, the same ones in every process: leave that to the system."""
+    """Leave the placement of threads to the system: vLLM would bind those of every process to the same cores."""
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if ranks == 1:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -66,7 +67,7 @@ def bind_threads(threads: int | None, ranks: int) -> None:
 
 
 def _cpu_arguments(config: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """What differs on a CPU, unless it was given: no compilation, unchunked prefill, a cache of the size needed."""
+    """The arguments that differ on a CPU: no compilation, unchunked prefill, a cache of the size needed."""
     text = config.get_text_config()
     length = given["max_model_len"] or text.max_position_embeddings
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -87,7 +88,7 @@ def _cpu_arguments(config: Any, given: dict[str, Any]) -> dict[str, Any]:
     needed = bytes_per_token * length * given["max_num_seqs"]
     return {
         "enforce_eager": True,
-        # A request's own seed and chunked prefill together fail on CPU: a prompt must fit into one step.
+        # Seeds of requests combined with chunked prefill fail on CPU: a prompt must fit into one step.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(given.get("max_num_batched_tokens") or 0, length, 8192),
         "kv_cache_memory_bytes": given.get("kv_cache_memory_bytes") or max(64 << 20, min(needed, _CPU_CACHE_BYTES)),
@@ -95,7 +96,7 @@ def _cpu_arguments(config: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def sampling_params(request: SampleRequest) -> SamplingParams:
-    """One sample, its own seed, and both log-probs of every token."""
+    """vLLM's parameters for one sample with its own seed and both log-probs of every token."""
     sampling = request.sampling
     return SamplingParams(
         max_tokens=sampling.max_tokens,

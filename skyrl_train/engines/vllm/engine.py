@@ -1,6 +1,6 @@
-"""vLLM as an engine: its scheduler and (with one rank) its model in this process, stepped by a thread of ours.
+"""vLLM as an engine: its scheduler and (with one rank) its model run in this process, on a thread that takes its steps.
 
-Between two steps nothing runs, so that pausing is not stepping, and weights change at a known token of every request.
+Nothing runs between two steps. So pausing means to take no steps, and weights change at a known token of every request.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, W
 from skyrl_train.report.memory import peak_memory
 from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest
 
-# Read when vLLM is imported: its scheduler in this process, no compilation on the first step, no reports home.
+# vLLM reads these on import: run the scheduler in this process, no compilation on the first step, no usage reports.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-# The model runner whose sampler tells both log-probs of a token: see worker.BehaviourSampler.
+# The model runner whose sampler can return both log-probs of a token: see worker.BehaviourSampler.
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -55,14 +55,14 @@ from vllm.v1.request import Request
 
 from skyrl_train.engines.vllm.adapters import VLLMAdapters
 from skyrl_train.engines.vllm.arguments import bind_threads, engine_arguments, sampling_params
-from skyrl_train.engines.vllm.requests import Call, Row, ScoreSink
+from skyrl_train.engines.vllm.requests import ScoreSink, VLLMCall, VLLMRequest
 
 
 class VLLMEngine:
-    """An InferenceEngine over vLLM. Close it: it owns a thread, and with several ranks processes.
+    """An InferenceEngine over vLLM. It owns a thread, and with several ranks processes, so it must be closed.
 
-    The cache of prompts is salted with the version of the weights: kept requests go on with what they have, and no
-    other one finds keys and values of weights that are gone.
+    Keys of the prompt cache are salted with the version of the weights: requests kept during a sync continue with their
+    keys and values, but no other request can find keys and values of old weights.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class VLLMEngine:
     ):
         """`engine_args`: see arguments.engine_arguments. Adapters need `max_lora_rank` above 0.
 
-        Raises ConfigError for arguments that vLLM refuses and what cannot be loaded.
+        Raises ConfigError for arguments that vLLM refuses, and for a model that cannot be loaded.
         """
         self.name = name
         self._on_cpu = device == "cpu"
@@ -103,19 +103,19 @@ class VLLMEngine:
         self._engine.collective_rpc("prepare", args=(name, slot, self._adapters.synced_folder))
         self._core.set_weight_version("0")
         served = self._engine.model_config
-        # vLLM samples a token after the text that it scores.
+        # In scoring vLLM samples one token more.
         self._checks = Checks(
             self.capabilities, served.get_vocab_size(), served.max_model_len, max_score_len=served.max_model_len - 1
         )
-        self._rows: dict[str, Row] = {}
-        self._waiting: list[Row] = []
-        """Came while new requests had to wait."""
+        self._entries: dict[str, VLLMRequest] = {}
+        self._waiting: list[VLLMRequest] = []
+        """Requests not passed to vLLM yet, as they came while new requests had to wait."""
         self._version = 0
         self._generation = 0
-        """Grows with every reset of the prompt cache."""
+        """Incremented with every reset of the prompt cache."""
         self._torn = False
         self._weights_are_gone = False
-        """A sleep gave them up, or an adapter that came with them did not load; a complete sync brings others."""
+        """A sleep discarded them, or the adapter synced with them failed to load; a complete sync repairs that."""
         self._paused = self._draining = False
         self._paused_before_sleep = False
         self._asleep: set[str] = set()
@@ -123,34 +123,34 @@ class VLLMEngine:
         self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
         self._closed = False
         self._thread = StepThread(self, f"engine-{name}")
-        # vLLM's kernels fail where OpenMP counts other threads than torch: asking torch makes the two agree here.
+        # vLLM's kernels fail if OpenMP and torch have different numbers of threads: this call makes them agree.
         self._thread.ask(torch.get_num_threads)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """See InferenceEngine. Cancelling it aborts its requests."""
+        """See InferenceEngine. Cancelling the call aborts its requests."""
         for request in requests:
             self._checks.request(request, self._adapters.loaded)
         if not requests:
             return []
-        call = Call(requests)
+        call = VLLMCall(requests)
         try:
-            await self._ask(lambda: self._submit(call.rows))
+            await self._ask(lambda: self._submit(call.entries))
             await asyncio.shield(asyncio.wrap_future(call.future))
         except asyncio.CancelledError:
             if not self._closed:
-                self._thread.ask(lambda: self._abort([row.id for row in self._everybody() if row.call is call]))
+                self._thread.ask(lambda: self._abort([entry.id for entry in self._all_entries() if entry.call is call]))
             raise
-        return [row.completion(self.name, self._decode) for row in call.rows]
+        return [entry.completion(self.name, self._decode) for entry in call.entries]
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """See InferenceEngine. Requests under way, paused or not, stay where they are meanwhile."""
+        """See InferenceEngine. Running requests, paused or not, make no progress meanwhile."""
         self._checks.score(token_ids, temperature)
         return await self._ask(lambda: self._score(token_ids))  # type: ignore[no-any-return]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Their generate() returns what they have; ids that are not here are ignored."""
+        """See InferenceEngine."""
         await self._ask(lambda: self._abort(request_ids))
 
     # -- traffic -----------------------------------------------------------------------------------------------------
@@ -161,12 +161,12 @@ class VLLMEngine:
         drained: Future[None] = Future()
 
         def pause() -> None:
-            if mode == "wait" and self._rows and not self._halted():
+            if mode == "wait" and self._entries and not self._halted():
                 self._draining = True
                 self._drained.append(drained)
                 return
             if mode == "abort":
-                self._abort(list(self._rows))
+                self._abort(list(self._entries))
             if mode == "retract":
                 self._core.reset_prefix_cache(reset_running_requests=True)
             self._paused = True
@@ -184,13 +184,13 @@ class VLLMEngine:
         await self._ask(resume)
 
     async def sleep(self, level: int = 1) -> int:
-        """See InferenceEngine. Running requests end as aborted: their cache is what is given back."""
+        """See InferenceEngine. Running requests are aborted, as their cache is freed."""
 
         def sleep() -> int:
             if not self._asleep:
                 self._paused_before_sleep = self._paused
             self._paused = True
-            self._abort([row.id for row in self._everybody()])
+            self._abort([entry.id for entry in self._all_entries()])
             if not self._on_cpu:
                 return self._give_memory_back(level)
             self._asleep |= {"kv_cache"} if level < 2 else SLEEPING
@@ -199,7 +199,7 @@ class VLLMEngine:
         return await self._ask(sleep)  # type: ignore[no-any-return]
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take back what `sleep` gave: tags "weights", "kv_cache", None for all; awake when nothing is missing."""
+        """See InferenceEngine."""
         self._checks.wake_up(tags)
 
         def wake_up() -> None:
@@ -249,13 +249,13 @@ class VLLMEngine:
         await self._ask(self._forget_prompts)
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """See InferenceEngine. The base model's weights may change under it."""
+        """See InferenceEngine. The adapter stays loaded when the base model's weights change."""
         self._checks.adapter(name)
         copied = await asyncio.to_thread(self._adapters.copy, name, path)
         await self._ask(lambda: self._adapters.add(name, copied))
 
     async def unload_adapter(self, name: str) -> None:
-        """Requests under way finish with it; one that is not here is ignored."""
+        """Running requests finish with the adapter; a name that is not loaded is ignored."""
 
         def unload() -> None:
             self._adapters.drop(name)
@@ -266,7 +266,7 @@ class VLLMEngine:
     # -- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
-        """Counters as they are now; answers while a step or a transfer is under way. EngineError when closed."""
+        """See InferenceEngine. It does not wait for the current step or transfer. Raises EngineError once closed."""
         if self._closed:
             raise EngineError(f"Engine {self.name!r} is closed.")
         running = len(self._core.scheduler.running)
@@ -274,40 +274,40 @@ class VLLMEngine:
             name=self.name,
             version=self._version,
             running=running,
-            queued=max(0, len(self._rows) - running) + len(self._waiting),
+            queued=max(0, len(self._entries) - running) + len(self._waiting),
             paused=self._paused or self._draining,
             asleep=bool(self._asleep),
             torn=self._torn,
             generated_tokens=self._generated_tokens,
             prefilled_tokens=self._prompt_tokens - self._cached_tokens,
             cached_tokens=self._cached_tokens,
-            extra=peak_memory("cpu"),  # on an accelerator it takes its share at once
+            extra=peak_memory("cpu"),  # on an accelerator it always holds its whole share
         )
 
     async def close(self) -> None:
-        """End the thread and vLLM's processes; requests under way end as aborted. Closing twice is harmless."""
+        """End the thread and vLLM's processes; running requests are aborted. Closing twice is harmless."""
         if self._closed:
             return
         self._closed = True
         await asyncio.to_thread(self._thread.close)
         try:
-            self._abort([row.id for row in self._everybody()])
+            self._abort([entry.id for entry in self._all_entries()])
             self._engine.collective_rpc("weights", args=("close",))
         finally:
             self._notify_drained()
             self._engine.engine_core.shutdown()
             self._adapters.close()
 
-    # -- what the thread calls ---------------------------------------------------------------------------------------
+    # -- called by the thread ----------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
         return not self._halted() and bool(self._core.scheduler.has_unfinished_requests() or self._drained)
 
     def wakes_at(self) -> float:
-        return math.inf if self._closed else min((row.expires for row in self._everybody()), default=math.inf)
+        return math.inf if self._closed else min((entry.expires for entry in self._all_entries()), default=math.inf)
 
     def tick(self) -> None:
-        late = [row.id for row in self._everybody() if row.expires <= time.monotonic()]
+        late = [entry.id for entry in self._all_entries() if entry.expires <= time.monotonic()]
         if late:
             self._abort(late)
         if not self._halted() and self._core.scheduler.has_unfinished_requests():
@@ -316,43 +316,43 @@ class VLLMEngine:
                 self._deliver()
             except Exception as error:
                 self._fail(EngineError(f"Engine {self.name!r} failed: {type(error).__name__}: {error}"))
-        if self._draining and not self._rows:
+        if self._draining and not self._entries:
             self._paused, self._draining = True, False
             self._notify_drained()
 
-    def _everybody(self) -> list[Row]:
-        return [*self._rows.values(), *self._waiting]
+    def _all_entries(self) -> list[VLLMRequest]:
+        return [*self._entries.values(), *self._waiting]
 
     def _halted(self) -> bool:
         return self._paused or self._torn or bool(self._asleep)
 
-    def _submit(self, rows: Sequence[Row]) -> None:
+    def _submit(self, entries: Sequence[VLLMRequest]) -> None:
         self._check_serving()
-        under_way = (row.id for row in self._everybody())
-        check_new_ids(self.name, (row.request for row in rows), under_way)
-        for row in rows:  # all of them, before any is known here
-            row.built = self._build(row.request)
-        self._waiting.extend(rows)
+        under_way = (entry.id for entry in self._all_entries())
+        check_new_ids(self.name, (entry.request for entry in entries), under_way)
+        for entry in entries:  # all before any is queued: an invalid request must refuse the whole call
+            entry.built = self._build(entry.request)
+        self._waiting.extend(entries)
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:
-        """Requests that come while paused are read with the weights, and into the cache, of when they begin."""
+        """Pass waiting requests to vLLM. Their weights and cache salt are those of now, not of their submission."""
         if self._halted() or self._draining:
             return
-        rows, self._waiting = self._waiting, []
-        for row in rows:
-            if row.call.future.done():  # with the error of another row of its call
+        entries, self._waiting = self._waiting, []
+        for entry in entries:
+            if entry.call.future.done():  # with the error of another entry of its call
                 continue
             try:
-                if row.built.cache_salt != self._salt(self._lora(row.request)):
-                    row.built = self._build(row.request)
-                self._add(row.built, row)
-                self._rows[row.id] = row
+                if entry.built.cache_salt != self._salt(self._lora(entry.request)):
+                    entry.built = self._build(entry.request)
+                self._add(entry.built, entry)
+                self._entries[entry.id] = entry
             except Exception as error:
-                self._refuse(row.call, error)
+                self._refuse(entry.call, error)
 
     def _build(self, request: SampleRequest) -> EngineCoreRequest:
-        """A request in vLLM's words, for the weights and the adapter of now. Raises UnsupportedParameter."""
+        """The request as vLLM takes it, for the current weights and adapter. Raises UnsupportedParameter."""
         try:
             params, lora = sampling_params(request), self._lora(request)
             return self._core_request(request.request_id, request.token_ids, params, lora)
@@ -361,7 +361,7 @@ class VLLMEngine:
             raise UnsupportedParameter(f"{what}: {error}") from error
 
     def _lora(self, request: SampleRequest) -> LoRARequest | None:
-        """UnsupportedParameter where its adapter was unloaded while it waited."""
+        """Raises UnsupportedParameter if its adapter was unloaded while the request waited."""
         if request.adapter is None:
             return self._adapters.synced
         self._checks.request(request, self._adapters.loaded)
@@ -378,49 +378,49 @@ class VLLMEngine:
             lora_request=lora,
         )
 
-    def _refuse(self, call: Call, error: Exception) -> None:
-        """A call that vLLM did not take when it was to begin."""
+    def _refuse(self, call: VLLMCall, error: Exception) -> None:
+        """Fail a call whose requests vLLM refused when they were to begin."""
         failed = EngineError(f"Engine {self.name!r} failed: {type(error).__name__}: {error}")
         call.future.set_exception(error if isinstance(error, EngineError) else failed)
-        self._engine.abort_request([row.id for row in call.rows])
-        self._rows = {one: row for one, row in self._rows.items() if row.call is not call}
+        self._engine.abort_request([entry.id for entry in call.entries])
+        self._entries = {one: entry for one, entry in self._entries.items() if entry.call is not call}
 
     def _add(self, request: EngineCoreRequest, sink: Any) -> None:
         self._engine.input_processor.assign_request_id(request)
         self._engine.output_processor.add_request(request, None, queue=sink)
         params = request.sampling_params
         if params is not None and params.stop and params.min_tokens:
-            # vLLM looks for stop strings from the token after min_tokens on, the other engines from that one on.
+            # vLLM searches for stop strings from token min_tokens + 1 on, the other engines from token min_tokens on.
             self._engine.output_processor.request_states[request.request_id].detokenizer.min_tokens -= 1
         self._engine.engine_core.add_request(request)
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         ids = set(request_ids)
-        unread = [row for row in self._waiting if row.id in ids]
-        self._waiting = [row for row in self._waiting if row.id not in ids]
-        self._engine.abort_request([one for one in request_ids if one in self._rows])
-        for row in unread:
-            row.put_nothing()
-            row.call.row_done()
+        unread = [entry for entry in self._waiting if entry.id in ids]
+        self._waiting = [entry for entry in self._waiting if entry.id not in ids]
+        self._engine.abort_request([one for one in request_ids if one in self._entries])
+        for entry in unread:
+            entry.put_nothing()
+            entry.call.entry_done()
         self._deliver()
 
     def _deliver(self) -> None:
-        """Tell the callers whose rows have their output."""
-        done = [row for row in self._rows.values() if row.output is not None]
-        for row in done:
-            del self._rows[row.id]
-            self._count(row)
-        self._adapters.forget_unused(row.built.lora_request for row in self._rows.values())
-        for row in done:  # when all is true that they may ask about
-            row.call.row_done()
+        """Complete the calls whose entries all have their output."""
+        done = [entry for entry in self._entries.values() if entry.output is not None]
+        for entry in done:
+            del self._entries[entry.id]
+            self._count(entry)
+        self._adapters.forget_unused(entry.built.lora_request for entry in self._entries.values())
+        for entry in done:  # last, so that callers see the current state of the engine
+            entry.call.entry_done()
 
     def _fail(self, error: EngineError) -> None:
-        """Give up on everything under way: its callers get `error`."""
-        for row in self._everybody():
-            if not row.call.future.done():
-                row.call.future.set_exception(error)
+        """Drop all requests: their callers get `error`."""
+        for entry in self._all_entries():
+            if not entry.call.future.done():
+                entry.call.future.set_exception(error)
         self._waiting = []
-        self._abort(list(self._rows))
+        self._abort(list(self._entries))
 
     def _score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         self._check_serving(only_weights=True)
@@ -448,9 +448,9 @@ class VLLMEngine:
         return [answers[name] for name in names]
 
     def _make_room(self, running: list[Request], waiting: RequestQueue) -> None:
-        """Of requests that a score set aside, the last one goes back to the queue: what it has is read again.
+        """Put the last of the requests that a score set aside into the queue; its tokens are prefilled again later.
 
-        Raises EngineError when there is none.
+        Raises EngineError if there is none.
         """
         if not running:
             raise EngineError(f"Engine {self.name!r}: its cache is too small to score; raise gpu_memory_utilization.")
@@ -462,7 +462,7 @@ class VLLMEngine:
         self._salt_again(request)
 
     def _give_memory_back(self, level: int) -> int:
-        """vLLM gives back weights and cache at every level; at level 2 it keeps no copy of the weights."""
+        """Let vLLM sleep: it frees weights and cache at every level; at level 2 it keeps no copy of the weights."""
         before = torch.cuda.mem_get_info()[0]
         if level >= 2 and "weights" not in self._core.model_executor.sleeping_tags:
             self._torn = self._weights_are_gone = True
@@ -471,7 +471,7 @@ class VLLMEngine:
         return torch.cuda.mem_get_info()[0] - before
 
     def _take_memory_back(self, wanted: Set[str]) -> None:
-        """vLLM wakes nothing when it is told to wake something that is awake."""
+        """Wake only sleeping tags: vLLM wakes nothing at all if one of the tags is awake already."""
         asleep = sorted(wanted & self._core.model_executor.sleeping_tags)
         if asleep:
             self._engine.wake_up(asleep)
@@ -488,9 +488,9 @@ class VLLMEngine:
                 raise WeightSyncError(problem)
 
     def _serve_synced_adapter(self) -> None:
-        """Requests under way go on with the adapter that replaces theirs, but cannot take to one, or leave it."""
+        """Running requests can continue with a replaced adapter, but cannot begin to use one or cease to."""
         if (self._adapters.synced is not None) != self._adapters.coming:
-            self._abort([row.id for row in self._rows.values() if row.request.adapter is None])
+            self._abort([entry.id for entry in self._entries.values() if entry.request.adapter is None])
         try:
             self._adapters.serve_synced()
         except EngineError as error:
@@ -499,8 +499,8 @@ class VLLMEngine:
 
     def _forget_prompts(self) -> None:
         self._generation += 1
-        self._core.reset_prefix_cache()  # frees the blocks where nothing runs; the salt makes it right in any case
-        for request in self._core.scheduler.waiting:  # handed over, but not read yet, or to be read again
+        self._core.reset_prefix_cache()  # frees the blocks if nothing runs; in any case the salt hides old entries
+        for request in self._core.scheduler.waiting:  # passed to vLLM, but not prefilled yet, or to be prefilled again
             self._salt_again(request)
 
     def _salt_again(self, request: Request) -> None:
@@ -509,7 +509,7 @@ class VLLMEngine:
         request.update_block_hashes()
 
     def _salt(self, lora: LoRARequest | None) -> str:
-        """Part of the key of what is cached."""
+        """The cache salt: a part of the keys of the prompt cache."""
         return f"{self._version}.{self._generation}.{lora.lora_int_id if lora else 0}"
 
     def _notify_drained(self) -> None:
@@ -521,16 +521,16 @@ class VLLMEngine:
         tokenizer = self._engine.renderer.tokenizer
         return None if tokenizer is None else tokenizer.decode([token])
 
-    def _count(self, row: Row) -> None:
-        assert row.output is not None
-        self._generated_tokens += len(row.output.outputs[0].token_ids)
-        self._prompt_tokens += len(row.request.token_ids)
-        self._cached_tokens += row.output.num_cached_tokens or 0
+    def _count(self, entry: VLLMRequest) -> None:
+        assert entry.output is not None
+        self._generated_tokens += len(entry.output.outputs[0].token_ids)
+        self._prompt_tokens += len(entry.request.token_ids)
+        self._cached_tokens += entry.output.num_cached_tokens or 0
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
     async def _ask(self, command: Callable[[], Any]) -> Any:
-        """Run on the engine's thread between two steps. EngineError when closed."""
+        """Run a command on the engine's thread between two steps. Raises EngineError once closed."""
         try:
             return await asyncio.wrap_future(self._thread.ask(command))
         except (RuntimeError, asyncio.CancelledError) as error:

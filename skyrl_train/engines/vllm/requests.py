@@ -1,4 +1,4 @@
-"""Requests under way in the vLLM engine, and where vLLM puts what it sampled. Imports vLLM: see vllm.py."""
+"""Requests in the vLLM engine, which vLLM gives its outputs to. Imports vLLM: see engine.py."""
 
 from __future__ import annotations
 
@@ -15,40 +15,41 @@ from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
 from skyrl_train.engines.checks import check_logprobs
 
 
-class Call:
-    """One generate(): done when each of its rows is."""
+class VLLMCall:
+    """One call of generate(): done when all of its entries are."""
 
     def __init__(self, requests: Sequence[SampleRequest]):
         self.future: Future[None] = Future()
-        self.rows = [Row(request, self) for request in requests]
+        self.entries = [VLLMRequest(request, self) for request in requests]
 
-    def row_done(self) -> None:
-        if not self.future.done() and all(row.output is not None for row in self.rows):
+    def entry_done(self) -> None:
+        if not self.future.done() and all(entry.output is not None for entry in self.entries):
             self.future.set_result(None)
 
 
-class Row:
-    """One request under way; vLLM puts its final output here."""
+class VLLMRequest:
+    """One request; vLLM puts its final output here."""
 
-    def __init__(self, request: SampleRequest, call: Call):
+    def __init__(self, request: SampleRequest, call: VLLMCall):
         self.id = request.request_id
         self.request = request
         self.call = call
         self.built: EngineCoreRequest
-        """As vLLM takes it; from its submission on."""
+        """The request as vLLM takes it; set on submission."""
         self.output: RequestOutput | None = None
         self.expires = math.inf if request.deadline_s is None else time.monotonic() + request.deadline_s
 
     def put(self, output: RequestOutput) -> None:
+        """Called by vLLM with the final output."""
         self.output = output
 
     def put_nothing(self) -> None:
-        """It was aborted before vLLM saw it."""
+        """Set an empty output, for a request that was aborted before vLLM saw it."""
         empty = CompletionOutput(0, "", [], None, None, finish_reason="abort")
         self.put(RequestOutput(self.id, None, list(self.request.token_ids), None, [empty], finished=True))
 
     def completion(self, engine: str, decode: Callable[[int], str | None]) -> Completion:
-        """What vLLM put here. Raises EngineError where a log-prob is not finite."""
+        """vLLM's output as a Completion. Raises EngineError if a log-prob is not finite."""
         assert self.output is not None
         sampled = self.output.outputs[0]
         logprobs: Any = sampled.logprobs
@@ -71,7 +72,7 @@ class Row:
 
 
 class ScoreSink:
-    """Takes log-probs of a prompt's tokens after its first."""
+    """Takes the log-probs of all tokens but the first of a scored sequence."""
 
     def __init__(self, answers: dict[str, list[float]]):
         self._answers = answers

@@ -1,4 +1,4 @@
-"""An adapter that weight syncs bring, on its way into vLLM, which reads adapters from folders only."""
+"""Passes an adapter from weight syncs on to vLLM, which reads adapters only from folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skyrl_train.weight_sync.wire import AdapterSpec
 
 
 class SyncedAdapter:
-    """One rank's copy of the tensors; the first rank writes the folder, and all of them read it when told to."""
+    """One rank's copy of the adapter's tensors. The first rank writes the folder, which all ranks load afterwards."""
 
     def __init__(self, folder: str, model: str, dtype: torch.dtype, max_rank: int, writes: bool):
         self._folder = Path(folder)
@@ -35,7 +35,7 @@ class SyncedAdapter:
         return adapted_linears(meta_model(self._model, self._dtype))
 
     def layout(self, spec: AdapterSpec | None) -> Mapping[str, Tensor]:
-        """Of what a sync brings. Raises WeightSyncError."""
+        """Begin a sync with this adapter; returns name -> tensor of its layout. Raises WeightSyncError."""
         self._spec, self._tensors = spec, {}
         if spec is None:
             return {}
@@ -49,7 +49,7 @@ class SyncedAdapter:
         return adapter_layout(spec, self._linears)
 
     def take(self, tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Keep copies of the adapter's; returns the others."""
+        """Keep copies of the adapter's tensors; returns the other tensors."""
         if self._spec is None:
             return list(tensors)
         ours = set(adapter_layout(self._spec, self._linears))
@@ -57,7 +57,7 @@ class SyncedAdapter:
         return [(name, tensor) for name, tensor in tensors if name not in ours]
 
     def finish(self) -> None:
-        """Write the folder, as peft would. Raises OSError."""
+        """Write the adapter's folder in peft's format. Raises OSError."""
         if self._spec is None or not self._writes:
             return
         config = {

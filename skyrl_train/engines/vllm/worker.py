@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: the sampler that tells both log-probs, and the end of a weight sync."""
+"""Code that runs inside vLLM's workers: the sampler that returns both log-probs, and the receiver of weight syncs."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from skyrl_train.weight_sync.wire import AdapterSpec
 _GREEDY = 1e-5
 """Temperatures below count as greedy, as in vLLM."""
 _RELOADS = "vllm.model_executor.model_loader.reload.layerwise"
-"""Of vLLM's loggers, the one that warns at every sync of layers that got no weights."""
+"""vLLM's logger that warns at every sync of layers that got no weights."""
 
 
 class WorkerExtension:
     """Methods that vLLM adds to each of its workers, called through collective_rpc."""
 
     def prepare(self: Any, name: str, slot: int, adapter_folder: str = "") -> None:
-        """Once, before the first request. Raises ConfigError for a model runner whose sampler is another one.
+        """To be called once, before the first request. Raises ConfigError if the model runner has another sampler.
 
-        `adapter_folder`: of this engine's own, where adapters wait that weight syncs bring.
+        `adapter_folder`: a folder of this engine's own, for adapters from weight syncs.
         """
         sampler = type(self.model_runner.sampler)
         if sampler is not Sampler:
@@ -49,7 +49,7 @@ class WorkerExtension:
         if hasattr(head, "punica_wrapper"):
             _score_without_adapters(head)
             if self.device.type == "cpu":
-                _spare_the_base_model()
+                _skip_rows_without_adapter()
         config, max_rank = self.model_config, self.lora_config.max_lora_rank if self.lora_config else 0
         adapter = SyncedAdapter(adapter_folder, config.model, config.dtype, max_rank, writes=self.rank == 0)
         store = ReloadedModel(self.model_runner.model, config, adapter)
@@ -57,7 +57,7 @@ class WorkerExtension:
         self.weight_receiver = WeightReceiver(store, name, self.device, slot + self.rank)
 
     def weights(self: Any, method: str, *args: Any) -> tuple[str | None, bool]:
-        """A WeightReceiver's method; returns what went wrong, which would lose its type on the way, and `torn`."""
+        """Call a WeightReceiver's method; returns its error message (exceptions would lose their type) and `torn`."""
         receiver: WeightReceiver = self.weight_receiver
         if method == "connect":
             route, address, rank, world_size, timeout_s = args
@@ -71,9 +71,9 @@ class WorkerExtension:
         return None, receiver.torn
 
     def reload_folder(self: Any, folder: str) -> None:
-        """The weights of a checkpoint with every tensor: for vLLM's own server (http/native_vllm.py).
+        """Load a checkpoint that has every tensor; for vLLM's own server (http/native_vllm.py).
 
-        Raises WeightSyncError for a model that cannot take weights again.
+        Raises WeightSyncError for a model whose weights cannot be loaded again.
         """
         if not hasattr(self, "folder_store"):
             self.folder_store = ReloadedModel(self.model_runner.model, self.model_config)
@@ -86,9 +86,9 @@ class WorkerExtension:
 
 
 def _score_without_adapters(head: Any) -> None:
-    """vLLM's adapters expect the rows that are sampled from; all rows of a prompt, whose log-probs are wanted, fail.
+    """Let the rows of scored prompts bypass the adapters of the head, which expect rows to sample from and would fail.
 
-    No adapter changes the head, so that these rows pass its adapters by.
+    This changes no result, as no adapter changes the head.
     """
     adapted = head._get_logits
 
@@ -100,8 +100,8 @@ def _score_without_adapters(head: Any) -> None:
     head._get_logits = logits
 
 
-def _spare_the_base_model() -> None:
-    """vLLM marks rows without an adapter by -1, and its operators for CPUs take that as the last adapter."""
+def _skip_rows_without_adapter() -> None:
+    """Fix vLLM's CPU operators: rows without an adapter have index -1, which they take as the last adapter."""
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
@@ -118,10 +118,10 @@ def _spare_the_base_model() -> None:
 
 
 class BehaviourSampler(Sampler):
-    """Each sampled token's two log-probs in the two columns that `logprobs=1` has room for.
+    """Returns two log-probs of each sampled token, in the two columns that `logprobs=1` provides.
 
-    First that of the distribution sampled from (penalties, temperature, top-k, top-p, min-p; 0 where greedy), then that
-    of the temperature-scaled logits alone (temperature 1 where greedy).
+    The first is of the distribution sampled from (penalties, temperature, top-k, top-p, min-p; 0 if greedy), the second
+    of the temperature-scaled logits alone (temperature 1 if greedy).
     """
 
     _scaled: Tensor | None = None
@@ -140,7 +140,7 @@ class BehaviourSampler(Sampler):
             self._scaled = self._greedy = None
 
     def sample(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """In the order that every engine has: temperature, top-k, top-p, min-p. vLLM's own begins with min-p."""
+        """Sample in the order of all engines: temperature, top-k, top-p, min-p. vLLM itself begins with min-p."""
         if sampling_metadata.all_greedy:
             return super().sample(logits, sampling_metadata, *args, **kwargs)  # type: ignore[no-any-return]
         greedy = None if sampling_metadata.all_random else self.greedy_sample(logits)
@@ -164,18 +164,18 @@ class BehaviourSampler(Sampler):
 
 
 def _of_layers_with_weights(record: logging.LogRecord) -> bool:
-    """Not of rotary embeddings, whose tables are computed: they get no weights, and vLLM calls that a failure."""
+    """Filters out warnings about rotary embeddings: they compute their tables and so get no weights."""
     layer = str(record.args[0]) if isinstance(record.args, tuple) and record.args else ""
     return not layer.endswith("RotaryEmbedding")
 
 
 def _of_layers_untied(record: logging.LogRecord) -> bool:
-    """Nor of a tied head, whose weights are the embedding's."""
+    """Also filters out warnings about a tied head, whose weights are the embedding's."""
     return _of_layers_with_weights(record) and record.args != ("ParallelLMHead",)
 
 
 class ReloadedModel:
-    """A WeightStore: vLLM fuses, shards and repacks what it is given, layer by layer."""
+    """A WeightStore whose tensors vLLM fuses, shards and repacks, layer by layer."""
 
     def __init__(self, model: Any, config: Any, adapter: SyncedAdapter | None = None):
         self._model = model
@@ -186,11 +186,11 @@ class ReloadedModel:
         tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
         logging.getLogger(_RELOADS).addFilter(_of_layers_with_weights if not tied else _of_layers_untied)
         self._open = False
-        """Layers take weights: from start to finish, or since a sync that died."""
+        """Whether layers are open for weights: from the first load to `finish`, or since a sync that failed."""
 
     def layout(self, adapter: AdapterSpec | None = None) -> Mapping[str, Tensor]:
-        """Raises WeightSyncError for experts that vLLM cannot load a second time."""
-        beside = self._adapter.layout(adapter) if self._adapter is not None else {}
+        """See WeightStore. Raises WeightSyncError for experts that vLLM cannot load a second time."""
+        adapter_layout = self._adapter.layout(adapter) if self._adapter is not None else {}
         for experts in self._experts:
             size, held = experts.moe_config.intermediate_size_per_partition, experts.w2_weight.shape[-1]
             if held != size:
@@ -198,10 +198,10 @@ class ReloadedModel:
                     f"vLLM on CPUs pads the experts of this model from {size} to {held} columns a rank and cannot load "
                     "weights into them again. Serve it on GPUs or by another engine (generator.backend)."
                 )
-        return {**self._layout, **beside}
+        return {**self._layout, **adapter_layout}
 
     def start(self) -> None:
-        if self._open:  # half of a sync: opened again, its layers would count it as part of this one
+        if self._open:  # after a failed sync: its layers would otherwise count its tensors as part of this one
             finalize_layerwise_reload(self._model, self._config)
             self._open = False
 
@@ -213,7 +213,7 @@ class ReloadedModel:
         if not self._open:
             initialize_layerwise_reload(self._model)
             self._open = True
-        # A layer is loaded when it is complete, which may be in a later bucket: until then vLLM keeps what it got.
+        # vLLM keeps these tensors until their layer is complete, maybe in a later bucket: so they must be copies.
         self._model.load_weights((name, tensor.clone()) for name, tensor in tensors)
 
     def finish(self) -> None:
@@ -231,7 +231,7 @@ class ReloadedModel:
             experts.quant_method.moe_kernel.fused_experts.process_weights_after_loading(experts)
 
     def held(self, name: str) -> None:
-        """Fused and packed: not there as such."""
+        """None: tensors are fused and packed, so they do not exist as such."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""Environments behind a server: OpenEnv's protocol, and what else answers `POST /reset` and `POST /step` with JSON."""
+"""Environments on a server that uses OpenEnv's protocol, or answers `POST /reset` and `POST /step` with JSON."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SECTION = "environment.skyrl_gym.openenv"
 
 
 class OpenEnvEnv(TextEnv):
-    """An episode on a server. The reward of a turn is the server's; none before the end counts 0.
+    """An episode on a server. A turn's reward is the server's; a missing one counts as 0 before the last turn.
 
     With http(s) the bodies are `{"episode_id", ...}` to /reset and `{"action", "episode_id"}` to /step; with ws(s)
-    every episode is a session of its own, as OpenEnv's servers have them. Both answer `{"observation", "reward",
-    "done"}`. The opening observation comes after the row's messages; a row's column `reset` is a mapping that /reset
-    gets too. The server and its token are the configuration's: a row cannot name them; redirects are not followed.
+    every episode is a separate session, as in OpenEnv's servers. Both answer `{"observation", "reward", "done"}`. The
+    opening observation follows the row's messages; a row's column `reset` is a mapping that is also sent to /reset. The
+    server and its token come from the configuration only, never from a row; redirects are not followed.
 
     Fails with "timeout", "server" (unreachable, or an error of its own), "too_large" or "bad_response".
     """
@@ -96,7 +96,7 @@ async def _within(seconds: float, request: Coroutine[Any, Any, T]) -> T:
 
 
 def _metadata(answer: dict[str, Any]) -> dict[str, Any]:
-    """What servers call info or metadata."""
+    """The answer's "info" or "metadata", whichever name the server uses."""
     parts = [answer[name] for name in ("info", "metadata") if isinstance(answer.get(name), Mapping)]
     return {key: value for part in parts for key, value in part.items()}
 
@@ -119,7 +119,7 @@ def _connection(settings: Mapping[str, Any]) -> _Http | _Session:
 
 
 class _Connection:
-    """One episode's way to the server."""
+    """One episode's connection to the server."""
 
     def __init__(self, url: str, headers: dict[str, str], settings: Mapping[str, Any]):
         self.url = url
@@ -137,8 +137,8 @@ class _Connection:
             trace.on_request_redirect.append(_refuse_redirect)
             self._client = aiohttp.ClientSession(
                 headers=self.headers | {"Accept-Encoding": "identity"},
-                auto_decompress=False,  # a compressed answer could be larger than its size says
-                timeout=aiohttp.ClientTimeout(total=None),  # `_within` has it
+                auto_decompress=False,  # a compressed answer could be larger than its stated size
+                timeout=aiohttp.ClientTimeout(total=None),  # `_within` sets the deadline
                 trace_configs=[trace],
             )
         return self._client
@@ -161,7 +161,7 @@ class _Connection:
 
 
 class _Http(_Connection):
-    """`POST /reset` and `POST /step`; `episode_id` tells a server that holds many episodes which one is meant."""
+    """`POST /reset` and `POST /step`; `episode_id` identifies the episode on a server that has many."""
 
     def __init__(self, url: str, headers: dict[str, str], settings: Mapping[str, Any]):
         super().__init__(url, headers, settings)
@@ -190,7 +190,7 @@ class _Http(_Connection):
 
 
 class _Session(_Connection):
-    """A WebSocket: `{"type", "data"}` both ways."""
+    """A WebSocket: `{"type", "data"}` in both directions."""
 
     _socket: aiohttp.ClientWebSocketResponse | None = None
 

@@ -1,6 +1,6 @@
-"""Tasks of the `reasoning_gym` library: rows made by its generators, answers scored by its own scorers.
+"""Tasks of the `reasoning_gym` library: its generators make the rows, its scorers score the answers.
 
-The only importer of the library.
+No other module imports the library.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 
 SECTION = "environment.skyrl_gym.reasoning_gym"
 INSTRUCTION = "Think step by step, then give the final answer, and nothing else, between <answer> and </answer>."
-ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # to the next one: in linear time
+ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # stops at the next <answer>: linear time
 MAX_ANSWER = 20_000
-"""Characters; a longer answer scores 0."""
+"""Maximum characters; a longer answer scores 0."""
 
 ARITHMETIC = re.compile(r"(?!.*\*\s*\*)[0-9+\-*/().\s]*", re.DOTALL)
 LITERAL = re.compile(r"[^(*@%<{]*")
@@ -34,8 +34,8 @@ RUNS_THE_ANSWER = {
     "spiral_matrix": LITERAL,
     "string_insertion": LITERAL,
 }
-"""Datasets whose scorer gives the answer to `eval`, and the answers that do no harm there: numbers and signs without
-powers, or what calls nothing and multiplies nothing. Any other answer scores 0."""
+"""Datasets whose scorer passes the answer to `eval` -> pattern of the answers that are safe there: numbers and signs
+without powers, or literals without calls and multiplications. Any other answer scores 0."""
 REFUSED = {
     "bitwise_arithmetic": "its scorer runs what the row says as code",
     "composite": "it is a mixture; name its datasets",
@@ -47,12 +47,12 @@ REFUSED = {
 
 
 class ReasoningGymEnv(TextEnv):
-    """One turn. The reward is the library's own score of what stands between <answer> and </answer>, 0 to 1.
+    """One turn. The reward is the library's own score, 0 to 1, of the text between <answer> and </answer>.
 
-    0 without such a block after the last "</think>", and when several differ. With `partial_credit=false`, whatever is
-    below 1 is 0: many scorers give some credit to a text that contains the answer. An answer on which the scorer raises
-    is worth 0: it is no failure to be masked. A row names a dataset of the library that
-    `environment.skyrl_gym.reasoning_gym.tasks` allows, and holds the entry to score by.
+    It is 0 without such a block after the last "</think>", or with several that differ. With `partial_credit=false`,
+    every score below 1 becomes 0: many scorers give some credit to a text that contains the answer. If the scorer
+    raises, the answer is worth 0 rather than masked as a failure. A row names a dataset of the library that
+    `environment.skyrl_gym.reasoning_gym.tasks` allows, and contains the entry that the scorer needs.
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
@@ -85,13 +85,13 @@ class ReasoningGymEnv(TextEnv):
         scorer = _scorer(self.task)
         try:
             return float(scorer.score_answer(answer, self.entry))
-        except Exception as error:  # of what a model wrote: the row's own answer was scored when the row was made
+        except Exception as error:  # caused by the model's text: the row's own answer was scored when the row was made
             log.debug("%s cannot score %.200r: %r", self.task, answer, error)
             return 0.0
 
 
 def allowed(tasks: Sequence[str] | None) -> frozenset[str]:
-    """The datasets that rows may name. Raises ConfigError for one that the library does not have or that is refused."""
+    """The datasets that rows may name. Raises ConfigError for one that the library lacks or that is refused."""
     known = _library().factory.DATASETS.keys()
     for task in tasks or ():
         if task in REFUSED:
@@ -102,12 +102,12 @@ def allowed(tasks: Sequence[str] | None) -> frozenset[str]:
 
 
 def make_rows(task: str, count: int, seed: int, settings: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-    """`count` rows of SkyRL's format, the same for the same arguments (and version of the library).
+    """Generate `count` rows in SkyRL's format; equal arguments (and library versions) give equal rows.
 
     Args:
-        settings: Of the library's dataset, e.g. {"max_terms": 3} for chain_sum.
+        settings: Settings of the library's dataset, e.g. {"max_terms": 3} for chain_sum.
 
-    Raises ConfigError for what the library does not take, and for an entry that a row cannot hold.
+    Raises ConfigError for arguments that the library rejects, or for an entry that a row cannot hold.
     """
     allowed([task])
     try:
@@ -132,7 +132,7 @@ def make_rows(task: str, count: int, seed: int, settings: Mapping[str, Any] | No
 
 
 def encode(value: Any) -> Any:
-    """As JSON that keeps tuples and keys that are no text; anything else becomes text."""
+    """Encode as JSON, preserving tuples and non-string keys; values of other types become text."""
     if isinstance(value, tuple):
         return {"__tuple__": [encode(item) for item in value]}
     if isinstance(value, list):
@@ -147,7 +147,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given."""
+    """The inverse of `encode`."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
@@ -166,10 +166,10 @@ def _scorer(task: str) -> Any:
 
 @cache
 def _library() -> Any:
-    """Takes some seconds: it loads all of its hundred generators."""
+    """Import the library, which takes some seconds: it loads all of its hundred generators."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its dependencies are compiled with complaints about their syntax
+            warnings.simplefilter("ignore")  # compiling its dependencies emits syntax warnings
             import reasoning_gym
             import reasoning_gym.factory
     except ImportError as error:

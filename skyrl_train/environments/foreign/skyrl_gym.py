@@ -1,4 +1,4 @@
-"""Names of the `skyrl_gym` package, so that an environment written for it needs another import line and nothing else.
+"""The names of the `skyrl_gym` package, so that an environment written for it only needs another import line.
 
     from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
 becomes
@@ -28,24 +28,24 @@ Env = TextEnv
 
 
 class BaseTextEnv(base.BaseTextEnv):
-    """SkyRL-Gym's base class. What `get_metrics` gives when the episode is done becomes its metrics."""
+    """SkyRL-Gym's base class. The result of `get_metrics` at the end of the episode becomes its metrics."""
 
     def get_metrics(self) -> dict[str, Any]:
         return {}
 
     @staticmethod
     def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """SkyRL-Gym's default. Runs here average every number over episodes, whatever this is overridden with."""
+        """SkyRL-Gym's default. Overriding it has no effect: runs average every number over episodes."""
         return default_aggregate_metrics(metrics)
 
 
 def register(
     id: str, entry_point: str | Callable[..., Any] | None = None, kwargs: Mapping[str, Any] | None = None
 ) -> None:
-    """Make `id` an environment: a class, a factory or "module:Class"; `kwargs` are further arguments of it.
+    """Register a class, a factory or "module:Class" as environment `id`; `kwargs` are further constructor arguments.
 
-    A name that this package also uses (multiply) then means yours, and a warning says so. Raises ConfigError for an id
-    that somebody else registered.
+    If this package has a built-in environment of that name (multiply), yours replaces it, with a warning. Raises
+    ConfigError if `id` was registered before.
     """
     assert entry_point is not None, f"environment {id!r}: entry_point must be a class or 'package.module:Class'"
     if id in ENVIRONMENTS and registry.environments.table.get(id) == ENVIRONMENTS[id]:
@@ -62,7 +62,7 @@ def _with_arguments(id: str, entry_point: str | Callable[..., Any], kwargs: dict
         factory = load_object(entry_point) if isinstance(entry_point, str) else entry_point
         return factory(**kwargs | arguments)
 
-    make.__name__ = f"{entry_point} with {kwargs}"  # two of them are the same only when they make the same
+    make.__name__ = f"{entry_point} with {kwargs}"  # registering twice is allowed only if both make the same
     return make
 
 
@@ -71,7 +71,7 @@ def deregister(id: str) -> None:
 
 
 def make(id: str, **kwargs: Any) -> Any:
-    """A new environment `id`, in this process. Raises ConfigError for an unknown id."""
+    """Create environment `id` in this process. Raises ConfigError for an unknown id."""
     return registry.find(id)(**kwargs)
 
 
@@ -91,7 +91,7 @@ def aggregate_for_environment(env_name: str, metrics: Sequence[Mapping[str, Any]
 
 
 class tool:
-    """Decorator: this method of a ToolGroup is a tool."""
+    """Decorator that marks a method of a ToolGroup as a tool."""
 
     def __init__(self, func: Callable[..., Any]):
         self.func = func
@@ -102,7 +102,7 @@ class tool:
 
 
 class ToolGroup:
-    """Tools that share what they need. Subclasses set that, then call `super().__init__(name)`."""
+    """Tools that share resources. Subclasses set these up, then call `super().__init__(name)`."""
 
     def __init__(self, name: str):
         self.name = name

@@ -1,6 +1,6 @@
-"""Environments of the `verifiers` library: their datasets, what they answer, and their rubrics' rewards.
+"""Environments of the `verifiers` library: their datasets, their answers, and their rubrics' rewards.
 
-The only importer of the library. An environment's own `rollout` runs here; where it asks its client for a completion,
+No other module imports the library. An environment's own `rollout` runs here; when it asks its client for a completion,
 it gets the text that the trainer sampled.
 """
 
@@ -19,15 +19,15 @@ from skyrl_train.errors import ConfigError, EnvironmentFailure
 
 SECTION = "environment.skyrl_gym.verifiers"
 COLUMNS = ("answer", "info", "task", "example_id")
-"""Of the library's rows, besides the prompt."""
+"""Columns of the library's rows, besides the prompt."""
 
 
 class VerifiersEnv(TextEnv):
-    """One episode. The reward, at its end, is the weighted sum of the rubric; its parts are the metrics.
+    """One episode. Its reward, given at the end, is the weighted sum of the rubric, whose parts are the metrics.
 
-    Environments of one or many turns whose model writes text; one that needs tool calls of the API's own kind, or that
-    changes the conversation so far, fails its episodes ("tools", "rewrites_history"). An error of the library's kind
-    fails under its class name. When `generator.max_turns` ends an episode first, it is scored as it then is.
+    Supports single-turn and multi-turn environments in which the model writes text. If an environment needs native tool
+    calls of the API, or changes earlier messages, its episodes fail ("tools", "rewrites_history"). An error of the
+    library fails the episode under its class name. If `generator.max_turns` ends an episode first, it is scored as is.
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
@@ -81,7 +81,7 @@ class VerifiersEnv(TextEnv):
         return await self._until_asked()
 
     async def _until_asked(self) -> list[Message] | None:
-        """What the model is asked next; None when the rollout is over."""
+        """The model's next prompt, or None if the rollout is over."""
         asked = asyncio.ensure_future(self._client.prompts.get())
         await asyncio.wait({asked, self._rollout}, return_when=asyncio.FIRST_COMPLETED)
         if asked.done():
@@ -99,9 +99,9 @@ class VerifiersEnv(TextEnv):
 
 
 def make_rows(env_config: Mapping[str, Any], split: str) -> Iterator[dict[str, Any]]:
-    """The environment's own dataset in SkyRL's row format; `split` is "train" or "validation" (its evaluation set).
+    """The environment's own dataset as rows in SkyRL's format; `split` is "train" or "validation" (its evaluation set).
 
-    Raises ConfigError for an environment that does not load or that gives no such dataset.
+    Raises ConfigError if the environment cannot be loaded or has no such dataset.
     """
     environment = _environment(env_config)
     try:
@@ -120,7 +120,7 @@ def make_rows(env_config: Mapping[str, Any], split: str) -> Iterator[dict[str, A
 
 
 def _plain(message: Any) -> Message:
-    """A message of the library as role and content; what is None is left out."""
+    """The role and content of a message of the library; a content of None becomes ""."""
     fields = message if isinstance(message, Mapping) else message.model_dump()
     return {"role": fields["role"], "content": fields.get("content") or ""}
 
@@ -138,7 +138,7 @@ def _environment(env_config: Mapping[str, Any]) -> Any:
 
 @cache
 def _loaded(name: str, arguments: str) -> Any:
-    """Once in a process: environments hold no state of an episode."""
+    """Load an environment once per process: environments hold no state of an episode."""
     try:
         environment = _library().load_environment(name, **json.loads(arguments))
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
@@ -149,7 +149,7 @@ def _loaded(name: str, arguments: str) -> Any:
 
 
 def _client() -> Any:
-    """A client of the library whose completions are put into `answers` by hand, None for no more."""
+    """A client of the library whose completions are taken from the queue `answers`; None ends the rollout."""
     vf: Any = _library()
 
     class Answers(vf.Client):  # type: ignore[misc, name-defined]
@@ -168,7 +168,7 @@ def _client() -> Any:
             message = vf.types.ResponseMessage(content=text, finish_reason="stop", is_truncated=False)
             return vf.types.Response(id="0", created=int(time.time()), model=model, message=message)
 
-    Answers.__abstractmethods__ = frozenset()  # of a server's wire; only `get_response` is called
+    Answers.__abstractmethods__ = frozenset()  # they belong to a server's protocol; only `get_response` is called
     return Answers()
 
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from skyrl_train.environments.tasks.gsm8k import NUMBER, canonical
 
 TOKEN = re.compile(r"(?P<box>\\{1,2}(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
-"""Models that saw much JSON write \\boxed."""
+"""Models trained on much JSON write \\boxed."""
 SPACE = re.compile(r"\s+")
 
 
 def boxed_contents(text: str) -> Iterator[str]:
-    r"""What stands in every \boxed{...} (or \fbox) that closes, outermost ones only, in one pass over the text."""
-    opened: list[bool] = []  # for every open brace: is it a box's
+    r"""The content of every closed \boxed{...} (or \fbox), outermost ones only, in one pass over the text."""
+    opened: list[bool] = []  # for every open brace: whether it opens a box
     start, boxes = 0, 0
     for token in TOKEN.finditer(text):
         if token["box"] or token[0] == "{":
@@ -29,10 +29,10 @@ def boxed_contents(text: str) -> Iterator[str]:
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""The content of \boxed{...}, or None when there is none, an empty one, or several that differ.
+    r"""The content of \boxed{...}, or None if there is no box, an empty one, or several that differ.
 
-    The rule: what stands before the last "</think>" is thinking and no answer; after it, all boxes must hold the same
-    (white space and dollar signs around it apart). So boxing several guesses is no answer; repeating one is allowed.
+    The rule: text before the last "</think>" is thinking and contains no answer; after it, all boxes must have the same
+    content, ignoring white space and dollar signs around it. So several guesses are no answer, but repeating one is.
     """
     answer: str | None = None
     for content in boxed_contents(text.rpartition("</think>")[2]):
@@ -44,6 +44,6 @@ def boxed_answer(text: str) -> str | None:
 
 
 def number(text: str) -> str | None:
-    """`text` as a number in the form that equal numbers share ("1,234.50" -> "1234.5"), or None when it is not one."""
+    """`text` as a number in canonical form ("1,234.50" -> "1234.5"), or None if it is not a number."""
     match = NUMBER.fullmatch(text.strip().rstrip("."))
     return canonical(match) if match else None

@@ -1,8 +1,8 @@
 """The 25 verifiable instructions of IFEval (arXiv:2311.07911, table 3): published id -> check of one response.
 
-A check is a function of the response and of the instruction's own arguments, by the names that the dataset
-google/IFEval gives them. Every check takes time linear in the response: `str` methods, and patterns in which no repeat
-can start inside another. Words of a row are compared as text, never used as patterns.
+A check is a function of the response and of the instruction's arguments, which have the names of the dataset
+google/IFEval. Every check takes time linear in the response: it uses `str` methods, and patterns in which no repeat can
+start inside another. Words of a row are compared as text, never used as patterns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 RELATIONS = ("less than", "at least")
 WORD = re.compile(r"\w+")
 COMPOUND_WORD = re.compile(r"\w+(?:[-'’.]\w+)*")
-"""A hyphenated or contracted word is one word."""
+"""Hyphenated and contracted words are single words."""
 SECTION_NUMBER = re.compile(r"\s?\d")
 HIGHLIGHT = re.compile(r"\*[^\n*]*\*")
 DOUBLE_HIGHLIGHT = re.compile(r"\*\*[^\n*]*\*\*")
@@ -34,9 +34,9 @@ def compared(number: int, relation: str, threshold: int) -> bool:
 
 
 def num_sentences_of(text: str) -> int:
-    """Sentences end at . ! ? or … before white space, or at the full stops of other scripts; one without words is none.
+    """Count sentences. They end at . ! ? or … before white space, or at the full stops of other scripts.
 
-    A full stop ends none after a title, an initial or a list's number.
+    A sentence without words does not count, and a full stop after a title, an initial or a list's number ends none.
     """
     count, start = 0, 0
     for end in SENTENCE_END.finditer(text):
@@ -62,18 +62,18 @@ def existence(text: str, *, keywords: list[str]) -> bool:
 
 
 def frequency(text: str, *, keyword: str, frequency: int, relation: str) -> bool:
-    """The keyword occurs that often, also within words, in any case."""
+    """The keyword occurs as often as required, also within words, in any case."""
     return compared(text.lower().count(keyword.strip().lower()), relation, frequency)
 
 
 def forbidden(text: str, *, forbidden_words: list[str]) -> bool:
-    """None of them occurs as a whole word, in any case."""
+    """None of the words occurs as a whole word, in any case."""
     lower = text.lower()
     return not any(_has_word(lower, word.lower()) for word in forbidden_words)
 
 
 def _has_word(text: str, word: str) -> bool:
-    r"""What r"\bword\b" would find."""
+    r"""Whether r"\bword\b" would match."""
     at = text.find(word)
     while at >= 0:
         end = at + len(word)
@@ -89,7 +89,7 @@ def _is_boundary(text: str, at: int) -> bool:
 
 
 def letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """The character occurs that often, in either case."""
+    """The character occurs as often as required, in either case."""
     return compared(text.lower().count(letter.lower()), let_relation, let_frequency)
 
 
@@ -103,7 +103,7 @@ def number_sentences(text: str, *, num_sentences: int, relation: str) -> bool:
 
 
 def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
-    """Exactly so many, divided by ***; a divider may begin or end the response, and none may follow another."""
+    """The exact number of paragraphs, divided by ***; a divider may begin or end the response, but not follow one."""
     paragraphs = text.split("***")
     blank = [not paragraph.strip() for paragraph in paragraphs]
     if any(blank[1:-1]):
@@ -117,7 +117,7 @@ def number_words(text: str, *, num_words: int, relation: str) -> bool:
 
 
 def nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Exactly so many paragraphs, divided by blank lines, and the nth (from 1) begins with the word, in any case."""
+    """The exact number of paragraphs, divided by blank lines; the nth (from 1) begins with the word, in any case."""
     paragraphs = [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
     if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= len(paragraphs):
         return False
@@ -126,7 +126,7 @@ def nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: i
 
 
 def number_placeholders(text: str, *, num_placeholders: int) -> bool:
-    """At least so many [placeholders], each within a line."""
+    """At least `num_placeholders` [placeholders], each within a line."""
     count = 0
     for line in text.split("\n"):
         at = line.find("[")
@@ -143,7 +143,7 @@ def postscript(text: str, *, postscript_marker: str) -> bool:
 
 
 def number_bullet_lists(text: str, *, num_bullets: int) -> bool:
-    """Exactly so many lines begin with * (not **) or -."""
+    """Exactly `num_bullets` lines begin with * (not **) or -."""
     lines = (line.lstrip() for line in text.split("\n"))
     return (
         sum(line.startswith("-") or (line[:1] == "*" and line[1:2] not in ("", "*")) for line in lines) == num_bullets
@@ -156,13 +156,13 @@ def constrained_response(text: str) -> bool:
 
 
 def number_highlighted_sections(text: str, *, num_highlights: int) -> bool:
-    """At least so many *highlights* or **highlights**, each within a line and not blank."""
+    """At least `num_highlights` *highlights* or **highlights**, each within a line and not blank."""
     found = [*HIGHLIGHT.finditer(text), *DOUBLE_HIGHLIGHT.finditer(text)]
     return sum(bool(match[0].strip("*").strip()) for match in found) >= num_highlights
 
 
 def multiple_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
-    """At least so many times the word, in its own case, with a number after it."""
+    """The word, in its own case and followed by a number, occurs at least `num_sections` times."""
     count, at, word = 0, 0, section_spliter.strip()
     while (at := text.find(word, at)) >= 0:
         at += len(word)
@@ -216,7 +216,7 @@ def quotation(text: str) -> bool:
 
 
 def capital_word_frequency(text: str, *, capital_frequency: int, capital_relation: str) -> bool:
-    """Words all in capitals, of which "I" and hyphenated words are one each."""
+    """Count of words all in capitals; "I" and a hyphenated word are one each."""
     count = sum(word[0].isupper() for word in COMPOUND_WORD.finditer(text))
     return compared(count, capital_relation, capital_frequency)
 
@@ -263,9 +263,9 @@ INSTRUCTIONS: Mapping[str, Callable[..., bool]] = {
 
 
 def arguments_of(id: str, kwargs: Mapping[str, Any] | None, prompt: str) -> dict[str, Any]:
-    """What the instruction's check asks for, out of a row's kwargs, where those of other instructions are null.
+    """The arguments of the instruction's check, from a row's kwargs, in which those of other instructions are null.
 
-    Raises ValueError with instruction, name and value for what is unknown, missing or of another kind.
+    Raises ValueError, naming instruction, argument and value, for one that is unknown, missing or of the wrong kind.
     """
     if id not in INSTRUCTIONS:
         raise ValueError(f"instruction {id!r:.80} is not one of {', '.join(INSTRUCTIONS)}")
@@ -281,7 +281,7 @@ def arguments_of(id: str, kwargs: Mapping[str, Any] | None, prompt: str) -> dict
 
 
 def _count(value: Any) -> int | None:
-    """Tables with nulls in them turn integers into floats."""
+    """Accept whole floats too: tables with nulls turn integers into floats."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return int(value) if is_number and 0 <= value < 2**31 and value == int(value) else None
 

@@ -1,4 +1,4 @@
-"""Which language a text is in: py3langid's model, which comes with the package and gives the same answer every time."""
+"""Language identification with py3langid's model, which is part of the package and deterministic."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ LANGUAGES: tuple[str, ...] = (
     *("hi", "hr", "hu", "id", "it", "ja", "kn", "ko", "lt", "lv", "mk", "ml", "mr", "ne", "nl", "no", "pa", "pl"),
     *("pt", "ro", "ru", "sk", "sl", "so", "sq", "sv", "sw", "ta", "te", "th", "tl", "tr", "uk", "ur", "vi", "zh"),
 )
-"""ISO 639-1 codes: those that the benchmark tells apart. With more of them, short texts are more often wrong."""
+"""ISO 639-1 codes of the benchmark's languages. With more of them, short texts would be misidentified more often."""
 MAX_CHARACTERS = 20_000
-"""Of a text that are looked at: half from its beginning, half from its end."""
+"""Maximum characters of a text that are examined: half from its beginning, half from its end."""
 
 
 def language_of(text: str) -> str | None:
@@ -29,13 +29,13 @@ def language_of(text: str) -> str | None:
 
 @cache
 def _identifier() -> Any:
-    """Loaded at first use, in a second. Raises ConfigError where the package is not installed."""
+    """Load the model at first use, which takes a second. Raises ConfigError if the package is not installed."""
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError as error:
         raise ConfigError(
             "environment.env_class=ifeval needs py3langid to tell languages: pip install 'skyrl-train[ifeval]'."
         ) from error
-    identifier = LanguageIdentifier.from_model_file(MODEL_FILE)  # its own: the package's is everybody's
+    identifier = LanguageIdentifier.from_model_file(MODEL_FILE)  # not the package's shared one
     identifier.set_languages(LANGUAGES)
     return identifier

@@ -1,8 +1,8 @@
-r"""Whether two pieces of LaTeX mean the same: math-verify, in processes that can be killed.
+r"""Decides whether two pieces of LaTeX are equal: math-verify, in processes that can be killed.
 
-`9^{9^{9}}` keeps sympy busy in C for ever, where neither a signal handler nor a thread's timeout gets a turn. So a
-`Grader` has a server process (`python -m skyrl_train.environments.graders.latex`) that has loaded math-verify once and
-forks for every grading; the fork has limits on memory and time, and is killed at the deadline.
+`9^{9^{9}}` keeps sympy busy in C forever, and neither a signal handler nor a thread's timeout can interrupt it. So a
+`Grader` has a server process (`python -m skyrl_train.environments.graders.latex`) that loads math-verify once and forks
+for every grading; the fork has limits on memory and time, and is killed at the deadline.
 
 Wire: JSON lines over the server's stdin and stdout, one request at a time.
 """
@@ -30,11 +30,11 @@ from typing import Any
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 
 START_DEADLINE_S = 60.0
-"""For the server to import math-verify: two seconds on an idle machine."""
+"""Time for the server to import math-verify, which takes two seconds on an idle machine."""
 GRACE_S = 0.5
-"""For the server to report that it killed a grading, before it is killed itself."""
+"""Time for the server to report that it killed a grading, before it is killed itself."""
 MAX_CHARACTERS = 1000
-"""Of an answer; the longest in MATH has 159."""
+"""Maximum characters of an answer; the longest in MATH has 159."""
 MEMORY_BYTES = 2 * 2**30
 NAME = re.compile(r"\s*\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?(?:\([A-Za-z, ]*\))?\s*=(?!=)")
 THOUSANDS = re.compile(r"(?<=[0-9])(?:\\[,;:! ]|~|\{,\})(?=[0-9]{3}(?![0-9]))")
@@ -49,11 +49,11 @@ HEDGE = [re.compile(pattern, re.IGNORECASE) for pattern in HEDGES]
 
 
 def one_answer(answer: str, truth: str) -> str | None:
-    r"""`answer` as what may be compared with `truth`, or None where it offers more than one thing.
+    r"""The part of `answer` to compare with `truth`, or None if it offers more than one value.
 
-    math-verify takes the last side of "41 = 42", and passes over text, so that "42 \text{ (or 41)}" and "42 \approx 41"
-    are 42. Here: besides a name in front ("x = 42"), as many equals signs as the truth has; no word or sign that
-    hedges, no digits side by side or in text, unless the truth has it too.
+    math-verify takes the last side of "41 = 42" and ignores text, so that it reads "42 \text{ (or 41)}" and
+    "42 \approx 41" as 42. Here an answer must have as many equals signs as the truth, besides a name in front
+    ("x = 42"), and no hedging word or sign, adjacent digits or digits in text, unless the truth has them too.
     """
     answer, truth = (THOUSANDS.sub("", NAME.sub("", text, count=1)) for text in (answer, truth))
     if len(answer) > max(MAX_CHARACTERS, len(truth)) or answer.count("=") > truth.count("="):
@@ -69,7 +69,9 @@ def check_installed() -> None:
 
 
 class Grader:
-    """Compares answers, one call at a time. The server starts with `start` or the first `grade`, and again when lost.
+    """Compares answers, one call at a time.
+
+    The server starts with `start` or the first `grade`, and is restarted when lost.
 
     Example:
         with Grader(deadline_s=5.0) as grader:
@@ -88,7 +90,7 @@ class Grader:
         self.close()
 
     def start(self) -> None:
-        """Start the server without waiting for it. Raises ConfigError where math-verify is not installed."""
+        """Start the server without waiting for it. Raises ConfigError if math-verify is not installed."""
         if self._server is not None:
             return
         if importlib.util.find_spec("math_verify") is None:
@@ -105,11 +107,11 @@ class Grader:
         )
 
     def grade(self, answer: str, truth: str) -> tuple[bool, str]:
-        """Whether `answer` equals `truth`, and how it was found out.
+        """Return whether `answer` equals `truth`, and how that was decided.
 
-        That is "no_answer" (see `one_answer`), "same_text", "graded", "timeout" or "died" (out of memory or stack).
-        Takes at most `deadline_s` and a second, apart from the start of the server. Raises EnvironmentFailure("grader")
-        when the server does not start, or ends twice by itself.
+        The second value is "no_answer" (see `one_answer`), "same_text", "graded", "timeout" or "died" (out of memory or
+        stack). Takes at most `deadline_s` plus a second, not counting the start of the server. Raises
+        EnvironmentFailure("grader") if the server does not start, or exits twice without having been killed here.
         """
         compared = one_answer(answer, truth)
         if compared is None:
@@ -121,7 +123,7 @@ class Grader:
             self._wait_until_ready()
             try:
                 reply = self._ask(request)
-            except EOFError:  # the server itself, by somebody else's hand: the answer is not to blame
+            except EOFError:  # the server itself was killed from outside: the answer is not to blame
                 self.close()
                 continue
             except TimeoutError:
@@ -131,7 +133,7 @@ class Grader:
         raise EnvironmentFailure("grader", "its process ended twice while it was grading")
 
     def close(self) -> None:
-        """Kill the server; what it is grading dies with it. A later `grade` starts another."""
+        """Kill the server and the grading that it is running. A later `grade` starts another server."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -162,12 +164,12 @@ class Grader:
         return self._receive(self.deadline_s + GRACE_S)
 
     def _receive(self, seconds: float) -> dict[str, Any]:
-        """The server's next line. Raises TimeoutError when none comes in that time, EOFError when it has ended."""
+        """The server's next line. Raises TimeoutError if none comes within `seconds`, EOFError if it has ended."""
         assert self._server is not None and self._server.stdout is not None
         readable, _, _ = select.select([self._server.stdout], [], [], seconds)
         if not readable:
             raise TimeoutError(f"no answer within {seconds:g} s")
-        line = self._server.stdout.readline()  # written whole, so it does not wait for the rest
+        line = self._server.stdout.readline()  # lines are written whole, so this does not wait for the rest
         if not line:
             raise EOFError("ended")
         return json.loads(line)
@@ -175,7 +177,7 @@ class Grader:
 
 @functools.cache
 def shared(deadline_s: float) -> Grader:
-    """The grader of this process: environments are many, and one server is enough for calls that come one by one."""
+    """The grader of this process: its environments are called one at a time, so one server is enough for all."""
     return Grader(deadline_s)
 
 
@@ -206,7 +208,7 @@ def _same() -> Callable[[str, str], bool]:
 
 
 def _forked(same: Callable[[str, str], bool], answer: str, truth: str, deadline_s: float) -> dict[str, Any]:
-    """One comparison in a process of its own."""
+    """Run one comparison in a separate process."""
     until = time.monotonic() + deadline_s
     source, sink = os.pipe()
     parent, child = os.getpid(), os.fork()
@@ -215,7 +217,7 @@ def _forked(same: Callable[[str, str], bool], answer: str, truth: str, deadline_
         try:
             _limit(parent, deadline_s)
             verdict = b"1" if same(answer, truth) else b"0"
-        except BaseException:  # whatever sympy raises on what a model wrote: it is not the answer
+        except BaseException:  # whatever sympy raises on a model's text: the answer is wrong
             verdict = b"0"
         finally:
             os.write(sink, verdict)
@@ -230,7 +232,7 @@ def _forked(same: Callable[[str, str], bool], answer: str, truth: str, deadline_
 
 
 def _limit(parent: int, deadline_s: float) -> None:
-    """Bounds that hold even where nobody watches any more."""
+    """Set limits that hold even if the server no longer watches."""
     _die_with_parent()
     if os.getppid() != parent:
         os._exit(0)
@@ -245,19 +247,19 @@ def _limit(parent: int, deadline_s: float) -> None:
 
 
 def _die_with_parent() -> None:
-    """The kernel kills this process when the one that started it is gone (Linux)."""
+    """Let the kernel kill this process when its parent dies (Linux)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def serve() -> None:
-    """The server: until its stdin is closed."""
+    """Run the server until its stdin is closed."""
     _die_with_parent()
     logging.disable(logging.CRITICAL)
     sys.setrecursionlimit(3000)
     same = _same()
-    same("\\frac{1}{2}", "0.5")  # what is loaded and cached by the first comparison is there for all
+    same("\\frac{1}{2}", "0.5")  # every fork inherits what the first comparison loads and caches
     sink = os.fdopen(os.dup(1), "wb", buffering=0)
     sink.write(b"{}\n")
     for line in sys.stdin.buffer:

@@ -1,8 +1,8 @@
-"""Programs against tests: the program runs in a sandbox of its own for every test, what it answers is judged out here.
+"""Grades programs with tests: each test runs the program in a new sandbox, and its answer is judged outside.
 
-Inside there is the program, a test's input and nothing else: neither what is expected nor the code that compares. So a
-program that exits early, replaces the driver, patches `__eq__` or prints what a passing test would print has given an
-answer like any other, and a wrong one.
+The sandbox contains only the program and the test's input, neither the expected output nor the code that compares. So a
+program that exits early, replaces the driver, patches `__eq__` or prints what a passing test would print has only given
+a wrong answer.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from skyrl_train.environments.tools.sandbox import PYTHON, Limits, Outcome, Sand
 FENCES = ("```python", "```python3", "```py")
 _INSIDE = Path(__file__).with_name("programs_inside.py")
 _OUTPUT_FLOOR = 65536
-"""Bytes that a program may write in any case; four times what is expected otherwise."""
+"""Bytes that a program may write at least; otherwise four times the size of the expected output."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeTest:
-    """One test: what goes in and what must come out."""
+    """One test: the input and the expected output."""
 
     input: str
-    """Standard input; for a function, its arguments as JSON, one on a line."""
+    """Standard input; for a function, its arguments as JSON, one per line."""
     output: str
-    """Standard output; for a function, what it returns, as JSON."""
+    """Expected standard output; for a function, its return value as JSON."""
     function: str | None = None
-    """The function, or method of the class Solution, that is called; None for a program."""
+    """The function, or method of class Solution, to call; None for a program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How far a program came: grading ends at the first test that it fails."""
+    """How many tests a program passed: grading ends at the first one that it fails."""
 
     passed: int
     total: int
     failure: str | None
-    """None, "wrong_answer", "error" (a status other than 0), "limit" (time, output) or "out_of_time" (all tests')."""
+    """None, "wrong_answer", "error" (non-zero status), "limit" (time or output of a test), "out_of_time" (of all)."""
 
 
 def last_python_block(text: str) -> str | None:
-    """What stands in the last ```python block that is closed, or None."""
+    """The content of the last closed ```python block, or None."""
     found: str | None = None
     block: list[str] | None = None
     for line in text.split("\n"):
@@ -57,7 +57,7 @@ def last_python_block(text: str) -> str | None:
         elif mark == "```":
             found, block = "\n".join(block), None
         elif mark.lower() in FENCES:
-            block = []  # one that was never closed
+            block = []  # the previous one was never closed
         else:
             block.append(line)
     return found
@@ -66,7 +66,7 @@ def last_python_block(text: str) -> str | None:
 def grade(code: str, tests: Sequence[CodeTest], sandbox: Sandbox, test_timeout_s: float, timeout_s: float) -> Verdict:
     """Run `code` on the tests in order, each in a new process, for at most `timeout_s` seconds in all.
 
-    Raises EnvironmentFailure where the sandbox itself fails.
+    Raises EnvironmentFailure if the sandbox itself fails.
     """
     deadline = time.monotonic() + timeout_s
     for passed, test in enumerate(tests):
@@ -75,8 +75,8 @@ def grade(code: str, tests: Sequence[CodeTest], sandbox: Sandbox, test_timeout_s
             return Verdict(passed, len(tests), "out_of_time")
         outcome = _run(code, test, sandbox, min(test_timeout_s, left))
         if outcome.killed_by is not None or outcome.timed_out:
-            is_ours = left < test_timeout_s and outcome.killed_by == "wall"
-            return Verdict(passed, len(tests), "out_of_time" if is_ours else "limit")
+            out_of_total = left < test_timeout_s and outcome.killed_by == "wall"
+            return Verdict(passed, len(tests), "out_of_time" if out_of_total else "limit")
         if outcome.returncode != 0:
             return Verdict(passed, len(tests), "error")
         matches = same_output if test.function is None else same_value
@@ -97,7 +97,7 @@ def _run(code: str, test: CodeTest, sandbox: Sandbox, timeout_s: float) -> Outco
 
 
 def same_output(written: str, expected: str) -> bool:
-    """The same lines, apart from space round them; a line of numbers is the same when its numbers are (1.0 and 1)."""
+    """Whether all lines are equal, ignoring surrounding space; lines of numbers are compared as numbers (1.0 is 1)."""
     lines, wanted = ([line.strip() for line in text.strip().split("\n")] for text in (written, expected))
     return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
 
@@ -110,12 +110,12 @@ def _same_line(line: str, wanted: str) -> bool:
         return False
     try:
         return all(Decimal(word) == Decimal(number) for word, number in zip(words, numbers, strict=True))
-    except InvalidOperation:  # not a number, or one that only warns
+    except InvalidOperation:  # not a number, or a signalling NaN
         return False
 
 
 def same_value(written: str, expected: str) -> bool:
-    """Equal JSON values: lists and tuples are the same inside, 1 and 1.0 too."""
+    """Whether two JSON values are equal; lists equal tuples, and 1 equals 1.0."""
     try:
         return bool(_value(written) == _value(expected))
     except (ValueError, RecursionError):
@@ -123,12 +123,12 @@ def same_value(written: str, expected: str) -> bool:
 
 
 def _value(text: str) -> Any:
-    """Integers too long to convert (see sys.set_int_max_str_digits) are compared as they are written."""
+    """Parse JSON; integers too long to convert (see sys.set_int_max_str_digits) are compared as text."""
     return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 4000 else digits)
 
 
 def parse_tests(truth: Any) -> list[CodeTest]:
-    """A row's tests in the forms that LiveCodeBench and the datasets round it have, as JSON or as columns.
+    """A row's tests in the formats of LiveCodeBench and related datasets, as JSON or as columns.
 
     [{"input": ..., "output": ..., "testtype": "stdin" | "functional", "metadata": {"func_name": ...}}, ...] or
     {"inputs": [...], "outputs": [...], "fn_name": ...}; `fn_name` in a list's tests counts as well. Raises ValueError.

@@ -1,4 +1,4 @@
-"""What a grader runs inside a sandbox, with the system's Python: solution.py as a program, or one function of it."""
+"""Runs inside a grader's sandbox, with the system's Python: solution.py as a program, or one function of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-# what the problems' starter code takes for granted
+# names that the problems' starter code assumes
 IMPORTS = """
 import bisect, collections, copy, datetime, functools, heapq, itertools, math, operator, random, re, string, sys, time
 from bisect import *
@@ -31,10 +31,10 @@ def main() -> None:
         return
     arguments = [json.loads(line) for line in sys.stdin.read().split("\n") if line.strip()]
     answer = os.dup(1)
-    os.dup2(2, 1)  # what it prints is not what it returns
+    os.dup2(2, 1)  # keep printed output out of the returned value
     exec(compile(code, "solution.py", "exec", dont_inherit=True), scope)
-    holder = scope["Solution"]() if "Solution" in scope else None
-    function = getattr(holder, sys.argv[1], None) or scope[sys.argv[1]]
+    solution = scope["Solution"]() if "Solution" in scope else None
+    function = getattr(solution, sys.argv[1], None) or scope[sys.argv[1]]
     with os.fdopen(answer, "w") as stream:
         json.dump(function(*arguments), stream)
 

@@ -11,19 +11,19 @@ from skyrl_train.environments.graders.boxed import boxed_contents
 from skyrl_train.environments.tasks.gsm8k import NUMBER, canonical, ground_truth_of
 
 TAIL = 300
-"""Characters at the end that are looked at, as SkyRL-Gym does: a solution tries out much before it answers."""
+"""Number of final characters that are examined, as in SkyRL-Gym: a solution tries many values before it answers."""
 MARKED = re.compile(r"answer[*_]{0,2}[ \t]*:([^\n]+)", re.IGNORECASE)
 INTEGER = re.compile(r"-?[0-9]+")
 
 
 class AIMEEnv(TextEnv):
-    r"""1 for the right integer, else -1, as SkyRL-Gym pays; the metric `acc` is the share of right ones.
+    r"""Rewards the right integer with 1 and anything else with -1, as SkyRL-Gym does; the metric `acc` is the accuracy.
 
-    Looked at are the last 300 characters, from the last "</think>" on: every line after "Answer:" and every \boxed{...}
-    with a number in it is an answer, and all numbers in all of them must be the same integer. So "Answer: 41 or 42",
-    "Answer: 41" and later "Answer: 42", or another number in a box are no answer. 042 is 42.
+    Only the last 300 characters, after the last "</think>", are examined: the rest of every line after "Answer:" and
+    every \boxed{...} that contain a number are answers, and all numbers in all of them must be the same integer. So
+    "Answer: 41 or 42", "Answer: 41" and later "Answer: 42", or another number in a box are no answer. 042 equals 42.
 
-    The row's answer is `reward_spec.ground_truth`, or `reward_model.ground_truth` as in DAPO's files.
+    The expected answer is the row's `reward_spec.ground_truth`, or `reward_model.ground_truth` as in DAPO's files.
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
@@ -42,15 +42,15 @@ class AIMEEnv(TextEnv):
 
 
 def final_integer(text: str) -> str | None:
-    """The one integer that the end of `text` gives as its answer, or None."""
+    """The single integer that the end of `text` gives as its answer, or None."""
     tail = text[-TAIL:].rpartition("</think>")[2]
     return integer_in([*MARKED.findall(tail), *boxed_contents(tail)])
 
 
 def integer_in(answers: list[str]) -> str | None:
-    """The integer that is the only number in all `answers`; those without a number do not count."""
+    """The integer that is the only number in all `answers`, or None; answers without a number are ignored."""
     if any(c.isnumeric() and not c.isascii() for answer in answers for c in answer):
-        return None  # 4², 18½: more than the ASCII digits say
+        return None  # 4², 18½: other values than the ASCII digits alone
     values = {canonical(match) for answer in answers for match in NUMBER.finditer(answer)}
     value = values.pop() if len(values) == 1 else ""
     return value if INTEGER.fullmatch(value) else None

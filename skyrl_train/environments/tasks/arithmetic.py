@@ -1,11 +1,12 @@
-"""Generated word problems in GSM8K's style, with a difficulty knob: a task that needs no download.
+"""Generated word problems in GSM8K's style, with adjustable difficulty: a task that needs no download.
 
     Mia has 7 shells. Mia finds 5 more. Mia gives away 3. How many shells does Mia have now?
     7 + 5 = 12
     12 - 3 = 9
     #### 9
 
-Few words and single digits, so that a tokenizer of words and digits needs under 150 tokens for all of it.
+The vocabulary is small and numbers are written in digits, so that a tokenizer of words and digits needs fewer than 150
+tokens for the whole task.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ VALIDATION_SHARE = 10
 
 
 class ArithmeticEnv(GSM8KEnv):
-    """Scored exactly as gsm8k is: `gsm8k.strict_answer` has the rule."""
+    """Scored exactly like gsm8k; see `gsm8k.strict_answer` for the rule."""
 
 
 def generate(count: int, operations: int, max_value: int, seed: int, split: str) -> list[dict[str, Any]]:
-    """`count` different problems as rows of SkyRL's format, the same for the same arguments.
+    """Generate `count` different problems as rows in SkyRL's format; equal arguments give equal rows.
 
     Args:
-        operations: 1 to 5 steps of +, - and *.
-        max_value: The largest number in a problem, at least 2. Running totals stay within 0 and 10 * max_value + 9, so
-            for 9 every number has one digit and every total at most two.
+        operations: Number of steps (+, - or *), 1 to 5.
+        max_value: The largest number in a problem, at least 2. Running totals stay between 0 and 10 * max_value + 9, so
+            with 9 every number has one digit and every total at most two.
         split: "train" or "validation". They are disjoint by construction, whatever the seeds: a hash of the expression
-            (the numbers and operations, not the names and words) decides which one a problem belongs to.
+            (the numbers and operations, not the names and words) decides to which split a problem belongs.
 
     Each row's `extra_info` has demonstrations in two styles: `answer` (steps, then "#### N") and `direct` ("#### N").
-    Raises ConfigError for arguments out of range and when the knobs allow too few different problems.
+    Raises ConfigError for arguments out of range, or if they allow too few different problems.
     """
     for key, value, low, high in (
         ("operations", operations, 1, 5),
@@ -75,7 +76,7 @@ def generate(count: int, operations: int, max_value: int, seed: int, split: str)
 
 
 def split_of(expression: str) -> str:
-    """Which split an expression like "7+5-3" (read left to right) is in; decided by a hash that no Python changes."""
+    """The split of an expression like "7+5-3" (read left to right), by a hash that is the same in every Python."""
     digest = hashlib.sha256(expression.encode()).digest()
     return "validation" if int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0 else "train"
 
@@ -85,12 +86,12 @@ def apply(sign: str, total: int, n: int) -> int:
 
 
 def _expression(rng: random.Random, operations: int, max_value: int) -> tuple[int, list[tuple[str, int]]]:
-    """A start and steps whose totals stay in range. Signs are equally likely wherever all three are possible."""
+    """A start and steps whose totals stay in range. Signs are equally likely whenever all three are possible."""
     limit = 10 * max_value + 9
     total = start = rng.randint(1, max_value)
     steps: list[tuple[str, int]] = []
     for _ in range(operations):
-        ranges = {  # inclusive; empty where the sign is impossible
+        ranges = {  # inclusive; empty if the sign is impossible
             "+": (1, min(max_value, limit - total)),
             "-": (1, min(max_value, total)),
             "*": (2, min(max_value, limit // total) if total else 0),
@@ -104,8 +105,8 @@ def _expression(rng: random.Random, operations: int, max_value: int) -> tuple[in
 
 def _question(rng: random.Random, start: int, steps: list[tuple[str, int]]) -> str:
     name, thing = rng.choice(NAMES), rng.choice(OBJECTS)
-    told = [rng.choice(SENTENCES[sign]).format(name=name, n=n) for sign, n in steps]
-    return " ".join([f"{name} has {start} {thing}.", *told, f"How many {thing} does {name} have now?"])
+    sentences = [rng.choice(SENTENCES[sign]).format(name=name, n=n) for sign, n in steps]
+    return " ".join([f"{name} has {start} {thing}.", *sentences, f"How many {thing} does {name} have now?"])
 
 
 def _row(

@@ -12,7 +12,7 @@ from typing import Any
 from skyrl_train.environments.base import StepOutput, TextEnv
 
 MAX_CHARACTERS = 200
-"""Of an expression; with so few no number, nesting or product in it can be large."""
+"""Maximum characters of an expression; this also bounds its numbers, nesting and products."""
 ANSWER = re.compile(r"<answer>([^<]*)</answer>")
 ALLOWED = re.compile(r"[0-9+\-*/() ]+")
 SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})
@@ -25,12 +25,12 @@ OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 
 class CountdownEnv(TextEnv):
-    """1 for an expression of the given numbers, each used once, that gives the target; `format_score` for another one.
+    """Rewards an expression that uses each given number once and equals the target with 1, another with `format_score`.
 
-    The expression is what all <answer>...</answer> after the last "</think>" hold, without an "= target" at its end;
-    none, several that differ, or something else than numbers, + - * / and parentheses pays 0. It is calculated in exact
-    fractions, without eval; division by zero gives nothing. The row has {"target": 24, "numbers": [3, 3, 8, 8]} as
-    `reward_spec.ground_truth`.
+    The expression is the content of all <answer>...</answer> after the last "</think>", without an "= target" at its
+    end. No answer, answers that differ, and anything besides numbers, + - * / and parentheses give 0. The expression is
+    calculated in exact fractions, without eval; after a division by zero it has no value. The row's
+    `reward_spec.ground_truth` is of the form {"target": 24, "numbers": [3, 3, 8, 8]}.
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
@@ -63,9 +63,9 @@ class CountdownEnv(TextEnv):
 
 
 def calculate(expression: str) -> tuple[Fraction | None, list[int]] | None:
-    """(value, numbers in it) of an expression of integers, + - * / and parentheses; None for anything else.
+    """Return (value, its numbers) of an expression of integers, + - * / and parentheses, or None for anything else.
 
-    The value is None where it divides by zero.
+    The value is None if the expression divides by zero.
     """
     expression = expression.translate(SIGNS).strip()
     if len(expression) > MAX_CHARACTERS or not ALLOWED.fullmatch(expression):

@@ -18,9 +18,9 @@ ALTERNATIVES = re.compile(r"(?:[\s,;/|&()\[\]*?!\"']|or|and|either|maybe|perhaps
 
 
 def canonical(match: re.Match[str]) -> str:
-    """A matched number as a string that equal numbers share: "$1,234.50" -> "1234.5", "-0.0" -> "0".
+    """A matched number in canonical form: "$1,234.50" -> "1234.5", "-0.0" -> "0".
 
-    Strings, because a million digits compare in linear time and convert to int in quadratic time.
+    It is a string, because a million digits compare in linear time but convert to int in quadratic time.
     """
     whole, _, fraction = match["digits"].replace(",", "").partition(".")
     value = (whole.lstrip("0") or "0") + (f".{fraction}" if (fraction := fraction.rstrip("0")) else "")
@@ -29,11 +29,11 @@ def canonical(match: re.Match[str]) -> str:
 
 
 def strict_answer(text: str) -> str | None:
-    """The number after "####", or None when there is none or more than one.
+    """The number after "####", or None if there is none or more than one.
 
     The rule: every line with "#### <number>" is an answer, from the marker to the end of the line, and all numbers in
-    all answers must be the same number. So "#### 41 or 42", "#### 41" and below "#### 42", "#### 41,42" and "#### 4e1"
-    are nobody's right answer; repeating one answer is allowed. Headings such as "#### Step 1" are not answers.
+    all answers must be equal. So "#### 41 or 42", "#### 41" followed by "#### 42" below, "#### 41,42" and "#### 4e1"
+    are no answer; repeating one answer is allowed. Headings such as "#### Step 1" are not answers.
     """
     values: set[str] = set()
     for line in text.splitlines():
@@ -42,7 +42,7 @@ def strict_answer(text: str) -> str | None:
             continue
         answer = line[marked.end() :]
         if not answer.isascii() and any(c.isnumeric() and not c.isascii() for c in answer):
-            return None  # 4², 18½: more than the ASCII digits say
+            return None  # 4², 18½: other values than the ASCII digits alone
         values.update(map(canonical, NUMBER.finditer(answer)))
         if len(values) > 1:
             return None
@@ -50,10 +50,10 @@ def strict_answer(text: str) -> str | None:
 
 
 def flexible_answer(text: str) -> str | None:
-    """The strict answer where "#### <number>" occurs, else the last number; None for no number and for several guesses.
+    """The strict answer if "#### <number>" occurs, else the last number; None for no number or for several guesses.
 
-    The rule: the number before the last one makes both a guess when they differ and only spaces, punctuation other than
-    ".:=#", "or", "and", "either", "maybe", "perhaps", "possibly" stand between: "41 or 42", "41, 42", "41 (42?)".
+    The rule: the last two numbers are guesses if they differ and only spaces, punctuation other than ".:=#", "or",
+    "and", "either", "maybe", "perhaps" or "possibly" are between them: "41 or 42", "41, 42", "41 (42?)".
     """
     if MARKED.search(text):
         return strict_answer(text)
@@ -73,7 +73,7 @@ ANSWERS = {"strict": strict_answer, "flexible": flexible_answer}
 
 
 def score(text: str, ground_truth: str, method: str = "strict", format_score: float = 0.0) -> float:
-    """1.0 for the right number, `format_score` for a single wrong one, 0.0 for none or several. 18 equals 18.00."""
+    """Return 1.0 for the right number, `format_score` for one wrong one, 0.0 for none or several. 18 equals 18.00."""
     truth = NUMBER.fullmatch(ground_truth.strip().rstrip("."))
     if truth is None:
         raise ValueError(f"ground truth {ground_truth!r:.80} is not a number")
@@ -84,7 +84,7 @@ def score(text: str, ground_truth: str, method: str = "strict", format_score: fl
 
 
 def ground_truth_of(extras: Mapping[str, Any]) -> str:
-    """A row's reward_spec.ground_truth as text. Raises ValueError where there is none."""
+    """A row's reward_spec.ground_truth as text. Raises ValueError if there is none."""
     reward_spec = extras.get("reward_spec")
     if not isinstance(reward_spec, Mapping) or reward_spec.get("ground_truth") is None:
         raise ValueError('the row needs reward_spec={"method": "rule", "ground_truth": "<answer>"}')
@@ -92,9 +92,9 @@ def ground_truth_of(extras: Mapping[str, Any]) -> str:
 
 
 class GSM8KEnv(TextEnv):
-    """One question, one answer. Settings: `method` (strict or flexible) and `format_score`, see `score`.
+    """One question, one answer. Settings: `method` (strict or flexible) and `format_score`; see `score`.
 
-    An empty or truncated response is scored by the same rule: 0 unless the answer is already there.
+    An empty or truncated response is scored by the same rule: 0 unless it already contains the answer.
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):

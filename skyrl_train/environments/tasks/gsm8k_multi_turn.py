@@ -1,4 +1,4 @@
-"""GSM8K in several turns: a wrong or missing answer is told, and another try is given."""
+"""GSM8K in several turns: the model learns that its answer is wrong or missing, and may try again."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.tasks.gsm8k import ground_truth_of, score, strict_answer
 
 MAX_TURNS = 5
-"""SkyRL's, where neither the row nor generator.max_turns says."""
+"""SkyRL's default, used if neither the row nor generator.max_turns sets a number."""
 
 
 def turns_of(extras: Mapping[str, Any]) -> int:
-    """The smallest of a row's `max_turns` (generator.max_turns where it has none) and `extra_info.max_turns`."""
+    """The smaller of a row's `max_turns` (by default generator.max_turns) and its `extra_info.max_turns`."""
     info = extras.get("extra_info")
     said = [extras.get("max_turns"), info.get("max_turns") if isinstance(info, Mapping) else None]
     turns = min((int(number) for number in said if number is not None), default=MAX_TURNS)
@@ -23,11 +23,11 @@ def turns_of(extras: Mapping[str, Any]) -> int:
 
 
 class GSM8KMultiTurnEnv(TextEnv):
-    """Up to `max_turns` answers by gsm8k's strict rule; the rewards of all turns sum to 1 at most.
+    """Up to `max_turns` answers by gsm8k's strict rule; the rewards of all turns sum to at most 1.
 
-    A wrong number after "####" pays `format_score` / max_turns (SkyRL's 0.2 over all turns), no number or several
-    differing ones in a turn pay 0. The right number pays what is missing to 1 and ends the episode: getting there is
-    worth 1 however many tries it took, where SkyRL-Gym pays 1 on top of what earlier wrong turns earned.
+    A turn with a wrong number after "####" gives `format_score` / max_turns (SkyRL's 0.2 over all turns); one without a
+    number, or with several that differ, gives 0. The right number ends the episode and gives the remainder to 1, so
+    that success is worth 1 however many tries it took; SkyRL-Gym adds 1 to the rewards of earlier wrong turns.
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):

@@ -17,13 +17,13 @@ REWARDS = ("fraction", "all")
 
 @dataclass(frozen=True, slots=True)
 class IFEvalScores:
-    """Which instructions a response follows, in the prompt's order: as it stands, and loosely (see `score`)."""
+    """Which instructions a response follows, in the prompt's order: strictly, and loosely (see `score`)."""
 
     strict: tuple[bool, ...]
     loose: tuple[bool, ...]
 
     def metrics(self) -> dict[str, float]:
-        """Accuracies of this response. The benchmark's own instruction level weights prompts by their instructions."""
+        """Accuracies of this response. The benchmark's instruction level weights prompts by their instructions."""
         return {
             "prompt_level_strict_acc": float(all(self.strict)),
             "inst_level_strict_acc": sum(self.strict) / len(self.strict),
@@ -35,10 +35,11 @@ class IFEvalScores:
 def score(
     instructions: Sequence[str], kwargs: Sequence[Mapping[str, Any] | None], prompt: str, text: str
 ) -> IFEvalScores:
-    """Check a response against a prompt's instructions, by the benchmark's ids and keyword arguments (null: not given).
+    """Check a response against a prompt's instructions, given the benchmark's ids and keyword arguments (null: unset).
 
-    Loosely followed is what is followed after removing the first line, the last line, both or neither, with or without
-    all asterisks. A blank response follows nothing. Raises ValueError for instructions that are not the benchmark's.
+    An instruction is followed loosely if the response follows it after removing the first line, the last line, both or
+    neither, with or without all asterisks. A blank response follows nothing. Raises ValueError for instructions that
+    are not in the benchmark.
     """
     if not instructions or len(instructions) != len(kwargs):
         raise ValueError(
@@ -65,11 +66,11 @@ def _loose_variants(text: str) -> list[str]:
 class IFEvalEnv(TextEnv):
     """One prompt, one response. The reward is the share of the prompt's instructions that the response follows.
 
-    Settings: `reward` "fraction", or "all": 1.0 for a response that follows every one, else 0.0; `loose`: count what is
-    followed loosely, see `score`. Both kinds of accuracy are metrics either way. An empty response follows nothing; a
-    truncated one is scored as it stands.
+    Settings: `reward`: "fraction", or "all" (1.0 for a response that follows every instruction, else 0.0); `loose`:
+    whether to count instructions that are followed loosely (see `score`). Both kinds of accuracy are metrics in any
+    case. An empty response follows nothing; a truncated one is scored as it is.
 
-    The row's ground truth is {"instruction_id_list": [...], "kwargs": [...]} of google/IFEval, as JSON or as columns.
+    The row's ground truth is google/IFEval's {"instruction_id_list": [...], "kwargs": [...]}, as JSON or as columns.
     """
 
     @classmethod

@@ -18,7 +18,7 @@ from skyrl_train.errors import ConfigError, EnvironmentFailure
 OPENAI = "https://api.openai.com/v1"
 KEY = "OPENAI_API_KEY"
 MAX_ANSWER = 20_000
-"""Characters of an answer that the judge reads; the middle of a longer one is left out, and said so."""
+"""Maximum characters of an answer that the judge reads; the middle of a longer one is replaced by a note."""
 VERDICT = re.compile(r"^[\s*_#>]*VERDICT:[\s*_]*(CORRECT|WRONG)[\s*_.]*$", re.IGNORECASE | re.MULTILINE)
 RULES = """You compare an answer to a question with a reference answer.
 
@@ -30,16 +30,16 @@ Reason briefly, then end with one line: "VERDICT: CORRECT" or "VERDICT: WRONG"."
 
 
 def prompt_of(question: str, reference: str, answer: str, mark: str) -> list[Message]:
-    """What the judge is asked. `mark` must be nothing that the answer can know."""
+    """The judge's prompt. The answer must have no way to know `mark`."""
     parts = {"question": question, "reference": reference, "answer": cut(harmless(answer), MAX_ANSWER)}
     material = "\n\n".join(f"{mark} {name} begins\n{text}\n{mark} {name} ends" for name, text in parts.items())
     return [{"role": "system", "content": RULES.format(mark=mark)}, {"role": "user", "content": material}]
 
 
 def verdict_of(text: str) -> float:
-    """1.0 or 0.0. The rule: all lines of the form "VERDICT: ..." must say the same.
+    """Return 1.0 or 0.0. The rule: all lines of the form "VERDICT: ..." must agree.
 
-    Raises EnvironmentFailure("judge_failed") where there is none, or two differ: a quoted answer decides nothing.
+    Raises EnvironmentFailure("judge_failed") if there is none or two differ: a quoted answer must not decide.
     """
     found = {match[1].upper() for match in VERDICT.finditer(text)}
     if len(found) != 1:
@@ -48,12 +48,12 @@ def verdict_of(text: str) -> float:
 
 
 class LLMJudgeEnv(TextEnv):
-    """One turn; a model behind an OpenAI-compatible endpoint says whether the answer means the same as the reference.
+    """One turn; a model behind an OpenAI-compatible endpoint decides if the answer means the same as the reference.
 
-    Reward: 1 where the judge's verdict is CORRECT, else 0 (`verdict_of` has the rule); an empty answer is worth 0 and
-    not judged. An episode that the judge does not decide (no answer, no verdict) is masked, "judge_failed".
+    Reward: 1 if the judge's verdict is CORRECT, else 0 (see `verdict_of` for the rule); an empty answer is worth 0 and
+    not judged. An episode without an answer or a verdict of the judge is masked, as "judge_failed".
 
-    A row has `reward_spec.ground_truth`, the reference; the question is its last message of the user's. Settings:
+    The row's `reward_spec.ground_truth` is the reference; the question is its last user message. Settings:
     `config.environment.JudgeConfig`. The key is read from OPENAI_API_KEY, never from a configuration or a row.
     """
 

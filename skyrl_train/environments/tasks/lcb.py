@@ -11,12 +11,12 @@ from skyrl_train.environments.tools.sandbox import Sandbox
 
 
 class LCBEnv(TextEnv):
-    """One problem, one program. The reward is 1.0 when it passes every test that is run, else 0.0.
+    """One problem, one program. The reward is 1.0 if the program passes every test that is run, else 0.0.
 
-    Tests are the first `max_tests` of the row. A program passes one when it ends by itself with status 0 within
-    `test_timeout_s` and the sandbox's limits, and answers what is expected (graders/programs.py). All tests share
-    `timeout_s`; what has not run by then has failed. Without a closed ```python block the reward is 0.0, so a truncated
-    response counts only as far as it had already answered.
+    The first `max_tests` tests of the row are run. A program passes a test if it exits with status 0 within
+    `test_timeout_s` and the sandbox's limits, and gives the expected answer (graders/programs.py). All tests share
+    `timeout_s`; those that have not run by then fail. Without a closed ```python block the reward is 0.0, so a
+    truncated response counts only if it already contains the answer.
     """
 
     @classmethod

@@ -12,12 +12,13 @@ from skyrl_train.environments.tasks.gsm8k import ground_truth_of
 
 
 class MathEnv(TextEnv):
-    r"""1 for an answer equal to the row's, else 0.
+    r"""Rewards an answer equal to the row's with 1, anything else with 0.
 
-    The answer is what all \boxed{...} after the thinking hold (`boxed.boxed_answer`): none, or several that differ, is
-    no answer, and neither is one that hedges (`latex.one_answer`). Equality is math-verify's: 1/2 is \frac{2}{4},
-    x = 3 is 3, 1,2 is \{2, 1\}, and decimals are compared to six places. A comparison that takes longer than
-    `timeout` seconds is killed and scores 0; the metrics `timeout` and `no_answer` are the shares of such answers.
+    The answer is the content of all \boxed{...} after the thinking (`boxed.boxed_answer`). None, or several that
+    differ, are no answer, and neither is one that hedges (`latex.one_answer`). Equality is math-verify's: 1/2 equals
+    \frac{2}{4}, x = 3 equals 3, 1,2 equals \{2, 1\}, and decimals are compared to six places. A comparison that takes
+    longer than `timeout` seconds is killed and scores 0; the metrics `timeout` and `no_answer` are the shares of such
+    answers.
     """
 
     @classmethod
@@ -28,7 +29,7 @@ class MathEnv(TextEnv):
         super().__init__(env_config, extras)
         self.ground_truth = ground_truth_of(self.extras)
         self.grader = latex.shared(float(self.env_config.get("timeout", 5.0)))
-        self.grader.start()  # it loads while the model writes
+        self.grader.start()  # it loads while the model generates
 
     def step(self, action: str) -> StepOutput:
         answer = boxed_answer(action)

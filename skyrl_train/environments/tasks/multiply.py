@@ -17,10 +17,11 @@ INSTRUCTION = r"Multiply the two numbers step by step and put the final answer i
 
 
 class MultiplyEnv(TextEnv):
-    r"""Up to `max_turns` answers; the last turn pays: 1 for the right number, `format_score` (0.5) for another one.
+    r"""Up to `max_turns` answers; the last one is rewarded: 1 for the right number, `format_score` (0.5) for another.
 
-    The answer is what all \boxed{...} of the turn hold (`boxed.boxed_answer`); none, several that differ, or something
-    that is no number pays 0. The right number ends the episode, anything else is told until the turns are used up.
+    The answer is the content of all \boxed{...} of the turn (`boxed.boxed_answer`); none, several that differ, or
+    something other than a number gives 0. The right number ends the episode; after any other answer the model gets
+    feedback, until the turns are used up.
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
@@ -41,20 +42,20 @@ class MultiplyEnv(TextEnv):
         if right or self.turns >= self.max_turns:
             reward = 1.0 if right else self.format_score if answer is not None else 0.0
             return StepOutput([], reward, done=True, metadata=metadata)
-        told = r"Please provide your answer as one number in the format \boxed{your_answer}."
+        feedback = r"Please provide your answer as one number in the format \boxed{your_answer}."
         if answer is not None:
-            told = f"Your answer '{answer:.40}' is incorrect. Please try again."
-        return StepOutput([{"role": "user", "content": told}], 0.0, done=False, metadata=metadata)
+            feedback = f"Your answer '{answer:.40}' is incorrect. Please try again."
+        return StepOutput([{"role": "user", "content": feedback}], 0.0, done=False, metadata=metadata)
 
 
 def generate(count: int, digits: int, seed: int, split: str) -> list[dict[str, Any]]:
-    """`count` different problems as rows of SkyRL's format, the same for the same arguments.
+    """Generate `count` different problems as rows in SkyRL's format; equal arguments give equal rows.
 
     Args:
-        digits: Of both factors, 1 to 12.
+        digits: Number of digits of each factor, 1 to 12.
         split: "train" or "validation"; disjoint whatever the seeds, as in `arithmetic.split_of`.
 
-    Raises ConfigError for arguments out of range and where there are too few different problems.
+    Raises ConfigError for arguments out of range, or if there are too few different problems.
     """
     if not 1 <= digits <= 12:
         raise ConfigError(f"multiply: digits={digits} is not in 1..12.")

@@ -1,4 +1,4 @@
-"""Questions that are answered after searching, in SkyRL-Gym's and Search-R1's format (arXiv:2503.09516)."""
+"""Questions answered with the help of searches, in SkyRL-Gym's and Search-R1's format (arXiv:2503.09516)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyrl_train.errors import EnvironmentFailure
 
 SETTINGS = ("search_url", "topk", "timeout", "log_requests", "corpus")
 DEFAULT_MAX_TURNS = 2
-"""SkyRL-Gym's, where neither the row nor the run says."""
+"""SkyRL-Gym's default, used if neither the row nor the run sets a number."""
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 QUERY = re.compile(r"<search>((?:(?!<search>).)*?)</search>", re.DOTALL)
 ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -24,33 +24,36 @@ HINT = "Write <search>a query</search> to search, or <answer>the answer</answer>
 
 
 def normalised(text: str) -> str:
-    """An answer without case, punctuation, articles and runs of spaces: "The  Eiffel Tower!" -> "eiffel tower".
+    """Remove case, punctuation, articles and repeated spaces: "The  Eiffel Tower!" -> "eiffel tower".
 
-    What is nothing else ("A", "+") is only without case and runs of spaces.
+    From a text that consists only of these ("A", "+"), only case and repeated spaces are removed.
     """
     plain = ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split()
     return " ".join(plain or text.lower().split())
 
 
 def without_thinking(text: str) -> str:
-    """What follows the last "</think>": drafts before it are neither answers nor queries."""
+    """The text after the last "</think>": drafts before it are neither answers nor queries."""
     return text.rpartition("</think>")[2]
 
 
 def answer_of(text: str) -> str | None:
-    """The normalised answer in `text`; None where there is none, and where there are several that differ."""
+    """The normalised answer in `text`; None if there is none, or if there are several that differ."""
     found = {normalised(match[1]) for match in ANSWER.finditer(without_thinking(text))}
     return found.pop() if len(found) == 1 else None
 
 
 def score(text: str, targets: Sequence[str]) -> float:
-    """1.0 where the one answer in `text` is one of `targets`, by exact match after normalisation; else 0.0."""
+    """Return 1.0 if the single answer in `text` exactly matches one of `targets` after normalisation, else 0.0."""
     answer = answer_of(text)
     return float(bool(answer) and answer in [normalised(target) for target in targets])
 
 
 def targets_of(extras: Mapping[str, Any]) -> list[str]:
-    """reward_spec.ground_truth as SkyRL's data has it, {"target": [...]}, or one text or a list. Raises ValueError."""
+    """The targets of a row: reward_spec.ground_truth, as {"target": [...]} (SkyRL's data), a list or one text.
+
+    Raises ValueError for anything else.
+    """
     reward_spec = extras.get("reward_spec")
     truth = reward_spec.get("ground_truth") if isinstance(reward_spec, Mapping) else None
     truth = truth.get("target") if isinstance(truth, Mapping) else truth
@@ -65,28 +68,32 @@ def search_tool(env_config: Mapping[str, Any]) -> SearchTool:
 
 
 def check_search(env_config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an address that is none, and for a corpus that is not there or cannot be searched here."""
+    """Raise ConfigError for an invalid address, or for a corpus that does not exist or cannot be searched here."""
     tool = search_tool(env_config)
     if tool.corpus is not None:
         bm25.check(tool.corpus)
 
 
-def told(result: ToolResult) -> str:
-    """What the model is told. A search that failed without its doing fails the episode: it would teach nothing."""
+def observation_of(result: ToolResult) -> str:
+    """The model's observation. A search that failed through no fault of the model fails the episode.
+
+    Such an episode would teach nothing.
+    """
     if result.error not in (None, "tool_error", "bad_arguments", "unknown_tool"):
         raise EnvironmentFailure("search_failed", result.text)
     return result.text
 
 
 class SearchEnv(TextEnv):
-    """`<search>query</search>` is answered with `<information>...</information>`; `<answer>...</answer>` is the end.
+    """`<search>query</search>` is answered with `<information>...</information>`; `<answer>...</answer>` ends it.
 
-    Reward: 1 in the turn with the answer where it matches one of the row's targets exactly after normalisation (case,
-    punctuation, articles and spaces do not count), else 0. Only the model's own text of that turn is read, from the
-    last "</think>" on. Several answers that differ are no answer. An episode whose turns run out without an answer is
-    worth 0. Nothing is given or taken for the format.
+    Reward: 1 in the turn with the answer if it exactly matches one of the row's targets after normalisation (case,
+    punctuation, articles and spaces do not count), else 0. Only the model's own text of that turn is read, after the
+    last "</think>". Several answers that differ are no answer. An episode whose turns run out without an answer is
+    worth 0. The format does not affect the reward.
 
-    Settings: `config.environment.SearchConfig`. An episode whose search fails (see `told`) is masked, "search_failed".
+    Settings: `config.environment.SearchConfig`. An episode whose search fails (see `observation_of`) is
+    masked, as "search_failed".
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
@@ -115,7 +122,7 @@ class SearchEnv(TextEnv):
 
     def _search(self, query: str) -> str:
         self.searches += 1
-        return told(self.box.call("search", {"query": query}))
+        return observation_of(self.box.call("search", {"query": query}))
 
     def close(self) -> None:
         self.box.close()

@@ -1,4 +1,4 @@
-"""Questions that are answered with searches and with programs, in SkyRL-Gym's format."""
+"""Questions answered with the help of searches and programs, in SkyRL-Gym's format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from typing import Any
 
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.tasks.gsm8k import score
-from skyrl_train.environments.tasks.search import DEFAULT_MAX_TURNS, check_search, search_tool, told, without_thinking
+from skyrl_train.environments.tasks.search import (
+    DEFAULT_MAX_TURNS,
+    check_search,
+    observation_of,
+    search_tool,
+    without_thinking,
+)
 from skyrl_train.environments.tools.base import ToolBox
 from skyrl_train.environments.tools.registry import check_tool, make_tool
 
@@ -25,12 +31,12 @@ HINT = (
 class SearchCodeEnv(TextEnv):
     """`<tool><search>query</search></tool>` and `<tool><python>code</python></tool>`, until `<solution>...</solution>`.
 
-    Reward: that of gsm8k's strict rule (`gsm8k.strict_answer`: "#### 42") for the solutions in the model's text, from
-    the last "</think>" on, in the turn that has one; solutions that differ are no answer. Turns that run out are
-    worth 0.
+    Reward: gsm8k's strict rule (`gsm8k.strict_answer`: "#### 42"), applied to the solutions in the model's text after
+    the last "</think>", in the first turn that has one; solutions that differ are no answer. An episode whose turns run
+    out is worth 0.
 
-    Programs run in the sandbox, each by itself. Settings: `config.environment.SearchCodeConfig`, and the sandbox. An
-    episode whose search fails (see `search.told`) is masked, "search_failed".
+    Each program runs separately in the sandbox. Settings: `config.environment.SearchCodeConfig`, and the sandbox's. An
+    episode whose search fails (see `search.observation_of`) is masked, as "search_failed".
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
@@ -64,7 +70,7 @@ class SearchCodeEnv(TextEnv):
     def _result(self, tool: str, text: str) -> str:
         self.calls[tool] += 1
         result = self.box.call(tool, {ARGUMENT[tool]: text})
-        return told(result) if tool == "search" else result.text
+        return observation_of(result) if tool == "search" else result.text
 
     def close(self) -> None:
         self.box.close()

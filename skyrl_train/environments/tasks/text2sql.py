@@ -1,4 +1,4 @@
-"""Questions answered in SQL (SkyRL-SQL): queries to explore the database with, turn by turn, then one as the answer."""
+"""Questions answered in SQL (SkyRL-SQL): the model explores the database turn by turn, then answers with one query."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.tools.base import cut, harmless
-from skyrl_train.environments.tools.sql import QueryError, QueryLimits, Rows, find_database, query
+from skyrl_train.environments.tools.sql import QueryError, QueryLimits, QueryResult, find_database, query
 from skyrl_train.errors import ConfigError, DataError
 
 FOLDERS = {"synsql": "SynSQL-2.5M/databases", "spider": "spider/database", "bird": "bird/train/train_databases"}
-"""Where SkyRL-SQL's archive has the databases of a row's `data`; others are in db_path itself."""
+"""A row's `data` -> its databases' folder in SkyRL-SQL's archive; other databases are in db_path itself."""
 DEFAULT_TURNS = 5
 MAX_OBSERVATION = 9000
-"""Characters."""
+"""Maximum characters of an observation."""
 EXPLORING = QueryLimits(wall_s=10.0, max_rows=50)
 SCORING = QueryLimits(wall_s=20.0, max_rows=100_000, max_value=100_000, max_characters=20_000_000)
 SQL_TOKEN = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*/|[()]|\w+", re.DOTALL)
 
 
 def between(text: str, tag: str) -> list[str]:
-    """What stands in each <tag>...</tag>, from its opening to the next closing."""
+    """The contents of all <tag>...</tag>, each from an opening tag to the next closing one."""
     found, at = [], 0
     opening, closing = f"<{tag}>", f"</{tag}>"
     while (start := text.find(opening, at)) >= 0 and (end := text.find(closing, start)) >= 0:
@@ -35,7 +35,7 @@ def between(text: str, tag: str) -> list[str]:
 
 
 def has_top_level_order(sql: str) -> bool:
-    """Whether the rows of the statement itself are in order, not only those of a part in brackets."""
+    """Whether the statement itself has an ORDER BY, not only a part of it in brackets."""
     depth, words = 0, [""]
     for token in SQL_TOKEN.finditer(sql):
         depth += {"(": 1, ")": -1}.get(token[0], 0)
@@ -44,10 +44,11 @@ def has_top_level_order(sql: str) -> bool:
     return any(pair == ("order", "by") for pair in pairwise(words))
 
 
-def same_result(found: Rows, wanted: Rows, ordered: bool) -> bool:
-    """As many columns, whatever they are called, and equal rows as often: in the same order where that is asked for.
+def same_result(found: QueryResult, wanted: QueryResult, ordered: bool) -> bool:
+    """Whether both have the same number of columns and the same rows equally often; if `ordered`, in the same order.
 
-    1 equals 1.0, and numbers are equal that agree in 10 digits: sums depend on the order in which rows come.
+    Column names are ignored. 1 equals 1.0, and numbers that agree in 10 digits are equal, because sums depend on the
+    order of rows.
     """
     if found.more or len(found.columns) != len(wanted.columns) or len(found.rows) != len(wanted.rows):
         return False
@@ -60,16 +61,17 @@ def _comparable(value: Any) -> Any:
 
 
 class Text2SQLEnv(TextEnv):
-    """One question about one database. The reward comes with the last turn:
+    """One question about one database. The last turn is rewarded:
 
-    1.0 where the one <solution>query</solution> gives the same result as the row's gold query: the same rows equally
-    often, in the same order where the gold query orders them (see `same_result`); 0.0 where it gives another one or
-    fails; -1.0 without exactly one solution, so several solutions in a turn are no answer, nor is none when the turns
-    end or the response is truncated. What stands before a turn's last "</think>" is thinking, and neither.
+    1.0 if the only <solution>query</solution> gives the same result as the row's gold query: the same rows equally
+    often, and in the same order if the gold query orders them (see `same_result`); 0.0 if its result differs or it
+    fails; -1.0 unless there is exactly one solution: several in a turn are no answer, and neither is none when the
+    turns end or the response is truncated. Text before a turn's last "</think>" contains neither queries nor solutions.
 
-    Before, a turn's first <sql>query</sql> is run and its rows, or SQLite's error, are the observation. Queries only
-    read, one database, with a deadline each. The row names it by `db_id`, and by `data` where it is of SkyRL-SQL's
-    archive, both within the folder `db_path` and nowhere else. `max_turns` of the row or of the generator counts.
+    In earlier turns, the first <sql>query</sql> is run; its rows, or SQLite's error, are the observation. Queries can
+    only read a single database, and each has a deadline. The row names the database by `db_id`, and also by `data` if
+    it is in SkyRL-SQL's archive; it must be within the folder `db_path`. The number of turns is `max_turns` of the row
+    or of the generator.
     """
 
     @classmethod

@@ -17,22 +17,22 @@ from skyrl_train.environments.tools.registry import check_tool, make_tool, tools
 from skyrl_train.errors import ConfigError
 
 DEFAULT_MAX_TURNS = 5
-"""Where neither the row nor the run says."""
+"""Used if neither the row nor the run sets a number."""
 BEGIN_S = 20.0
-"""After so long no further call of a message is begun: calls that are slow, one after the other, would take the step
-past trainer.timeouts.environment_step_s, which costs the process and the other episodes in it."""
+"""Seconds after which no further call of a message is started: several slow calls in sequence would take the step past
+trainer.timeouts.environment_step_s, which kills the process and so interrupts its other episodes."""
 NOT_RUN = f"Not run: the calls of one message must begin within {BEGIN_S:g} s."
 
 
 class ToolUseEnv(TextEnv):
     """The model calls tools until it writes a message without a call: its answer.
 
-    Reward: that of gsm8k's strict rule for the answer (`gsm8k.strict_answer`: "#### 42"), in the turn it is given, and
-    0 for every other turn. With `tools_required` a right answer is worth 0 unless a call before it worked. A message
-    with a call in it is no answer, whatever else it says, also when `max_turns` leaves no turn for the result.
+    Reward: gsm8k's strict rule for the answer (`gsm8k.strict_answer`: "#### 42") in the turn that gives it, and 0 in
+    every other turn. With `tools_required`, a right answer is worth 0 unless an earlier call succeeded. A message with
+    a call is never an answer, even if `max_turns` leaves no turn for the call's result.
 
-    A row has `reward_spec.ground_truth`, and may have `tool_settings` (tool -> settings) for what a tool lets a row
-    choose (`Tool.from_row`). Settings: `config.environment.ToolUseConfig`, and the sandbox.
+    A row has `reward_spec.ground_truth`, and may have `tool_settings` (tool -> settings) with those settings that the
+    tool allows a row to choose (`Tool.from_row`). Settings: `config.environment.ToolUseConfig`, and the sandbox's.
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
@@ -76,7 +76,7 @@ class ToolUseEnv(TextEnv):
             counted = self.worked > 0 or not self.settings.tools_required
             reward = score(action, self.ground_truth) if counted else 0.0
             return StepOutput([], reward, done=True, metadata=self._counts(answered=True))
-        if self.turns >= self.max_turns:  # nobody would read the results
+        if self.turns >= self.max_turns:  # the model would not see the results
             return StepOutput([], 0.0, done=True, metadata=self._counts(answered=False))
         late = time.monotonic() + BEGIN_S
         texts = [self._result(call, late) for call in calls]
@@ -98,7 +98,7 @@ class ToolUseEnv(TextEnv):
         return result.text
 
     def _observations(self, texts: list[str]) -> list[Message]:
-        """One message for each result, or one of the user's with all of them: templates want turns to alternate."""
+        """One tool message per result, or one user message with all of them: templates require roles to alternate."""
         if self.settings.observation_role == "tool":
             return [{"role": "tool", "content": text} for text in texts]
         blocks = [f"<tool_response>\n{text}\n</tool_response>" for text in texts]
@@ -109,7 +109,7 @@ class ToolUseEnv(TextEnv):
 
 
 def _settings(env_config: Mapping[str, Any]) -> tuple[ToolUseConfig, Mapping[str, Any]]:
-    """The environment's own settings, and the sandbox's."""
+    """Return the environment's own settings and the sandbox's."""
     own = {name: value for name, value in env_config.items() if name != "sandbox"}
     known = {item.name for item in fields(ToolUseConfig)}
     if unknown := sorted(own.keys() - known):
@@ -120,7 +120,7 @@ def _settings(env_config: Mapping[str, Any]) -> tuple[ToolUseConfig, Mapping[str
 def _made_with(
     name: str, settings: ToolUseConfig, sandbox: Mapping[str, Any], given: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What a tool is made with: configuration, and of a row's wishes what the tool leaves to rows."""
+    """A tool's constructor arguments: the configuration's, and those of the row's that the tool allows rows to set."""
     factory = tools.get(name)
     made = dict(settings.tool_settings.get(name) or {})
     made |= {key: value for key, value in (given or {}).items() if key in getattr(factory, "from_row", ())}

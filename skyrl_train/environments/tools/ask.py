@@ -1,4 +1,4 @@
-"""One question to a server of the configuration's (a retriever, a judge): JSON there and back, until a deadline."""
+"""One request to a server that the configuration names (a retriever, a judge): JSON in both directions, a deadline."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import aiohttp
 log = logging.getLogger(__name__)
 
 MAX_ANSWER = 8 * 2**20
-"""Bytes of an answer."""
+"""Maximum bytes of an answer."""
 FIRST_PAUSE_S = 0.25
 LAST_PAUSE_S = 4.0
 
 
 class NoAnswer(Exception):
-    """The server gave nothing that can be used: nothing that the model did."""
+    """The server gave no usable answer, for reasons that the model did not cause."""
 
 
 async def ask(url: str, body: Any, timeout: float, headers: Mapping[str, str] | None = None) -> Any:
-    """POST `body` and give the parsed answer. Raises NoAnswer after `timeout` seconds, and for a refusal (4xx).
+    """POST `body` and return the parsed answer. Raises NoAnswer after `timeout` seconds or for a refusal (4xx).
 
-    Asks again, at growing intervals, while the server cannot be reached or has troubles of its own (5xx, 429).
+    Retries at growing intervals while the server is unreachable or fails itself (5xx, 429).
     """
     reason = "nothing came back"
     pause = FIRST_PAUSE_S

@@ -1,4 +1,4 @@
-"""What a tool is, and the box that holds an episode's tools and lets nothing a model writes get past it."""
+"""The tool interface, and the ToolBox of an episode, which contains every error that a model's calls can cause."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 
 CLOSE_S = 5.0
-"""For all tools of a box to close."""
+"""Time for all tools of a box to close."""
 GRACE_S = 1.0
-"""For a cancelled call to let go of the event loop, before the loop is given up."""
+"""Time for a cancelled call to release the event loop, before the loop is abandoned."""
 MAX_REASON = 500
-"""Characters of an exception's message that the model is told."""
+"""Number of characters of an exception's message that the model sees."""
 HARMFUL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Control characters other than tab and line feed, which terminals obey; lone surrogates, which no tokenizer takes."""
+"""Control characters other than tab and line feed, which terminals obey; lone surrogates, which tokenizers reject."""
 TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -34,51 +34,51 @@ TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 class ToolError(Exception):
-    """A call that cannot be answered; the message is what the model is told."""
+    """A call that cannot be answered; the model sees the message."""
 
 
 class Tool(ABC):
-    """Something a model may call in an episode. One object serves one episode, one call at a time.
+    """A tool that a model may call in an episode. One object serves one episode, one call at a time.
 
-    `parameters` is the JSON schema of an object. `call` runs on an event loop of the episode's own: what would block it
-    goes through `asyncio.to_thread`. Arguments are untrusted; they have the names and types that `parameters` says.
+    `parameters` is the JSON schema of an object. `call` runs on the episode's own event loop; blocking code must go
+    through `asyncio.to_thread`. Arguments are untrusted, but have the names and types that `parameters` requires.
     """
 
     name: str
     description: str
     parameters: dict[str, Any]
     deadline_s: float = 30.0
-    """Of one call, in seconds of wall time."""
+    """Deadline of one call, in seconds of wall time."""
     max_output: int = 8192
-    """Characters of a result that reach the model; the middle of a longer one is cut out."""
+    """Maximum characters of a result that reach the model; the middle of a longer one is cut out."""
     from_row: tuple[str, ...] = ()
-    """Settings that a dataset row may give; all others come from configuration alone."""
+    """Settings that a dataset row may override; all others come only from the configuration."""
     sandboxed: bool = False
-    """Made with `sandbox=environment.skyrl_gym.sandbox`, besides its own settings."""
+    """Whether the constructor also gets `sandbox=environment.skyrl_gym.sandbox`, besides the tool's own settings."""
 
     @classmethod  # noqa: B027 (most tools need nothing)
     def check(cls, **settings: Any) -> None:
-        """Called once when a run starts, with what the tool will be made with.
+        """Check settings and this machine. Called once when a run starts, with the constructor's arguments.
 
-        Raises ConfigError for settings that cannot work, and for what is missing on this machine.
+        Raises ConfigError if the settings cannot work or if this machine lacks something that they need.
         """
 
     @abstractmethod
     async def call(self, arguments: dict[str, Any]) -> str:
-        """The result, as text for the model. Raises ToolError with what the model should know."""
+        """Return the result as text for the model. Raises ToolError, whose message the model sees."""
 
     async def close(self) -> None:  # noqa: B027 (most tools hold nothing)
-        """Release what the tool holds; called once, at the end of the episode."""
+        """Release the tool's resources. Called once, at the end of the episode."""
 
     def schema(self) -> dict[str, Any]:
-        """The form in which OpenAI's API and chat templates describe a tool."""
+        """The tool's description in the format of OpenAI's API and of chat templates."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a call came to: a text for the model in any case."""
+    """The result of a call: always a text for the model."""
 
     text: str
     error: str | None = None
@@ -86,10 +86,10 @@ class ToolResult:
 
 
 class ToolBox:
-    """The tools of one episode, for environments, which are synchronous.
+    """The tools of one episode, with a synchronous interface for environments.
 
-    Calls run on an event loop in a daemon thread, which the first call starts. A tool that blocks this loop past its
-    deadline is given up together with the loop; the other tools go on with a new one.
+    Calls run on an event loop in a daemon thread, which the first call starts. If a tool blocks this loop past its
+    deadline, both the tool and the loop are abandoned; the other tools continue on a new loop.
     """
 
     def __init__(self, tools: Sequence[Tool]):
@@ -105,13 +105,13 @@ class ToolBox:
         self._closed = False
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Every tool's `schema()`, in the order they were given."""
+        """Every tool's `schema()`, in the order in which the tools were given."""
         return [tool.schema() for tool in self._tools.values()]
 
     def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """The result of one call. Whatever a model gets wrong, and whatever a tool raises, is a text too.
+        """Run one call. A model's mistakes and a tool's exceptions also become texts for the model.
 
-        Only EnvironmentFailure and ConfigError pass: no model can cause them, and no model should learn from them.
+        Only EnvironmentFailure and ConfigError propagate: a model cannot cause them and should not learn from them.
         """
         tool = self._tools.get(name) if isinstance(name, str) else None
         if tool is None:
@@ -137,11 +137,11 @@ class ToolBox:
             self._submit(asyncio.sleep(0)).result(GRACE_S)
         except TimeoutError:
             self._stuck.add(tool.name)
-            self._give_up_loop()
+            self._abandon_loop()
         return ToolResult(f"{tool.name} timed out after {tool.deadline_s:g} s.", "timeout")
 
     def close(self) -> None:
-        """Close the tools that were used. Errors in that, and tools that hang in it, are passed over."""
+        """Close the tools that were used. Tools that fail or hang while closing are ignored."""
         if self._loop is not None and not self._closed:
             tools = [self._tools[name] for name in self._used - self._stuck]
             closing = self._submit(_close_all(tools))
@@ -150,7 +150,7 @@ class ToolBox:
             except TimeoutError:
                 closing.cancel()
             thread = self._thread
-            self._give_up_loop()
+            self._abandon_loop()
             assert thread is not None
             thread.join(GRACE_S)
         self._closed = True
@@ -162,15 +162,15 @@ class ToolBox:
             self._thread.start()
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def _give_up_loop(self) -> None:
-        """It ends when whatever blocks it does; nobody waits for that."""
+    def _abandon_loop(self) -> None:
+        """Stop using the loop. Its thread ends when the blocking call does, without anything waiting for it."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._loop = self._thread = None
 
 
 async def _outcome(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
-    """A call's result. Exits are caught too: they would end the loop under the other tools."""
+    """A call's result. SystemExit is caught too: it would end the loop that the other tools share."""
     try:
         text = await tool.call(arguments)
         if not isinstance(text, str):
@@ -190,7 +190,7 @@ async def _close_all(tools: Sequence[Tool]) -> None:
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """The thread of a box: the loop until it is stopped, then what is left on it is cancelled."""
+    """Run the loop of a box in its thread until it is stopped, then cancel the tasks that are left."""
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
@@ -205,12 +205,12 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def harmless(text: str) -> str:
-    """`text` with control characters replaced, so that it can be tokenised, logged and shown on a terminal."""
+    """Replace control characters, so that `text` can be tokenised, logged and shown on a terminal."""
     return HARMFUL.sub("\ufffd", text.replace("\r\n", "\n"))
 
 
 def cut(text: str, limit: int) -> str:
-    """`text` with its middle left out, and said so, where it has more than `limit` characters."""
+    """If `text` is longer than `limit` characters, replace its middle by a note that says how much was left out."""
     if len(text) <= limit:
         return text
     head = limit - limit // 2
@@ -218,7 +218,10 @@ def cut(text: str, limit: int) -> str:
 
 
 def bad_arguments(parameters: Mapping[str, Any], arguments: Any) -> str | None:
-    """What is wrong with a call's arguments by the first level of a JSON schema: names, and types of values."""
+    """Say what is wrong with a call's arguments, or return None.
+
+    Checks names and types of values against the first level of a JSON schema.
+    """
     if not isinstance(arguments, dict):
         return f"arguments must be an object, not {type(arguments).__name__}."
     known: Mapping[str, Any] = parameters.get("properties", {})

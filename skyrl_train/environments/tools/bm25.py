@@ -37,7 +37,7 @@ class Index:
         return len(self._documents)
 
     def search(self, query: str, k: int) -> list[tuple[str, float]]:
-        """The `k` best (contents, score), best first; fewer where fewer share a word with the query."""
+        """The `k` best (contents, score) pairs, best first; fewer if fewer documents share a word with the query."""
         words = _library().tokenize([query], stopwords=STOPWORDS, return_ids=False, show_progress=False)
         if not words[0]:
             return []
@@ -47,7 +47,7 @@ class Index:
         return [(self._contents(number), score) for number, score in found if score > 0]
 
     def save(self, folder: Path) -> None:
-        """Write what `open_index` maps; the folder must be empty or not there."""
+        """Write the index to a folder for `open_index` to map; the folder must be empty or absent."""
         if folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"{folder}: is not empty; name a new folder for the index.")
         self._retriever.save(str(folder), corpus=[{"contents": text} for text in self._documents], show_progress=False)
@@ -58,7 +58,7 @@ class Index:
 
 
 def index_of(documents: Sequence[str]) -> Index:
-    """An index in memory. Raises DataError where no document has a word."""
+    """Build an index in memory. Raises DataError if no document contains a word."""
     library = _library()
     words = library.tokenize(list(documents), stopwords=STOPWORDS, show_progress=False)
     if not words.vocab:
@@ -69,20 +69,20 @@ def index_of(documents: Sequence[str]) -> Index:
 
 
 def open_index(path: str) -> Index:
-    """The index of a corpus file, or one saved in a folder; opened once in a process as long as it does not change.
+    """Open the index saved in a folder, or index a corpus file. A process does so once, until the file changes.
 
-    Raises DataError for a corpus that cannot be used, ConfigError for a path where there is none.
+    Raises DataError for an unusable corpus, ConfigError if there is none at `path`.
     """
     where, stat = _found(path)
     key = (str(where.resolve()), stat.st_mtime_ns, stat.st_size)
-    with _opening:  # searches of several episodes may come first at the same time
+    with _opening:  # several episodes may make their first search at the same time
         if key not in _open:
             _open[key] = _mapped(where) if where.is_dir() else index_of(list(documents_of(str(where))))
         return _open[key]
 
 
 def check(path: str) -> None:
-    """Raises ConfigError for a corpus that is not there, and where bm25s is not installed; reads neither."""
+    """Raise ConfigError if the corpus does not exist or bm25s is not installed. Neither is loaded."""
     _found(path)
     if importlib.util.find_spec("bm25s") is None:
         raise ConfigError(MISSING)
@@ -100,7 +100,7 @@ def _found(path: str) -> tuple[Path, os.stat_result]:
 
 
 def documents_of(path: str) -> Iterator[str]:
-    """The documents of a corpus: its column `contents`, or `text` below a `title`. Raises DataError naming the row."""
+    """The documents of a corpus: its column `contents`, or `title` and `text`. Raises DataError naming the row."""
     for where, row in read_rows(path):
         text = row.get("contents", row.get("text"))
         if not isinstance(text, str):
@@ -114,14 +114,14 @@ def _mapped(folder: Path) -> Index:
         retriever = _library().BM25.load(str(folder), load_corpus=True, mmap=True, allow_pickle=False)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise DataError(f"{folder}: is no whole index ({error}); make it again.") from error
-    documents, retriever.corpus = retriever.corpus, None  # `retrieve` shall give numbers
+    documents, retriever.corpus = retriever.corpus, None  # so that `retrieve` returns document numbers
     return Index(retriever, documents)
 
 
 def _library() -> Any:
-    """bm25s, imported at the first search, and without numba, which it would import for a backend not used here.
+    """Import bm25s at the first search, without numba, which it would load for a backend that is not used here.
 
-    That halves the import, and vLLM does not start in a process that has numba loaded in another way than its own.
+    That halves the import time, and vLLM does not start in a process that loaded numba differently than it does itself.
     """
     hidden = "numba" not in sys.modules
     if hidden:

@@ -1,4 +1,4 @@
-"""A browser for a model: Chromium, driven by Playwright, that reaches the network only through a checking proxy."""
+"""A browser for a model: Chromium, driven by Playwright, which reaches the network only through a checking proxy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAX_TABS = 5
 CLOSE_S = 1.5
 SETTLE_MS = 100
 ATTEMPTS = 10
-DISTURBED = ("interrupted by another navigation", "Execution context was destroyed")
+NAVIGATION_ERRORS = ("interrupted by another navigation", "Execution context was destroyed")
 READ = """() => {
     document.querySelectorAll('[data-element]').forEach(e => e.removeAttribute('data-element'));
     const shown = [...document.querySelectorAll(
@@ -51,18 +51,18 @@ READ = """() => {
         elements: shown.map(e => [e.tagName.toLowerCase(), named(e), String(e.href || '').slice(0, 300)]),
     };
 }"""
-"""Page -> title, text and elements; it runs in the page, which may lie to it."""
+"""Page -> title, text and elements. It runs in the page, so its result is untrusted."""
 
 
 class BrowserTool(Tool):
-    """Visits pages: goto, click, type, read, back. Answers with the page's text and its numbered elements.
+    """Visits pages: goto, click, type, read, back. Returns the page's text and its numbered elements.
 
     Settings: `domains` and `allow_private` (see `Guard`), `executable` (Chromium; by default the one on PATH),
     `timeout` seconds for a call, `max_bytes` of traffic in an episode.
 
-    An episode has a browser of its own with one context, started by the first call; a call that passes its deadline
-    costs the browser, and the next call has a new one. Every connection, so also every redirect and everything that a
-    page loads, goes through `CheckingProxy`. Downloads, service workers and addresses that are not http(s) are off.
+    Every episode has its own browser with one context, started by the first call. A call that exceeds its deadline ends
+    the browser, and the next call starts a new one. Every connection, including redirects and everything that a page
+    loads, goes through `CheckingProxy`. Downloads, service workers and non-http(s) addresses are disabled.
     """
 
     name = "browser"
@@ -97,32 +97,32 @@ class BrowserTool(Tool):
         self._proxy: CheckingProxy | None = None
         self._context: Any = None
         self._open: AsyncExitStack | None = None
-        self._spoilt = False
-        """A call was cut off: whatever it did to the browser is still going on."""
+        self._interrupted = False
+        """Whether a call was cut off: the browser may still be busy with it."""
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        if self._spoilt:
+        if self._interrupted:
             await self.close()
-        self._spoilt = True
+        self._interrupted = True
         try:
             page = await self._page()
             await self._act(page, arguments)
             shown = await self._shown()
-        except _library().Error as error:  # Playwright's own, timeouts among them
-            self._spoilt = self._context is None
+        except _library().Error as error:  # Playwright's own errors, including timeouts
+            self._interrupted = self._context is None
             raise ToolError(f"{arguments['action']} failed: {str(error).splitlines()[0][:300]}") from error
         except ToolError:
-            self._spoilt = False
+            self._interrupted = False
             raise
-        self._spoilt = False
+        self._interrupted = False
         return shown
 
     async def _act(self, page: Any, arguments: dict[str, Any]) -> None:
         action = arguments["action"]
         if action == "goto":
             url = _needed(arguments, "url").strip()
-            self.guard.target(url)  # for a clear answer: the proxy would refuse it too
-            response = await _undisturbed(page, lambda: page.goto(url))
+            self.guard.target(url)  # for a clear message: the proxy would refuse it too
+            response = await _retried(page, lambda: page.goto(url))
             if response is not None and response.headers.get(REFUSED):
                 raise ToolError((await response.text())[:500])
         elif action in ("click", "type"):
@@ -134,12 +134,12 @@ class BrowserTool(Tool):
         elif action == "back" and await page.go_back() is None and len(self._context.pages) > 1:
             await page.close()
         if action == "click":
-            await page.wait_for_timeout(SETTLE_MS)  # for a navigation to begin
+            await page.wait_for_timeout(SETTLE_MS)  # time for a navigation to begin
             await self._context.pages[-1].wait_for_load_state()
 
     async def _shown(self) -> str:
         page = await self._page()
-        seen = await _undisturbed(page, lambda: page.evaluate(READ))
+        seen = await _retried(page, lambda: page.evaluate(READ))
         elements = [
             f"[{number}] {tag} {name}{f' -> {link}' if link else ''}"
             for number, (tag, name, link) in enumerate(seen["elements"], 1)
@@ -161,7 +161,7 @@ class BrowserTool(Tool):
         browser = await playwright.chromium.launch(
             executable_path=self.executable,
             args=[*FLAGS],
-            # Chromium's own sandbox refuses to start as root: run training as somebody else to have it.
+            # Chromium's own sandbox does not start as root: run training as another user to have it.
             chromium_sandbox=not root,
             proxy={"server": f"http://127.0.0.1:{self._proxy.port}", "bypass": "<-loopback>"},
             env={name: value for name, value in os.environ.items() if not looks_like_credential(name)},
@@ -179,39 +179,39 @@ class BrowserTool(Tool):
             self._closing = asyncio.ensure_future(page.close())
 
     async def close(self) -> None:
-        """End the browser and its driver, in any state that they are in."""
+        """End the browser and its driver, whatever state they are in."""
         opened, proxy, context = self._open, self._proxy, self._context
         self._open = self._proxy = self._context = None
-        self._spoilt = False
+        self._interrupted = False
         if opened is None or proxy is None:
             return
         with contextlib.suppress(Exception):
             if context is not None:
                 await asyncio.wait_for(context.browser.close(), CLOSE_S)
-        for process in _processes(f"127.0.0.1:{proxy.port}"):  # a browser that did not obey
+        for process in _processes(f"127.0.0.1:{proxy.port}"):  # a browser that did not close
             with contextlib.suppress(psutil.Error):
                 process.kill()
         with contextlib.suppress(Exception):
             await asyncio.wait_for(opened.aclose(), CLOSE_S)
 
 
-async def _undisturbed(page: Any, attempt: Callable[[], Awaitable[Any]]) -> Any:
-    """What `attempt` gives once nothing else cuts it off.
+async def _retried(page: Any, attempt: Callable[[], Awaitable[Any]]) -> Any:
+    """Retry `attempt` while another navigation interrupts it, and return its result.
 
-    After a navigation that failed Chromium is still on the way to its error page when the next call comes.
+    After a failed navigation, Chromium may still be loading its error page when the next call comes.
     """
     for _ in range(ATTEMPTS - 1):
         try:
             return await attempt()
         except _library().Error as error:
-            if not any(words in str(error) for words in DISTURBED):
+            if not any(words in str(error) for words in NAVIGATION_ERRORS):
                 raise
         await page.wait_for_timeout(SETTLE_MS)
     return await attempt()
 
 
 def _processes(mark: str) -> list[psutil.Process]:
-    """Browser processes among our descendants that have this proxy."""
+    """Browser processes among this process's descendants that use this proxy."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Pages over HTTP, for a model: every hop and address checked, every answer of bounded size."""
+"""Web pages over HTTP for a model: every hop and address is checked, and every answer has a bounded size."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SILENT = {
     name: re.compile(f"</{name}" if name != "head" else "</head|<body", re.IGNORECASE)
     for name in ("script", "style", "noscript", "template", "svg", "head")
 }
-"""Elements whose content nobody sees -> where that ends."""
+"""Elements whose content is invisible -> pattern of their end."""
 CHARSETS = re.compile(r"utf|iso|cp\d|koi8|gb|big5|euc|shift_jis|ascii|mac")
 TAG = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9]*)")
 HREF = re.compile(r"\shref\s*=\s*(\"[^\"]*\"|'[^']*'|[^\s\"'>]+)", re.IGNORECASE)
@@ -38,7 +38,7 @@ BREAKS = frozenset({"p", "div", "br", "li", "tr", "h1", "h2", "h3", "h4", "h5", 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What came back from where the last redirect led."""
+    """The response after the last redirect."""
 
     url: str
     status: int
@@ -46,7 +46,7 @@ class Page:
     body: bytes
 
     def text(self) -> str:
-        """The body as text; of HTML what a reader sees, with the targets of links."""
+        """The body as text; for HTML its visible text, with the targets of links."""
         content = self.body.decode(_charset(self.content_type), errors="replace")
         if "html" not in self.content_type:
             return content
@@ -55,7 +55,7 @@ class Page:
 
 
 def _charset(content_type: str) -> str:
-    """The one that the server names, if it is one of the web's: of Python's others, some take quadratic time."""
+    """The charset that the server names, if it is one of the web's: some of Python's others take quadratic time."""
     named = re.search(r"charset=[\"']?([\w-]+)", content_type)
     with contextlib.suppress(LookupError, ValueError):
         if named and CHARSETS.match(name := codecs.lookup(named[1]).name):
@@ -64,8 +64,8 @@ def _charset(content_type: str) -> str:
 
 
 def _shown(page: str) -> Iterator[str]:
-    """What a reader sees of HTML, with the targets of links. Every search goes on where the last one ended, and one
-    that finds nothing ends the page: `html.parser` takes quadratic time, hours for a hostile page."""
+    """The visible text of HTML, with the targets of links. Every search continues where the last one ended, and the
+    page ends at a search that finds nothing: `html.parser` takes quadratic time, hours for a hostile page."""
     links: list[str] = []
     at = 0
     while (begun := page.find("<", at)) >= 0:
@@ -97,13 +97,13 @@ def _shown(page: str) -> Iterator[str]:
 
 
 class _CheckedResolver(AbstractResolver):
-    """aiohttp connects to what this gives it: the guard's addresses, looked up once for each connection."""
+    """Gives aiohttp the addresses to connect to: the guard's, looked up once per connection."""
 
     def __init__(self, guard: Guard):
         self.guard = guard
 
     async def resolve(self, host: str, port: int = 0, family: int = socket.AF_INET) -> list[ResolveResult]:
-        # The scheme is of no matter here: `target` let the host and the port pass.
+        # The scheme does not matter here: `target` has already accepted the host and the port.
         addresses = await self.guard.addresses(Target("http", host.lower().removesuffix("."), port))
         return [
             ResolveResult(
@@ -122,10 +122,10 @@ class _CheckedResolver(AbstractResolver):
 
 
 async def fetch(url: str, guard: Guard, max_bytes: int = MAX_BYTES, deadline_s: float = 20.0) -> Page:
-    """GET `url`, through at most 5 redirects.
+    """GET `url`, following at most 5 redirects.
 
-    Raises Refused where the guard says no at any hop, and for more than `max_bytes`, counted after decompression, which
-    goes no further than that; ToolError where the server does not answer as HTTP within `deadline_s`.
+    Raises Refused if the guard refuses any hop, or if the body has more than `max_bytes` after decompression, which
+    stops there; ToolError if the server gives no HTTP answer within `deadline_s`.
     """
     connector = aiohttp.TCPConnector(
         resolver=_CheckedResolver(guard), use_dns_cache=False, force_close=True, limit=1, happy_eyeballs_delay=None
@@ -178,7 +178,7 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
 
 
 class FetchTool(Tool):
-    """Reads one page of the web as text, without running anything in it.
+    """Reads one web page as text, without running any script in it.
 
     Settings: `domains` and `allow_private` (see `Guard`), `max_bytes` and `timeout` (seconds).
     """

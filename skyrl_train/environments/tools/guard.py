@@ -1,8 +1,8 @@
-"""Which URLs a tool may visit, and to which addresses its connections may go.
+"""Decides which URLs a tool may visit, and to which addresses its connections may go.
 
-A model writes the URLs, and pages redirect to more of them. So a URL must fit a narrow grammar that every parser reads
-alike, its host must be in a list of domains, and the host's addresses are looked up here, once: connections go to the
-addresses that were checked, so a name that answers differently the next time (rebinding) gains nothing.
+The model writes the URLs, and pages redirect to further ones. So a URL must match a narrow grammar that every parser
+reads alike, and its host must be in a list of domains. The host's addresses are looked up here, once: connections go to
+the checked addresses, so a name that resolves differently the next time (rebinding) gains nothing.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ URL = re.compile(
     r"(?P<scheme>https?)://(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::(?P<port>[0-9]{1,5}))?(?P<rest>[/?#][!-\[\]-~]*)?",
     re.IGNORECASE,
 )
-"""No user-info, no backslash, no escapes or other scripts in the host, no control characters and spaces anywhere."""
+"""No user-info, no backslash, no escapes or non-ASCII characters in the host, no control characters or spaces."""
 HOST_PORT = re.compile(r"(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\]):(?P<port>[0-9]{1,5})")
 DOMAIN = re.compile(r"(?P<host>[a-z0-9_-]+(\.[a-z0-9_-]+)*)(:(?P<port>[0-9]{1,5}))?")
 NUMBER = re.compile(r"([0-9]+|0x[0-9a-f]*)")
 PORTS = {"http": 80, "https": 443}
 NAT64 = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48"))
 CLOUD_HOSTS = frozenset({ipaddress.ip_address("168.63.129.16")})
-"""Public addresses that answer to the machine itself: Azure's host."""
+"""Public addresses of services of the machine's own host: Azure's."""
 
 
 class Refused(ToolError):
@@ -40,7 +40,7 @@ class Refused(ToolError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a checked URL leads. `host` is lower case, without a final dot."""
+    """The destination of a checked URL. `host` is lower case, without a final dot."""
 
     scheme: str
     host: str
@@ -48,22 +48,22 @@ class Target:
 
 
 async def system_lookup(host: str, port: int) -> Sequence[str]:
-    """All addresses that this machine's resolver has for a name."""
+    """All addresses that this machine's resolver returns for a name."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 
 
 class Guard:
-    """The URLs of `domains`, and no address of the machine or its networks.
+    """Allows the URLs of `domains`, but no address of this machine or its networks.
 
     Args:
-        domains: Names that may be visited with all their subdomains, on ports 80 and 443; `name:port` adds a port.
-            "*" is every public name.
-        allow_private: `host:port`, written exactly as URLs will have them, that may be visited wherever they lead. For
-            servers of one's own and for tests; it is read from the configuration only.
-        lookup: Addresses of (host, port), for tests.
+        domains: Names that may be visited, including all their subdomains, on ports 80 and 443; `name:port` adds a
+            port. "*" is every public name.
+        allow_private: Entries `host:port`, written exactly as in the URLs, that may be visited whatever their address.
+            For one's own servers and for tests; read from the configuration only.
+        lookup: (host, port) -> addresses, for tests.
 
-    Raises ConfigError for an entry that is neither.
+    Raises ConfigError for an entry of another form.
 
     Example:
         Guard(["wikipedia.org"]).target("https://en.wikipedia.org/a")   gives   Target("https", "en.wikipedia.org", 443)
@@ -83,7 +83,7 @@ class Guard:
                     raise ConfigError(f"{key}: {entry!r} is not {what}; addresses belong in allow_private.")
 
     def target(self, url: str) -> Target:
-        """What `url` points to, when it may be visited. Raises Refused. Looks nothing up: see `addresses`."""
+        """The destination of `url`. Raises Refused if it may not be visited. Does no lookup; see `addresses`."""
         if len(url) > MAX_URL:
             raise Refused(f"the address has {len(url)} characters; at most {MAX_URL} are allowed")
         parts = URL.fullmatch(url)
@@ -93,7 +93,7 @@ class Guard:
         return self.checked(scheme, parts["host"], int(parts["port"] or PORTS[scheme]))
 
     def checked(self, scheme: str, host: str, port: int) -> Target:
-        """The same for a host and a port. Raises Refused."""
+        """Like `target`, for a host and a port. Raises Refused."""
         host = host.lower().removesuffix(".")
         if f"{host}:{port}" in self.private:
             return Target(scheme, host, port)
@@ -104,7 +104,7 @@ class Guard:
         return Target(scheme, host, port)
 
     async def addresses(self, target: Target) -> list[str]:
-        """The addresses to connect to, and nothing else. Raises Refused when one of them is not a public one."""
+        """The only addresses to connect to. Raises Refused if one of them is not public."""
         host = target.host.strip("[]")
         try:
             found = list(dict.fromkeys(await self.lookup(host, target.port)))
@@ -120,7 +120,10 @@ class Guard:
 
 
 def is_public(text: str) -> bool:
-    """Whether an address is on the internet. Addresses that carry another one (mapped, 6to4, ...) are not."""
+    """Whether an address is on the public internet.
+
+    An IPv4-mapped address counts as the address in it; other forms that embed one (6to4, Teredo, NAT64) do not count.
+    """
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
@@ -136,7 +139,7 @@ def is_public(text: str) -> bool:
 
 
 def _is_number(host: str) -> bool:
-    """Whether browsers read it as an IPv4 address: its last part is a number, decimal, octal or hexadecimal."""
+    """Whether browsers read it as an IPv4 address: its last part is a decimal, octal or hexadecimal number."""
     return NUMBER.fullmatch(host.rpartition(".")[2]) is not None
 
 

@@ -1,4 +1,4 @@
-"""Tools of Model Context Protocol servers, through the official SDK: started or addressed by the configuration only."""
+"""Tools of Model Context Protocol servers, through the official SDK. Only the configuration chooses the servers."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from skyrl_train.environments.tools.base import Tool, ToolError
 from skyrl_train.errors import ConfigError
 
 CONNECT_S = 30.0
-"""For a server to start and list its tools, at the start of an episode."""
+"""Time for a server to start and list its tools, at the start of an episode."""
 MAX_PAGES = 20
 MAX_MESSAGE = 128 * 2**20
-"""Bytes of one message of a server; a longer one ends the connection. The model gets `max_output` characters of it."""
+"""Maximum bytes of a server's message; a longer one ends the connection. The model gets `max_output` characters."""
 CLOSED = -32000
 """The SDK's code for a connection that has ended: the next call connects anew."""
 STOP_S = 1.0
-"""For a program to end by itself."""
+"""Time for a program to exit before it is killed."""
 MAX_DESCRIPTION = 2000
 SERVER_KEYS = ("command", "args", "env", "cwd", "url", "tools", "sha256")
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One entry of `servers`: a program that speaks over its stdin and stdout, or an address."""
+    """One entry of `servers`: either a program that communicates over its stdin and stdout, or a URL."""
 
     name: str
     tools: tuple[str, ...]
@@ -41,15 +41,15 @@ class Server:
     command: str | None = None
     args: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
-    """Added to PATH, HOME and the like; nothing else of this process's environment reaches a server."""
+    """Added to PATH, HOME and the like; a server inherits nothing else of this process's environment."""
     cwd: str | None = None
     url: str | None = None
     sha256: str | None = None
-    """What `fingerprint` must be; None takes the list that the first connection of this process shows."""
+    """The expected `fingerprint`; None accepts the list that the first connection of this process shows."""
 
     @staticmethod
     def read(name: str, entry: Any) -> Server:
-        """A checked entry of the configuration. Raises ConfigError."""
+        """Parse and check an entry of the configuration. Raises ConfigError."""
         key = f"servers.{name}"
         if not isinstance(entry, Mapping) or (strange := set(entry) - set(SERVER_KEYS)):
             what = sorted(strange) if isinstance(entry, Mapping) else entry
@@ -78,22 +78,22 @@ class Server:
 Listing = dict[str, dict[str, Any]]
 """A server's tools: name -> {"description", "parameters"}."""
 _pins: dict[Server, Listing] = {}
-"""What servers showed first in this process: every later connection must show the same."""
+"""The list that each server showed first in this process; every later connection must show the same."""
 _pinning = threading.Lock()
 
 
 def fingerprint(listing: Listing) -> str:
-    """SHA-256 of names, descriptions and schemas of a server's tools, in any order."""
+    """SHA-256 of the names, descriptions and schemas of a server's tools, independent of their order."""
     return hashlib.sha256(json.dumps(listing, sort_keys=True).encode()).hexdigest()
 
 
 class McpTool(Tool):
-    """Calls `server.tool` of the servers in the settings; the model chooses among their allowed tools, nothing else.
+    """Calls `server.tool` of the configured servers; the model can choose only among their allowed tools.
 
     Settings: `servers` (name -> `Server`'s fields), `timeout` seconds for a call. The list of tools is read when the
-    episode begins. It is read again before every call: a tool, description or schema that changed is refused.
+    episode begins and again before every call: a tool whose description or schema changed is refused.
 
-    The constructor raises ConfigError for wrong settings, and for a server that shows no list within CONNECT_S.
+    The constructor raises ConfigError for wrong settings, or if a server lists no tools within CONNECT_S.
     """
 
     name = "mcp"
@@ -135,7 +135,7 @@ class McpTool(Tool):
         except (ToolError, asyncio.CancelledError):
             raise
         except Exception as error:
-            if getattr(error, "code", CLOSED) == CLOSED:  # the connection's end, or no answer of the server's
+            if getattr(error, "code", CLOSED) == CLOSED:  # the connection ended, or the error is not the server's
                 self._connections.pop(name, None)
                 await connection.close()
             raise ToolError(f"{arguments['tool']} failed: {reason(error)}") from error
@@ -149,7 +149,7 @@ class McpTool(Tool):
 
 
 class _Connection:
-    """A client that one task enters and leaves, as its cancel scopes ask for, and that any task may call."""
+    """A client that one task enters and leaves, as its cancel scopes require, and that any task may call."""
 
     def __init__(self, server: Server):
         self._server = server
@@ -158,7 +158,7 @@ class _Connection:
         self._task: asyncio.Task[None] | None = None
 
     async def client(self) -> Any:
-        """The connected client. A caller that is cancelled leaves the connection to the next one."""
+        """The connected client. If a caller is cancelled, the connection stays open for the next one."""
         if self._client is None:
             self._client = asyncio.get_running_loop().create_future()
             self._task = asyncio.create_task(self._hold(self._client))
@@ -172,7 +172,7 @@ class _Connection:
         except Exception as error:
             if not ready.done():
                 ready.set_exception(error)
-                ready.exception()  # seen, whether or not somebody still waits
+                ready.exception()  # retrieved, whether or not a task still waits for it
 
     async def close(self) -> None:
         self._stop.set()
@@ -184,7 +184,7 @@ class _Connection:
 
 @asynccontextmanager
 async def connected(server: Server) -> AsyncIterator[Any]:
-    """An SDK client of `server` for as long as the block lasts; its process, if it has one, ends with the block."""
+    """An SDK client of `server` for the duration of the block; the server's process, if any, ends with the block."""
     library = _library()
     if server.url is not None:
         from mcp.client.streamable_http import streamable_http_client
@@ -200,9 +200,10 @@ async def connected(server: Server) -> AsyncIterator[Any]:
 
 @asynccontextmanager
 async def _program(server: Server) -> AsyncIterator[Any]:
-    """The SDK's streams to a program, one JSON message a line.
+    """Streams between the SDK and a program, one JSON message a line.
 
-    Not the SDK's own: its time is quadratic in the length of a line, and a deaf server keeps it for four seconds.
+    Replaces the SDK's own: that takes time quadratic in the length of a line, and an unresponsive server blocks it for
+    four seconds.
     """
     import anyio
     from mcp.client.stdio import get_default_environment
@@ -211,7 +212,7 @@ async def _program(server: Server) -> AsyncIterator[Any]:
 
     assert server.command is not None
     command = [server.command, *server.args]
-    if setpriv := shutil.which("setpriv"):  # then the kernel ends a server whose episode was killed
+    if setpriv := shutil.which("setpriv"):  # with it, the kernel ends a server whose episode was killed
         command = [setpriv, "--pdeathsig", "KILL", "--", *command]
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -230,7 +231,7 @@ async def _program(server: Server) -> AsyncIterator[Any]:
 
     async def read() -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError, anyio.BrokenResourceError):
-            async with incoming_end:  # its end is how the session learns that the server has gone
+            async with incoming_end:  # closing it tells the session that the server is gone
                 while True:
                     line = await receives.readuntil(b"\n")
                     message: Any
@@ -259,7 +260,7 @@ async def _program(server: Server) -> AsyncIterator[Any]:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """A program is told to end by the end of its input; what is left of it after a second is killed."""
+    """Close a program's input to make it exit; kill its processes that still run after a second."""
     assert process.stdin is not None
     process.stdin.close()
     try:
@@ -276,7 +277,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 async def listing_of(client: Any) -> Listing:
-    """All tools of a connected server. Raises ToolError for a list without end."""
+    """All tools of a connected server. Raises ToolError for an endless list."""
     listing: Listing = {}
     cursor = None
     for _ in range(MAX_PAGES):
@@ -290,12 +291,12 @@ async def listing_of(client: Any) -> Listing:
 
 
 def shown_tools(name: str, entry: Mapping[str, Any]) -> list[str]:
-    """The names of all tools of a server that an entry without `tools` describes, for who allows whatever it shows."""
+    """The names of all tools of a server, given its entry without `tools`, for callers that allow all of them."""
     return sorted(_first_listing(Server.read(name, {**entry, "tools": ["all"]})))
 
 
 def pinned(server: Server) -> Listing:
-    """The list that `server` showed first in this process. Raises ConfigError where it is not what was asked for."""
+    """The list that `server` showed first in this process. Raises ConfigError if it is not as configured."""
     with _pinning:
         listing = _pins.get(server)
         if listing is None:
@@ -313,7 +314,7 @@ def pinned(server: Server) -> Listing:
 
 
 def _first_listing(server: Server) -> Listing:
-    """In a thread of its own: the constructor is synchronous, and its caller may have an event loop."""
+    """Runs in a separate thread: the constructor is synchronous, and its caller may have an event loop."""
     outcome: list[Listing | BaseException] = []
 
     async def ask() -> Listing:
@@ -336,7 +337,7 @@ def _first_listing(server: Server) -> Listing:
 
 
 def reason(error: BaseException) -> str:
-    """The first cause inside the groups that task groups raise."""
+    """The first cause inside the exception groups that task groups raise."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {str(error)[:300]}"

@@ -1,4 +1,4 @@
-"""Tool calls in what a model wrote, and the words that tell a model how to write them.
+"""Parses the tool calls in a model's text, and describes to a model how to write them.
 
 Three styles:
 
@@ -8,9 +8,9 @@ Three styles:
     native  the tokenizer's own format: Hermes and Qwen (<tool_call>), Llama 3 (the whole message is
             {"name": ..., "parameters": {...}}), Mistral ([TOOL_CALLS] [{"name": ..., "arguments": {...}}])
 
-What is before "</think>", or after a "<think>" that nothing closes, is reasoning and never a call. A call that cannot
-be read is a `ParseError`, for the environment to tell the model; text that looks like none is text. The text is
-untrusted: reading takes time linear in its length, and raises nothing.
+Text before "</think>", or after a "<think>" that is not closed, is reasoning and never contains a call. A call that
+cannot be read becomes a `ParseError`, which the environment shows to the model; everything else is plain text. The text
+is untrusted: parsing takes time linear in its length and raises nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_CALLS = 16
-"""Calls of one message that are read; one more is an error, and ends reading."""
+"""Maximum number of calls in one message; one more is an error and ends parsing."""
 STYLES = ("xml", "json", "native")
 DIALECTS = ("hermes", "llama", "mistral")
 THINKING = ("<think>", "</think>")
@@ -34,7 +34,7 @@ NOT_BETWEEN_CALLS = re.compile(r"[^\s;,]")
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call."""
+    """One parsed call."""
 
     name: str
     arguments: dict[str, Any]
@@ -44,17 +44,17 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParseError:
-    """Something that was meant as a call and cannot be read; `reason` is a sentence for the model."""
+    """Text that was meant as a call but cannot be read; `reason` is a sentence for the model."""
 
     reason: str
     raw: str
 
 
 def parse_calls(text: str, style: str, tags: Mapping[str, str] | None = None) -> list[ToolCall | ParseError]:
-    """The calls of one message, in their order.
+    """The calls of one message, in order.
 
     Args:
-        tags: For style "xml", tag -> the name of the argument that its text is; see `tags_of`.
+        tags: For style "xml", tag -> name of the argument that the tag's text is passed as; see `tags_of`.
     """
     text = _without_reasoning(text)
     if style == "xml":
@@ -75,7 +75,7 @@ def parse_calls(text: str, style: str, tags: Mapping[str, str] | None = None) ->
 
 
 def tags_of(schemas: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Tag -> argument, for `parse_calls`, of every tool whose only required argument is a text."""
+    """Tag -> argument for `parse_calls`, for every tool whose only required argument is a string."""
     tags = {}
     for function in (schema["function"] for schema in schemas):
         parameters = function["parameters"]
@@ -92,13 +92,13 @@ def _without_reasoning(text: str) -> str:
 
 
 def _tagged(text: str, tags: Mapping[str, str]) -> Iterator[ToolCall | ParseError]:
-    """Blocks of <tag>...</tag>. What is in one is not looked at for others."""
+    """Blocks of <tag>...</tag>. Blocks inside a block are not parsed."""
     opening = re.compile(f"<({'|'.join(map(re.escape, tags))})>")
     at = 0
     while begun := opening.search(text, at):
         closing = f"</{begun[1]}>"
         end = text.find(closing, begun.end())
-        if end < 0:  # all that follows belongs to it: going on behind it would read the rest again and again
+        if end < 0:  # the rest belongs to it: continuing after the tag would read the rest again and again
             yield ParseError(f"{begun[0]} is not closed by {closing}.", text[begun.start() :])
             return
         at = end + len(closing)
@@ -110,7 +110,7 @@ def _tagged(text: str, tags: Mapping[str, str]) -> Iterator[ToolCall | ParseErro
 
 
 def _json_calls(text: str) -> Iterator[ToolCall | ParseError]:
-    """Those of every closed fence; without one, those from the first line that begins with an object or a list."""
+    """The calls in closed fences; without a fence, those from the first line that begins with an object or a list."""
     pieces = FENCE.split(text)
     if len(pieces) > 2:
         for body in pieces[1::2]:
@@ -127,19 +127,19 @@ def _native(text: str) -> Iterator[ToolCall | ParseError]:
     if marker:
         for body in mistral.split("[TOOL_CALLS]"):
             name, named, arguments = body.partition("[ARGS]")
-            if named:  # its later form: [TOOL_CALLS]python[ARGS]{"code": "..."}
+            if named:  # the later format: [TOOL_CALLS]python[ARGS]{"code": "..."}
                 value, error = _loads(arguments)
                 yield error or _call({"name": name.strip(), "arguments": value}, body)
             else:
                 yield from _calls_in(body, body)
         return
     whole = text.strip().removeprefix("<|python_tag|>").lstrip()
-    if whole.startswith(("{", "[")):  # also Mistral's where decoding left out its special token
+    if whole.startswith(("{", "[")):  # also Mistral's if decoding dropped its special token
         yield from _calls_in(whole, whole, strict=False)
 
 
 def _calls_in(body: str, raw: str, strict: bool = True) -> Iterator[ToolCall | ParseError]:
-    """Objects and lists of objects, one after the other. Unless `strict`, what does not mention "name" is only text."""
+    """Parse consecutive objects and lists of objects. Unless `strict`, anything without "name" is plain text."""
     decoder, at = _DECODER, 0
     while begun := NOT_BETWEEN_CALLS.search(body, at):
         try:
@@ -159,7 +159,7 @@ def _call(item: Any, raw: str) -> ToolCall | ParseError:
     if not isinstance(item, dict) or not isinstance(item.get("name"), str) or not item["name"]:
         return ParseError('A tool call must be {"name": "...", "arguments": {...}}.', raw)
     arguments = item.get("arguments", item.get("parameters", {}))
-    if isinstance(arguments, str):  # as OpenAI's API has them
+    if isinstance(arguments, str):  # as in OpenAI's API
         arguments, error = _loads(arguments)
         if error:
             return error
@@ -231,11 +231,11 @@ _XML_CALLS = """To call any other tool:
 
 
 def render_tools(schemas: Sequence[Mapping[str, Any]], style: str, dialect: str = "hermes") -> str:
-    """Words for the system prompt: which tools there are, and how `parse_calls` of the same style reads calls of them.
+    """Text for the system prompt: the tools, and how to write calls that `parse_calls` with the same style can read.
 
     "native" is the text that the chat templates of Qwen 2.5 and Hermes (`dialect` "hermes") or Llama 3.1 ("llama")
-    write for `tools=`. "mistral" says it in words: its template marks tools with control tokens, and no message may
-    write those.
+    write for `tools=`. "mistral" describes it in words, because its template marks tools with control tokens, which no
+    message may contain.
     """
     if style == "xml":
         return _render_xml(schemas)

@@ -1,4 +1,4 @@
-"""The only way of a browser to the network: a proxy on this machine that asks the guard about every connection."""
+"""A browser's only access to the network: a proxy on this machine that asks the guard about every connection."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from skyrl_train.environments.tools.guard import HOST_PORT, Guard, Refused, Targ
 MAX_HEAD = 2**16
 CONNECT_S = 15.0
 REFUSED = "x-refused"
-"""Header of the proxy's own answers."""
+"""Header that marks the proxy's own answers."""
 HOP_BY_HOP = ("connection", "proxy-", "keep-alive", "host", "upgrade")
 
 
 class CheckingProxy:
-    """An HTTP proxy that connects to addresses which `guard` checked, and lets `max_bytes` through in all.
+    """An HTTP proxy that connects only to addresses checked by `guard`, and transfers at most `max_bytes` in total.
 
-    Every request has a connection of its own, so that none reaches a host that was checked for another. What https
-    carries is not read: the name of the host is checked, the addresses are the checked ones.
+    Every request has its own connection, so that none reaches a host that was checked for another request. The content
+    of https is not read: only the host's name and its addresses are checked.
 
     Example:
         async with CheckingProxy(Guard(["wikipedia.org"])) as proxy:
@@ -53,7 +53,7 @@ class CheckingProxy:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
                 await self._serve(reader, writer)
         except asyncio.CancelledError:
-            pass  # the end of the proxy; asyncio would report it otherwise
+            pass  # the proxy is closing; asyncio would log it otherwise
         finally:
             self._serving.discard(task)
             writer.close()
@@ -99,7 +99,7 @@ class CheckingProxy:
         below: asyncio.StreamWriter,
         rewrite: bool,
     ) -> None:
-        """Both ways, until the server has said everything."""
+        """Relay in both directions, until the server has sent everything."""
         upwards = asyncio.create_task(self._pump(reader, below))
         try:
             if rewrite:

@@ -1,4 +1,4 @@
-"""Python for a model: what it wrote runs in a sandbox, what that prints is the result."""
+"""Python for a model: its code runs in a sandbox, and the result is whatever the code prints."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from skyrl_train.environments.tools.sandbox import END_S, PYTHON, START_S, Limit
 
 
 class PythonTool(Tool):
-    """Each call is a program of its own, or with `persistent` one more block of the episode's session.
+    """Runs each call as a separate program or, with `persistent`, as the next block of the episode's session.
 
-    A block that runs out of time, prints too much or ends the process ends the session; the next call has a new one.
+    A block that exceeds its time, prints too much or exits ends the session; the next call starts a new one.
     """
 
     name = "python"
@@ -52,15 +52,15 @@ class PythonTool(Tool):
 
     def _run(self, code: str) -> str:
         source = code.encode("utf-8", "replace")
-        return self.told(self._sandbox.run({"main.py": source}, [PYTHON, "-I", "-u", "main.py"]))
+        return self.rendered(self._sandbox.run({"main.py": source}, [PYTHON, "-I", "-u", "main.py"]))
 
     def _continue(self, code: str) -> str:
         if self._session is None or not self._session.alive:
             self._session = self._sandbox.session()
-        return self.told(self._session.execute(code))
+        return self.rendered(self._session.execute(code))
 
-    def told(self, outcome: Outcome) -> str:
-        """What the model reads of a run. Subclasses raise ToolError for the runs that they call failed."""
+    def rendered(self, outcome: Outcome) -> str:
+        """The text that the model reads of a run. Subclasses may raise ToolError for runs that they consider failed."""
         parts = [text.rstrip("\n") for text in (outcome.stdout, outcome.stderr) if text.strip("\n")]
         if outcome.timed_out:
             parts.append(f"[timed out after {self._sandbox.limits.wall_s:g} s]")

@@ -1,15 +1,15 @@
-"""Tools by name.
+"""The registry of tools.
 
-    @register_tool("dice")                         then environment.skyrl_gym.tool_use.tools=[dice]
+    @sk.register.tool("dice")                      then environment.skyrl_gym.tool_use.tools=[dice]
     class DiceTool(Tool): ...
 
-Call it at import of a module named in `trainer.plugins`: plugins are imported in every environment process.
+Register when a module listed in `trainer.plugins` is imported: plugins are imported in every environment process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from skyrl_train.config.choices import TOOLS
 from skyrl_train.environments.tools.base import Tool
@@ -17,22 +17,11 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.registry import Registry
 
 ToolFactory = Callable[..., Tool]
-F = TypeVar("F", bound=ToolFactory)
 tools: Registry[ToolFactory] = Registry("tool", TOOLS)
 
 
-def register_tool(name: str) -> Callable[[F], F]:
-    """Decorator: a class or factory, called with a tool's settings as keywords, under `name`."""
-
-    def add(factory: F) -> F:
-        tools.register(name)(factory)
-        return factory
-
-    return add
-
-
 def make_tool(name: str, settings: Mapping[str, Any] | None = None) -> Tool:
-    """A new tool for one episode. Raises ConfigError for an unknown name, and for settings that it does not take."""
+    """Create a tool for one episode. Raises ConfigError for an unknown name or for settings that it does not accept."""
     try:
         factory = tools.get(name)
     except (ImportError, AttributeError) as error:
@@ -44,7 +33,7 @@ def make_tool(name: str, settings: Mapping[str, Any] | None = None) -> Tool:
 
 
 def check_tool(name: str, settings: Mapping[str, Any] | None = None) -> None:
-    """What must hold before a run starts: the name, the settings, and what the tool needs of this machine.
+    """Check a tool before a run starts: its name, its settings, and what it needs of this machine.
 
     Raises ConfigError.
     """

@@ -1,8 +1,8 @@
-"""Programs that a model wrote, run where they can read, reach and use up nothing of ours (Linux).
+"""Runs programs that a model wrote, isolated from this machine's files, networks and resources (Linux).
 
-A run is a process tree of its own: an unprivileged user first (bubblewrap started as root is no boundary), then
-bubblewrap with new namespaces of every kind, a read-only /usr, a small /tmp and an empty environment; then limits; then
-a seccomp filter (`syscalls`). Nothing of it is alive when `run` returns.
+A run is a separate process tree, with these layers: an unprivileged user (bubblewrap started as root is no boundary);
+bubblewrap with new namespaces of every kind, a read-only /usr, a small /tmp and an empty environment; resource limits;
+a seccomp filter (`syscalls`). None of its processes is alive when `run` returns.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from skyrl_train.errors import ConfigError, EnvironmentFailure
 log = logging.getLogger(__name__)
 
 PYTHON = "/usr/bin/python3"
-"""The interpreter inside: the system's, because only /usr is there."""
+"""The interpreter inside the sandbox: the system's, because only /usr is visible."""
 KINDS = ("bubblewrap", "unsafe_local")
 KEY = "environment.skyrl_gym.sandbox"
 CONSENT = "i_know_this_runs_model_code_on_this_machine"
 END_S = 10.0
-"""For a killed process tree to be gone."""
+"""Time for a killed process tree to end."""
 START_S = 60.0
-"""For bubblewrap to report its first process on a busy machine; part of no program's time."""
+"""Time for bubblewrap to report its first process on a busy machine; not counted as the program's time."""
 _SCRATCH_UID = 2_000_000_000
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
 _INSIDE = Path(__file__).with_name("sandbox_inside.py")
@@ -50,20 +50,20 @@ _INSIDE = Path(__file__).with_name("sandbox_inside.py")
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may use; beyond it the run is killed, or the call that asks for more fails inside."""
+    """Limits of one run; exceeding one kills the run, or fails the system call that asks for more."""
 
     wall_s: float = 10.0
     cpu_s: float = 10.0
-    """Of one process; whole seconds, rounded up."""
+    """Processor time of one process, rounded up to whole seconds."""
     memory_mb: int = 1024
     """Address space of one process."""
     processes: int = 16
-    """At once, threads counted."""
+    """Concurrent processes, including threads."""
     file_mb: int = 64
-    """Of one file, and of all in /tmp together."""
+    """Size of one file, and total size of /tmp."""
     open_files: int = 64
     output: int = 65536
-    """Bytes of stdout, and of stderr; a program that writes more is killed."""
+    """Bytes of stdout and of stderr, each; a program that writes more is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +73,19 @@ class Outcome:
     stdout: str
     stderr: str
     returncode: int
-    """128 + N where signal N ended the program, -9 where we did."""
+    """The exit status; 128 + N if signal N ended the program, -9 if the sandbox killed it."""
     timed_out: bool = False
-    """By the wall or by the processor's clock."""
+    """Whether the limit on wall time or on processor time was exceeded."""
     killed_by: str | None = None
-    """None, "wall", "cpu" or "output"."""
+    """The limit for which it was killed: "wall", "cpu" or "output"; else None."""
 
 
 class Sandbox:
-    """Runs programs apart from this machine.
+    """Runs programs isolated from this machine.
 
-    `kind` "unsafe_local" runs them on it instead, as the user we are, in a folder of their own: for machines without
-    bubblewrap, and code that is trusted. `check` says at start whether it works; `run` never falls back by itself.
+    `kind` "unsafe_local" instead runs them without isolation as the current user, each in its own folder: for machines
+    without bubblewrap and code that is trusted. `check` tests at start that the sandbox works; `run` never falls back
+    to another kind.
     """
 
     def __init__(self, limits: Limits | None = None, kind: str = "bubblewrap"):
@@ -95,9 +96,9 @@ class Sandbox:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any] | None, limits: Limits | None = None) -> Sandbox:
-        """The one that `environment.skyrl_gym.sandbox` asks for.
+        """Make the sandbox that `environment.skyrl_gym.sandbox` describes.
 
-        Raises ConfigError for unsafe_local without the second key that consents to it.
+        Raises ConfigError for unsafe_local without the second key, which consents to it.
         """
         chosen = SandboxConfig(**(settings or {}))
         sandbox = cls(limits, chosen.kind)
@@ -109,9 +110,9 @@ class Sandbox:
         return sandbox
 
     def check(self) -> None:
-        """Run a program inside that tries to get out. Raises ConfigError saying what to install when that fails.
+        """Run a program that tries to break out. Raises ConfigError, saying what to install, if the sandbox fails.
 
-        For unsafe_local there is nothing to try: it prints a banner.
+        For unsafe_local it only prints a banner.
         """
         if self.kind == "unsafe_local":
             print(_BANNER, file=sys.stderr, flush=True)
@@ -137,24 +138,24 @@ class Sandbox:
         stdin: bytes = b"",
         limits: Limits | None = None,
     ) -> Outcome:
-        """Run `command` in a folder that holds `files` (names relative to it), and wait for its end.
+        """Run `command` in a folder that contains `files` (names relative to it), and wait for its end.
 
-        Thread-safe. Raises EnvironmentFailure("sandbox") when the sandbox itself could not be made.
+        Thread-safe. Raises EnvironmentFailure("sandbox") if the sandbox itself cannot be created.
         """
         limits = limits or self.limits
         with _Running(self.kind, files, command, limits, stdin) as running:
             return running.outcome(time.monotonic() + limits.wall_s)
 
     def session(self, limits: Limits | None = None) -> Session:
-        """A Python process that keeps its variables from one block of code to the next, for a `with` statement."""
+        """A Python process that keeps its variables between blocks of code, for use in a `with` statement."""
         return Session(self.kind, limits or self.limits)
 
 
 class Session:
-    """Blocks of code run one after the other by one process inside a sandbox."""
+    """Runs blocks of code one after the other in one process inside a sandbox."""
 
     CPU_S = 600.0
-    """Of a whole session."""
+    """Processor time of a whole session."""
 
     def __init__(self, kind: str, limits: Limits):
         self._limits = limits
@@ -176,11 +177,11 @@ class Session:
 
     @property
     def alive(self) -> bool:
-        """False once a block was killed or ended the process: what it defined is gone."""
+        """False once a block was killed or ended the process, which loses all variables."""
         return self._running is not None
 
     def execute(self, code: str) -> Outcome:
-        """Run one block. Its end by a limit, or by leaving the process, is the session's end."""
+        """Run one block. If it exceeds a limit or exits the process, the session ends."""
         assert self._running is not None, "the session has ended"
         body = code.encode("utf-8", "replace")
         deadline = time.monotonic() + self._limits.wall_s
@@ -190,7 +191,7 @@ class Session:
         return outcome
 
     def close(self) -> None:
-        """Kill the process and all that it started. Safe to call twice."""
+        """Kill the process and everything that it started. Safe to call twice."""
         running, self._running = self._running, None
         if running is not None:
             running.end()
@@ -220,12 +221,12 @@ class _Running:
         stdin: bytes | int,
         keep: Sequence[int] = (),
     ):
-        """`stdin` is the text that the program reads, or a descriptor; `keep` are descriptors that it inherits."""
+        """`stdin` is the program's input, as bytes or as a descriptor; `keep` are descriptors that it inherits."""
         self.ended = False
         self._limits = limits
         self._boxed = kind == "bubblewrap"
         self._report = b""
-        """What bubblewrap said of its first process and, at the end, of the program's exit."""
+        """What bubblewrap reported about its first process and, at the end, about the program's exit."""
         with ExitStack() as stack, ExitStack() as at_end:
             source = _memory_file(stdin, stack) if isinstance(stdin, bytes) else stdin
             if self._boxed:
@@ -233,7 +234,7 @@ class _Running:
                 at_end.callback(os.close, self._status)
                 stack.callback(os.close, status)
                 arguments, fds = _bubblewrap(files, command, limits, status, stack)
-                options: dict[str, Any] = {"cwd": "/", "env": {}, **_somebody_else()}
+                options: dict[str, Any] = {"cwd": "/", "env": {}, **_unprivileged_user()}
             else:
                 folder = at_end.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
                 arguments, fds = _local(folder, files, command, limits), ()
@@ -254,7 +255,7 @@ class _Running:
         self._init = self._first_process() if self._boxed else -1
 
     def _first_process(self) -> int:
-        """A descriptor of the process whose end is that of all others inside; -1 where it did not come to that."""
+        """A descriptor of the first process inside, with which all others end; -1 if it did not start."""
         deadline = time.monotonic() + START_S
         while b"\n" not in self._report:
             if not select.select([self._status], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -270,7 +271,7 @@ class _Running:
         return init
 
     def outcome(self, deadline: float, code: bytes = b"", write_to: int = -1, done: int = -1) -> Outcome:
-        """Read until the program ends or has to be killed, or until `done` can be read: then it goes on living."""
+        """Read until the program ends or must be killed, or until `done` is readable, which leaves it running."""
         streams = _Streams(self._process, self._limits.output)
         killed_by = streams.read(deadline, code, write_to, done)
         if streams.done:
@@ -292,7 +293,7 @@ class _Running:
         return Outcome(stdout, stderr, returncode)
 
     def end(self) -> int:
-        """Kill what is left, and return the exit status once nothing is. Safe to call twice."""
+        """Kill all processes that are left, wait for their end and return the exit status. Safe to call twice."""
         if self.ended:
             return self._process.returncode
         self.ended = True
@@ -302,7 +303,7 @@ class _Running:
                     signal.pidfd_send_signal(self._init, signal.SIGKILL)
                 elif not self._boxed or self._process.poll() is None:
                     os.killpg(self._process.pid, signal.SIGKILL)
-            # its end is that of its namespace: the kernel kills all others first
+            # when it has ended, so has its namespace: the kernel kills all others first
             if self._init >= 0 and not select.select([self._init], [], [], END_S)[0]:
                 log.warning("a sandbox was killed and has not ended within %g s", END_S)
             try:
@@ -324,7 +325,7 @@ class _Running:
 
 
 class _Streams:
-    """What a process writes, no more of it than `limit` bytes each."""
+    """The stdout and stderr of a process, at most `limit` bytes of each."""
 
     def __init__(self, process: subprocess.Popen[bytes], limit: int):
         assert process.stdout is not None and process.stderr is not None
@@ -339,7 +340,7 @@ class _Streams:
         return stdout, stderr
 
     def read(self, deadline: float, code: bytes = b"", write_to: int = -1, done: int = -1) -> str | None:
-        """Until both streams end, or `done` can be read: None. "wall" or "output" when it must be killed for that."""
+        """Read until both streams end or `done` is readable: None; "wall" or "output" if the process must be killed."""
         with selectors.DefaultSelector() as selector:
             for fd in self._texts:
                 selector.register(fd, selectors.EVENT_READ)
@@ -362,7 +363,7 @@ class _Streams:
                         open_streams.discard(fd)
                     if (fd == write_to and not code) or fd == done or fd in self._texts.keys() - open_streams:
                         selector.unregister(fd)
-                if self.done:  # all that it wrote is in the pipes by now
+                if self.done:  # everything that it wrote is in the pipes by now
                     for fd in open_streams:
                         while self._read_some(fd, finished=True):
                             pass
@@ -377,7 +378,7 @@ class _Streams:
             del text[self._limit :]
 
     def _read_some(self, fd: int, finished: bool = False) -> bool:
-        """False at the stream's end; also when there is nothing to read now, for one that has finished."""
+        """False at the end of the stream; if the program has finished, also when nothing can be read now."""
         try:
             piece = os.read(fd, 65536)
         except BlockingIOError:
@@ -387,7 +388,7 @@ class _Streams:
 
 
 def _write_some(fd: int, data: bytes) -> bytes:
-    """What of `data` is left to write; nothing where nobody reads."""
+    """Write some of `data` and return the rest; nothing if the other end is closed."""
     try:
         return data[os.write(fd, data[:65536]) :]
     except BlockingIOError:
@@ -399,7 +400,7 @@ def _write_some(fd: int, data: bytes) -> bytes:
 def _bubblewrap(
     files: Mapping[str, str | bytes], command: Sequence[str], limits: Limits, status: int, stack: ExitStack
 ) -> tuple[list[str], tuple[int, ...]]:
-    """The command line and the descriptors that it names."""
+    """The command line, and the descriptors that it uses."""
     program = shutil.which("bwrap")
     if sys.platform != "linux" or program is None:
         raise ConfigError(_refusal("the program bwrap is not installed"))
@@ -418,7 +419,7 @@ def _bubblewrap(
         *("--cap-drop", "ALL", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--ro-bind", "/usr", "/usr"),
         *(word for link in links for word in link),
         *("--proc", "/proc", "--dev", "/dev", "--size", str(limits.file_mb * 2**20), "--tmpfs", "/tmp", *copies),
-        # both are memory without a limit of their own
+        # both are in memory and have no size limit
         *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"),
         *(word for name, value in _ENVIRONMENT.items() for word in ("--setenv", name, value)),
         *("--seccomp", str(rules), "--json-status-fd", str(status), "--", "/usr/bin/prlimit"),
@@ -434,7 +435,7 @@ def _local(folder: str, files: Mapping[str, str | bytes], command: Sequence[str]
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     program = [sys.executable if word == PYTHON else word for word in command]
     limiter = shutil.which("prlimit")
-    # all processes of this user count here, so their number is left alone
+    # this limit would count all processes of the user, so it is left out
     options = [option for option in _prlimit(limits) if not option.startswith("--nproc")]
     return [limiter, *options, *program] if limiter else program
 
@@ -460,7 +461,7 @@ def _inner_name(name: str) -> str:
 
 
 def _memory_file(content: bytes, stack: ExitStack) -> int:
-    """A descriptor to read `content` from, which nobody can write to, closed with `stack`."""
+    """A read-only descriptor of `content`, closed with `stack`."""
     if not hasattr(os, "memfd_create"):
         file = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         file.write(content)
@@ -476,8 +477,8 @@ def _memory_file(content: bytes, stack: ExitStack) -> int:
     return fd
 
 
-def _somebody_else() -> dict[str, Any]:
-    """Options of Popen that turn root into a user who owns nothing; another each time, as processes count by user."""
+def _unprivileged_user() -> dict[str, Any]:
+    """Popen options that turn root into a user who owns nothing; a new user each time, as they count processes."""
     if os.geteuid() != 0:
         return {}
     ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""What a session runs inside its sandbox, with the system's Python: blocks of code in, a byte for each that is done."""
+"""Runs inside a session's sandbox, with the system's Python: reads blocks of code, and writes a byte after each one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import traceback
 
 
 def main() -> None:
-    """Frames of 8 bytes of length and that much code come on standard input, which the code itself finds empty."""
+    """Read frames (8 bytes of length, then the code) from standard input, which is empty for the code itself."""
     source, control = os.fdopen(os.dup(0), "rb"), int(sys.argv[1])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     scope = {"__name__": "__main__"}
@@ -21,9 +21,9 @@ def main() -> None:
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         try:
             exec(compile(code, name, "exec"), scope)
-        except BaseException as error:  # exits too: the session goes on
-            behind_us = error.__traceback__ and error.__traceback__.tb_next
-            traceback.print_exception(type(error), error, behind_us)
+        except BaseException as error:  # SystemExit too: the session continues
+            own_frames = error.__traceback__ and error.__traceback__.tb_next
+            traceback.print_exception(type(error), error, own_frames)
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:
                 stream.flush()

@@ -21,10 +21,10 @@ MAX_QUERY = 1000
 
 
 class SearchTool(Tool):
-    """Passages for a query, best first, as "Doc 1: ...".
+    """Returns passages for a query, best first, as "Doc 1: ...".
 
-    Settings: `corpus` (a .jsonl or .parquet file, or a saved index, see bm25.py) or else `search_url` (a server of the
-    configuration's, trusted), `topk` passages, `timeout` seconds for a query with all its retries, `log_requests`.
+    Settings: either `corpus` (a .jsonl or .parquet file, or a saved index, see bm25.py) or `search_url` (a trusted
+    server), `topk` passages, `timeout` seconds for a query including all retries, `log_requests`.
     """
 
     name = "search"
@@ -43,7 +43,7 @@ class SearchTool(Tool):
         self.search_url = search_url
         self.topk = topk
         self.timeout = timeout
-        self.deadline_s = timeout + 1.0  # so that it is the query's own deadline that says what was waited for
+        self.deadline_s = timeout + 1.0  # so that the query's own deadline, which names the server, passes first
         self.log_requests = log_requests
         self.corpus = corpus
         self.parameters: dict[str, Any] = {
@@ -76,10 +76,10 @@ class SearchTool(Tool):
 
 
 def passages_of(answer: Any, topk: int) -> list[str]:
-    """The contents of a retriever's answer, at most `topk`. Raises NoAnswer for one of another shape."""
+    """The contents of a retriever's answer, at most `topk` of them. Raises NoAnswer if it has another shape."""
     try:
         results = answer["result"][0] if answer["result"] else []
-        # with return_scores a passage is {"document", "score"}; some retrievers give the document alone
+        # with return_scores a passage is {"document", "score"}; some retrievers return only the document
         documents = [item.get("document", item) for item in results[:topk]]
         return [str(document["contents"]) for document in documents]
     except (KeyError, TypeError, AttributeError, IndexError) as error:

@@ -1,4 +1,4 @@
-"""SQL for a model, over databases that it can read and not change: SQLite's authorizer lets only reads pass."""
+"""SQL for a model, over databases that it can read but not change: SQLite's authorizer allows only reads."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from skyrl_train.environments.tools.base import Tool, ToolError
 from skyrl_train.errors import ConfigError, DataError
 
 START_S = 30.0
-"""For the process of a query to start on a machine that has much to do; part of no query's time."""
+"""Time for a query's process to start on a busy machine; not counted as the query's time."""
 CPU_GRACE_S = 10
-"""On top of a query's time, for one that SQLite does not interrupt."""
+"""Processor time beyond a query's own, for a query that SQLite does not interrupt."""
 MEMORY_MB = 1024
 _INSIDE = Path(__file__).with_name("sql_inside.py")
 SUFFIXES = (".sqlite", ".sqlite3", ".db")
@@ -26,7 +26,7 @@ SUFFIXES = (".sqlite", ".sqlite3", ".db")
 
 @dataclass(frozen=True)
 class QueryLimits:
-    """What one query may take, and how much of its result comes back."""
+    """The time that one query may take, and how much of its result is returned."""
 
     wall_s: float = 10.0
     max_rows: int = 100
@@ -34,27 +34,27 @@ class QueryLimits:
     max_value: int = 1000
     """Characters of one value."""
     max_characters: int = 100_000
-    """Of all values together."""
+    """Characters of all values in total."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """A result: values are str, int, float or None; a blob is described by its length."""
+class QueryResult:
+    """A result: values are str, int, float or None; a blob is replaced by its length."""
 
     columns: list[str]
     rows: list[list[Any]]
     more: bool
-    """There are further rows, which the limits left out."""
+    """Whether there are further rows that the limits left out."""
 
 
 class QueryError(Exception):
-    """What SQLite said, or "timed out"."""
+    """A query failed; the message is SQLite's, or "timed out"."""
 
 
 def find_database(folder: str | Path, name: str) -> Path:
-    """The database `name` in `folder`: the file itself, NAME.sqlite, or NAME/NAME.sqlite as in Spider and BIRD.
+    """Find database `name` in `folder`: the file itself, NAME.sqlite, or NAME/NAME.sqlite as in Spider and BIRD.
 
-    Raises DataError when there is none, and for a name or a link that leads out of the folder.
+    Raises DataError if there is none, or if the name or a link leads out of the folder.
     """
     root = Path(folder).resolve()
     stem = Path(name).name
@@ -66,22 +66,22 @@ def find_database(folder: str | Path, name: str) -> Path:
     raise DataError(f"there is no database {name!r:.200} in {root}; name one by its path below that folder.")
 
 
-def query(database: Path, sql: str, limits: QueryLimits | None = None) -> Rows:
-    """Run one statement that only reads, in a process of its own. Raises QueryError. Thread-safe.
+def query(database: Path, sql: str, limits: QueryLimits | None = None) -> QueryResult:
+    """Run one read-only statement in a separate process. Raises QueryError. Thread-safe.
 
-    A database with a write-ahead log beside it is opened as one that may change, any other as one that does not.
+    A database with a write-ahead log next to it is opened as one that may change, any other one as immutable.
     """
     limits = limits or QueryLimits()
     immutable = not Path(f"{database}-wal").exists()
     request = {"database": str(database), "sql": sql, "immutable": immutable, **vars(limits)}
     limiter = shutil.which("prlimit")
-    # the processor's clock is for a query whose environment was killed: nobody else would end it
+    # the limit on processor time ends a query whose environment was killed: nothing else would
     cpu_s = int(limits.wall_s) + CPU_GRACE_S
     options = [f"--as={MEMORY_MB * 2**20}", f"--cpu={cpu_s}", "--core=0", "--nofile=32", "--"]
-    cage = [limiter, *options] if limiter else []
+    limit_command = [limiter, *options] if limiter else []
     try:
         done = subprocess.run(
-            [*cage, sys.executable, "-I", "-S", str(_INSIDE)],
+            [*limit_command, sys.executable, "-I", "-S", str(_INSIDE)],
             input=json.dumps(request).encode("ascii"),
             capture_output=True,
             timeout=limits.wall_s + START_S,
@@ -97,11 +97,11 @@ def query(database: Path, sql: str, limits: QueryLimits | None = None) -> Rows:
         raise QueryError("the query ended its process: it needs too much memory") from None
     if "error" in answer:
         raise QueryError(answer["error"])
-    return Rows(**answer)
+    return QueryResult(**answer)
 
 
 class SQLTool(Tool):
-    """Queries over one database. A row may say which one, of those in the folder that the configuration names."""
+    """Runs queries on one database. A row may choose it among those in the folder that the configuration names."""
 
     name = "sql"
     description = "Runs one SQLite query that only reads, and returns its rows; sqlite_schema lists the tables."

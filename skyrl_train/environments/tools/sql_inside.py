@@ -1,4 +1,4 @@
-"""What answers one SQL query, in a process of its own that can be killed: a request on stdin, the answer on stdout."""
+"""Answers one SQL query in a separate process that can be killed: the request on stdin, the answer on stdout."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import time
 from urllib.parse import quote
 
 READS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, 33}
-"""33 is SQLITE_RECURSIVE, which the module does not name."""
+"""33 is SQLITE_RECURSIVE, which the sqlite3 module does not define."""
 REFUSED = {"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"}
 STEPS = 1000
-"""Of SQLite's machine between looks at the clock."""
+"""Instructions of SQLite's virtual machine between two checks of the deadline."""
 MAX_VALUE = 2**24
-"""Bytes of one string or blob, also of those that a query makes on its way."""
+"""Maximum bytes of one string or blob, including intermediate ones."""
 
 
 def answer(request: dict) -> dict:
-    """{"columns", "rows", "more"} or {"error"}."""
+    """Run the query; return {"columns", "rows", "more"} or {"error"}."""
     deadline = time.monotonic() + request["wall_s"]
     uri = f"file:{quote(request['database'])}?mode=ro" + ("&immutable=1" if request["immutable"] else "")
     connection = sqlite3.connect(uri, uri=True, isolation_level=None)

@@ -21,7 +21,7 @@ DENIED = (
     "settimeofday clock_settime clock_adjtime adjtimex stime sethostname setdomainname syslog "
     "iopl ioperm modify_ldt lookup_dcookie vhangup nfsservctl uselib personality "
 )
-"""Networks, other processes, kernel keys and programs, namespaces, and memory that no limit of a process counts."""
+"""Networks, other processes, kernel keys and programs, namespaces, and memory that escapes the limits of a process."""
 NAMESPACES = 0x7E020080
 """The CLONE_NEW* flags of `clone`."""
 TIOCSTI = 0x5412
@@ -30,9 +30,9 @@ TIOCSTI = 0x5412
 
 @cache
 def denied_program() -> bytes:
-    """The filter as a BPF program: a denied call fails with EPERM, and other machines' call tables kill.
+    """The filter as a BPF program: a denied call fails with EPERM, and a call of a foreign architecture kills.
 
-    Raises ConfigError where pyseccomp or libseccomp is missing.
+    Raises ConfigError if pyseccomp or libseccomp is missing.
     """
     try:
         import pyseccomp
@@ -53,7 +53,7 @@ def denied_program() -> bytes:
     for bit in range(32):
         if NAMESPACES & (flag := 1 << bit):
             rules.add_rule(refuse, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, flag, flag))
-    # its flags are behind a pointer, where no filter sees them; without it libc takes clone
+    # its flags are behind a pointer, which no filter can follow; without clone3, libc uses clone
     rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
     with os.fdopen(os.memfd_create("filter"), "w+b") as file:
         rules.export_bpf(file)

@@ -1,4 +1,4 @@
-"""Where the batches of a collector go: to its caller, a replay buffer or a queue, here or from a thread."""
+"""Delivers the batches of a collector to its caller, a replay buffer or a queue, directly or from a thread."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from skyrl_train.errors import ConfigError, DeadlineExceeded
 
 Postproc = Callable[[TensorDictBase], TensorDictBase]
 _LOOK_S = 0.1
-"""How often a thread that waits looks whether it shall stop."""
+"""Interval at which a waiting thread checks whether it should stop."""
 
 
 class Buffer(Protocol):
-    """A replay buffer, of this project (tensordict/buffer.py) or TorchRL's."""
+    """A replay buffer: this project's (tensordict/buffer.py) or TorchRL's."""
 
     def extend(self, tensordict: TensorDictBase, /) -> Any: ...
 
 
 class Delivery(ABC):
-    """Iterating gives batches until there are no more; None for each one that went to `replay_buffer` or `queue`.
+    """Iterating yields batches until there are no more, or None for each one delivered to `replay_buffer` or `queue`.
 
-    `start` does the same in a thread. With `max_staleness` s it begins batch k (from 0) only once the policy has had
-    k - s updates since `start`: one update a batch then never meets a batch begun more than s versions before. A batch
-    of which the buffer stored nothing (yet) is not counted.
+    `start` does the same in a thread. With `max_staleness` s, the thread begins batch k (from 0) only once the policy
+    has had k - s updates since `start`: with one update per batch, no update then uses a batch begun more than s
+    versions before. A batch of which the buffer stored nothing (yet) is not counted.
 
-    The thread waits for an update, or for room in the queue, `timeout` seconds: DeadlineExceeded ends it then. However
-    it ends, the queue gets a None after the last batch.
+    The thread waits at most `timeout` seconds for an update or for room in the queue; then DeadlineExceeded ends it.
+    However it ends, the queue gets a None after the last batch.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Delivery(ABC):
         self.replay_buffer, self.queue, self.postproc = replay_buffer, queue, postproc
         self.max_staleness, self.timeout = max_staleness, timeout
         self._ahead: int | None = None
-        """Updates that the policy will have had when the batch under way is trained on; None: as many as now."""
+        """Number of updates before the current batch is trained on; None: the number so far."""
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -63,22 +63,22 @@ class Delivery(ABC):
 
     @abstractmethod
     def rollout(self) -> TensorDictBase | None:
-        """One batch, not delivered; None after the last one, or when it was stopped."""
+        """Collect one batch without delivering it; None after the last one, or if stopped."""
 
     @abstractmethod
     def _updates(self) -> int:
-        """How often the policy was updated so far."""
+        """The number of updates of the policy so far."""
 
     @abstractmethod
     def _release(self, close_env: bool) -> None:
-        """Close what the collector made."""
+        """Close the resources that the collector made."""
 
     def _interrupt(self) -> None:
-        """Make a rollout under way in the thread end soon."""
+        """Make the thread's current rollout end soon."""
         self._stopping.set()
 
     def set_postproc(self, postproc: Postproc) -> None:
-        """What every batch goes through before it is delivered. RuntimeError where there is one."""
+        """Set the function applied to every batch before delivery. Raises RuntimeError if there already is one."""
         if self.postproc is not None:
             raise RuntimeError("the collector has a postproc already.")
         self.postproc = postproc
@@ -87,7 +87,7 @@ class Delivery(ABC):
         return self.iterator()
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """RuntimeError while the thread of `start` runs, or after `shutdown`."""
+        """Iterate over batches. Raises RuntimeError while the thread of `start` runs, or after `shutdown`."""
         while True:
             self._check_usable()
             batch = self.rollout()
@@ -105,13 +105,13 @@ class Delivery(ABC):
         self._thread.start()
 
     def is_running(self) -> bool:
-        """Whether the thread of `start` collects."""
+        """Whether the thread of `start` is collecting."""
         return self._thread is not None and self._thread.is_alive()
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """End the thread after the turn under way, close environment and policy where they are the collector's.
+        """End the thread after the current turn, and close environment and policy if the collector owns them.
 
-        Raises what ended the thread, or DeadlineExceeded where it does not end. A second call does nothing.
+        Raises the error that ended the thread, or DeadlineExceeded if it does not end. A second call does nothing.
         """
         if self._closed:
             return
@@ -128,7 +128,7 @@ class Delivery(ABC):
             self._release(close_env)
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """The same: TorchRL's name for it after `start`."""
+        """Same as `shutdown`: TorchRL's name for it after `start`."""
         self.shutdown(timeout, close_env)
 
     def __enter__(self) -> Self:
@@ -156,7 +156,7 @@ class Delivery(ABC):
                 self._say_over()
 
     def _wait_for_update(self, trained_at: int) -> None:
-        """Until a batch that is trained on after so many updates may begin, or the thread is to stop."""
+        """Wait until a batch to be trained on after `trained_at` updates may begin, or the thread should stop."""
         deadline = time.monotonic() + self.timeout
         while self.max_staleness is not None and trained_at - self._updates() > self.max_staleness:
             if self._stopping.wait(_LOOK_S / 10):
@@ -178,7 +178,7 @@ class Delivery(ABC):
         return batch if self.postproc is None else self.postproc(batch)
 
     def _stored(self, batch: TensorDictBase) -> bool:
-        """Whether anything of it was: a buffer may hold rows back until their group is whole."""
+        """Store a batch; return whether any row was stored: a buffer may hold rows back for an incomplete group."""
         if self.replay_buffer is None:
             self._put(batch)
             return True
@@ -186,7 +186,10 @@ class Delivery(ABC):
         return numbers is None or torch.as_tensor(numbers).numel() > 0
 
     def _put(self, batch: TensorDictBase) -> None:
-        """Wait for room: DeadlineExceeded after `timeout`, nothing put where the thread is to stop."""
+        """Put a batch into the queue, waiting for room. Raises DeadlineExceeded after `timeout`.
+
+        Puts nothing if the thread should stop.
+        """
         deadline = time.monotonic() + self.timeout
         while not self._stopping.is_set():
             try:
@@ -197,9 +200,9 @@ class Delivery(ABC):
                     raise DeadlineExceeded("room in the collector's queue", self.timeout) from None
 
     def _say_over(self) -> None:
-        """None into the queue, as soon as there is room: whoever reads must not wait for what does not come."""
+        """Put None into the queue as soon as there is room, so that a reader does not wait for further batches."""
         deadline = time.monotonic() + self.timeout
-        with suppress(Exception):  # of a queue that is gone
+        with suppress(Exception):  # the queue is gone
             while True:
                 try:
                     self.queue.put(None, timeout=_LOOK_S)
@@ -214,7 +217,7 @@ class Delivery(ABC):
             raise RuntimeError("the collector's thread collects; read what it writes, or shut it down.")
 
     def _check_open(self) -> None:
-        """Raises what ended the thread, too."""
+        """Raise RuntimeError after `shutdown`, or the error that ended the thread."""
         self._raise_failure()
         if self._closed:
             raise RuntimeError("the collector was shut down.")

@@ -1,4 +1,4 @@
-"""A policy in a tensordict environment, batch by batch."""
+"""Runs a policy in a tensordict environment and collects batches."""
 
 from __future__ import annotations
 
@@ -23,32 +23,33 @@ log = logging.getLogger(__name__)
 
 
 class LLMCollector(Delivery):
-    """Batches of turns: what the environment showed, what the policy answered, "next", and which version answered.
+    """Batches of turns: the observation, the policy's answer, "next", and the version that answered.
 
-    - default: [B, T], the environment's rows and as many steps as give `dialog_turns_per_batch` turns; a row whose
-      episode ends begins another. [B * T], row after row, with `flatten_data` or a replay buffer.
-    - yield_completed_trajectories: [N], whole trajectories one after the other, as soon as they have
-      `dialog_turns_per_batch` turns (None: as soon as there is one). Others go on in the next batch.
-    - yield_only_last_steps: [N], only the last turn of each; `dialog_turns_per_batch` counts those.
+    - default: [B, T], the environment's rows and the number of steps that gives `dialog_turns_per_batch` turns; a row
+      whose episode ends begins another. With `flatten_data` or a replay buffer, [B * T], row after row.
+    - yield_completed_trajectories: [N], concatenated whole trajectories, as soon as they have `dialog_turns_per_batch`
+      turns (None: as soon as there is one). Unfinished ones continue in the next batch.
+    - yield_only_last_steps: [N], only the last turn of each trajectory; `dialog_turns_per_batch` counts those.
 
-    Nothing is sampled before the first batch is asked for. Weights change between two turns, never during one: every
-    turn is sampled by one version, and with `track_policy_version` says by which.
+    Nothing is sampled before the first batch is requested. Weights change only between two turns: every turn is sampled
+    by a single version, which `track_policy_version` records.
 
     Args:
         env: A TensorDictEnv, or a function that makes one; its batch size is [B]. It is closed by `shutdown`.
-        policy, policy_factory: A wrapper, or any callable on tensordicts [B]; or what makes one, which `shutdown`
-            closes. Exactly one of them.
-        total_dialog_turns: No more turns are begun once as many have run, yielded or not; -1: no end.
-        reset_at_each_iter: Every batch begins new episodes.
-        replay_buffer, queue: Where batches go; iterating then gives None for each. See `Delivery`, also for `start`.
-        postproc: What every batch goes through first.
-        weight_updater: One, or a function of the policy that makes one; None: `WeightUpdaterBase.from_policy`.
-        track_policy_version: True, or a PolicyVersion: rows carry "policy_version".
-        async_envs: Must be false: environments of a batch take their turns together.
-        max_staleness: Whole trajectories with a turn of a version more updates than this older than the newest at the
-            end of their batch are dropped, and counted in `dropped_turns`. Batches of turns are kept as they are: only
-            `start` sees to their age, by waiting. None: no bound.
-        timeout: Seconds to wait for a turn under way, or for room in the queue.
+        policy, policy_factory: A wrapper, or any callable on tensordicts [B]; or a function that makes one, which
+            `shutdown` closes. Exactly one of them.
+        total_dialog_turns: No more turns are begun once this many have run, yielded or not; -1: no limit.
+        reset_at_each_iter: Begin new episodes in every batch.
+        replay_buffer, queue: Where batches are delivered; iterating then yields None for each. See `Delivery`, also
+            for `start`.
+        postproc: Applied to every batch first.
+        weight_updater: One, or a function that makes one from the policy; None: `WeightUpdaterBase.from_policy`.
+        track_policy_version: True, or a PolicyVersion: rows get "policy_version".
+        async_envs: Must be false: the environments of a batch take their turns in lockstep.
+        max_staleness: Whole trajectories that contain a turn more than this many updates older than the newest version
+            at the end of their batch are dropped, and counted in `dropped_turns`. Batches of turns are not filtered:
+            only `start` limits their age, by waiting. None: no bound.
+        timeout: Seconds to wait for the current turn, or for room in the queue.
     """
 
     def __init__(
@@ -100,13 +101,13 @@ class LLMCollector(Delivery):
         self._owned = policy is None
         self.policy: Any = policy_factory() if policy_factory is not None else policy
         self.turns = 0
-        """That have run."""
+        """Number of turns that have run."""
         self.dropped_turns = 0
-        """Of trajectories that were too old by the end of their batch."""
+        """Number of turns of trajectories that were too old at the end of their batch."""
         self._sampling = threading.RLock()
         self._root: TensorDictBase | None = None
         self._trajectories: dict[int, tuple[int, list[TensorDictBase]]] = {}
-        """By row: updates before its first turn, and its turns so far."""
+        """Row -> number of updates before its first turn, and its turns so far."""
         self.weight_updater = self._updater(weight_updater)
 
     # -- policy and versions ----------------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ class LLMCollector(Delivery):
         return self.policy_version
 
     def increment_version(self) -> None:
-        """The policy has new weights; an updater says so itself."""
+        """Record that the policy has new weights; an updater calls it itself."""
         with self.no_sampling():
             self._versions.increment_version()
 
@@ -136,9 +137,9 @@ class LLMCollector(Delivery):
         policy: Source | None = None,
         weights_dict: Mapping[str, Source] | None = None,
     ) -> None:
-        """Push weights, given in one of four ways (`weights_dict` as {"policy": ...}), else the updater's own.
+        """Push weights, given in one of four ways (`weights_dict` as {"policy": ...}), or by default the updater's own.
 
-        Waits for the turn under way. Raises what ended the thread of `start`.
+        Waits for the current turn. Raises the error that ended the thread of `start`.
         """
         self._check_open()
         chosen = one_source(policy_or_weights, weights, policy, weights_dict, model_id)
@@ -148,7 +149,10 @@ class LLMCollector(Delivery):
 
     @contextmanager
     def no_sampling(self) -> Iterator[None]:
-        """No turn is sampled meanwhile. DeadlineExceeded where the one, or a push, under way takes over `timeout`."""
+        """No turn is sampled inside the block.
+
+        Raises DeadlineExceeded if the current turn, or another push, takes longer than `timeout`.
+        """
         if not self._sampling.acquire(timeout=self.timeout):
             raise DeadlineExceeded("the policy's turn, or the push of weights, under way", self.timeout)
         try:
@@ -159,7 +163,7 @@ class LLMCollector(Delivery):
     # -- turns --------------------------------------------------------------------------------------------------------
 
     def rollout(self) -> TensorDictBase | None:
-        """See Delivery. What fails ends the episodes under way; the next batch begins new ones."""
+        """See Delivery. An error ends the current episodes; the next batch begins new ones."""
         try:
             if self.reset_at_each_iter:
                 self._forget()
@@ -174,7 +178,7 @@ class LLMCollector(Delivery):
     def _steps(self) -> TensorDictBase | None:
         assert self.dialog_turns_per_batch is not None
         steps: list[TensorDictBase] = []
-        while sum(len(step) for step in steps) < self.dialog_turns_per_batch and self._may_go_on():
+        while sum(len(step) for step in steps) < self.dialog_turns_per_batch and self._may_continue():
             steps.append(self._turn())
         if not steps:
             return None
@@ -184,7 +188,7 @@ class LLMCollector(Delivery):
     def _completed(self) -> TensorDictBase | None:
         rows: list[TensorDictBase] = []
         ended: list[tuple[int, list[TensorDictBase]]] = []
-        while len(rows) < (self.dialog_turns_per_batch or 1) and self._may_go_on():
+        while len(rows) < (self.dialog_turns_per_batch or 1) and self._may_continue():
             updates = self._updates()
             step = self._turn()
             for place, row in enumerate(step.unbind(0)):
@@ -192,23 +196,23 @@ class LLMCollector(Delivery):
                 trajectory[1].append(row)
                 if bool(row["next", "done"].any()):
                     ended.append(self._trajectories.pop(place))
-            ended = self._fresh(ended)  # those that ended earlier, too: there may have been updates since
+            ended = self._fresh(ended)  # also those that ended earlier: there may have been updates since
             rows = [row for _, steps in ended for row in (steps[-1:] if self.yield_only_last_steps else steps)]
         return lazy_stack(rows) if rows else None
 
     def _fresh(self, ended: list[tuple[int, list[TensorDictBase]]]) -> list[tuple[int, list[TensorDictBase]]]:
-        """Without trajectories that are too old by now; each comes with the updates before its first turn."""
+        """Remove trajectories that are too old by now; each is paired with the updates before its first turn."""
         if self.max_staleness is None:
             return ended
         oldest = max(self._updates(), self._ahead or 0) - self.max_staleness
         self.dropped_turns += sum(len(steps) for updates, steps in ended if updates < oldest)
         return [one for one in ended if one[0] >= oldest]
 
-    def _may_go_on(self) -> bool:
+    def _may_continue(self) -> bool:
         return not self._stopping.is_set() and not 0 <= self.total_dialog_turns <= self.turns
 
     def _turn(self) -> TensorDictBase:
-        """One step of all rows, with "next"."""
+        """Run one step of all rows; the result has "next"."""
         root = self.env.reset() if self._root is None else self._root
         try:
             with self.no_sampling():
@@ -218,12 +222,12 @@ class LLMCollector(Delivery):
         finally:
             self._versions.acting = None
         self.turns += len(step)
-        # What goes on is in the record as "next": a policy that writes into what it is shown must not reach it.
+        # The next observation is in the record as "next": a policy that writes into its input must not change it.
         self._root = lazy_stack([row.copy() for row in following.unbind(0)])
         return step
 
     def _forget(self) -> None:
-        """The next turn begins new episodes."""
+        """Discard the current episodes: the next turn begins new ones."""
         self._root = None
         self._trajectories = {}
 
@@ -233,7 +237,7 @@ class LLMCollector(Delivery):
     # -- making and closing -------------------------------------------------------------------------------------------
 
     def _version_transform(self, asked: bool | PolicyVersion) -> PolicyVersion:
-        """The environment's, or another that counts; only one in the environment writes into rows."""
+        """The environment's PolicyVersion, or a separate one that only counts; only the former writes into rows."""
         there = [one for one in self.env.transforms if isinstance(one, PolicyVersion)]
         if isinstance(asked, PolicyVersion):
             if there and asked not in there:
@@ -255,7 +259,7 @@ class LLMCollector(Delivery):
         return updater
 
     def _release(self, close_env: bool) -> None:
-        with ExitStack() as closing:  # all of them, whatever one raises; last in, first out
+        with ExitStack() as closing:  # closes all of them, even if one raises; last in, first out
             if close_env:
                 closing.callback(self.env.close)
             if self._owned and hasattr(self.policy, "close"):
@@ -274,7 +278,7 @@ def check_yields(
     reset_at_each_iter: bool,
     async_envs: bool | None,
 ) -> None:
-    """Raises for settings that contradict each other, or that cannot be had."""
+    """Raise for settings that are contradictory or not supported."""
     if async_envs:
         raise RuntimeError(
             "async_envs=True needs a pool of environments, which is not offered: give the environment more rows, they "
@@ -297,7 +301,7 @@ def check_yields(
 def one_source(
     policy_or_weights: Any, weights: Any, policy: Any, weights_dict: Mapping[str, Any] | None, model_id: str | None
 ) -> Any:
-    """The weights of a call that may name them in four ways; None where it names none."""
+    """The weights of a call, which may name them in four ways; None if it names none."""
     if model_id not in (None, "policy"):
         raise ConfigError(f"model_id={model_id!r}: a collector has one model, 'policy'.")
     if weights_dict is not None and set(weights_dict) != {"policy"}:
@@ -310,7 +314,7 @@ def one_source(
 
 
 def _merged(root: TensorDictBase, answer: TensorDictBase | None) -> TensorDictBase:
-    """Observation and action; `answer` may be the observation itself, or only what the policy adds to it."""
+    """Merge observation and action; `answer` may be the whole observation, or only the policy's additions to it."""
     if answer is None or answer is root:
         return root
     if answer.batch_size != root.batch_size:

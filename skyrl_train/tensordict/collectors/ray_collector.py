@@ -1,4 +1,4 @@
-"""A collector in a Ray actor, and what a driver holds of it: both ends."""
+"""A collector in a Ray actor: the driver's end and the actor's end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from skyrl_train.cluster.actors import Remote, spawn_apart
+from skyrl_train.cluster.actors import Remote, spawn_anywhere
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.tensordict.collectors.delivery import Buffer, Delivery, Postproc
@@ -22,19 +22,19 @@ from skyrl_train.tensordict.wrappers.weight_sync import Source, weights_of
 
 
 class RayLLMCollector(Delivery):
-    """An LLMCollector whose environment and policy live in an actor. It takes all its arguments; where they differ:
+    """An LLMCollector whose environment and policy are in an actor. Its arguments are the same, except:
 
-    - env, policy_factory, weight_updater: functions that are called in the actor, where engines are made; what they
-      close over is pickled. `policy` must be something that can be pickled.
-    - dialog_turns_per_batch is needed.
-    - replay_buffer, queue, postproc: of this process, where batches come to.
-    - sync_iter: True begins a batch when it is asked for, so that the newest weights sample it. False begins the next
-      one when a batch is handed out: with one update a batch, none is older than one update.
-    - ray_init_config: arguments of `ray.init`, where Ray is not running. remote_config: options of the actor
-      (`ray.remote`'s), which `num_cpus` (1) and `num_gpus` (0) go into.
+    - env, policy_factory, weight_updater: functions that are called in the actor, where engines are made; their
+      closures are pickled. `policy` must be picklable.
+    - dialog_turns_per_batch is required.
+    - replay_buffer, queue, postproc: belong to this process, where batches arrive.
+    - sync_iter: True begins a batch when it is requested, so that the newest weights sample it. False begins the next
+      one when a batch is returned: with one update per batch, none is older than one update.
+    - ray_init_config: arguments of `ray.init`, if Ray is not running. remote_config: options of the actor
+      (`ray.remote`'s), to which `num_cpus` (1) and `num_gpus` (0) are added.
     - timeout: seconds for a batch, and for every other wait.
 
-    Close it: what it started, Ray included, ends with `shutdown`.
+    Close it: `shutdown` ends everything that it started, including Ray.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class RayLLMCollector(Delivery):
         return self.policy_version
 
     def increment_version(self) -> None:
-        """The policy has new weights; an updater says so itself."""
+        """Record that the policy has new weights; an updater calls it itself."""
         self._check_open()
         self._pushes = self._ask("increment_version")
 
@@ -108,7 +108,7 @@ class RayLLMCollector(Delivery):
         policy: Source | None = None,
         weights_dict: Mapping[str, Source] | None = None,
     ) -> None:
-        """See LLMCollector: a copy of the weights goes to the actor, where its updater pushes them."""
+        """See LLMCollector. A copy of the weights is sent to the actor, whose updater pushes them."""
         self._check_open()
         chosen = one_source(policy_or_weights, weights, policy, weights_dict, model_id)
         tensors = None if chosen is None else {name: tensor.cpu() for name, tensor in weights_of(chosen).items()}
@@ -117,8 +117,8 @@ class RayLLMCollector(Delivery):
     # -- batches ------------------------------------------------------------------------------------------------------
 
     def rollout(self) -> TensorDictBase | None:
-        """See Delivery. DeadlineExceeded where the actor takes longer than `timeout`, WorkerDied where it is gone."""
-        ahead = not self.sync_iter and not self.is_running()  # the thread of `start` is ahead by itself
+        """See Delivery. Raises DeadlineExceeded if the actor takes longer than `timeout`, WorkerDied if it is gone."""
+        ahead = not self.sync_iter and not self.is_running()  # the thread of `start` already works ahead
         batch: TensorDictBase | None = self._ask("take", ahead, self._ahead)
         return batch
 
@@ -134,7 +134,7 @@ class RayLLMCollector(Delivery):
     def _start_actor(self, settings: dict[str, Any], options: dict[str, Any]) -> Remote:
         target = f"{_Hosted.__module__}:{_Hosted.__name__}"
         try:
-            actor = spawn_apart(
+            actor = spawn_anywhere(
                 self._cluster,
                 target,
                 {"settings": settings},
@@ -142,7 +142,7 @@ class RayLLMCollector(Delivery):
                 name="the collector's actor",
                 deadline_s=self.timeout,
             )
-        except TypeError as error:  # Ray's, with a page about what cannot be pickled
+        except TypeError as error:  # Ray's, with a long text about what cannot be pickled
             raise ConfigError(
                 f"RayLLMCollector: something given cannot travel to the actor ({str(error).splitlines()[0]}); give "
                 "functions that make it there: env, policy_factory, weight_updater."
@@ -154,18 +154,18 @@ class RayLLMCollector(Delivery):
         return call(getattr(self._actor, method)(*args), f"the collector's actor ({method})", self.timeout + 5.0)
 
     def _end(self, method: str, *args: Any) -> None:
-        """What an actor that is gone, or hangs, need not do."""
+        """Call a method of the actor at the end; ignore an actor that is gone or hangs."""
         with suppress(SkyRLError):
             call(getattr(self._actor, method)(*args), method, self.timeout + 5.0)
 
     def _release(self, close_env: bool) -> None:
-        with ExitStack() as ending:  # each of them, whatever another one raises
+        with ExitStack() as ending:  # runs all of them, even if one raises
             ending.callback(self._cluster.__exit__, None, None, None)
             self._end("shutdown", close_env)
 
 
 class _Hosted:
-    """What the actor holds. Batches are made in threads: it answers while one is under way."""
+    """The actor's collector. Batches are made in threads, so that it can answer other calls meanwhile."""
 
     ready = True
 
@@ -174,12 +174,12 @@ class _Hosted:
         self._next: asyncio.Future[Any] | None = None
 
     async def take(self, begin_next: bool, trained_at: int | None) -> TensorDictBase | None:
-        """A batch, begun now unless it was before; `trained_at`: updates by the time that it is trained on."""
+        """Return a batch, begun now unless it was begun before; `trained_at`: number of updates before its training."""
         if self._next is None:
             self._next = self._begin(trained_at)
         coming = self._next
         try:
-            batch: TensorDictBase | None = await asyncio.shield(coming)  # who gives up leaves it to the next call
+            batch: TensorDictBase | None = await asyncio.shield(coming)  # a cancelled call leaves it to the next one
         finally:
             if self._next is coming and coming.done():
                 self._next = None
@@ -192,7 +192,7 @@ class _Hosted:
         return asyncio.ensure_future(asyncio.to_thread(self._collector.rollout))
 
     async def update(self, weights: dict[str, Any] | None, worker_ids: Any) -> int:
-        """How many updates there were so far."""
+        """Push weights and return the number of updates so far."""
         await asyncio.to_thread(self._collector.update_policy_weights_, weights, worker_ids=worker_ids)
         return self._collector._updates()
 
@@ -204,7 +204,7 @@ class _Hosted:
         return self._collector.policy_version
 
     async def stop(self) -> None:
-        """End the batch under way after its turn."""
+        """End the current batch after its turn."""
         self._collector._interrupt()
         if self._next is not None:
             await asyncio.wait([self._next])
@@ -214,9 +214,9 @@ class _Hosted:
 
 
 def _check(settings: Mapping[str, Any], sync_iter: bool) -> bool:
-    """Whether whole trajectories are yielded. Raises for what LLMCollector, or an actor, cannot have."""
+    """Whether whole trajectories are yielded. Raises for settings that LLMCollector or an actor does not support."""
     env, turns = settings["env"], settings["dialog_turns_per_batch"]
-    inspect.signature(LLMCollector).bind(**settings)  # TypeError for a name that it has not
+    inspect.signature(LLMCollector).bind(**settings)  # TypeError for an unknown argument
     only_last = bool(settings.get("yield_only_last_steps"))
     completed = only_last or bool(settings.get("yield_completed_trajectories"))
     check_yields(

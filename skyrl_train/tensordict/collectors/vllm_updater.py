@@ -1,8 +1,8 @@
-"""TorchRL's vLLMUpdater: the policy's weights to the engine that samples, proven to have arrived.
+"""TorchRL's vLLMUpdater: sends the policy's weights to the engine that samples, and verifies their arrival.
 
 Version 1 sends over a process group at an address (NCCL or gloo), to the engine of the collector's policy; version 2
-is an EngineUpdater. A policy with LoRA adapters is sent merged and stays as it is. However many tensors and engines
-there are, a push is one new version.
+is an EngineUpdater. LoRA adapters are merged in what is sent, without changing the policy. A push is one new version,
+however many tensors and engines there are.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from skyrl_train.tensordict.wrappers.weight_sync import Metadata, Source, Weight
 
 
 class vLLMUpdaterV2(EngineUpdater):
-    """An EngineUpdater that also takes wrappers and workers in place of their engines, and knows TorchRL's calls."""
+    """An EngineUpdater that also accepts wrappers and workers in place of their engines, and has TorchRL's methods."""
 
     def __init__(self, vllm_engine: Any, *, dtype: str = "float32", timeout: float = 600.0):
-        """`vllm_engine`: one or a list. `dtype` of what is sent; an engine casts it to its own. `timeout`: seconds for
-        each engine's sync."""
+        """`vllm_engine`: one or a list. `dtype`: of the sent tensors; an engine casts them to its own. `timeout`:
+        seconds for each engine's sync."""
         given = list(vllm_engine) if isinstance(vllm_engine, Sequence) else [vllm_engine]
         super().__init__([engine_of(one) for one in given], wire_dtype=dtype, timeout=timeout)
 
@@ -33,18 +33,19 @@ class vLLMUpdaterV2(EngineUpdater):
         self.push_weights(transformers_model)
 
     def push_weights_from_transformers_optimized(self, transformers_model: Source, batch_size: int = 50) -> None:
-        """The same: tensors always travel in buckets, and the version is theirs together."""
+        """Same as `push_weights_from_transformers`: tensors are always sent in buckets, as one version."""
         self.push_weights(transformers_model)
 
 
 class vLLMUpdater(WeightUpdaterBase):
     """vLLMUpdater(master_address, master_port, model_metadata, vllm_tp_size), or vLLMUpdater(v2=True, vllm_engine=...).
 
-    The second is a vLLMUpdaterV2. Of the first, `register_collector` and `init` come before `push_weights`.
+    The second form makes a vLLMUpdaterV2. With the first form, call `register_collector` and `init` before
+    `push_weights`.
     """
 
     def __new__(cls, *args: Any, v2: bool = False, vllm_engine: Any = None, **options: Any) -> Any:
-        """TypeError where arguments of both versions are mixed."""
+        """Raises TypeError if arguments of both versions are mixed."""
         old = {"master_address", "master_port", "model_metadata", "vllm_tp_size"}
         if not v2:
             if vllm_engine is not None:
@@ -68,10 +69,10 @@ class vLLMUpdater(WeightUpdaterBase):
         dtype: str = "float32",
         timeout: float = 600.0,
     ):
-        """The group meets at `master_address` (localhost), where the policy is, and a free port unless one is given.
+        """The group's address is `master_address` (localhost), the policy's host, with a free port by default.
 
-        `model_metadata`: name -> (dtype, shape) of what is sent (get_model_metadata of workers and servers); names and
-        shapes are checked. `vllm_tp_size`: ranks of the engine, checked where given.
+        `model_metadata`: name -> (dtype, shape) of the sent tensors (get_model_metadata of workers and servers); names
+        and shapes are checked. `vllm_tp_size`: number of ranks of the engine, checked if given.
         """
         super().__init__()
         self.master_address, self.master_port = master_address or "localhost", master_port
@@ -80,9 +81,9 @@ class vLLMUpdater(WeightUpdaterBase):
         self._pusher: WeightPusher | None = None
 
     def init(self, model_metadata: Metadata | None = None) -> None:
-        """Get ready to send to the engine of the collector's policy.
+        """Prepare to send to the engine of the collector's policy.
 
-        RuntimeError without a collector or metadata, ConfigError where the engine has other ranks than said.
+        Raises RuntimeError without a collector or metadata, ConfigError if the engine has another number of ranks.
         """
         self.model_metadata = model_metadata or self.model_metadata
         if self.collector is None or self.model_metadata is None:
@@ -120,7 +121,7 @@ class vLLMUpdater(WeightUpdaterBase):
 
 
 def engine_of(model: Any) -> InferenceEngine:
-    """What samples for a wrapper, a worker or a server; ConfigError for what has no engine."""
+    """The engine of a wrapper, a worker or a server. Raises ConfigError if there is none."""
     found = model.engine if isinstance(model, LLMWrapperBase | EngineView) else model
     if not hasattr(found, "capabilities") or not hasattr(found, "begin_weights"):
         raise ConfigError(f"{type(model).__name__} has no inference engine to send weights to.")

@@ -1,4 +1,4 @@
-"""From the weights that are trained to the policy that samples."""
+"""Sends the weights that are trained to the policy that samples."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from skyrl_train.tensordict.wrappers.weight_sync import Source, WeightPusher, we
 
 
 class WeightUpdaterBase(ABC):
-    """Brings weights to workers: whatever samples, each known by an id. Subclasses say how one worker gets them.
+    """Sends weights to the workers that sample, each identified by an id. Subclasses define how one worker gets them.
 
-    With a collector registered no turn is sampled while weights change, and a push that reached any worker, also one
-    that failed at a later one, is a new version of its policy: no weights sample under a number that others had.
+    With a registered collector, no turn is sampled while weights change. A push that reached any worker, even if it
+    then failed at a later one, is a new version of the policy, so that different weights never have the same number.
     """
 
     def __init__(self) -> None:
@@ -29,20 +29,20 @@ class WeightUpdaterBase(ABC):
 
     @classmethod
     def from_policy(cls, policy: Any) -> WeightUpdaterBase | None:
-        """One that fits the policy; None where there is none."""
+        """An updater that fits the policy; None if there is none."""
         engine = policy.engine if isinstance(policy, LLMWrapperBase) and policy.generate else None
         takes = engine is not None and "in_process" in engine.capabilities.weight_routes
         return EngineUpdater(engine) if engine is not None and takes else None
 
     def init(self, model_metadata: Any = None) -> None:  # noqa: B027 - there may be nothing to open
-        """Open what is needed once the workers are there; `model_metadata` is what a subclass wants to know."""
+        """Open connections once the workers are running; the meaning of `model_metadata` is up to the subclass."""
 
     def register_post_hook(self, hook: Callable[[], Any]) -> None:
-        """Called after every push."""
+        """Call `hook` after every push."""
         self.post_hooks.append(hook)
 
     def register_collector(self, collector: Any) -> None:
-        """Called by the collector whose policy is updated. ConfigError where there is another one."""
+        """Called by the collector whose policy is updated. Raises ConfigError if another one is registered."""
         known = self.collector
         if known is not None and known is not collector:
             raise ConfigError(f"{type(self).__name__} serves a collector already; make another one.")
@@ -53,14 +53,14 @@ class WeightUpdaterBase(ABC):
         return self._collector() if self._collector is not None else None
 
     def push_weights(self, policy_or_weights: Source | None = None, worker_ids: Any = None) -> None:
-        """Give weights (those of `_get_server_weights` by default) to all workers, or to some of them."""
+        """Send weights (by default those of `_get_server_weights`) to all workers, or to those in `worker_ids`."""
         given = self._get_server_weights() if policy_or_weights is None else policy_or_weights
         weights = self._maybe_map_weights(given)
-        everybody = self.all_worker_ids()
-        chosen = everybody if worker_ids is None else worker_ids
+        known_ids = self.all_worker_ids()
+        chosen = known_ids if worker_ids is None else worker_ids
         chosen = list(chosen) if isinstance(chosen, Sequence) and not isinstance(chosen, str) else [chosen]
-        if everybody is not None and (unknown := [one for one in chosen if one not in everybody]):
-            raise ConfigError(f"worker_ids={unknown} are not among {list(everybody)}.")
+        if known_ids is not None and (unknown := [one for one in chosen if one not in known_ids]):
+            raise ConfigError(f"worker_ids={unknown} are not among {list(known_ids)}.")
         with self._no_sampling():
             reached = False
             try:
@@ -76,35 +76,35 @@ class WeightUpdaterBase(ABC):
     __call__ = push_weights
 
     def all_worker_ids(self) -> Sequence[Any] | None:
-        """None: there is one, and it has no id."""
+        """The ids of all workers; None if there is a single one, without an id."""
         return None
 
     def close(self) -> None:
-        """Leave what `init` opened."""
+        """Close what `init` opened."""
         self.post_hooks.clear()
 
     def _get_server_weights(self) -> Any:
-        """The weights to push when none are given."""
+        """The weights to push if none are given."""
         raise ConfigError(f"{type(self).__name__} knows no weights by itself: give a model or its tensors.")
 
     def _maybe_map_weights(self, server_weights: Any) -> Any:
-        """What the workers need, of what was given."""
+        """Convert the given weights to those that the workers need."""
         return server_weights
 
     @abstractmethod
     def _sync_weights_with_worker(self, *, worker_id: Any, server_weights: Any) -> None:
-        """One worker has them when this returns."""
+        """Send the weights to one worker; it has them on return."""
 
     def _no_sampling(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.collector is None else self.collector.no_sampling()
 
 
 class EngineUpdater(WeightUpdaterBase):
-    """To engines, each by a whole, proven sync (weight_sync/publish.py); an engine's id is its place in the list.
+    """Sends weights to engines, each by a complete, verified sync (weight_sync/publish.py). An id is an engine's index.
 
-    Engines serve the collector's version numbers where those count, else the one after their own. A push raises
-    WeightSyncError naming engine and tensor, DeadlineExceeded naming the phase: that engine is torn then, and serves
-    nothing until the next one.
+    Engines serve the collector's version numbers if it counts them, else their own incremented by one. A push raises
+    WeightSyncError naming engine and tensor, or DeadlineExceeded naming the phase: that engine is then torn, and serves
+    nothing until the next push.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class EngineUpdater(WeightUpdaterBase):
         bucket_bytes: int = 1 << 28,
         timeout: float = 600.0,
     ):
-        """source: what a push without weights sends, as it is then. route: `in_process` for engines of this process,
-        `checkpoint` for others that see the same `folder`. timeout: seconds for one engine's sync."""
+        """source: its current weights are sent by a push without weights. route: `in_process` for engines of this
+        process, `checkpoint` for others with access to the same `folder`. timeout: seconds for one engine's sync."""
         super().__init__()
         if route not in ("in_process", "checkpoint"):
             raise ConfigError(f"route={route!r} is not one of ['checkpoint', 'in_process'].")
@@ -159,6 +159,6 @@ class EngineUpdater(WeightUpdaterBase):
 
 
 def next_version(collector: Any) -> int | None:
-    """The number that a collector's policy has after a push; None where it does not count them."""
+    """The version number of a collector's policy after a push; None if it does not count versions."""
     live = None if collector is None else collector.policy_version
     return live + 1 if isinstance(live, int) else None

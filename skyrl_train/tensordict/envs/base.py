@@ -1,4 +1,4 @@
-"""What an environment on tensordicts is, and the transforms that are put around one."""
+"""The interface of environments on tensordicts, and of the transforms around them."""
 
 from __future__ import annotations
 
@@ -16,59 +16,59 @@ DONE_KEYS = ("done", "terminated", "truncated")
 ACTION_KEYS = ("text_response", "tokens_response")
 CONTAINERS = ("history", "text", "tokens", "masks", "log_probs", "ref_log_probs")
 OF_ONE_STEP = frozenset({"next", "_reset", "reward", "action", *ACTION_KEYS, *DONE_KEYS, *CONTAINERS})
-"""Root keys that the next step does not begin with, unless the environment says them anew; and see
+"""Root keys that are not carried over to the next step, unless the environment writes them again; see also
 `Transform.of_one_step`."""
 
 
 def keys_of(tensordict: TensorDictBase) -> set[str]:
-    """First-level keys; of a lazy stack those that all rows have."""
+    """First-level keys; for a lazy stack, those that all rows have."""
     return set(tensordict.keys())
 
 
 class Transform:
-    """Something between an environment and its policy. Every method gets and returns tensordicts of batch [B].
+    """Transforms the data between an environment and its policy. Every method takes and returns tensordicts [B].
 
-    `environment` is the one it was appended to. A transform may serve only one.
+    `environment` is the one to which the transform was appended; a transform can belong to only one.
     """
 
     last: bool = False
-    """Whether it runs after all transforms that are not, whenever they were appended."""
+    """Whether it runs after all transforms without this mark, even those appended later."""
     environment: TensorDictEnv | None = None
     of_one_step: Sequence[str] = ()
-    """Keys that it writes about a step (rewards, scores): the next one begins without them."""
+    """Keys that it writes about a single step (rewards, scores); they are not carried over to the next one."""
 
     def attach(self, environment: TensorDictEnv) -> None:
-        """Called by `append_transform`. Raises for an environment it cannot work with."""
+        """Called by `append_transform`. Raises if the transform cannot work with the environment."""
         if self.environment is not None:
             raise RuntimeError(f"{type(self).__name__} belongs to an environment already; make another one.")
         self.environment = environment
 
     def before_reset(self, given: TensorDictBase) -> TensorDictBase:
-        """What the environment is reset with."""
+        """Transform the input of the environment's reset."""
         return given
 
     def after_reset(self, given: TensorDictBase, root: TensorDictBase) -> TensorDictBase:
-        """The first observation."""
+        """Transform the first observation."""
         return root
 
     def before_step(self, root: TensorDictBase) -> TensorDictBase:
-        """What the environment sees of observation and action."""
+        """Transform the observation and action that the environment receives."""
         return root
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
-        """What is stored under "next"."""
+        """Transform the data stored under "next"."""
         return following
 
     def end_episodes(self, episodes: Sequence[int] | None) -> None:
         """Release what is held for these episodes; None: for all."""
 
     def close(self) -> None:
-        """Called once, with the environment's `close`."""
+        """Called once, when the environment is closed."""
         self.end_episodes(None)
 
 
 class StepCounter(Transform):
-    """Counts steps in "step_count" [B, 1]; `max_steps` of them truncate an episode."""
+    """Counts steps in "step_count" [B, 1]; an episode is truncated after `max_steps`."""
 
     def __init__(self, max_steps: int | None = None):
         if max_steps is not None and max_steps < 1:
@@ -89,13 +89,13 @@ class StepCounter(Transform):
 
 
 class TensorDictEnv(ABC):
-    """A batch of episodes: `reset` gives observations, `step` adds "next" to observations with actions.
+    """A batch of episodes: `reset` returns observations, `step` adds "next" to observations with actions.
 
-    Rows may have different lengths: batches are lazy stacks of rows, nothing is padded. "episode" [B] numbers the
-    episodes, so that what is held for one (a browser, a session) follows its row; "done", "terminated" and "truncated"
+    Rows may have different lengths: batches are lazy stacks of rows without padding. "episode" [B] numbers the
+    episodes, so that an episode's resources (a browser, a session) follow its row; "done", "terminated" and "truncated"
     are [B, 1]. Subclasses define `_reset_row` and `_step_row`.
 
-    `batch_size` is [B]; None stands for [1], and takes any other number of rows that a reset gives.
+    `batch_size` is [B]; None means [1], or the number of rows given to a reset.
     """
 
     def __init__(self, batch_size: Sequence[int] | int | None = None, device: torch.device | str | None = None):
@@ -114,19 +114,19 @@ class TensorDictEnv(ABC):
 
     @abstractmethod
     def _reset_row(self, given: TensorDictBase) -> TensorDictBase:
-        """The first observation of one episode, batch []."""
+        """Return the first observation of one episode, batch []."""
 
     @abstractmethod
     def _step_row(self, root: TensorDictBase) -> TensorDictBase:
-        """What follows an observation and its action, batch []; "reward", and of DONE_KEYS what is not False."""
+        """Return the result of an observation and its action, batch []: "reward", and those of DONE_KEYS not False."""
 
     def _end_episodes(self, episodes: Sequence[int] | None) -> None:  # noqa: B027 - there may be nothing to end
-        """As `Transform.end_episodes`."""
+        """Like `Transform.end_episodes`."""
 
     # ---------------------------------------------------------------------------------------------- for users
 
     def append_transform(self, transform: Transform) -> Self:
-        """Put `transform` around the ones before it; returns the environment."""
+        """Add `transform` around the earlier ones; return the environment."""
         transform.attach(self)
         self._of_one_step.update(transform.of_one_step)
         self.transforms.append(transform)
@@ -134,9 +134,9 @@ class TensorDictEnv(ABC):
         return self
 
     def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """First observations [B]. A mask "_reset" ([B] or [B, 1]) leaves the other rows as they are.
+        """Return the first observations [B]. With a mask "_reset" ([B] or [B, 1]), only the marked rows are reset.
 
-        A tensordict without batch dimension is one row, or the same for every row of the environment.
+        A tensordict without batch dimension is one row, or is used for every row of the environment.
         """
         given = self._rows_given(tensordict)
         mask = given.pop("_reset", None)
@@ -154,7 +154,7 @@ class TensorDictEnv(ABC):
         return _same_keys(rows)
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """`tensordict` [B], observations and actions, with "next" in it: one that has rows is changed and returned."""
+        """Add "next" to `tensordict` [B] of observations and actions; a stack of rows is changed in place."""
         if "episode" not in keys_of(tensordict):
             raise RuntimeError("step needs what reset returned (with the policy's keys in it): there is no 'episode'")
         if tensordict.batch_dims != 1:
@@ -173,7 +173,7 @@ class TensorDictEnv(ABC):
         return root.set("next", following)
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """(`step`, the observations to go on with): rows that are done begin a new episode."""
+        """Return (`step`'s result, the next observations), in which rows that are done begin a new episode."""
         stepped = self.step(tensordict)
         following = stepped["next"]
         done = following["done"]
@@ -190,11 +190,11 @@ class TensorDictEnv(ABC):
         break_when_any_done: bool = True,
         tensordict: TensorDictBase | None = None,
     ) -> TensorDictBase:
-        """Up to `max_steps` steps, [B, T]. `policy` fills in the action; None: the observation already has it.
+        """Run up to `max_steps` steps, [B, T]. `policy` adds the action; None: the observation already has it.
 
         Args:
-            auto_reset: Begin with `reset(tensordict)`; else `tensordict` is the first observation.
-            break_when_any_done: Stop with the first row that is done; else rows that are begin a new episode.
+            auto_reset: Begin with `reset(tensordict)`; otherwise, `tensordict` is the first observation.
+            break_when_any_done: Stop when the first row is done; otherwise, such rows begin a new episode.
         """
         if not auto_reset and tensordict is None:
             raise RuntimeError("auto_reset=False needs tensordict=, the observation to begin with")
@@ -209,7 +209,7 @@ class TensorDictEnv(ABC):
         return lazy_stack(steps, dim=1)
 
     def close(self) -> None:
-        """Release what the environment and its transforms hold."""
+        """Release the resources of the environment and its transforms."""
         if not self._closed:
             self._closed = True
             self._end_episodes(None)
@@ -268,7 +268,7 @@ class TensorDictEnv(ABC):
         return stacked.to(self.device) if self.device is not None else stacked
 
     def _completed(self, before: TensorDictBase, row: TensorDictBase) -> TensorDictBase:
-        """`row` with what is carried over from `before` and what it leaves unsaid."""
+        """`row` completed with the entries carried over from `before` and with defaults."""
         for key in keys_of(before) - keys_of(row):
             if key not in OF_ONE_STEP and key not in self._of_one_step:
                 row.set(key, before.get(key))
@@ -279,6 +279,6 @@ class TensorDictEnv(ABC):
 
 
 def _same_keys(rows: Sequence[TensorDictBase]) -> TensorDictBase:
-    """A lazy stack of rows, with the keys that all of them have."""
+    """A lazy stack of rows with the keys that all of them have."""
     common = set.intersection(*(set(row.keys()) for row in rows))
     return lazy_stack([row.select(*common) for row in rows])

@@ -1,4 +1,4 @@
-"""Conversations as environments: a blank one, and one whose questions come from a dataset."""
+"""Conversations as environments: a plain one, and one whose questions come from a dataset."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ QUESTION_KEYS = ("query", "text")
 class ChatEnv(TensorDictEnv):
     """A conversation without a reward of its own: transforms add rewards, tools and an end.
 
-    `reset` reads a question from `data_key` ("query"; the string under "text" is taken as well, and stored under
-    "query") and gives (input_mode, "prompt"). An action is (input_mode, "full"), or "response" of the same container,
-    or a string "text_response" ("tokens_response" in tokens mode). `step` makes what it says the next prompt.
+    `reset` reads a question from `data_key` ("query"; a string under "text" is also accepted, and stored under "query")
+    and writes (input_mode, "prompt"). An action is (input_mode, "full"), or "response" of the same container, or a
+    string "text_response" ("tokens_response" in tokens mode). `step` appends it to form the next prompt.
 
-    Modes "text" and "tokens" render the prompt by the tokenizer's chat template. Without a tokenizer a text prompt is
-    the messages' contents, a blank line between them.
+    Modes "text" and "tokens" render the prompt with the tokenizer's chat template. Without a tokenizer, a text prompt
+    consists of the messages' contents, separated by blank lines.
 
     Args:
-        with_tokenizer: Keep ("tokens", "prompt") beside the history; see `IncrementalTokenizer`.
+        with_tokenizer: Also keep ("tokens", "prompt") with the history; see `IncrementalTokenizer`.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class ChatEnv(TensorDictEnv):
         self.system_role, self.user_role, self.policy_role = system_role, user_role, policy_role
         self.data_key = data_key or QUESTION_KEYS[0]
         self.kept_key = QUESTION_KEYS[0] if self.data_key == "text" else self.data_key
-        """Where the question stays: policies write a container under "text"."""
+        """The key under which the question is kept: policies write a container under "text"."""
         if with_tokenizer:
             self.append_transform(IncrementalTokenizer(tokenizer, template_kwargs=template_kwargs))
 
     def opening(self, question: str) -> list[Message]:
-        """The messages that a conversation begins with."""
+        """The messages with which a conversation begins."""
         asked = {"role": self.user_role, "content": question}
         return [asked] if self.system_prompt is None else [self._system(), asked]
 
@@ -91,7 +91,7 @@ class ChatEnv(TensorDictEnv):
         question = self._question(given)
         messages = self.opening(question)
         row = TensorDict({}, batch_size=[])
-        for key in {self.kept_key, QUESTION_KEYS[0]}:  # what groups episodes by their question looks for the second
+        for key in {self.kept_key, QUESTION_KEYS[0]}:  # grouping of episodes by question reads the second
             row.set_non_tensor(key, question)
         return row.set(self.input_mode, self._prompt(messages))
 
@@ -156,18 +156,18 @@ class ChatEnv(TensorDictEnv):
 
 
 class DatasetChatEnv(ChatEnv):
-    """A ChatEnv whose every reset takes the next row of a dataset, without end.
+    """A ChatEnv in which every reset takes the next row of a dataset, endlessly.
 
     Args:
-        dataset: Rows (mappings), or what `data.rows.read_rows` reads: a .parquet, .json or .jsonl file, a folder,
-            a name on the hub. A column "text" is the question, unless there is "query" or `data_key` says otherwise.
-        shuffle: A new order in every pass over the rows, repeatable by `seed`.
+        dataset: Rows (mappings), or a source for `data.rows.read_rows`: a .parquet, .json or .jsonl file, a folder, a
+            name on the hub. A column "text" is the question, unless there is "query" or `data_key` names another.
+        shuffle: Use a new order in every pass over the rows, reproducible with `seed`.
         name, split: Configuration and split of a dataset on the hub.
-        num_envs: Rows of the batch.
-        repeats: How often each row comes, one after the other: the group of GRPO.
-        batch_size_dl: Rows drawn at a time; `collate_fn` gets a list of so many and gives the rows to use.
-        group_repeats: Accepted: repeats always follow each other.
-        apply_template: Accepted, without effect, as in TorchRL.
+        num_envs: Number of rows of the batch.
+        repeats: How often each row is repeated consecutively: the group of GRPO.
+        batch_size_dl: Number of rows drawn at a time; `collate_fn` gets a list of them and returns the rows to use.
+        group_repeats: Accepted without effect: repeats are always consecutive.
+        apply_template: Accepted without effect, as in TorchRL.
     """
 
     def __init__(
@@ -231,9 +231,9 @@ class DatasetChatEnv(ChatEnv):
         num_envs: int = 1,
         **settings: Any,
     ) -> Self:
-        """Over a loader of rows (mappings, lists of them, or batched mappings), read again when it ends.
+        """Make an environment over a loader of rows (mappings, lists of them, or batched mappings), repeated endlessly.
 
-        `settings` are the constructor's, but for those that say how rows are read: TypeError.
+        `settings` are the constructor's; those that say how rows are read raise TypeError.
         """
         if of_rows := sorted(
             {"dataset", "name", "split", "shuffle", "seed", "batch_size_dl", "collate_fn"} & set(settings)
@@ -243,13 +243,13 @@ class DatasetChatEnv(ChatEnv):
         return cls(dataset=_Loader(dataloader), **given)
 
     def reset_dataloader(self) -> None:
-        """Begin with the first row again."""
+        """Start again with the first row."""
         self.primer.reset_dataloader()
 
 
 @dataclass(frozen=True)
 class _Loader:
-    """Stands for a dataset whose batches somebody else makes."""
+    """Represents a dataset whose batches are made by a loader."""
 
     batches: Iterable[Any]
 

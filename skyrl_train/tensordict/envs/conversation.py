@@ -1,4 +1,4 @@
-"""Conversations between their two forms: `History` in tensordicts, lists of messages everywhere else."""
+"""Converts conversations between `History`, their form in tensordicts, and lists of messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INPUT_MODES = ("history", "text", "tokens")
 
 
 def text_of(given: TensorDictBase, key: Any) -> str | None:
-    """The string under `key` of a row, or None where there is none or something else."""
+    """The string under `key` of a row, or None if it is missing or not a string."""
     value = given.get(key, None)
     value = getattr(value, "data", value)
     return value if isinstance(value, str) else None
@@ -29,7 +29,7 @@ def set_texts(tensordict: TensorDictBase, key: Any, texts: Sequence[str]) -> Non
 
 
 def value_of(given: TensorDictBase, key: Any) -> Any:
-    """A row's value under `key` as plain Python; None where it is missing."""
+    """A row's value under `key` as plain Python; None if it is missing."""
     value = given.get(key, None)
     if isinstance(value, torch.Tensor):
         return value.tolist()
@@ -47,12 +47,12 @@ def messages_of(history: History) -> list[Message]:
 
 
 def rendered_form(messages: Sequence[Message]) -> list[Message]:
-    """Messages as chat templates have them."""
+    """Messages in the form that chat templates expect."""
     return [{name: value for name, value in message.items() if name != "is_complete"} for message in messages]
 
 
 def conversation(prompt: Sequence[Message]) -> ChatHistory:
-    """A row's container with only its prompt."""
+    """A row's container with only a prompt."""
     return ChatHistory(prompt=history_of(prompt), batch_size=[])
 
 
@@ -66,7 +66,7 @@ def part(row: TensorDictBase, mode: str, name: str) -> Any:
 
 
 def full_messages(row: TensorDictBase, policy_role: str = "assistant") -> list[Message] | None:
-    """A row's conversation with the answer of its action; None where it is not in history mode or has no action.
+    """A row's conversation including its action; None if it is not in history mode or has no action.
 
     An action is ("history", "full"), else ("history", "response") or a string "text_response" after the prompt.
     """
@@ -83,7 +83,7 @@ def full_messages(row: TensorDictBase, policy_role: str = "assistant") -> list[M
 
 
 def last_response(row: TensorDictBase, tokenizer: Any = None, policy_role: str = "assistant") -> str | None:
-    """What the model wrote in this step, never what it was asked: None where the row has no action.
+    """The model's text of this step, without the prompt; None if the row has no action.
 
     Read from the history, else from ("text", "response") or "text_response", else from ("tokens", "response").
     """
@@ -105,9 +105,9 @@ def last_response(row: TensorDictBase, tokenizer: Any = None, policy_role: str =
 
 
 def unpadded(row: TensorDictBase, tokens: torch.Tensor, *, response: bool) -> torch.Tensor:
-    """A row's ids without padding: by ("masks", "all_attention_mask"), which is as long as ("tokens", "full").
+    """A row's ids without padding, by ("masks", "all_attention_mask"), which is as long as ("tokens", "full").
 
-    A prompt is its beginning, a response its end. Without a mask nothing is taken for padding.
+    A prompt uses the beginning of the mask, a response its end. Without a mask, there is no padding.
     """
     masks = row.get("masks", None)
     mask = None if masks is None else masks.get("all_attention_mask", None)

@@ -25,9 +25,9 @@ BASE_PROMPT = (
 
 
 def given_answer(text: str) -> str | None:
-    """The number that a response gives, in the form that equal numbers share; None for none, or several that differ.
+    """The number that a response gives, in canonical form; None if there is none, or several that differ.
 
-    Read from <answer> blocks after the reasoning ("72 clips" is 72), else after "####" as `gsm8k.strict_answer` does.
+    It is read from <answer> blocks after the reasoning ("72 clips" is 72), else after "####" (`gsm8k.strict_answer`).
     """
     blocks = answers_in(text)
     if not blocks:
@@ -37,7 +37,7 @@ def given_answer(text: str) -> str | None:
 
 
 def true_answer(answer: str) -> str:
-    """The number of a row's "answer": after "####", else the whole. Raises ValueError where that is no number."""
+    """The number in a row's "answer": after "####", else the whole text. Raises ValueError if that is not a number."""
     number = NUMBER.fullmatch(answer.rpartition("####")[2].strip().rstrip("."))
     if number is None:
         raise ValueError(f"the row's answer {answer!r:.80} does not end in '#### <number>' and is no number")
@@ -45,19 +45,19 @@ def true_answer(answer: str) -> str:
 
 
 class GSM8KRewardParser(Transform):
-    """Rewards what the model wrote in this step, against the row's "answer"; what it was asked is never looked at.
+    """Rewards the model's text of this step by the row's "answer"; the prompt is never examined.
 
-    Writes, [B, 1, 1] each: "reward_answer" 1 for exactly one answer, "reward_think" 1 for exactly one <think> block,
-    "reward_right" 1 for the right answer, "success" the same as a boolean, and "reward": `correct_reward` for the right
-    answer, `format_reward` for another single one, else 0, added to what other transforms gave in this step.
+    Writes, each [B, 1, 1]: "reward_answer", 1 for exactly one answer; "reward_think", 1 for exactly one <think> block;
+    "reward_right", 1 for the right answer; "success", the same as a boolean; and "reward": `correct_reward` for the
+    right answer, `format_reward` for another single one, else 0, added to the rewards of other transforms in this step.
 
     Args:
         tokenizer: For tokens mode; the environment's by default.
         in_keys: The key of the row's answer, "answer".
-        out_keys: Five other names, in the order above with "success" last.
-        eos_token: Cut off the end of the response first.
-        set_done_if_answer: Terminate the episode of a response with an answer.
-        input_mode: The environment's, checked where given: what is read follows the environment.
+        out_keys: Five other names, in the order above but with "success" last.
+        eos_token: Removed from the end of the response first.
+        set_done_if_answer: Terminate the episode if the response has an answer.
+        input_mode: Only checked: must be the environment's, which decides what is read.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class GSM8KRewardParser(Transform):
 
 
 class GSM8KEnv(DatasetChatEnv):
-    """A question of GSM8K in every row of the batch, one turn unless `max_steps` says otherwise.
+    """A question of GSM8K in every row of the batch; one turn by default (`max_steps`).
 
     Rows have "question" and "answer" ("... #### 72"); the arguments are DatasetChatEnv's.
     """
@@ -140,9 +140,9 @@ class GSM8KEnv(DatasetChatEnv):
 
 
 class GSM8KPrepareQuestion(Transform):
-    """Puts the question into the base prompt, for models without a chat template.
+    """Inserts the question into the base prompt, for models without a chat template.
 
-    `in_keys` are read in every reset and written under `out_keys` (the same by default).
+    Reads `in_keys` in every reset and writes `out_keys` (by default the same).
     """
 
     def __init__(self, in_keys: Sequence[str] | None = None, out_keys: Sequence[str] | None = None):

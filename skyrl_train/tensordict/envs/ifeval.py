@@ -20,7 +20,7 @@ ONE_ANSWER, ONE_THOUGHT = 0.1, 0.05
 
 
 class IFEvalScoreData(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """Accuracies of a response, [B, 1] each: whether it follows all instructions, and the share that it follows."""
+    """Accuracies of a response, each [B, 1]: whether it follows all instructions, and the share that it follows."""
 
     prompt_level_strict_acc: torch.Tensor
     inst_level_strict_acc: torch.Tensor
@@ -32,20 +32,21 @@ Aggregate = Callable[[IFEvalScoreData], float]
 
 
 class IfEvalScorer(Transform):
-    """Scores what the model wrote in this step by the row's instructions, in history mode.
+    """Scores the model's text of this step by the row's instructions, in history mode.
 
-    What is scored is the content of a single <answer> block, else the whole response after its reasoning. Writes the
-    accuracies under `score_key` (`IFEvalScoreData`) and "reward" [B, 1, 1]: the accuracies weighted (strict prompt,
+    Scores the content of a single <answer> block, else the whole response after its reasoning. Writes the accuracies
+    under `score_key` (`IFEvalScoreData`), and "reward" [B, 1, 1]: the weighted sum of the accuracies (strict prompt,
     strict instructions, loose prompt, loose instructions), + 0.1 for exactly one <answer>, + 0.05 for exactly one
-    <think>: 0 to 1.15.
+    <think>; 0 to 1.15.
 
     Args:
-        instruction_ids_key, keyword_args_key, prompt_key: Columns of the row; the prompt is also looked for under
-            the question keys of ChatEnv.
-        id_key: A column that errors, and what `verbose` logs of every score, name the row by.
-        response_column: Only "text_response": what the policy wrote is scored, wherever it wrote it.
-        aggregate_reward: False for no reward, or scores of one row -> the number in place of the weighted sum.
-        set_done_if_answer: Terminate the episode of a response with exactly one <answer>.
+        instruction_ids_key, keyword_args_key, prompt_key: Columns of the row; the prompt may also be under the question
+            keys of ChatEnv.
+        id_key: A column that identifies the row in errors and in the scores that `verbose` logs.
+        response_column: Only "text_response": the policy's text is scored, under whatever key it is.
+        aggregate_reward: False for no reward, or a function from the scores of one row to the number that replaces the
+            weighted sum.
+        set_done_if_answer: Terminate the episode if the response has exactly one <answer>.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class IfEvalScorer(Transform):
 
 
 class IFEvalEnv(DatasetChatEnv):
-    """A prompt of IFEval in every row of the batch, one turn unless `max_steps` says otherwise.
+    """A prompt of IFEval in every row of the batch; one turn by default (`max_steps`).
 
     Rows have "prompt", "instruction_id_list" and "kwargs"; the arguments are DatasetChatEnv's.
     """

@@ -1,4 +1,4 @@
-"""Log-probs of another model over what was said, and a reward that is reduced where the policy leaves it."""
+"""Log-probs of another model over a conversation, and a reward with a KL penalty towards it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FullKey = tuple[str, str]
 
 
 def check_scores(model: Any, what: str) -> None:
-    """Raises ValueError for a model that generates, or gives no log-probs."""
+    """Raise ValueError for a model that generates, or that returns no log-probs."""
     if getattr(model, "generate", False) is not False:
         raise ValueError(f"{what} needs a model made with generate=False: it scores what is there")
     if getattr(model, "return_log_probs", True) is False:
@@ -23,10 +23,10 @@ def check_scores(model: Any, what: str) -> None:
 
 
 class _Scores(Transform):
-    """What both transforms share: a model run over whole sequences, row by row behind the batch."""
+    """Common base of both transforms: a model scores whole sequences, row by row."""
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """On data that has "next" already, [B] or [B, T]: as in a step of the environment."""
+        """Apply the transform to data that already has "next", [B] or [B, T], as in a step of the environment."""
         return tensordict.set("next", self._following(tensordict))
 
     def _following(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -38,19 +38,19 @@ class _Scores(Transform):
 
 
 class RetrieveLogProb(_Scores):
-    """Writes `model`'s log-probs of every step into "next", under `log_probs_full_key`: [L] a row, nats.
+    """Writes `model`'s log-probs of every step into "next", under `log_probs_full_key`: [L] per row, in nats.
 
-    Where the policy wrote ("tokens", "full") and masks, those tokens are scored, each value at its token's place. Else
-    a model of history mode renders the conversation, and the values are those of the ids that it makes. With
-    `assistant_only` tokens that the assistant did not write have 0.
+    If the policy wrote ("tokens", "full") and masks, these tokens are scored, and each value is at its token's
+    position. Otherwise, a model in history mode renders the conversation, and the values belong to the ids that it
+    makes. With `assistant_only`, tokens that the assistant did not write have 0.
 
     Args:
-        model: A policy wrapper with generate=False, of its own `log_probs_key`, e.g. "ref_log_probs".
+        model: A policy wrapper with generate=False and its own `log_probs_key`, e.g. "ref_log_probs".
         log_probs_full_key: (container, "full"); the model's own by default.
-        detach: Without gradient; with detach=False the model's log-probs must have one, else ValueError.
-        device: Where the result is kept; the model's by default.
-        tokenizer_kwargs, tokenizer, padding_side: Accepted for TorchRL's sake: the model has its own tokenizer, and
-            rows are not padded.
+        detach: Detach the log-probs; with detach=False the model's log-probs must have a gradient, else ValueError.
+        device: The result's device; the model's by default.
+        tokenizer_kwargs, tokenizer, padding_side: Accepted without effect, for compatibility with TorchRL: the model
+            has its own tokenizer, and rows are not padded.
     """
 
     def __init__(
@@ -98,32 +98,32 @@ class RetrieveLogProb(_Scores):
 
 
 def scored_by(model: Any, root: TensorDictBase, mode: str, *, with_gradient: bool = False) -> TensorDictBase:
-    """The model's output over the whole sequences of `root`, which stays as it is."""
+    """The model's output over the whole sequences of `root`, which is not changed."""
     with torch.set_grad_enabled(with_gradient):
         found: TensorDictBase = model(root.select(mode, "masks", strict=False).copy())
     return found
 
 
 class KLRewardTransform(_Scores):
-    """Takes `coef` × KL(policy ‖ reference) off the reward, token by token.
+    """Subtracts `coef` × KL(policy ‖ reference) from the reward, token by token.
 
-    A step's reward is given to its last token, so that the sum over tokens is reward − `coef` × Σ kl, however long the
-    sequence is. A reward that has a number for every token already keeps them. Padding of a policy with
-    `pad_output=True` is told by its masks, and gets 0.
+    A step's reward is assigned to its last token, so that the sum over tokens is reward − `coef` × Σ kl, however long
+    the sequence is. A reward that already has one value per token keeps its values. The padding of a policy with
+    `pad_output=True` is identified by its masks, and gets 0.
 
-    The estimate for a token is log π(token) − log π_ref(token), on the tokens of the assistant (`assistant_only`), or
-    on all after the prompt, and 0 elsewhere. Writes into "next", a row [L, 1] each over the tokens of
-    ("tokens", "full"): "kl_penalty", and the reward less coef × kl; and the reference's log-probs [L]
-    under ("ref_log_probs", "full").
+    The estimate for a token is log π(token) − log π_ref(token), on the tokens of the assistant (`assistant_only`) or on
+    all tokens after the prompt, and 0 elsewhere. Writes into "next", [L, 1] per row over the tokens of
+    ("tokens", "full"): "kl_penalty", and the reward minus coef × kl; also the reference's log-probs [L] under
+    ("ref_log_probs", "full").
 
     Args:
-        ref_model, ref_model_factory: A policy wrapper of tokens mode with generate=False, or what makes one at the
-            first use; exactly one of them.
+        ref_model, ref_model_factory: A policy wrapper in tokens mode with generate=False, or a function that makes one
+            at the first use; exactly one of them.
         out_keys: Reward, penalty and container of the log-probs.
         log_prob_key: The policy's log-probs: (container, "full").
-        device: Where the reference's log-probs are kept; the policy's by default.
-        add_to_reward: False leaves the reward as it is.
-        tokenizer, padding_side: Accepted for TorchRL's sake: rows are not padded.
+        device: Device of the reference's log-probs; the policy's by default.
+        add_to_reward: False leaves the reward unchanged.
+        tokenizer, padding_side: Accepted without effect, for compatibility with TorchRL: rows are not padded.
     """
 
     def __init__(
@@ -213,25 +213,25 @@ class KLRewardTransform(_Scores):
 
 
 def _has_tokens(row: TensorDictBase) -> bool:
-    """Whether a row says which tokens there are, and which of them the assistant wrote."""
+    """Whether a row has tokens, and a mask of those that the assistant wrote."""
     wanted = (("tokens", "full"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask"))
     return all(key[0] in row.keys() and row.get(key, None) is not None for key in wanted)  # noqa: SIM118 - a tensordict
 
 
 def _attention(row: TensorDictBase) -> torch.Tensor | None:
-    """[L] bool over ("tokens", "full"): a token, not padding; None where the row does not tell."""
+    """[L] bool over ("tokens", "full"): True for tokens, False for padding; None if the row has no mask."""
     masks = row.get("masks", None)
     return None if masks is None else masks.get("all_attention_mask", None)
 
 
 def _unpadded(row: TensorDictBase, values: torch.Tensor) -> torch.Tensor:
-    """What a model wrote over its tokens, without its own padding."""
+    """A model's values over its tokens, without its own padding."""
     attention = _attention(row)
     return values if attention is None or len(attention) != len(values) else values[attention.to(values.device)]
 
 
 def _placed(row: TensorDictBase, values: torch.Tensor) -> torch.Tensor:
-    """Values of the row's tokens, at their places where the policy has padded them: 0 in padding."""
+    """The values of the row's tokens at the positions of the policy's padded tokens; 0 in padding."""
     attention = _attention(row)
     if attention is None or len(values) != int(attention.sum()):
         return values
@@ -239,7 +239,7 @@ def _placed(row: TensorDictBase, values: torch.Tensor) -> torch.Tensor:
 
 
 def _by_token(reward: torch.Tensor, kl: torch.Tensor, attention: torch.Tensor | None) -> torch.Tensor:
-    """[1, 1] on the last of L tokens that is no padding; [L, 1] as it is."""
+    """[1, 1] is assigned to the last of L tokens that is not padding; [L, 1] is returned unchanged."""
     if len(reward) == len(kl):
         return reward
     if len(reward) != 1:

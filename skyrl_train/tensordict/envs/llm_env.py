@@ -1,4 +1,4 @@
-"""Environments that only put text or tokens after each other."""
+"""Environments that only append text or tokens."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from skyrl_train.tensordict.envs.primer import DataLoadingPrimer, batches
 
 
 class LLMEnv(TensorDictEnv):
-    """What was there and what the policy says, as one string (or one row of ids), without turns.
+    """Appends the policy's responses to one string (or one row of ids), without turns.
 
-    With `from_text` an action is `action_key` "text_response" after `str_key` "text", else "tokens_response" after
-    `token_key` "tokens", [L] a row; or what a policy wrapper writes: "response" of the container that it puts there.
-    ChatEnv keeps turns: TorchRL has deprecated this one, and so it warns here.
+    With `from_text`, an action is `action_key` "text_response", appended to `str_key` "text"; otherwise
+    "tokens_response", appended to `token_key` "tokens", [L] per row. The "response" in the container that a policy
+    wrapper writes there is accepted too. ChatEnv keeps turns; TorchRL has deprecated this class, so it warns here too.
 
     Args:
-        assign_reward: A reward of 0 for every token, [L, 1] a row; with tokens only.
-        assign_done: whether a token ends the episode, [L, 1] a row, under "token_done"; with tokens only.
-        eos_token_id: A response that ends in it ends the episode.
+        assign_reward: Write a reward of 0 for every token, [L, 1] per row; with tokens only.
+        assign_done: Write whether each token ends the episode, [L, 1] per row, under "token_done"; with tokens only.
+        eos_token_id: A response that ends with it ends the episode.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class LLMEnv(TensorDictEnv):
         group_repeats: bool = True,
         **settings: Any,
     ) -> Self:
-        """An environment whose every reset takes the next rows of `dataloader`; `settings` are the class's own.
+        """An environment in which every reset takes the next rows of `dataloader`; `settings` are the class's own.
 
-        `group_repeats` is DataLoadingPrimer's: accepted, repeats always follow each other.
+        `group_repeats` is DataLoadingPrimer's, accepted without effect: repeats are always consecutive.
         """
         env = cls(batch_size=(num_envs,), **settings)
         primer = _KeepsText(dataloader, repeats=repeats, group_repeats=group_repeats)
@@ -109,7 +109,7 @@ class LLMEnv(TensorDictEnv):
         return row
 
     def _written(self, root: TensorDictBase, name: str) -> Any:
-        """A field of the container that a policy has put in place of what it read, without padding; or None."""
+        """A field, without padding, of the container with which a policy replaced its input; or None."""
         found = None if root.get(self.key, None) is None else root[self.key].get(name, None)
         if isinstance(found, torch.Tensor):
             return unpadded(root, found, response=name == "response")
@@ -117,7 +117,7 @@ class LLMEnv(TensorDictEnv):
 
 
 class _KeepsText(DataLoadingPrimer):
-    """LLMEnv's "text" is the text itself, not a question."""
+    """Keeps "text" under its name: in LLMEnv it is the text itself, not a question."""
 
     def _unbound(self, batch: Any) -> list[TensorDictBase]:
         rows = super()._unbound(batch)
@@ -133,10 +133,10 @@ def make_gsm8k_env(
     group_repeats: bool = False,
     tokenizer: Any = None,
 ) -> LLMEnv:
-    """GSM8K as one string a row: the question in the base prompt under "text", the response under "text_response".
+    """GSM8K as one string per row: the question in the base prompt under "text", the response under "text_response".
 
-    Rows have "question" and "answer". One step an episode, rewarded by `GSM8KRewardParser`.
-    `group_repeats` is DataLoadingPrimer's: accepted, repeats always follow each other.
+    Rows have "question" and "answer". An episode is one step, rewarded by `GSM8KRewardParser`.
+    `group_repeats` is DataLoadingPrimer's, accepted without effect: repeats are always consecutive.
     """
     from skyrl_train.data.rows import read_hub, read_rows
 
@@ -159,16 +159,16 @@ def make_gsm8k_env(
 
 
 class LLMHashingEnv(TensorDictEnv):
-    """Prefixes of token sequences by their hash: for trees and tables over what a model may say.
+    """Identifies prefixes of token sequences by their hash, for trees and tables over a model's possible outputs.
 
-    `reset` takes ids under `observation_key` [L], or a string under `text_key`; a step appends one id of "action" ([]
-    or [1]). "hashing" (and "hash", as the documentation calls it) is int64 []: of the sequence at reset, then of
-    (hash before, action), so that equal prefixes have equal hashes, in every process.
+    `reset` takes ids under `observation_key` [L], or a string under `text_key`; a step appends the id in "action" ([]
+    or [1]). "hashing" (also written as "hash", its name in TorchRL's documentation) is int64 []: the hash of the
+    sequence at reset, then of (previous hash, action), so that equal prefixes have equal hashes in every process.
 
     Args:
-        vocab_size: By default the tokenizer's; TypeError without both.
-        hashing_module: ids [L] -> int; blake2b of their bytes by default.
-        text_output: Keep the text under `text_key`; needs `tokenizer`.
+        vocab_size: By default the tokenizer's; TypeError without either.
+        hashing_module: ids [L] -> int; by default blake2b of their bytes.
+        text_output: Also keep the text under `text_key`; needs `tokenizer`.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class LLMHashingEnv(TensorDictEnv):
         self.tokenizer, self.text_output = tokenizer, text_output and tokenizer is not None
 
     def make_tensordict(self, text: str | list[str]) -> TensorDictBase:
-        """A first observation of one text, or of several, one a row: what `reset` gives for them."""
+        """The first observation that `reset` returns for one text, or for several, one per row."""
         batch = [] if isinstance(text, str) else [len(text)]
         return self.reset(TensorDict({self.text_key: text}, batch_size=batch))
 

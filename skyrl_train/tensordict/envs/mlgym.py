@@ -1,4 +1,4 @@
-"""Environments of this project behind tensordicts, and research tasks on a server (MLGym's kind) among them."""
+"""This project's environments on tensordicts, including research tasks on a server (as in MLGym)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CODE_BLOCK = re.compile(r"^```\w*[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTI
 WRONG_FORMAT = "Your answer must hold exactly one block of code between ``` and ```; nothing was run."
 
 
-class Episode(Protocol):
-    """What a TextEnv does."""
+class TextEnvLike(Protocol):
+    """The methods of a TextEnv."""
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]: ...
     def step(self, action: str) -> Any: ...
@@ -30,18 +30,18 @@ class Episode(Protocol):
 
 
 class MLGymWrapper(ChatEnv):
-    """Episodes of a TextEnv as a ChatEnv: its observations are the messages that follow, its rewards "reward" [B, 1].
+    """Runs episodes of a TextEnv as a ChatEnv: its observations become messages, its rewards "reward" [B, 1].
 
     Args:
-        env: () -> a new episode: of `environments.make(...)`, of an OpenEnv server (`make_mlgym`), or your own. Or an
-            object with `init`, `step` and `close`, for a batch of one episode at a time.
-        reward_wrong_format: If given, an action is the only fenced block of an answer; an answer without one, or with
-            several, has this reward and is not shown to the environment. Else the action is the whole answer.
+        env: A function that makes a new episode: `environments.make(...)`, an OpenEnv server's (`make_mlgym`) or your
+            own. Or an object with `init`, `step` and `close`, for a batch of one row.
+        reward_wrong_format: If given, the action is the single fenced block of an answer; an answer without a block, or
+            with several, gets this reward and is not passed to the environment. Otherwise, it is the whole answer.
     """
 
     def __init__(
         self,
-        env: Callable[[], Episode] | Episode,
+        env: Callable[[], TextEnvLike] | TextEnvLike,
         *,
         system_prompt: str | None = None,
         tokenizer: Any = None,
@@ -60,9 +60,9 @@ class MLGymWrapper(ChatEnv):
         single = hasattr(env, "step") and not isinstance(env, type)
         if single and self.batch_size[0] != 1:
             raise ValueError(f"batch_size={tuple(self.batch_size)} of one environment object: give a factory")
-        self._make = cast(Callable[[], Episode], (lambda: env) if single else env)
+        self._make = cast(Callable[[], TextEnvLike], (lambda: env) if single else env)
         self.reward_wrong_format = reward_wrong_format
-        self._running: dict[int, Episode] = {}
+        self._running: dict[int, TextEnvLike] = {}
 
     def _reset_row(self, given: TensorDictBase) -> TensorDictBase:
         asked = self.opening(self._question(given)) if "query" in keys_of(given) else []
@@ -91,13 +91,13 @@ class MLGymWrapper(ChatEnv):
         row.set("terminated", torch.tensor([output.done]))
         return row
 
-    def _answered(self, episode: Episode, text: str) -> StepOutput:
+    def _answered(self, episode: TextEnvLike, text: str) -> StepOutput:
         if self.reward_wrong_format is None:
             return checked_step_output(episode.step(text))
         blocks = CODE_BLOCK.findall(text)
         if len(blocks) != 1:
-            told: Message = {"role": self.user_role, "content": WRONG_FORMAT}
-            return StepOutput([told], self.reward_wrong_format, done=False)
+            observation: Message = {"role": self.user_role, "content": WRONG_FORMAT}
+            return StepOutput([observation], self.reward_wrong_format, done=False)
         return checked_step_output(episode.step(blocks[0].rstrip("\n")))
 
     def _end_episodes(self, episodes: Sequence[int] | None) -> None:
@@ -118,15 +118,16 @@ def make_mlgym(
     num_envs: int = 1,
     system_prompt: str | None = None,
 ) -> MLGymWrapper:
-    """Research tasks behind an OpenEnv server as a ChatEnv: every reset starts `task`, or the next one of `tasks`.
+    """Research tasks on an OpenEnv server as a ChatEnv: every reset starts `task`, or the next one of `tasks`.
 
-    The server gets `{"task": NAME}` with /reset and the model's answers (or their one block of code, with
-    `reward_wrong_format`) with /step. Nothing of MLGym or its containers runs in this process.
+    The server gets `{"task": NAME}` with /reset, and the model's answers (or their single block of code, with
+    `reward_wrong_format`) with /step. No part of MLGym or its containers runs in this process.
 
     Args:
         task, tasks: Exactly one of them; ValueError otherwise.
-        base_url: The server. More `settings` are `OpenEnvEnv`'s: timeout, token_variable, action_key, observation_key.
-        num_envs: Episodes of the batch.
+        base_url: The server's URL.
+        settings: Further settings of `OpenEnvEnv`: timeout, token_variable, action_key, observation_key.
+        num_envs: Number of episodes in the batch.
     """
     if (task is None) == (tasks is None):
         raise ValueError("make_mlgym needs exactly one of task and tasks")

@@ -1,4 +1,4 @@
-"""Rows of a dataset into resets."""
+"""Supplies resets with the rows of a dataset."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Stack = Callable[[list[TensorDictBase]], TensorDictBase]
 
 
 class DataLoadingPrimer(Transform):
-    """Gives every reset the next rows of a loader; when it ends, it begins again.
+    """Gives every reset the next rows of a loader, which is repeated endlessly.
 
     A loader yields mappings (one row, or columns of a batch: lists and tensors of one length), lists of mappings, or
-    tensordicts of batch [] or [N]. What is no tensor is kept as it is; "text" becomes "query", as policies write
-    their own "text".
+    tensordicts of batch [] or [N]. Values other than tensors are kept unchanged; "text" is renamed to "query", because
+    policies write their own "text".
 
     Args:
-        dataloader, dataloader_factory: A loader, or what makes one anew for every pass; exactly one of them.
+        dataloader, dataloader_factory: A loader, or a function that makes one for every pass; exactly one of them.
         stack_method: None for a lazy stack of the rows, "as_nested_tensor", "as_padded_tensor", or a callable.
-        batch_size: Rows for each reset, where the environment does not say.
-        repeats: How often each row comes, one after the other.
-        primers, group_repeats: Accepted for TorchRL's sake: keys are read from the rows, repeats always follow each
-            other.
+        batch_size: Number of rows per reset, unless the environment determines it.
+        repeats: How often each row is repeated consecutively.
+        primers, group_repeats: Accepted without effect, for compatibility with TorchRL: keys are read from the rows,
+            and repeats are always consecutive.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class DataLoadingPrimer(Transform):
         self.reset_dataloader()
 
     def reset_dataloader(self) -> None:
-        """Begin with the first row again; rows that wait for their repeats are dropped."""
+        """Start again with the first row; pending repeats are dropped."""
         self._queue: deque[TensorDictBase] = deque()
         self._rows: Iterator[TensorDictBase] | None = None
 
     def take(self, count: int) -> list[TensorDictBase]:
-        """The next rows, batch [] each."""
+        """The next rows, each of batch []."""
         return [self._next() for _ in range(count)]
 
     def forward(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """The next rows, stacked: as many as `tensordict` has, else as `batch_size` says."""
+        """The next rows, stacked: as many as `tensordict` has, else `batch_size`."""
         size = [self.batch_size] if isinstance(self.batch_size, int) else list(self.batch_size or [1])
         count = tensordict.batch_size[0] if tensordict is not None and tensordict.batch_dims else size[0]
         return self._stack(self.take(count))
@@ -83,7 +83,7 @@ class DataLoadingPrimer(Transform):
         rows = self.take(len(given))
         self._columns.update(
             *(row.keys() for row in rows)
-        )  # a row may lack some, which are not those of the row before
+        )  # a row may lack keys, whose values must not remain from the row before
         kept = [row.exclude(*self._columns) for row in given.unbind(0)]
         if self._stack is lazy_stack:
             return lazy_stack([row.update(new) for row, new in zip(kept, rows, strict=True)])
@@ -130,7 +130,7 @@ def batches(
     seed: int | None,
     collate_fn: Callable[[list[Mapping[str, Any]]], Any] | None = None,
 ) -> Iterable[Any]:
-    """A loader over `rows`: lists of `size`, in a new order in every pass."""
+    """A loader over `rows`: lists of `size`; with `shuffle`, in a new order in every pass."""
     if size < 1:
         raise ValueError(f"batch_size_dl={size} must be at least 1")
     return _Batches(rows, size, shuffle, random.Random(seed), collate_fn)
@@ -150,14 +150,14 @@ class _Batches:
 
 
 def as_nested_tensor(list_of_tds: list[TensorDictBase]) -> TensorDictBase:
-    """Rows [..., L_i] as one tensordict [N] whose tensors are nested (jagged) where their lengths differ."""
-    return _together(list_of_tds, lambda tensors: torch.nested.as_nested_tensor(tensors, layout=torch.jagged))
+    """Stack rows [..., L_i] into one tensordict [N]; tensors of different lengths become nested (jagged)."""
+    return _stacked_rows(list_of_tds, lambda tensors: torch.nested.as_nested_tensor(tensors, layout=torch.jagged))
 
 
 def as_padded_tensor(list_of_tds: list[TensorDictBase], dim: int = 0, stack_dim: int = 0) -> TensorDictBase:
-    """Rows as one tensordict [N] whose tensors are padded with zeros on the left of `dim` to the longest.
+    """Stack rows into one tensordict [N]; tensors are padded to the longest with zeros on the left of `dim`.
 
-    ValueError for a negative `dim`, and for a `stack_dim` other than 0: a tensordict's batch comes first.
+    Raises ValueError for a negative `dim`, or for a `stack_dim` other than 0: a tensordict's batch comes first.
     """
     if dim < 0 or stack_dim != 0:
         raise ValueError(f"dim={dim} must not be negative, and stack_dim={stack_dim} must be 0")
@@ -166,7 +166,7 @@ def as_padded_tensor(list_of_tds: list[TensorDictBase], dim: int = 0, stack_dim:
         longest = max(tensor.shape[dim] for tensor in tensors)
         return torch.stack([_left_padded(tensor, dim, longest) for tensor in tensors])
 
-    return _together(list_of_tds, padded)
+    return _stacked_rows(list_of_tds, padded)
 
 
 def _left_padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
@@ -175,7 +175,7 @@ def _left_padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     return torch.cat([tensor.new_zeros(shape), tensor], dim)
 
 
-def _together(rows: list[TensorDictBase], ragged: Callable[[list[torch.Tensor]], torch.Tensor]) -> TensorDictBase:
+def _stacked_rows(rows: list[TensorDictBase], ragged: Callable[[list[torch.Tensor]], torch.Tensor]) -> TensorDictBase:
     stacked: dict[str, Any] = {}
     for key in sorted(keys_of(rows[0])):
         values = [row.get(key) for row in rows]
@@ -189,7 +189,7 @@ def _together(rows: list[TensorDictBase], ragged: Callable[[list[torch.Tensor]],
 
 
 def _columns(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a batched mapping; a mapping whose values are no lists or batched tensors is one row."""
+    """The rows of a batched mapping; a mapping whose values are not lists or batched tensors is a single row."""
     lengths = {
         len(value) if isinstance(value, list | tuple) or (isinstance(value, torch.Tensor) and value.ndim) else -1
         for value in batch.values()

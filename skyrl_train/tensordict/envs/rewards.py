@@ -1,4 +1,4 @@
-"""Rewards that transforms give, in the shapes of TorchRL: [B, 1, 1], one number for the tokens of a step."""
+"""Helpers for transforms that give rewards, in TorchRL's shape [B, 1, 1]: one number for all tokens of a step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
 
 
 def answers_in(text: str) -> list[str]:
-    """What stands in <answer> blocks after the reasoning."""
+    """The contents of <answer> blocks after the reasoning."""
     return [found.strip() for found in ANSWER.findall(text.rpartition("</think>")[2])]
 
 
 def thoughts_in(text: str) -> int:
-    """Closed <think> blocks."""
+    """The number of closed <think> blocks."""
     return len(THINK.findall(text))
 
 
@@ -28,7 +28,7 @@ def column(values: Sequence[float]) -> torch.Tensor:
 
 
 def add_rewards(following: TensorDictBase, rewards: Mapping[str, Sequence[float]], total: str) -> None:
-    """Write columns under their names; `total` is added to what other transforms gave in the same step."""
+    """Write columns under their names; the column `total` is added to other transforms' values of the same step."""
     for name, values in rewards.items():
         given = column(values)
         before = following.get(name, None) if name == total else None
@@ -36,7 +36,7 @@ def add_rewards(following: TensorDictBase, rewards: Mapping[str, Sequence[float]
 
 
 def end(following: TensorDictBase, over: Sequence[bool]) -> None:
-    """Terminate rows."""
+    """Terminate the rows that are `over`."""
     ended = torch.tensor(over, device=following["done"].device).reshape(-1, 1)
     following.set("terminated", following["terminated"] | ended)
     following.set("done", following["done"] | ended)

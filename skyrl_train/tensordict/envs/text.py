@@ -27,17 +27,17 @@ HEADER = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
 class Tokenizer(Transform):
-    """Text under `in_keys` as ids under `out_keys`, and ids of actions under `in_keys_inv` as text.
+    """Encodes text under `in_keys` to ids under `out_keys`, and decodes ids of actions under `in_keys_inv` to text.
 
     Ids [B, L] are padded on the tokenizer's side; the mask is at (*root of the out key, "attention_mask"). Without
-    `padding` every row has its own [L], and the tensordict must be a lazy stack where lengths differ.
+    `padding`, every row has its own length, and the tensordict must be a lazy stack if lengths differ.
 
     Args:
         tokenizer: A Hugging Face tokenizer, or the name of one.
-        missing_tolerance: Pass over keys that are not there; else KeyError.
+        missing_tolerance: Ignore missing keys, which otherwise raise KeyError.
         additional_tokens: Added to the tokenizer.
-        call_before_reset: Tokenise what a reset is given, before the environment sees it.
-        use_raw_nontensor: Accepted for TorchRL's sake: strings are read wherever they stand.
+        call_before_reset: Tokenise the input of a reset before the environment sees it.
+        use_raw_nontensor: Accepted without effect, for compatibility with TorchRL.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Tokenizer(Transform):
         self.call_before_reset = call_before_reset
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """`tensordict` [B] or [] with the ids in it."""
+        """Return `tensordict`, [B] or [], with the ids added."""
         for source, out in self.keys:
             if source not in tensordict.keys(include_nested=True):
                 self._missing(source)
@@ -139,11 +139,11 @@ def _set_rows(tensordict: TensorDictBase, key: NestedKey, values: Sequence[torch
 
 
 class IncrementalTokenizer(Transform):
-    """Keeps ("tokens", "prompt") beside a history: always what the chat template writes for the history's prompt.
+    """Keeps ("tokens", "prompt") in sync with a history: the ids that the chat template gives for the history's prompt.
 
-    After a step it is the ids that the step really had (("tokens", "full"), padding left out), the end of the turn,
-    whatever tools and others have said since, and the header of the next answer: nothing sampled is tokenised again.
-    Where the template rewrites earlier turns, or the policy gave no ids, the whole conversation is rendered anew.
+    After a step, they are the ids that the step actually had (("tokens", "full"), without padding), the end of the
+    turn, later messages of tools and others, and the header of the next answer: sampled tokens are never tokenised
+    again. If the template rewrites earlier turns, or the policy gave no ids, the whole conversation is rendered anew.
     It runs after all other transforms.
     """
 
@@ -188,11 +188,13 @@ class IncrementalTokenizer(Transform):
         if full is not None and answered and messages[: len(answered)] == answered:
             ids = unpadded(before, full, response=False).tolist()
             places = [place for place, message in enumerate(messages) if message["role"] in (role, "assistant")]
-            told = render_continuation(self.tokenizer, messages, places, self.template_kwargs) if places else None
-            if told is not None:
-                if told and ids and is_control(self.tokenizer, told[0]) and ids[-1] == told[0]:
-                    told = told[1:]  # the model ended its turn itself
-                return ids + told
+            continuation = (
+                render_continuation(self.tokenizer, messages, places, self.template_kwargs) if places else None
+            )
+            if continuation is not None:
+                if continuation and ids and is_control(self.tokenizer, continuation[0]) and ids[-1] == continuation[0]:
+                    continuation = continuation[1:]  # the model already ended its turn
+                return ids + continuation
         return render_prompt(self.tokenizer, messages, self.template_kwargs)
 
     def _with(self, row: TensorDictBase, ids: list[int]) -> TensorDictBase:
@@ -200,10 +202,10 @@ class IncrementalTokenizer(Transform):
 
 
 class TemplateTransform(Transform):
-    """Llama 3's headers round what an environment says under "message", and off what a policy answers under "action".
+    """Adds Llama 3's headers to an environment's "message", and removes them from a policy's "action".
 
-    A reply is everything between its header (if it has one) and the first <|eot_id|> (if there is one): the line that
-    holds the token keeps its text.
+    A reply is everything between its header (if any) and the first <|eot_id|> (if any), including the text before that
+    token in its line.
     """
 
     def __init__(
@@ -233,7 +235,7 @@ class TemplateTransform(Transform):
         return f"{start}{self.role}{end}\n\n{text}{stop}{start}assistant{end}\n\n"
 
     def unwrapped(self, text: str) -> str:
-        """What a reply says, without header and end."""
+        """The text of a reply, without header and end."""
         start, end, stop = HEADER
         said = text.partition(stop)[0]
         if said.lstrip().startswith(start):
@@ -247,7 +249,7 @@ class TemplateTransform(Transform):
         said = {out: [text_of(row, out) for row in root.unbind(0)] for _, out in self.keys}
         for source, out in self.keys:
             texts = [text_of(row, source) for row in following.unbind(0)]
-            if None not in texts and texts != said[out]:  # else the environment has said nothing new
+            if None not in texts and texts != said[out]:  # otherwise the environment gave no new message
                 pairs = zip(texts, said[out], strict=True)
                 wrapped = [str(text) if text == old else self.wrapped(str(text)) for text, old in pairs]
                 set_texts(following, out, wrapped)

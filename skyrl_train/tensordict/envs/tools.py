@@ -1,4 +1,4 @@
-"""Tools for the model in a ChatEnv: what it calls in its answer is run, and the results follow as messages."""
+"""Tools for the model in a ChatEnv: the calls in its answer are run, and the results follow as messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from skyrl_train.tensordict.envs.chat import ChatEnv
 from skyrl_train.tensordict.envs.conversation import conversation, last_response, messages_of, part
 
 MAX_WORKERS = 16
-"""Rows whose tools run at the same time."""
+"""Maximum number of rows whose tools run concurrently."""
 SERVICE_NAME = "python_executor"
 """TorchRL's default."""
 PYTHON_BLOCK = re.compile(r"^```python[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
@@ -32,24 +32,24 @@ TOOL_BLOCK = re.compile(r"<tool>\s*([\w.-]+)[ \t]*\n(.*?)</tool>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One call of an answer: of a tool, or `wrong`, what cannot be read as one, with what the model is told."""
+class ParsedCall:
+    """One call in an answer; for a call that cannot be read, `wrong` is the message for the model."""
 
     shown_as: str
-    """How the result names it."""
+    """The name of the call in its result."""
     name: str = ""
     arguments: Mapping[str, Any] | None = None
     wrong: str | None = None
 
 
 class ToolTransform(Transform, ABC):
-    """Runs the calls of the model's last answer, and puts a message of role `tool_name` for each behind it.
+    """Runs the calls of the model's last answer, and appends a message of role `tool_name` for each.
 
-    Every episode has tools of its own, closed when it ends; rows run at the same time. What a model gets wrong, and
-    what a tool raises, is a text for the model. Rows without a call, and rows that are done, get no message. Subclasses
-    define `make_tools`, `calls` and `told`.
+    Every episode has its own tools, which are closed when it ends; rows run concurrently. A model's mistakes and a
+    tool's exceptions become texts for the model. Rows without a call, and rows that are done, get no message.
+    Subclasses define `make_tools`, `calls` and `told`.
 
-    RuntimeError for anything but a ChatEnv in history mode.
+    Attaching it to anything but a ChatEnv in history mode raises RuntimeError.
     """
 
     def __init__(self, tool_name: str = "tool"):
@@ -61,15 +61,15 @@ class ToolTransform(Transform, ABC):
         """The tools of one episode."""
 
     @abstractmethod
-    def calls(self, text: str) -> list[Call]:
-        """The calls of one answer, in their order."""
+    def calls(self, text: str) -> list[ParsedCall]:
+        """The calls of one answer, in order."""
 
     @abstractmethod
-    def told(self, call: Call, result: ToolResult) -> str:
-        """The message of a result."""
+    def told(self, call: ParsedCall, result: ToolResult) -> str:
+        """The message that shows a result to the model."""
 
     def described(self) -> str | None:
-        """What the system message says about the tools."""
+        """Text about the tools for the system message, or None."""
         return None
 
     def attach(self, environment: TensorDictEnv) -> None:
@@ -89,7 +89,7 @@ class ToolTransform(Transform, ABC):
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         rows = list(following.unbind(0))
         role = getattr(self.environment, "policy_role", "assistant")
-        work: list[tuple[TensorDictBase, int, list[Call]]] = []
+        work: list[tuple[TensorDictBase, int, list[ParsedCall]]] = []
         for before, row in zip(root.unbind(0), rows, strict=True):
             text = None if bool(row["done"].any()) else last_response(before, policy_role=role)
             if found := self.calls(_without_reasoning(text)) if text else []:
@@ -108,7 +108,7 @@ class ToolTransform(Transform, ABC):
             if (box := self._boxes.pop(episode, None)) is not None:
                 box.close()
 
-    def _answers(self, episode: int, calls: Sequence[Call]) -> list[Message]:
+    def _answers(self, episode: int, calls: Sequence[ParsedCall]) -> list[Message]:
         texts = []
         for call in calls[:MAX_CALLS]:
             if call.wrong is not None:
@@ -124,18 +124,18 @@ class ToolTransform(Transform, ABC):
 
 
 class PythonInterpreter(ToolTransform):
-    """Runs every ```python block of the last answer in a sandbox, each one alone or, `persistent`, in one session.
+    """Runs every ```python block of the last answer in a sandbox, separately or, with `persistent`, in one session.
 
-    The messages are "Code block 1 executed successfully:" or "Code block 1 failed:" and what it printed. Failed is what
-    raised, left with another status than 0, or passed a limit; a warning on standard error is output.
+    The messages are "Code block 1 executed successfully:" or "Code block 1 failed:", followed by the block's output. A
+    block fails if it raises, exits with a status other than 0, or exceeds a limit; a warning on stderr is just output.
 
     Args:
         timeout: Seconds for one block.
-        sandbox: `environment.skyrl_gym.sandbox`: bubblewrap unless it says otherwise. Nothing of this process's
-            environment, files or network is inside.
-        services, service_name, namespace: Only the defaults: every episode has its own sandbox here, wherever the
+        sandbox: Settings as in `environment.skyrl_gym.sandbox`; bubblewrap by default. Nothing of this process's
+            environment variables, files or network is visible inside.
+        services, service_name, namespace: Only the defaults: here, every episode has its own sandbox where the
             environment runs.
-        tokenizer: Accepted for TorchRL's sake: blocks are read from the conversation.
+        tokenizer: Accepted without effect, for compatibility with TorchRL: blocks are read from the conversation.
     """
 
     def __init__(
@@ -160,18 +160,18 @@ class PythonInterpreter(ToolTransform):
     def make_tools(self) -> list[Tool]:
         return [_Blocks(persistent=self.persistent, wall_s=self.timeout, sandbox=self.sandbox)]
 
-    def calls(self, text: str) -> list[Call]:
+    def calls(self, text: str) -> list[ParsedCall]:
         blocks = PYTHON_BLOCK.findall(text)
-        return [Call(f"Code block {number}", "python", {"code": code}) for number, code in enumerate(blocks, 1)]
+        return [ParsedCall(f"Code block {number}", "python", {"code": code}) for number, code in enumerate(blocks, 1)]
 
-    def told(self, call: Call, result: ToolResult) -> str:
+    def told(self, call: ParsedCall, result: ToolResult) -> str:
         how = "executed successfully" if result.error is None else "failed"
         return f"{call.shown_as} {how}:\n{result.text}"
 
 
 class _Blocks(PythonTool):
-    def told(self, outcome: Outcome) -> str:
-        text = super().told(outcome)
+    def rendered(self, outcome: Outcome) -> str:
+        text = super().rendered(outcome)
         raised = re.search(r"^Traceback \(most recent call last\)", outcome.stderr, re.MULTILINE) is not None
         if outcome.returncode or outcome.timed_out or outcome.killed_by or raised:
             raise ToolError(text)
@@ -188,37 +188,37 @@ class _BlockTools(ToolTransform):
             raise ValueError(f"tool_call_pattern={self.pattern.pattern!r} must have two groups: name and arguments")
         self.describe = describe
 
-    def calls(self, text: str) -> list[Call]:
+    def calls(self, text: str) -> list[ParsedCall]:
         return [self._call(*match.group(1, 2)) for match in self.pattern.finditer(text)]
 
-    def named(self, name: str, arguments: dict[str, Any]) -> Call:
-        """The call of a tool that a block means."""
+    def named(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
+        """The tool call for a block's name and arguments."""
         raise NotImplementedError
 
-    def told(self, call: Call, result: ToolResult) -> str:
+    def told(self, call: ParsedCall, result: ToolResult) -> str:
         how = "executed successfully" if result.error is None else "failed"
         return f"Tool {call.shown_as} {how}:\n{result.text}"
 
-    def _call(self, name: str, body: str) -> Call:
+    def _call(self, name: str, body: str) -> ParsedCall:
         try:
             arguments = json.loads(body) if body.strip() else {}
         except (ValueError, RecursionError):
-            return Call(name, wrong="The arguments are not valid JSON.")
+            return ParsedCall(name, wrong="The arguments are not valid JSON.")
         if not isinstance(arguments, dict):
-            return Call(name, wrong="The arguments must be a JSON object.")
+            return ParsedCall(name, wrong="The arguments must be a JSON object.")
         return self.named(name, arguments)
 
 
 class MCPToolTransform(_BlockTools):
     """Tools of MCP servers, called as <tool>server.tool, a line break, {json}, </tool>.
 
-    A name without a server is of the first one. The system message says which tools there are, with their schemas
-    (`describe`). Connection failures raise ConfigError at once; a call that passes `timeout` is cancelled.
+    A name without a server belongs to the first server. The system message lists the tools with their schemas
+    (`describe`). Connection failures raise ConfigError immediately; a call that exceeds `timeout` is cancelled.
 
     Args:
-        servers: Name -> {"command", "args", "env"} or {"url"}, and "tools", the ones that may be called; without it all
-            that the server shows now. See `environments.tools.mcp.Server`.
-        tool_call_pattern: Two groups: the name, and the arguments.
+        servers: Name -> {"command", "args", "env"} or {"url"}, and "tools", the ones that may be called; by default all
+            that the server currently has. See `environments.tools.mcp.Server`.
+        tool_call_pattern: A pattern with two groups: the name and the arguments.
     """
 
     def __init__(
@@ -242,9 +242,9 @@ class MCPToolTransform(_BlockTools):
     def make_tools(self) -> list[Tool]:
         return [McpTool(self.servers, self.timeout)]
 
-    def named(self, name: str, arguments: dict[str, Any]) -> Call:
+    def named(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
         full = name if name.partition(".")[0] in self.servers else f"{next(iter(self.servers))}.{name}"
-        return Call(full, "mcp", {"tool": full, "arguments": arguments})
+        return ParsedCall(full, "mcp", {"tool": full, "arguments": arguments})
 
     def described(self) -> str | None:
         return f"{_HOW}\n\n{self._description}" if self.describe else None
@@ -254,14 +254,15 @@ class BrowserTransform(_BlockTools):
     """A browser for every row, called as <tool>browser, a line break, {"action": ..., ...}, </tool>.
 
     The actions are BrowserTool's: goto (also "navigate") with "url", click and type with "element" (its number in the
-    page's listing), read (also "extract" and "scroll", for the whole page is read), back. There are no selectors.
+    page's listing), read (also "extract" and "scroll", because the whole page is read), back. There are no selectors.
 
     Args:
-        allowed_domains: With all their subdomains, as "name" or "name:port"; None: every public name. Redirects and
-            what pages load are checked too. An address of this machine or its networks only through `allow_private`.
+        allowed_domains: Domains, including all their subdomains, as "name" or "name:port"; None: every public name.
+            Redirects and everything that pages load are checked too. Addresses of this machine or its networks need
+            `allow_private`.
         headless: Only True.
         timeout: Seconds for a call.
-        tokenizer: Accepted for TorchRL's sake: calls are read from the conversation.
+        tokenizer: Accepted without effect, for compatibility with TorchRL: calls are read from the conversation.
     """
 
     ALIASES: Mapping[str, str] = {"navigate": "goto", "extract": "read", "scroll": "read"}
@@ -282,19 +283,19 @@ class BrowserTransform(_BlockTools):
         self._make: Callable[[], Tool] = lambda: BrowserTool(
             ["*"] if allowed_domains is None else list(allowed_domains), allow_private, timeout=timeout
         )
-        self._make()  # what cannot work is told now
+        self._make()  # fails now if it cannot work
 
     def make_tools(self) -> list[Tool]:
         return [self._make()]
 
-    def named(self, name: str, arguments: dict[str, Any]) -> Call:
+    def named(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
         action = arguments.get("action")
         if "selector" in arguments:
-            return Call(name, wrong='There are no selectors: name the element by its number, {"element": 3}.')
+            return ParsedCall(name, wrong='There are no selectors: name the element by its number, {"element": 3}.')
         if isinstance(action, str) and action in self.ALIASES:
             kept = {key: value for key, value in arguments.items() if key == "url"}
             arguments = {**kept, "action": self.ALIASES[action]}
-        return Call(name, name, arguments)
+        return ParsedCall(name, name, arguments)
 
     def described(self) -> str | None:
         if not self.describe:
@@ -314,5 +315,5 @@ def _with_system(messages: list[Message], words: str) -> list[Message]:
 
 
 def _without_reasoning(text: str) -> str:
-    """A call in a <think> block is a thought."""
+    """Remove <think> blocks: a call in one is not meant to run."""
     return text.rpartition("</think>")[2].partition("<think>")[0]

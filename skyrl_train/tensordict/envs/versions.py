@@ -1,4 +1,4 @@
-"""Which version of the policy acted."""
+"""Records which version of the policy acted."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class VersionChange:
 
 
 class PolicyVersion(Transform):
-    """Writes "policy_version": in an observation and in what follows it, the version that acted between the two.
+    """Writes "policy_version" into an observation and the next one: the version that acted between the two.
 
-    A reset writes the version that holds then; a step writes the one that holds as it begins over it, so weights that
-    changed in between are not missed. [B] int64 for `version_type` int, strings for "uuid".
+    A reset writes the current version; a step overwrites it with the version at the step's beginning, in case weights
+    have changed in between. [B] int64 for `version_type` int, strings for "uuid".
 
     Call `increment_version` when the policy's weights change, between a step and the next action.
     """
@@ -41,10 +41,10 @@ class PolicyVersion(Transform):
         self.version: Version = 0 if self.counts else str(uuid.uuid4())
         self.version_history = [VersionChange(time.time(), None, self.version)]
         self.acting: Version | None = None
-        """What sampled the actions of the next step, where a collector knows; None: `version` did."""
+        """The version that sampled the actions of the next step, if a collector sets it; None: `version`."""
 
     def increment_version(self) -> None:
-        """The policy has new weights."""
+        """Record that the policy has new weights."""
         old = self.version
         self.version = old + 1 if isinstance(old, int) else str(uuid.uuid4())
         self.version_history.append(VersionChange(time.time(), old, self.version))

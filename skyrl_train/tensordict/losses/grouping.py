@@ -1,4 +1,4 @@
-"""Steps to trajectories, trajectories to the groups of a prompt: what advantages and selections have in common."""
+"""Groups steps into trajectories, and trajectories by prompt: the common part of advantages and selections."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from skyrl_train.tensordict.ragged import Key, rows_of, stacked
 
 log = logging.getLogger(__name__)
 EPISODE: Key = "episode"
-"""The number that environments give a row's episode: steps of different ones are not one trajectory."""
+"""Key of the number that environments give an episode; steps with different numbers are not one trajectory."""
 
 
 @dataclass(frozen=True)
-class Episode:
+class CompleteTrajectory:
     """One trajectory: its steps in order, the last one done."""
 
     steps: list[TensorDictBase]
     rewards: list[float]
-    """Of each step; what its tokens got in all, where every token has one."""
+    """The reward of each step, or the sum over its tokens if every token has one."""
     version: int | None
-    """The oldest policy version among its steps, where they tell."""
+    """The oldest policy version among its steps, if known."""
 
 
 class GroupTransform(ABC):
-    """Keeps trajectories back until their prompt's group is complete; `inv` is called by a replay buffer on writing.
+    """Holds trajectories back until their prompt's group is complete; a replay buffer calls `inv` on writing.
 
-    Trajectories are of versions at most `max_staleness` behind the newest seen: an older one is given up when it comes,
-    a group with one when the newest does, and the group that waits longest when more than `max_pending` trajectories
-    wait. Without numbers at `version_key` (`track_policy_version=True` in a collector) nothing is stale.
+    Trajectories may be at most `max_staleness` versions behind the newest one seen: an older one is dropped on arrival,
+    and a group that contains one is dropped when a newer version arrives. If more than `max_pending` trajectories wait,
+    the group that has waited longest is dropped. Without numbers at `version_key` (`track_policy_version=True` in a
+    collector), nothing is stale.
     """
 
     def __init__(
@@ -50,32 +51,32 @@ class GroupTransform(ABC):
         self.prompt_key, self.rewards_key, self.done_key = prompt_key, rewards_key, done_key
         self.verbose = verbose
         self.version_key, self.max_staleness, self.max_pending = version_key, max_staleness, max_pending
-        self.queues: dict[Hashable, list[Episode]] = {}
-        """Groups that wait, by prompt, the one that waits longest first."""
+        self.queues: dict[Hashable, list[CompleteTrajectory]] = {}
+        """Waiting groups by prompt, the one that has waited longest first."""
         self.newest: int | None = None
         """The newest policy version seen; `flush` forgets it."""
         self._waiting = 0
         self.abandoned = 0
-        """Trajectories given up: too late, or their group was never completed."""
+        """Number of dropped trajectories: too old, or in a group that was never completed."""
 
     @abstractmethod
-    def finish(self, group: list[Episode]) -> list[Episode] | None:
-        """What is kept of a prompt's trajectories so far: maybe nothing; None to wait for more."""
+    def finish(self, group: list[CompleteTrajectory]) -> list[CompleteTrajectory] | None:
+        """Select among a prompt's trajectories so far; the result may be empty. None: wait for more."""
 
     def inv(self, tensordict: TensorDictBase) -> TensorDictBase | None:
-        """Steps of whole trajectories, [T] or [B, T], to the steps [N] of the groups that they complete, or None.
+        """Take the steps of whole trajectories, [T] or [B, T]; return the steps [N] of completed groups, or None.
 
-        A trajectory ends where a step is done. RuntimeError, before anything is kept, where the steps end, or another
-        "episode" begins among them (a collector's rows one after the other), and the last step is not. KeyError where
-        an entry is missing, TypeError for a prompt that is neither text nor tensor.
+        A trajectory ends with a step that is done. Raises RuntimeError, before keeping anything, if the last step is
+        not done, or if another "episode" begins (in a collector's concatenated rows) before the step that is done;
+        KeyError for a missing entry, TypeError for a prompt that is neither text nor tensor.
         """
         kept: list[TensorDictBase] = []
-        for prompt, episode in list(self._episodes(tensordict)):
-            if self._is_late(episode.version):
+        for prompt, trajectory in list(self._trajectories(tensordict)):
+            if self._is_late(trajectory.version):
                 self.abandoned += 1
                 continue
             group = self.queues.setdefault(prompt, [])
-            group.append(episode)
+            group.append(trajectory)
             self._waiting += 1
             chosen = self.finish(group)
             if chosen is None:
@@ -84,25 +85,25 @@ class GroupTransform(ABC):
             self._waiting -= len(self.queues.pop(prompt))
             if self.verbose:
                 log.info("group of %d trajectories: %d kept", len(group), len(chosen))
-            kept += [step for episode in chosen for step in episode.steps]
+            kept += [step for trajectory in chosen for step in trajectory.steps]
         return stacked(kept) if kept else None
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Nothing happens on reading."""
+        """Return `tensordict` unchanged: reading needs no transform."""
         return tensordict
 
     def flush(self) -> int:
-        """Gives up all groups that wait, and forgets the newest version; how many trajectories they had."""
+        """Drop all waiting groups and forget the newest version; return how many trajectories were dropped."""
         given_up = self._waiting
         for prompt in list(self.queues):
-            self._give_up(prompt)
+            self._abandon(prompt)
         self.newest = None
         return given_up
 
-    def _episodes(self, tensordict: TensorDictBase) -> Iterator[tuple[Hashable, Episode]]:
+    def _trajectories(self, tensordict: TensorDictBase) -> Iterator[tuple[Hashable, CompleteTrajectory]]:
         if tensordict.ndim > 1:
             for part in tensordict.unbind(0):
-                yield from self._episodes(part)
+                yield from self._trajectories(part)
             return
         steps: list[TensorDictBase] = []
         for step in rows_of(tensordict):
@@ -110,7 +111,7 @@ class GroupTransform(ABC):
                 break
             steps.append(step)
             if bool(_entry(step, self.done_key).any()):
-                yield self._prompt(steps[0]), self._episode(steps)
+                yield self._prompt(steps[0]), self._trajectory(steps)
                 steps = []
         if steps:
             raise RuntimeError(
@@ -118,11 +119,11 @@ class GroupTransform(ABC):
                 "(yield_completed_trajectories=True in a collector)."
             )
 
-    def _episode(self, steps: Sequence[TensorDictBase]) -> Episode:
+    def _trajectory(self, steps: Sequence[TensorDictBase]) -> CompleteTrajectory:
         rewards = [float(_entry(step, self.rewards_key).double().sum()) for step in steps]
         versions = [_number(step.get(self.version_key, None)) for step in steps]
         known = [version for version in versions if version is not None]
-        return Episode([step.copy() for step in steps], rewards, min(known, default=None))
+        return CompleteTrajectory([step.copy() for step in steps], rewards, min(known, default=None))
 
     def _prompt(self, step: TensorDictBase) -> Hashable:
         value = step.get(self.prompt_key, None)
@@ -137,22 +138,22 @@ class GroupTransform(ABC):
         raise TypeError(f"{self.prompt_key!r} holds {type(value).__name__}; a prompt must be a str or a tensor.")
 
     def _is_late(self, version: int | None) -> bool:
-        """Whether a trajectory is too old for a group; a newer one than any before makes groups too old."""
+        """Whether a trajectory is too old; if it is the newest so far, drop the groups that have become too old."""
         if version is None:
             return False
         if self.newest is None or version > self.newest:
             self.newest = version
             for prompt, group in list(self.queues.items()):
                 if any(e.version is not None and e.version < version - self.max_staleness for e in group):
-                    self._give_up(prompt)
+                    self._abandon(prompt)
         return version < self.newest - self.max_staleness
 
     def _bound_pending(self) -> None:
         while self._waiting > self.max_pending:
-            self._give_up(next(iter(self.queues)))
+            self._abandon(next(iter(self.queues)))
             log.warning("more than max_pending=%d trajectories wait; the oldest group is given up", self.max_pending)
 
-    def _give_up(self, prompt: Hashable) -> None:
+    def _abandon(self, prompt: Hashable) -> None:
         lost = len(self.queues.pop(prompt))
         self._waiting -= lost
         self.abandoned += lost
@@ -166,7 +167,7 @@ def _entry(step: TensorDictBase, key: Key) -> Tensor:
 
 
 def _number(value: Any) -> int | None:
-    """A version that counts; None for a uuid, which has no order."""
+    """A version number; None for a uuid, which has no order."""
     if isinstance(value, NonTensorData):
         value = value.data
     if isinstance(value, Tensor) and value.numel() >= 1:

@@ -29,60 +29,60 @@ from skyrl_train.tensordict.losses.scoring import (
 from skyrl_train.tensordict.ragged import Key, flattened
 
 AGGREGATIONS = {"token_mean": token_mean, "prompt_mean": sequence_mean}
-"""TorchRL's names; its `prompt_mean` weighs every sequence the same, which is the trainer's `sequence_mean`."""
+"""TorchRL's names; its `prompt_mean` gives every sequence the same weight, like the trainer's `sequence_mean`."""
 REDUCTIONS = (None, "mean", "sum", "none")
 
 
 class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
-    """Scalars, float64; those whose term was not asked for are None. Means are over the tokens that count.
+    """float64 scalars; None if their term is disabled. Means are over the tokens that count.
 
-    With aggregation or reduction "none" the loss_* are rectangles [B, L], 0 on tokens that do not count.
+    With aggregation or reduction "none", the loss_* are rectangles [B, L], 0 on tokens that do not count.
     """
 
     loss_objective: Tensor
     clip_fraction: Tensor
-    """Share of tokens where the clip took effect."""
+    """Share of tokens that were clipped."""
     kl_approx: Tensor
-    """Mean of sample_log_prob - log_prob, nats."""
+    """Mean of sample_log_prob - log_prob, in nats."""
     ESS: Tensor
-    """Effective sample size of the importance ratios over the number of tokens: 1 on-policy."""
+    """Effective sample size of the importance ratios, divided by the number of tokens; 1 if on-policy."""
     entropy: Tensor | None = None
-    """nats"""
+    """In nats."""
     loss_entropy: Tensor | None = None
     loss_kl_to_ref: Tensor | None = None
     kl_to_ref: Tensor | None = None
-    """nats"""
+    """In nats."""
     loss_kl_to_inference: Tensor | None = None
     kl_to_inference: Tensor | None = None
-    """nats"""
+    """In nats."""
 
     @property
     def loss(self) -> Tensor:
-        """The sum of all loss_*: what to call `backward` on."""
+        """The sum of all loss_*, on which to call `backward`."""
         found = [value for name, value in self.items() if name.startswith("loss_")]
         return torch.stack(found).sum(0)
 
 
 @dataclass(frozen=True)
 class GRPOKeys:
-    """Where a GRPOLoss reads; token-level entries have the layout of `action`."""
+    """The keys that a GRPOLoss reads; token-level entries have the layout of `action`."""
 
     action: Key = ("tokens", "full")
     sample_log_prob: Key = ("log_probs", "full")
     advantage: Key = "advantage"
-    """One value a row or one a token."""
+    """One value per row or per token."""
     ref_log_probs: Key = ("next", "ref_log_probs", "full")
 
 
 class GRPOLoss(TensorDictModuleBase):
-    """Clipped policy gradient with optional entropy bonus and KL terms (arXiv:2402.03300); actors: see scoring.py.
+    """Clipped policy gradient with optional entropy bonus and KL terms (arXiv:2402.03300). For actors see scoring.py.
 
     loss_objective       sum_t w_t -min(r A, clip(r, 1 - low, 1 + high) A)
     loss_entropy         sum_t w_t -entropy_coeff H_t
     loss_kl_to_*         sum_t w_t coeff k3(log_prob, reference's or sampling policy's)
 
     w are the weights of the aggregation over the tokens that count: 1 / tokens for "token_mean", 1 / (tokens of the
-    sequence * sequences) for "prompt_mean". Sums are float64, as the trainer's.
+    sequence * sequences) for "prompt_mean". Sums are float64, like the trainer's.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class GRPOLoss(TensorDictModuleBase):
         device: torch.device | str | None = None,
         masking_strategy: str = "sft",
     ):
-        """ValueError for a value out of range; `gamma` and `clip_value` are for critics, which GRPO has not."""
+        """Raises ValueError for a value out of range, and for `gamma` and `clip_value`: GRPO has no critic."""
         super().__init__()
         low, high = (clip_epsilon, clip_epsilon) if isinstance(clip_epsilon, int | float) else clip_epsilon
         _check(low >= 0 and high >= 0, "clip_epsilon", clip_epsilon, "a number, or two, not below 0")
@@ -133,7 +133,7 @@ class GRPOLoss(TensorDictModuleBase):
             self.to(device)
 
     def set_keys(self, **keys: Key) -> None:
-        """Other places to read from, by the names of GRPOKeys. ValueError for another name."""
+        """Set the keys to read, by the names in GRPOKeys. Raises ValueError for another name."""
         self.tensor_keys = replaced_keys(getattr(self, "tensor_keys", GRPOKeys()), keys)
         masks = {"sft": [PROMPT, ATTENTION], "rlhf": [ASSISTANT], "generic": [ATTENTION]}[self.masking_strategy]
         names = self.tensor_keys
@@ -141,15 +141,15 @@ class GRPOLoss(TensorDictModuleBase):
         self.in_keys = [names.action, names.sample_log_prob, names.advantage, *reference, *masks]
 
     def policy_loss(self, logprobs: Tensor, advantages: Tensor, mask: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
-        """(values, was_clipped), all [T]; what variants of GRPO differ in."""
+        """(values, was_clipped), all [T]; variants of GRPO override it."""
         low, high = self.clip_epsilon
         return clipped_surrogate(logprobs, advantages, mask, old_logprobs=old, eps_low=low, eps_high=high)
 
     def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
-        """Losses and statistics of the sequences in a tensordict of any batch size, which stays as it is.
+        """Losses and statistics of the sequences in a tensordict of any batch size, which is not changed.
 
-        ValueError: action or advantage missing, shapes that differ. KeyError: log-probs missing. RuntimeError: those of
-        sampling or of the reference require a gradient.
+        Raises ValueError for a missing action or advantage or for different shapes, KeyError for missing log-probs,
+        RuntimeError if the log-probs of sampling or of the reference require a gradient.
         """
         rows, names = flattened(tensordict), self.tensor_keys
         advantages = read(rows, names.advantage, "advantage")
@@ -200,7 +200,7 @@ class GRPOLoss(TensorDictModuleBase):
         return GRPOLossOutput(**found, batch_size=[])
 
     def _reduced(self, values: Tensor, mask: Tensor, scored: Scored) -> Tensor:
-        """[T], 0 outside the mask, to float64: a scalar, or [B, L] where nothing is reduced."""
+        """[T], 0 outside the mask, to float64: a scalar, or [B, L] without reduction."""
         if "none" in (self.aggregation, self.reduction):
             return scored.layout.unflat(values.double())
         if self.reduction == "sum":
@@ -210,7 +210,7 @@ class GRPOLoss(TensorDictModuleBase):
 
 
 class DAPO(GRPOLoss):
-    """GRPO with a wider upper bound (Clip-Higher, arXiv:2503.14476) and every token weighing the same."""
+    """GRPO with a wider upper bound (Clip-Higher, arXiv:2503.14476) and the same weight for every token."""
 
     def __init__(
         self,
@@ -239,11 +239,11 @@ class CISPO(GRPOLoss):
 
 
 CISPOLoss = CISPO
-"""TorchRL's name."""
+"""TorchRL's name for it."""
 
 
 def mean_over(values: Tensor, mask: Tensor) -> Tensor:
-    """Float64 over the tokens in the mask, 0 where there are none."""
+    """The float64 mean over the tokens in the mask; 0 if there are none."""
     return torch.where(mask, values.double(), 0.0).sum() / mask.sum().clamp(min=1)
 
 

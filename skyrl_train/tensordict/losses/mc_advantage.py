@@ -1,4 +1,4 @@
-"""GRPO's advantages on tensordicts, made when a replay buffer is written."""
+"""GRPO's advantages on tensordicts, computed when a replay buffer is written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.advantages import grpo
-from skyrl_train.tensordict.losses.grouping import Episode, GroupTransform
+from skyrl_train.tensordict.losses.grouping import CompleteTrajectory, GroupTransform
 from skyrl_train.tensordict.ragged import Key
 
 RETURNS: dict[str, Callable[[Sequence[float]], float]] = {
@@ -18,14 +18,14 @@ RETURNS: dict[str, Callable[[Sequence[float]], float]] = {
 }
 
 Selector = Callable[[Tensor, int], Sequence[int] | None]
-"""(returns [N], group_size) to the indices of those that make the group, or None: none of them will do."""
+"""(returns [N], group_size) -> indices of the trajectories that form the group, or None if no selection will do."""
 
 
 class MCAdvantage(GroupTransform):
-    """(R - mean of the group's R) / (their std + 1e-6) on every step of a trajectory of return R, std unbiased.
+    """Writes (R - mean(R)) / (std(R) + 1e-6) to every step of a trajectory with return R, over the prompt's group.
 
-    The numbers are the trainer's (`advantage_estimator=grpo`): a group of equal returns, or of one trajectory, gets 0.
-    Nothing is stored before `grpo_size` trajectories of a prompt have come.
+    The standard deviation is unbiased. The values equal the trainer's (`advantage_estimator=grpo`): a group of equal
+    returns, or of one trajectory, gets 0. Nothing is stored until `grpo_size` trajectories of a prompt have arrived.
     """
 
     def __init__(
@@ -46,11 +46,12 @@ class MCAdvantage(GroupTransform):
         max_staleness: int = 1,
         max_pending: int = 65536,
     ):
-        """trajectory_return: "sum" (None is the same), "max" or "mean" of the steps' rewards.
-        keep_return_bounds: groups whose mean return is outside are not stored (dynamic sampling).
-        candidate_group_size: as many trajectories of a prompt may come. `candidate_selector` (`most_different`) picks
-        grpo_size of them as soon as there are `candidate_selection_min_size` (grpo_size), and the group is stored when
-        the picked differ and keep to the bounds; when all have come and do not, they are dropped.
+        """trajectory_return: "sum" (also None), "max" or "mean" of the steps' rewards.
+        keep_return_bounds: groups with a mean return outside these bounds are not stored (dynamic sampling).
+        candidate_group_size: number of trajectories of a prompt to wait for at most. Once there are
+        `candidate_selection_min_size` (default: grpo_size), `candidate_selector` (default: `most_different`) picks
+        grpo_size of them; the group is stored if their returns differ and are within bounds. If that is not so even
+        with all candidates, they are dropped.
         """
         super().__init__(prompt_key, rewards_key, done_key, verbose, version_key, max_staleness, max_pending)
         self.grpo_size, self.advantage_key = grpo_size, advantage_key
@@ -70,7 +71,7 @@ class MCAdvantage(GroupTransform):
                 f"candidate_group_size={self.candidate_group_size} must not fall."
             )
 
-    def finish(self, group: list[Episode]) -> list[Episode] | None:
+    def finish(self, group: list[CompleteTrajectory]) -> list[CompleteTrajectory] | None:
         if len(group) < self.candidate_selection_min_size:
             return None
         returns = torch.tensor([RETURNS[self.trajectory_return](e.rewards) for e in group], dtype=torch.float32)
@@ -88,18 +89,18 @@ class MCAdvantage(GroupTransform):
         self._write(group, returns)
         return group
 
-    def _write(self, group: list[Episode], returns: Tensor) -> None:
-        """Advantages in the shape of rewards."""
+    def _write(self, group: list[CompleteTrajectory], returns: Tensor) -> None:
+        """Write advantages in the shape of the rewards."""
         ids, valid = torch.zeros(len(group), dtype=torch.int64), torch.ones(len(group), dtype=torch.bool)
-        for episode, advantage in zip(group, grpo(returns, ids, valid, norm_by_std=True), strict=True):
-            for step in episode.steps:
+        for trajectory, advantage in zip(group, grpo(returns, ids, valid, norm_by_std=True), strict=True):
+            for step in trajectory.steps:
                 reward = step.get(self.rewards_key)
                 value = float(advantage)
                 step.set(self.advantage_key, torch.full_like(reward, value, dtype=torch.float32))
 
 
 def most_different(returns: Tensor, group_size: int) -> list[int]:
-    """The largest and the smallest in turn: the selection of widest spread, in order of arrival where returns tie."""
+    """Select the largest and the smallest returns in turn, for the widest spread; ties go by order of arrival."""
     order = torch.argsort(returns, descending=True, stable=True).tolist()
     above = (group_size + 1) // 2
     return sorted(order[:above] + order[len(order) - (group_size - above) :])

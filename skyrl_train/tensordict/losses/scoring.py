@@ -1,4 +1,4 @@
-"""What a loss on tensordicts asks of a policy: log-probs of given tokens, and entropy where it has a distribution."""
+"""How losses on tensordicts get a policy's log-probs of given tokens, and its entropy if it has a distribution."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ MASKING_STRATEGIES = ("sft", "rlhf", "generic")
 
 
 class TokenDistribution(Protocol):
-    """Over the vocabulary at [B, L] positions, L being the tokens of the longest row; others padded on the left."""
+    """Over the vocabulary at [B, L] positions; L is the length of the longest row, others are padded on the left."""
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """[B, L] int64 to nats [B, L]; a row's first token and padding may have any."""
+        """[B, L] int64 to nats [B, L]; arbitrary at a row's first token and in padding."""
         ...
 
     def entropy(self) -> Tensor:
-        """[B, L] nats; NotImplementedError where only log-probs are known."""
+        """[B, L] nats. Raises NotImplementedError if only log-probs are known."""
         ...
 
 
 class DistributionPolicy(Protocol):
-    """The first of two forms of an actor; NotImplementedError from `get_dist` makes it the second."""
+    """The first of two kinds of actor; one whose `get_dist` raises NotImplementedError is of the second kind."""
 
     def get_dist(self, tensordict: TensorDictBase) -> TokenDistribution: ...
 
 
 class ScoringPolicy(Protocol):
-    """The second: called, it returns a tensordict with ("log_probs", "full"), with a gradient where one is wanted.
+    """The second kind: a call returns a tensordict with ("log_probs", "full"), with a gradient if one is needed.
 
-    Rows as given, or padded in some way, with ("tokens", "full") and an attention mask that tell which.
+    Its rows are as given, or padded in any way, with ("tokens", "full") and an attention mask that identify the tokens.
     """
 
     def __call__(self, tensordict: TensorDictBase, /) -> TensorDictBase: ...
@@ -51,7 +51,7 @@ Actor = DistributionPolicy | ScoringPolicy
 
 @dataclass(frozen=True)
 class Scored:
-    """B sequences under the current policy, as the trainer's own losses read them: [T], no padding."""
+    """B sequences scored by the current policy, in the form of the trainer's own losses: [T], without padding."""
 
     layout: TokenLayout
     mask: Tensor
@@ -59,11 +59,11 @@ class Scored:
     logprobs: Tensor
     """[T] nats, with a gradient."""
     entropy: Tensor | None
-    """[T] nats"""
+    """[T] nats."""
 
 
 def check_actor(actor: Any) -> None:
-    """ValueError for a wrapper that would generate instead of scoring."""
+    """Raise ValueError for a wrapper that would generate instead of scoring."""
     if getattr(actor, "generate", None) is True:
         raise ValueError(
             "The actor has generate=True; a loss scores given tokens: use actor.get_new_version(generate=False)."
@@ -71,7 +71,7 @@ def check_actor(actor: Any) -> None:
 
 
 def read(tensordict: TensorDictBase, key: Key, what: str, error: type[Exception] = ValueError) -> Column:
-    """An entry that must be there."""
+    """Read a required entry; raise `error` if it is missing."""
     value = column(tensordict, key)
     if value is None:
         found = sorted(map(str, tensordict.keys(include_nested=True, leaves_only=True)))
@@ -82,11 +82,12 @@ def read(tensordict: TensorDictBase, key: Key, what: str, error: type[Exception]
 def score(
     actor: Any, tensordict: TensorDictBase, action: Key, strategy: str, *, entropy: bool, mc_samples: int = 1
 ) -> Scored:
-    """The tokens at `action` of a tensordict [B] under `actor`, which is given a copy without padding.
+    """Score the tokens at `action` of a tensordict [B] with `actor`, which gets a copy without padding.
 
-    What it finds is on the batch's device, wherever the policy computes.
+    The result is on the batch's device, wherever the policy computes.
 
-    ValueError: no actor, tokens or masks, other shapes, or an entropy asked of a policy that has log-probs alone.
+    Raises ValueError for a missing actor, tokens or masks, for different shapes, or if entropy is requested from a
+    policy that only has log-probs.
     """
     if actor is None:
         raise ValueError("The loss has no actor_network; give it the policy that is trained.")
@@ -109,8 +110,8 @@ def score(
 def token_mask(tensordict: TensorDictBase, tokens: Column, layout: TokenLayout, strategy: str) -> Tensor:
     """[T] bool, never True on a row's first token, which has no log-prob.
 
-    "rlhf": what the assistant said, in all turns. "sft": what follows the prompt (the assistant mask where the prompt
-    is not known). "generic": everything.
+    "rlhf": the assistant's tokens, in all turns. "sft": the tokens after the prompt (the assistant's if the prompt is
+    not known). "generic": all tokens.
     """
     assistant, prompts = column(tensordict, ASSISTANT), column(tensordict, PROMPT)
     if strategy == "rlhf" or (strategy == "sft" and prompts is None):
@@ -133,7 +134,7 @@ def token_mask(tensordict: TensorDictBase, tokens: Column, layout: TokenLayout, 
 
 
 def scored_texts(actor: Any, tensordict: TensorDictBase, action: Key) -> tuple[TensorDictBase, Tensor, TokenLayout]:
-    """What the policy made of conversations: a tensordict with tokens and masks, log-probs [T], their layout."""
+    """Let the policy score conversations: a tensordict with tokens and masks, log-probs [T], and their layout."""
     result = actor(tensordict)
     tokens = read(result, action, "tokens of the policy")
     layout = TokenLayout.of(tokens, column(result, ATTENTION))
@@ -141,7 +142,7 @@ def scored_texts(actor: Any, tensordict: TensorDictBase, action: Key) -> tuple[T
 
 
 def _unpadded(tensordict: TensorDictBase, ids: list[Tensor], layout: TokenLayout, action: Key) -> TensorDictBase:
-    """The rows without padding, and without the log-probs of sampling, which are not to be taken for the policy's."""
+    """The rows without padding, and without the log-probs of sampling, which must not be mistaken for the policy's."""
     assistant = column(tensordict, ASSISTANT)
     said = None if assistant is None else layout.flat(assistant, ASSISTANT).split([len(row) for row in ids])
     result = []
@@ -156,7 +157,7 @@ def _unpadded(tensordict: TensorDictBase, ids: list[Tensor], layout: TokenLayout
 
 
 def _reader_of(actor: Any, action: Key) -> Any:
-    """A wrapper of another input mode would make other tokens of the conversation than those that were sampled."""
+    """The actor, reading tokens: in another input mode, a wrapper would not score the tokens that were sampled."""
     key = (action,) if isinstance(action, str) else action
     if not isinstance(actor, LLMWrapperBase) or (actor.input_mode, actor.in_keys) == ("tokens", [key]):
         return actor
@@ -177,7 +178,7 @@ def _distribution(actor: Any, tensordict: TensorDictBase) -> TokenDistribution |
 
 
 def _entropy(distribution: Any, samples: int) -> Tensor:
-    """[B, L]; from samples where there is no closed form."""
+    """[B, L]; estimated from samples if there is no closed form."""
     try:
         exact: Tensor = distribution.entropy()
     except NotImplementedError:
@@ -193,7 +194,7 @@ def _entropy(distribution: Any, samples: int) -> Tensor:
 
 
 def _called(actor: Any, tensordict: TensorDictBase, ids: list[Tensor], action: Key) -> Tensor:
-    """[T] log-probs of an actor that is called."""
+    """[T] log-probs from calling an actor of the second kind."""
     result, device = actor(tensordict), ids[0].device
     values = _moved(read(result, LOG_PROBS, "log-probs of the policy", KeyError), device)
     theirs = column(result, action)

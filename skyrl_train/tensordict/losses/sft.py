@@ -23,24 +23,24 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class SFTLossOutput(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
-    """Float64."""
+    """Losses in float64."""
 
     loss_sft: Tensor
     """A scalar, or [B] with reduction "none"."""
     loss_kl_to_ref: Tensor | None = None
-    """kl_to_ref_coeff * kl_to_ref"""
+    """kl_to_ref_coeff * kl_to_ref."""
     kl_to_ref: Tensor | None = None
-    """nats, the mean over all tokens that count."""
+    """The mean over all tokens that count, in nats."""
 
     @property
     def loss(self) -> Tensor:
-        """The sum of both losses: what to call `backward` on."""
+        """The sum of both losses, on which to call `backward`."""
         return self.loss_sft if self.loss_kl_to_ref is None else self.loss_sft + self.loss_kl_to_ref
 
 
 @dataclass(frozen=True)
 class SFTKeys:
-    """Where an SFTLoss reads. Without `tokens`, they are made of `history`."""
+    """The keys that an SFTLoss reads. Without `tokens`, they are made from `history`."""
 
     history: Key = ("history", "full")
     tokens: Key = ("tokens", "full")
@@ -48,13 +48,13 @@ class SFTKeys:
 
 
 class SFTLoss(TensorDictModuleBase):
-    """Negative log-likelihood of what the assistant said in whole conversations; actors: see scoring.py.
+    """Negative log-likelihood of the assistant's tokens in whole conversations. For actors see scoring.py.
 
     "sft"         -sum of a sequence's log-probs
     "minor_sft"   -log sigmoid(beta (sum of log-probs - sum of the reference's)) (arXiv:2408.10642)
 
-    Sums are means with `normalize_by_seq_length`. Tokens and masks are read where the tensordict has them; else the
-    history is tokenised with `tokenizer`, or by the actor where there is none.
+    With `normalize_by_seq_length`, sums are replaced by means. Tokens and masks are read if the tensordict has them;
+    otherwise the history is tokenised with `tokenizer` or, without one, by the actor.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class SFTLoss(TensorDictModuleBase):
         beta: float = 0.1,
         device: torch.device | str | None = None,
     ):
-        """reduction over sequences: "mean", "sum" or "none". ValueError for another, or for an unknown loss."""
+        """reduction over sequences: "mean", "sum" or "none". Raises ValueError for another one, or an unknown loss."""
         super().__init__()
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction={reduction!r} must be one of {', '.join(REDUCTIONS)}.")
@@ -95,15 +95,15 @@ class SFTLoss(TensorDictModuleBase):
         return self.kl_to_ref_coeff is not None or self.loss_function == "minor_sft"
 
     def set_keys(self, **keys: Key) -> None:
-        """Other places to read from, by the names of SFTKeys. ValueError for another name."""
+        """Set the keys to read, by the names in SFTKeys. Raises ValueError for another name."""
         self.tensor_keys = replaced_keys(getattr(self, "tensor_keys", SFTKeys()), keys)
         self.in_keys = [self.tensor_keys.history, *([self.tensor_keys.ref_log_probs] if self.reads_reference else [])]
 
     def forward(self, tensordict: TensorDictBase) -> SFTLossOutput:
-        """Losses of the conversations in a tensordict of any batch size, which stays as it is.
+        """Losses of the conversations in a tensordict of any batch size, which is not changed.
 
-        ValueError: a conversation in which the assistant says nothing, shapes that differ. KeyError: log-probs missing.
-        RuntimeError: the reference's require a gradient.
+        Raises ValueError for a conversation without tokens of the assistant or for different shapes, KeyError for
+        missing log-probs, RuntimeError if the reference's log-probs require a gradient.
         """
         rows, key = flattened(tensordict), self.tensor_keys.ref_log_probs
         layout, mask, logprobs = self._scored(rows)
@@ -143,7 +143,7 @@ class SFTLoss(TensorDictModuleBase):
         return of_sequences.sum() if self.reduction == "sum" else of_sequences
 
     def _scored(self, rows: TensorDictBase) -> tuple[TokenLayout, Tensor, Tensor]:
-        """Layout, mask [T] of what the assistant said, log-probs [T]."""
+        """The layout, the mask [T] of the assistant's tokens, and log-probs [T]."""
         keys = self.tensor_keys
         if self.actor_network is None:
             raise ValueError("The loss has no actor_network; give it the policy that is trained.")
@@ -157,10 +157,10 @@ class SFTLoss(TensorDictModuleBase):
         return layout, mask & ~layout.first_tokens, logprobs
 
     def _tokenised(self, rows: TensorDictBase) -> TensorDictBase:
-        """Rows with tokens and masks of their histories, each templated by itself: nothing is padded.
+        """Rows with the tokens and masks of their histories, each rendered separately without padding.
 
-        By `tokenizer`, else by the actor's and its template; without either they stay as they are: what a forward of
-        the actor makes of them has no gradient unless the actor gives it one.
+        Uses `tokenizer`, else the actor's tokenizer and template. Without either, rows are returned unchanged: then the
+        log-probs from the actor's forward have a gradient only if the actor provides one.
         """
         tokenizer, template = self.tokenizer, {}
         if tokenizer is None:

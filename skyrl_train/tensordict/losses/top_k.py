@@ -1,16 +1,16 @@
-"""Which trajectories of a prompt are worth training on."""
+"""Selects the trajectories of a prompt that are worth training on."""
 
 from __future__ import annotations
 
-from skyrl_train.tensordict.losses.grouping import Episode, GroupTransform
+from skyrl_train.tensordict.losses.grouping import CompleteTrajectory, GroupTransform
 from skyrl_train.tensordict.ragged import Key
 
 
 class TopKRewardSelector(GroupTransform):
-    """Of `total_dialog_turns` trajectories of a prompt, the `topk_size` with the largest returns (sums of rewards).
+    """Keeps the `topk_size` of `total_dialog_turns` trajectories of a prompt with the largest returns (reward sums).
 
-    Earlier ones where returns tie, in order of arrival; whole trajectories. A group of equal returns says nothing, and
-    is dropped.
+    Trajectories stay whole and in order of arrival; if returns tie, earlier ones are kept. A group of equal returns
+    contains no information and is dropped.
     """
 
     def __init__(
@@ -26,16 +26,16 @@ class TopKRewardSelector(GroupTransform):
         max_staleness: int = 1,
         max_pending: int = 65536,
     ):
-        """ValueError unless 1 <= topk_size <= total_dialog_turns."""
+        """Raises ValueError unless 1 <= topk_size <= total_dialog_turns."""
         super().__init__(prompt_key, rewards_key, done_key, verbose, version_key, max_staleness, max_pending)
         if not 1 <= topk_size <= total_dialog_turns:
             raise ValueError(f"topk_size={topk_size} must be from 1 to total_dialog_turns={total_dialog_turns}.")
         self.total_dialog_turns, self.topk_size = total_dialog_turns, topk_size
 
-    def finish(self, group: list[Episode]) -> list[Episode] | None:
+    def finish(self, group: list[CompleteTrajectory]) -> list[CompleteTrajectory] | None:
         if len(group) < self.total_dialog_turns:
             return None
-        returns = [sum(episode.rewards) for episode in group]
+        returns = [sum(trajectory.rewards) for trajectory in group]
         if len(set(returns)) == 1:
             return []
         best = sorted(range(len(group)), key=lambda index: -returns[index])[: self.topk_size]

@@ -1,4 +1,4 @@
-"""The public wrappers. Each only chooses an engine."""
+"""The public wrappers, which differ only in their engine."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from skyrl_train.tensordict.wrappers.hf_module import ModuleScorer
 
 
 class _Owned:
-    """An engine that wrappers made, shared by the versions of one; closed once."""
+    """An engine that a wrapper made and shares with its versions; closed once."""
 
     def __init__(self, engine: Any, tokenizer: Any, closing: Callable[[], None] | None = None):
-        """`closing` ends what the engine stands on."""
+        """`closing` releases the resources on which the engine runs."""
         self.engine, self.tokenizer, self.closing = engine, tokenizer, closing
         self.closed = False
 
@@ -37,9 +37,9 @@ class _Owned:
 
 
 class _MadeWrapper(LLMWrapperBase):
-    """A wrapper over an engine that is given (or what holds one: a worker, a wrapper), or made of a model's path.
+    """A wrapper over a given engine (or a worker or wrapper that has one), or over a new one for a model's path.
 
-    Keywords that are no settings of a wrapper go to the engine that is made.
+    Keywords that are not settings of a wrapper are passed to the new engine.
     """
 
     def __init__(self, model: Any, *, tokenizer: Any = None, **options: Any):
@@ -85,23 +85,23 @@ class _MadeWrapper(LLMWrapperBase):
 
 
 class TransformersWrapper(_MadeWrapper):
-    """The engine in this process. Also takes a Hugging Face model.
+    """Transformers in this process; also takes a Hugging Face model.
 
-    With `generate` the engine owns the model, and nobody else may run it. With `generate=False` it stays yours to
-    train: log-probs are those of its weights at the time, and `get_dist` has a gradient.
+    With `generate`, the engine owns the model, and no other code may run it. With `generate=False` you can still train
+    it: log-probs are those of its current weights, and `get_dist` has a gradient.
     """
 
     _reads_rectangles = True
 
     def __init__(self, model: Any, *, generate: bool = True, pad_model_input: bool | None = None, **options: Any):
-        """`pad_model_input`: how a module reads rows in `get_dist`, all in one rectangle (True, the default) or each
-        in a forward of its own; engines read what they are given without padding."""
+        """`pad_model_input`: whether a module reads rows in `get_dist` as one padded rectangle (True, the default) or
+        each in a separate forward; engines read their input without padding."""
         model = _engine_of(model)
         if isinstance(model, nn.Module) and not generate:
             model = ModuleScorer(model)
         super().__init__(model, generate=generate, pad_model_input=pad_model_input, **options)
         if isinstance(model, ModuleScorer):
-            self.network = model.module  # its parameters are this module's
+            self.network = model.module  # makes its parameters this module's
 
     def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:
         if isinstance(model, nn.Module):
@@ -124,7 +124,7 @@ class TransformersWrapper(_MadeWrapper):
 
 
 class vLLMWrapper(_MadeWrapper):
-    """vLLM in this process; keywords beyond the settings are those of VLLMEngine and vLLM's EngineArgs."""
+    """vLLM in this process; other keywords are those of VLLMEngine and vLLM's EngineArgs."""
 
     def _start(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> InferenceEngine:
         from skyrl_train.engines.vllm.engine import VLLMEngine
@@ -133,9 +133,9 @@ class vLLMWrapper(_MadeWrapper):
 
 
 class SGLangWrapper(_MadeWrapper):
-    """SGLang in this process; keywords beyond the settings are those of SGLangEngine and SGLang's ServerArgs.
+    """SGLang in this process; other keywords are those of SGLangEngine and SGLang's ServerArgs.
 
-    `model` may also be the http(s) address of SGLang's own server, and the keywords those of AsyncSGLang.connect.
+    `model` may also be the http(s) URL of an SGLang server; the keywords are then those of AsyncSGLang.connect.
     """
 
     def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:
@@ -153,7 +153,7 @@ class SGLangWrapper(_MadeWrapper):
 
 
 class RemoteWrapper(_MadeWrapper):
-    """An engine behind our server (`skyrl-train serve`): `model` is its URL, `token` its key."""
+    """An engine behind this project's server (`skyrl-train serve`): `model` is its URL, `token` its key."""
 
     def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:
         if not isinstance(model, str):
@@ -172,9 +172,9 @@ class RemoteWrapper(_MadeWrapper):
 
 
 class RemoteTransformersWrapper(_MadeWrapper):
-    """A TransformersWrapper whose engine is in a Ray actor of its own; Ray is started where it is not.
+    """A TransformersWrapper whose engine runs in a separate Ray actor; Ray is started if necessary.
 
-    Keys, settings and properties are this object's: only prompts and answers travel.
+    Keys, settings and properties belong to this object: only prompts and answers are sent.
     """
 
     def __init__(
@@ -187,11 +187,11 @@ class RemoteTransformersWrapper(_MadeWrapper):
         num_cpus: float = 1,
         **options: Any,
     ):
-        """`model`: path or hub name. `max_concurrency`: sequences sampled at a time. `validate_model`: see that it can
-        be read before an actor is started. `actor_name`: in messages. The actor has one accelerator where Ray has any
-        (`num_gpus` may say so: 1, or 0 where there is none) and computes with `num_cpus` threads on a CPU.
+        """`model`: path or hub name. `max_concurrency`: sequences sampled at a time. `validate_model`: check that the
+        model can be read before starting an actor. `actor_name`: its name in messages. The actor uses one accelerator
+        if Ray has any (`num_gpus` may confirm it: 1, or 0 if there is none), and `num_cpus` threads on a CPU.
         """
-        if not isinstance(model, _Owned):  # else a version of one: its actor is there
+        if not isinstance(model, _Owned):  # otherwise a version of a wrapper, which already has its actor
             options |= {"max_concurrency": max_concurrency, "validate_model": validate_model}
             options |= {"actor_name": actor_name, "num_gpus": num_gpus, "num_cpus": num_cpus}
         super().__init__(model, **options)
@@ -225,7 +225,7 @@ def _is_engine(model: Any) -> bool:
 
 
 def _engine_of(model: Any) -> Any:
-    """What a worker, a server or another wrapper holds; anything else as it is."""
+    """The engine of a worker, a server or another wrapper; anything else is returned unchanged."""
     if _is_engine(model) or not isinstance(model, EngineView | LLMWrapperBase):
         return model
     return model.engine

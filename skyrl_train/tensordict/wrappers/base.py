@@ -22,31 +22,31 @@ from skyrl_train.tensordict.ragged import rows_of
 from skyrl_train.tensordict.wrappers.dispatcher import Dispatcher
 from skyrl_train.tensordict.wrappers.distributions import LLMMaskedCategorical
 from skyrl_train.tensordict.wrappers.event_loop import call
-from skyrl_train.tensordict.wrappers.inputs import MODES, Reader, Row
+from skyrl_train.tensordict.wrappers.inputs import MODES, EngineInput, Reader
 from skyrl_train.tensordict.wrappers.outputs import Answer, Layout, generated, scored
 from skyrl_train.tensordict.wrappers.parameters import Generation, overridden, read_generate_kwargs
 from skyrl_train.tensordict.wrappers.requests import numbered, sample_requests
 
 
 class LLMWrapperBase(TensorDictModuleBase):
-    """Prompts in, continuations out; with `generate=False` whole sequences in, their log-probs out.
+    """Prompts in, continuations out; with `generate=False`, whole sequences in and their log-probs out.
 
-    `model` is an engine (skyrl_train.engines), or what a subclass makes one of. Keys: `(mode, "prompt")` or `(mode,
-    "full")` are read, and the containers `text`, `tokens`, `masks`, `log_probs`, `history` written, each under its key.
-    A bare key (`history`, `text`, `tokens` without a container) is read too. Output has the input's batch size, with
-    `num_samples` one dimension more, the samples.
+    `model` is an engine (skyrl_train.engines), or a value from which a subclass makes one. It reads `(mode, "prompt")`
+    or `(mode, "full")`, and writes the containers `text`, `tokens`, `masks`, `log_probs` and `history`, each under its
+    key. A bare key (`history`, `text`, `tokens` without a container) is read too. The output has the input's batch
+    size; `num_samples` adds a dimension for the samples.
 
     - generate_kwargs: see tensordict/wrappers/parameters.py; log-probs are at its temperature, before truncation.
     - pad_output: tensors instead of ragged rows, see tensordict/containers.py.
-    - layout: torch.jagged gives nested tensors [B, ragged] where rows are not padded (one batch dimension).
+    - layout: torch.jagged gives nested tensors [B, ragged] if rows are not padded (one batch dimension).
     - inplace: True writes into the input, False returns a new tensordict of the outputs, "empty" one made by
-      `input.empty()`; default True, False with num_samples.
-    - prefer_tokens: in history mode, continue `(tokens, "prompt")`, else `(tokens, "full")`, where there is one.
-    - batching, min_batch_size, max_batch_size, batching_timeout: calls of several threads answered together.
-    - timeout: seconds for a call, then DeadlineExceeded.
+      `input.empty()`; the default is True, or False with num_samples.
+    - prefer_tokens: in history mode, continue `(tokens, "prompt")`, else `(tokens, "full")`, if there is one.
+    - batching, min_batch_size, max_batch_size, batching_timeout: answer calls of several threads in shared batches.
+    - timeout: seconds for a call, after which it raises DeadlineExceeded.
     - return_text, return_tokens, return_masks, return_history, return_log_probs: False leaves a container out.
 
-    Raises ConfigError (a ValueError) for settings and for inputs that are missing, TypeError for inputs of other types.
+    Raises ConfigError (a ValueError) for wrong settings or missing inputs, TypeError for inputs of other types.
     """
 
     _reads_rectangles = False
@@ -119,17 +119,17 @@ class LLMWrapperBase(TensorDictModuleBase):
         return self.model  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Close the engine, where this wrapper or the one it is a version of made it."""
+        """Close the engine if this wrapper, or the one of which it is a version, made it."""
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def forward(
         self, tensordict: TensorDictBase, *, tensordict_out: TensorDictBase | None = None, **generate_kwargs: Any
     ) -> TensorDictBase:
-        """Answer a tensordict of any batch size. `generate_kwargs` are for this call, over those of the wrapper."""
+        """Answer a tensordict of any batch size. `generate_kwargs` override the wrapper's for this call."""
         rows = self._reader.read(rows_of(tensordict))
         generation = self._generation(generate_kwargs)
-        if generation.seed is not None:  # here, since in a batch stand the rows of other calls too
+        if generation.seed is not None:  # here, because a batch also has rows of other calls
             copies = numbered([row.ids for row in rows])
             rows = [replace(row, copy=copy) for row, copy in zip(rows, copies, strict=True)]
         answers = (
@@ -146,8 +146,8 @@ class LLMWrapperBase(TensorDictModuleBase):
             return self.generation
         return read_generate_kwargs(overridden(self._given["generate_kwargs"] or {}, given), self._given["num_samples"])
 
-    def _answer(self, rows: Sequence[Row], generation: Generation) -> list[Any]:
-        """For each row its samples, or when scoring its log-probs: the only place that calls the engine."""
+    def _answer(self, rows: Sequence[EngineInput], generation: Generation) -> list[Any]:
+        """The samples of each row or, when scoring, its log-probs: the only method that calls the engine."""
         what = f"engine {self.engine.capabilities.name!r}"
         if not self.generate:
             scoring = self.engine.score([row.ids for row in rows], generation.sampling.temperature or 1.0)
@@ -161,7 +161,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         return [answers[start : start + count] for start in range(0, len(answers), count)]
 
     def _containers(
-        self, rows: list[Row], answers: list[Any], generation: Generation, shape: tuple[int, ...]
+        self, rows: list[EngineInput], answers: list[Any], generation: Generation, shape: tuple[int, ...]
     ) -> dict[str, Any]:
         padded, pad = self.pad_output, pad_id(self.tokenizer)
         skip, jagged = generation.skip_special_tokens, self.layout is torch.jagged
@@ -175,7 +175,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         return generated(rows, flat, self.tokenizer, self._ends(flat), layout)  # type: ignore[no-any-return]
 
     def _ends(self, answers: Sequence[Answer]) -> frozenset[int]:
-        """Ids that end a turn: what the tokenizer names, and a control token that an answer stopped at."""
+        """Ids that end a turn: the tokenizer's own, and control tokens at which an answer stopped."""
         last = {answer.ids[-1] for answer in answers if answer.ended and answer.ids}
         controls = {i for i in last if self.tokenizer is not None and is_control(self.tokenizer, i)}
         return end_tokens(self.tokenizer) | controls
@@ -205,11 +205,12 @@ class LLMWrapperBase(TensorDictModuleBase):
     def get_dist(self, tensordict: TensorDictBase, mask: torch.Tensor | str = "generic") -> LLMMaskedCategorical:
         """The distributions of a [B] batch of whole sequences, padded on the left; `mask` says which positions count.
 
-        The words mean what they mean in the losses (objectives): "sft": what follows `(tokens, "prompt")`, the
-        assistant's tokens where no prompt is told; "rlhf": the assistant's, in all turns; "generic": all tokens. A
-        sequence's first token, which was not drawn, never counts. Or a bool tensor [B, T] or [B, T, V].
+        Named masks have the same meaning as in the losses: "sft": the tokens after `(tokens, "prompt")`, or the
+        assistant's tokens if no prompt is given; "rlhf": the assistant's, in all turns; "generic": all tokens. A
+        sequence's first token, which was not sampled, never counts. A mask may also be a bool tensor [B, T] or
+        [B, T, V].
 
-        NotImplementedError where there are no logits, ConfigError for a row of which "sft" or "rlhf" leave nothing.
+        Raises NotImplementedError if there are no logits, ConfigError if "sft" or "rlhf" select no token of a row.
         """
         if self.generate:
             raise NotImplementedError("get_dist needs generate=False.")
@@ -242,7 +243,7 @@ class LLMWrapperBase(TensorDictModuleBase):
     def _get_generic_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:
         return self.get_dist(tensordict, "generic")
 
-    # By the masks' other names, which losses of TorchRL call.
+    # TorchRL's losses call them by these names.
     _get_dist_with_prompt_mask = _get_sft_dist
     _get_dist_with_assistant_mask = _get_rlhf_dist
     _get_dist_with_attention_mask = _get_generic_dist
@@ -251,7 +252,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         return self.get_dist(tensordict, mask)
 
     def log_prob(self, tensordict: TensorDictBase) -> torch.Tensor:
-        """Log-probs [B, T] (nats) of a batch's tokens, padded on the left with 0; with a gradient as `get_dist`."""
+        """Log-probs [B, T] (nats) of a batch's tokens, padded on the left with 0; with a gradient like `get_dist`."""
         rows = self._reader.read(rows_of(tensordict))
         length = max(len(row.ids) for row in rows)
         ids = torch.tensor([[0] * (length - len(row.ids)) + row.ids for row in rows])
@@ -265,9 +266,9 @@ class LLMWrapperBase(TensorDictModuleBase):
     # -- versions, batching ----------------------------------------------------------------------------------------
 
     def get_new_version(self, **changes: Any) -> LLMWrapperBase:
-        """The same engine with some settings changed and all others kept, in the words they were given.
+        """A wrapper over the same engine with some settings changed; all others are kept as they were given.
 
-        Changing `generate` or `input_mode` takes the input key along, unless `input_key` is given.
+        Changing `generate` or `input_mode` also changes the input key, unless `input_key` is given.
         """
         known = set(self._given)
         if unknown := set(changes) - known:
@@ -275,7 +276,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         given = dict(self._given)
         if {"generate", "input_mode"} & set(changes):
             given["input_key"] = None
-            if changes.get("generate") is False:  # which only gives log-probs
+            if changes.get("generate") is False:  # the new version only gives log-probs
                 given["return_log_probs"] = None
         return type(self)(self._model_of_versions(), **{**given, "tokenizer": self.tokenizer, **changes})
 
@@ -283,7 +284,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         return self.model
 
     def cleanup_batching(self, flush: bool = False) -> None:
-        """See Dispatcher.cleanup; nothing without batching."""
+        """See Dispatcher.cleanup; does nothing without batching."""
         if self._dispatcher is not None:
             self._dispatcher.cleanup(flush)
 
@@ -291,7 +292,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         return {"batching": self.batching, **(self._dispatcher.state() if self._dispatcher is not None else {})}
 
     def register_collector(self, collector: Any) -> None:
-        """`self.collector` is it, as long as somebody else keeps it; a weakref.ref to it does as well."""
+        """Set `self.collector`, held only weakly; `collector` may itself be a weakref.ref."""
         self._collector = collector if isinstance(collector, ref) else ref(collector)
 
     @property
@@ -357,4 +358,4 @@ class LLMWrapperBase(TensorDictModuleBase):
 
 
 SETTINGS = frozenset(inspect.signature(LLMWrapperBase.__init__).parameters) - {"self", "model"}
-"""Names of what every wrapper takes; anything else goes to the engine it makes."""
+"""Names of the settings that every wrapper takes; other keywords are passed to the engine that it makes."""

@@ -1,4 +1,4 @@
-"""A module that writes logits as a policy with distributions, as TorchRL had it before the wrappers."""
+"""Makes a policy with distributions from a module that writes logits, as in TorchRL before the wrappers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Key = str | tuple[str, ...]
 class CategoricalSequential(TensorDictModuleBase):
     """`module` writes `logits_key`, [B, T, V] or ragged rows [t, V]; log-probs are of `action_key`, [B, T] or ragged.
 
-    Rows come out padded on the right. Which positions count is told by `mask_key` where it is there, else by the rows'
-    lengths, else by `padding_value` in all of a position's logits: never by single logits that are equal to it.
+    Output rows are padded on the right. The positions that count are given by `mask_key` if present, else by the rows'
+    lengths, else by positions with `padding_value` in all logits (never by single logits that equal it).
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class CategoricalSequential(TensorDictModuleBase):
         return self.module(tensordict, *args, **options)
 
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **options: Any) -> LLMMaskedCategorical:
-        """ConfigError where the module wrote no logits."""
+        """The distributions of a batch. Raises ConfigError if the module wrote no logits."""
         out = self.module(tensordict.copy(), *args, **options)
         logits = column(out, self.logits_key)
         if logits is None:
@@ -56,7 +56,7 @@ class CategoricalSequential(TensorDictModuleBase):
         return LLMMaskedCategorical(values, lengths if mask is None else _right(mask)[0].bool())
 
     def log_prob(self, tensordict: TensorDictBase, *args: Any, **options: Any) -> Tensor:
-        """[B, T] nats, 0 where a position does not count."""
+        """[B, T] nats, 0 at positions that do not count."""
         action = column(tensordict, self.action_key)
         if action is None:
             raise ConfigError(f"no tokens at {self.action_key!r}; name their key with action_key=.")
@@ -64,7 +64,7 @@ class CategoricalSequential(TensorDictModuleBase):
 
 
 def _right(rows: Any) -> tuple[Tensor, Tensor]:
-    """[B, T, ...] padded on the right with 0, and which of [B, T] are real."""
+    """[B, T, ...] padded on the right with 0, and a mask [B, T] of the real entries."""
     values = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
     lengths = torch.tensor([len(row) for row in rows], device=values.device)
     return values, torch.arange(values.shape[1], device=values.device) < lengths.unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Calls of many threads answered in batches: grouped by identical parameters, by the threads themselves."""
+"""Answers calls of many threads in batches, grouped by identical parameters and run by the threads themselves."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from skyrl_train.errors import ConfigError, DeadlineExceeded
 Run = Callable[[list[Any], Any], Sequence[Any]]
 
 
-class _Call:
-    """What one caller waits for. Guarded by the dispatcher's lock."""
+class _Submission:
+    """The items of one caller and their results. Guarded by the dispatcher's lock."""
 
     def __init__(self, items: Sequence[Any], due: float, lock: threading.Lock):
         self.items = items
@@ -23,7 +23,7 @@ class _Call:
         self.missing = len(items)
         self.error: BaseException | None = None
         self.due = due
-        """time.monotonic() from which it no longer waits for company."""
+        """time.monotonic() after which it no longer waits for other items."""
         self.changed = threading.Condition(lock)
 
     @property
@@ -36,20 +36,21 @@ class _Call:
         self.changed.notify()
 
 
-Item = tuple[_Call, int]
+Item = tuple[_Submission, int]
 
 
 class Dispatcher:
-    """`run(items, parameters)` answers a batch, in order; it is called by whichever caller finds a batch ready.
+    """Batches the items of several threads. `run(items, parameters)` answers a batch, in order.
 
-    A batch is ready when `min_size` items with equal parameters wait, or when its oldest has waited `wait_s`. There is
-    no thread that could die or leak, and `run` is never called with the lock held. A batch that fails is tried once
-    more, each caller's items apart, so that only those whose items are to blame see the error. After a TimeoutError
-    nothing more is tried: all that are left get it.
+    A batch is ready when `min_size` items with equal parameters wait, or when its oldest item has waited `wait_s`;
+    `run` is called by the first caller that finds a batch ready. So there is no thread that could die or leak, and
+    `run` is never called with the lock held. A batch that fails is retried once, separately for each caller's items, so
+    that only callers whose items are to blame see the error. After a TimeoutError there are no further retries: all
+    remaining callers get it.
     """
 
     def __init__(self, run: Run, min_size: int | None = None, max_size: int | None = None, wait_s: float = 10.0):
-        """Raises ConfigError for sizes below 1, min_size > max_size and a negative wait."""
+        """Raises ConfigError for sizes below 1, min_size > max_size or a negative wait."""
         self.min_size, self.max_size, self.wait_s = 1 if min_size is None else min_size, max_size, wait_s
         if self.min_size < 1 or (max_size is not None and max_size < self.min_size):
             raise ConfigError(f"min_batch_size={min_size}, max_batch_size={max_size}: give 1 <= min <= max.")
@@ -66,37 +67,37 @@ class Dispatcher:
         Raises what `run` raised for them, DeadlineExceeded after `deadline_s`, CancelledError after `cleanup`.
         """
         end = time.monotonic() + deadline_s
-        call = _Call(items, time.monotonic() + self.wait_s, self._lock)
+        submission = _Submission(items, time.monotonic() + self.wait_s, self._lock)
         with self._lock:
-            self._groups.setdefault(parameters, deque()).extend((call, place) for place in range(len(items)))
+            self._groups.setdefault(parameters, deque()).extend((submission, place) for place in range(len(items)))
             try:
-                self._await(call, parameters, end, deadline_s)
+                self._await(submission, parameters, end, deadline_s)
             finally:
-                if call.missing:  # late, failed in an earlier batch, or interrupted: nobody wants the rest
-                    self._withdraw(call, parameters)
-        if call.error is not None:
-            raise call.error
-        return call.results
+                if submission.missing:  # late, failed in an earlier batch, or interrupted: drop the rest
+                    self._withdraw(submission, parameters)
+        if submission.error is not None:
+            raise submission.error
+        return submission.results
 
     def cleanup(self, flush: bool = False, deadline_s: float = 60.0) -> None:
-        """Empty the queue: callers get CancelledError, or with `flush` their answers now instead of with company.
+        """Empty the queue: callers get CancelledError or, with `flush`, their answers without waiting for more items.
 
-        With `flush` it returns once those calls are answered, at the latest after `deadline_s`. New calls are served.
+        With `flush`, it returns once those calls are answered, at the latest after `deadline_s`. New calls are served.
         """
         with self._lock:
-            calls = list(dict.fromkeys(call for queue in self._groups.values() for call, _ in queue))
+            submissions = list(dict.fromkeys(submission for queue in self._groups.values() for submission, _ in queue))
             if not flush:
                 self._groups.clear()
-            for call in calls:
-                call.due = 0.0
+            for submission in submissions:
+                submission.due = 0.0
                 if flush:
-                    call.changed.notify()
+                    submission.changed.notify()
                 else:
-                    call.fail(CancelledError("the batching queue was cleaned up; call again"))
+                    submission.fail(CancelledError("the batching queue was cleaned up; call again"))
         end = time.monotonic() + deadline_s
         while flush and time.monotonic() < end:
             with self._lock:
-                if all(call.finished for call in calls):
+                if all(submission.finished for submission in submissions):
                     return
             time.sleep(0.001)
 
@@ -111,16 +112,16 @@ class Dispatcher:
                 "running_batches": self._running,
             }
 
-    def _await(self, call: _Call, parameters: Hashable, end: float, deadline_s: float) -> None:
-        while not call.finished:
+    def _await(self, submission: _Submission, parameters: Hashable, end: float, deadline_s: float) -> None:
+        while not submission.finished:
             if batch := self._take(parameters):
                 self._lead(batch, parameters)
                 continue
             now = time.monotonic()
             if now >= end:
                 raise DeadlineExceeded("an answer from the batching dispatcher", deadline_s)
-            waiting = any(other is call for other, _ in self._groups.get(parameters, ()))
-            call.changed.wait(max(0.0, (min(end, call.due) if waiting else end) - now))
+            waiting = any(other is submission for other, _ in self._groups.get(parameters, ()))
+            submission.changed.wait(max(0.0, (min(end, submission.due) if waiting else end) - now))
 
     def _take(self, parameters: Hashable) -> list[Item]:
         queue = self._groups.get(parameters)
@@ -131,50 +132,50 @@ class Dispatcher:
             del self._groups[parameters]
         return batch
 
-    def _withdraw(self, call: _Call, parameters: Hashable) -> None:
-        left = deque(item for item in self._groups.pop(parameters, ()) if item[0] is not call)
+    def _withdraw(self, submission: _Submission, parameters: Hashable) -> None:
+        left = deque(item for item in self._groups.pop(parameters, ()) if item[0] is not submission)
         if left:
             self._groups[parameters] = left
 
     def _lead(self, batch: list[Item], parameters: Hashable) -> None:
-        """Answer a batch; called and left with the lock held."""
+        """Run a batch; the lock is held on entry and on exit."""
         self._running += 1
         self._lock.release()
         outcomes: list[tuple[list[Item], Sequence[Any] | BaseException]] = []
         try:
             outcomes = self._outcomes(batch, parameters)
-        except BaseException as error:  # an interrupt of this thread: the others must not wait for it
+        except BaseException as error:  # this thread is interrupted: the others must not wait for it
             outcomes = [(batch, error)]
             raise
         finally:
             self._lock.acquire()
             self._running -= 1
             for items, outcome in outcomes:
-                for place, (call, index) in enumerate(items):
+                for place, (submission, index) in enumerate(items):
                     if isinstance(outcome, BaseException):
-                        call.fail(outcome)
+                        submission.fail(outcome)
                     else:
-                        call.results[index] = outcome[place]
-                        call.missing -= 1
-                        if call.finished:
-                            call.changed.notify()
+                        submission.results[index] = outcome[place]
+                        submission.missing -= 1
+                        if submission.finished:
+                            submission.changed.notify()
 
     def _outcomes(self, batch: list[Item], parameters: Any) -> list[tuple[list[Item], Sequence[Any] | BaseException]]:
         error = self._try(batch, parameters)
         if not isinstance(error, Exception):
             return [(batch, error)]
-        callers = list(dict.fromkeys(call for call, _ in batch))
+        callers = list(dict.fromkeys(submission for submission, _ in batch))
         outcomes: list[tuple[list[Item], Sequence[Any] | BaseException]] = []
         outcome: Sequence[Any] | Exception = error
-        for call in callers:
-            if len(callers) > 1 and not isinstance(outcome, TimeoutError):  # else each would wait as long again
-                outcome = self._try([item for item in batch if item[0] is call], parameters)
-            outcomes.append(([item for item in batch if item[0] is call], outcome))
+        for submission in callers:
+            if len(callers) > 1 and not isinstance(outcome, TimeoutError):  # else each retry would take as long again
+                outcome = self._try([item for item in batch if item[0] is submission], parameters)
+            outcomes.append(([item for item in batch if item[0] is submission], outcome))
         return outcomes
 
     def _try(self, batch: list[Item], parameters: Any) -> Sequence[Any] | Exception:
         try:
-            results = self._run([call.items[index] for call, index in batch], parameters)
+            results = self._run([submission.items[index] for submission, index in batch], parameters)
             assert len(results) == len(batch), f"{len(results)} answers to {len(batch)} items"
             return results
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What a sequence's tokens were drawn from, with a mask of which of them count."""
+"""The distributions from which a sequence's tokens were sampled, with a mask of the positions that count."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch.distributions import Distribution
 
 
 class LogProbDistribution(Distribution):
-    """Knows only the log-probs (nats) [..., T] of the tokens that were scored."""
+    """A distribution that knows only the log-probs (nats) [..., T] of the tokens that were scored."""
 
     def __init__(self, log_probs: Tensor, mask: Tensor | None = None, tokens: Tensor | None = None):
-        """`tokens` [..., T], where known: other tokens are then refused instead of answered wrong."""
+        """`tokens` [..., T], if known: other tokens are then rejected instead of answered wrongly."""
         super().__init__(batch_shape=log_probs.shape[:-1], validate_args=False)
         self.log_probs, self.mask, self.tokens = log_probs, mask, tokens
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """0 where masked out. ValueError for another shape than was scored, or other tokens."""
+        """The log-probs, 0 where masked out. Raises ValueError for another shape or other tokens than were scored."""
         if value.shape != self.log_probs.shape:
             raise ValueError(f"tokens of shape {tuple(value.shape)}; scored were {tuple(self.log_probs.shape)}.")
         counts = torch.ones_like(value, dtype=torch.bool) if self.mask is None else self.mask
@@ -34,8 +34,8 @@ class LogProbDistribution(Distribution):
 class LLMMaskedCategorical(Distribution):
     """A categorical at every position of logits [B, T, V].
 
-    mask [B, T]: positions that count; elsewhere log-prob and entropy are 0. mask [B, T, V]: tokens that can be drawn;
-    a position without any counts for nothing. `ignore_index` as a value counts for nothing either.
+    mask [B, T]: positions that count; elsewhere log-prob and entropy are 0. mask [B, T, V]: tokens that can be drawn; a
+    position without any does not count. Neither does a position whose value is `ignore_index`.
     """
 
     def __init__(self, logits: Tensor, mask: Tensor | None = None, ignore_index: int = -100):
@@ -59,13 +59,13 @@ class LLMMaskedCategorical(Distribution):
         return torch.where(counts, chosen - self.logits.logsumexp(-1), 0.0)
 
     def entropy(self) -> Tensor:
-        """nats, [B, T]"""
+        """[B, T] nats."""
         logs = self.logits.log_softmax(-1)
         terms = logs.exp() * logs.masked_fill(~logs.isfinite(), 0.0)  # filled before: 0 * -inf has no gradient
         return torch.where(self.positions, -terms.sum(-1), 0.0)
 
     def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # type: ignore[override]  # noqa: B008
-        """`ignore_index` where a position does not count."""
+        """Samples; `ignore_index` at positions that do not count."""
         drawn = torch.distributions.Categorical(logits=self.logits).sample(sample_shape)
         return drawn.masked_fill(~self.positions, self.ignore_index)
 

@@ -1,4 +1,4 @@
-"""What TorchRL's engine classes have in common: the model's tensors, and ways to change them."""
+"""The common interface of TorchRL's engine classes: the model's tensors, and ways to change them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from skyrl_train.weight_sync.wire import dtype_of
 
 
 class EngineView:
-    """An engine with synchronous calls. Wrappers take it in place of the engine; close it when they are done.
+    """An engine with synchronous calls. Wrappers accept it in place of the engine; close it when they are done.
 
-    Whichever way weights come, they are given to the engine whole, checked and proven (weight_sync): a tensor that is
-    missing, altered or of another shape is refused by name.
+    However weights arrive, the engine gets them complete, checked and verified (weight_sync): a tensor that is missing,
+    altered or of another shape is rejected by name.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class EngineView:
         timeout: float = 600.0,
         closing: Callable[[], None] | None = None,
     ):
-        """`model`: path or hub name, whose shapes the engine holds in `dtype`. `closing` ends what it stands on."""
+        """`model`: path or hub name, whose tensors the engine has in `dtype`. `closing` frees its resources."""
         self._engine: InferenceEngine | None = engine
         self.model_path, self.dtype, self.timeout = model, dtype, timeout
         self._closing = closing
@@ -45,20 +45,20 @@ class EngineView:
 
     @property
     def engine(self) -> InferenceEngine:
-        """RuntimeError where there is none (any more)."""
+        """The engine. Raises RuntimeError if there is none (any more)."""
         if self._engine is None:
             raise RuntimeError(f"{type(self).__name__} of {self.model_path!r} has no engine: not started, or closed.")
         return self._engine
 
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Of every tensor that a sync sends, by checkpoint name; a tied head is not apart from its embedding."""
+        """dtype and shape of every tensor that a sync sends, by checkpoint name; a tied head is not listed."""
         dtype = dtype_of(self.dtype)
         return {name: (one.dtype, one.shape) for name, one in meta_model(self.model_path, dtype).named_parameters()}
 
     def update_weights(self, weights: Source | Iterable[tuple[str, Tensor]], version: int | None = None) -> int:
-        """A model's weights (LoRA merged on the way), or tensors by name; returns the version that is served now.
+        """Load a model's weights (merging LoRA), or tensors by name; return the version that is now served.
 
-        Raises WeightSyncError naming the tensor, ConfigError for what has no weights.
+        Raises WeightSyncError naming the tensor, ConfigError for a source without weights.
         """
         known = isinstance(weights, nn.Module | LLMWrapperBase | TensorDictBase | Mapping)
         found: Any = weights if known or not isinstance(weights, Iterable) else dict(weights)
@@ -72,7 +72,7 @@ class EngineView:
         return self.update_weights(named_tensors)
 
     def update_weights_from_disk(self, model_path: str) -> int:
-        """Those of a Hugging Face folder of the same model."""
+        """Load the weights in a Hugging Face folder of the same model."""
         return self.update_weights(load_causal_lm(model_path, dtype=dtype_of(self.dtype), key="model_path"))
 
     # -- from a process group ---------------------------------------------------------------------------------------
@@ -85,9 +85,9 @@ class EngineView:
         world_size: int = 2,
         device: torch.device | str | None = None,
     ) -> None:
-        """Be rank `rank_offset` of the trainer's group (stateless_init_process_group), whose rank 0 has the weights.
+        """Join the trainer's group (stateless_init_process_group), whose rank 0 has the weights, as rank `rank_offset`.
 
-        One member for the whole engine, however many accelerators it uses.
+        The whole engine is one member, however many accelerators it uses.
         """
         self.destroy_weight_update_group()
         self._group = stateless_init_process_group(
@@ -101,7 +101,7 @@ class EngineView:
         shapes: Sequence[Sequence[int]],
         version: int | None = None,
     ) -> int:
-        """Receive these tensors, one broadcast each in this order, then `update_weights`."""
+        """Receive these tensors, by one broadcast each in this order, then call `update_weights`."""
         if isinstance(names, str) or not len(names) == len(dtypes) == len(shapes):
             raise ConfigError("names, dtypes and shapes are lists of one length: one entry for each tensor.")
         received = {name: self._received(d, s) for name, d, s in zip(names, dtypes, shapes, strict=True)}
@@ -121,7 +121,7 @@ class EngineView:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Closing twice is harmless."""
+        """Close the engine. Safe to call twice."""
         self.destroy_weight_update_group()
         pusher, self._pusher = self._pusher, None
         if pusher is not None:

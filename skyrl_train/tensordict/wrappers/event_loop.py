@@ -1,4 +1,4 @@
-"""Engines are asynchronous, wrappers are called: one event loop in a thread for all wrappers of this process."""
+"""One event loop in a thread, through which all wrappers of this process call asynchronous engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _loop: asyncio.AbstractEventLoop | None = None
 
 
 def call(work: Coroutine[Any, Any, T], what: str, timeout_s: float) -> T:
-    """Wait for a coroutine on the loop. DeadlineExceeded after `timeout_s`, when it is cancelled."""
+    """Run a coroutine on the loop and wait. After `timeout_s`, it is cancelled and DeadlineExceeded is raised."""
     if threading.current_thread() is _thread:
         work.close()
         raise RuntimeError(f"{what}: called on the thread that would have to answer; call it from another thread.")
@@ -35,7 +35,7 @@ def call(work: Coroutine[Any, Any, T], what: str, timeout_s: float) -> T:
 def _running() -> asyncio.AbstractEventLoop:
     global _thread, _loop
     with _lock:
-        if _loop is None or _thread is None or not _thread.is_alive():  # not alive: this is a forked process
+        if _loop is None or _thread is None or not _thread.is_alive():  # not alive in a forked process
             _loop = asyncio.new_event_loop()
             _thread = threading.Thread(target=_loop.run_forever, name="skyrl-policies", daemon=True)
             _thread.start()

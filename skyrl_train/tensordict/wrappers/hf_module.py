@@ -1,4 +1,4 @@
-"""A Hugging Face model whose logits are wanted: to train it, or to score with the weights that it has right now."""
+"""Logits of a Hugging Face model, to train it or to score with its current weights."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from skyrl_train.errors import EngineError
 
 
 class ModuleScorer:
-    """The part of an engine that a plain module can be; the module stays its owner's, and trainable."""
+    """The part of an engine's interface that a plain module can provide; the caller can still train the module."""
 
     def __init__(self, module: Any):
         self.module = module
         self.capabilities = Capabilities(name="module")
 
     def logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """[B, T, V], rows padded on the left; [b, t] is what token t was drawn from, 0 at a row's first token.
+        """[B, T, V], rows padded on the left; [b, t] are the logits that predict token t, 0 at a row's first token.
 
-        float32 at least, as the trainer's: log-probs in a module's bfloat16 are off by percents.
+        At least float32, like the trainer's: log-probs in a module's bfloat16 are off by percents.
         """
         device = next(self.module.parameters()).device
         length = max(map(len, rows))
@@ -35,7 +35,7 @@ class ModuleScorer:
         return shifted.masked_fill((positions == 0).unsqueeze(-1), 0.0)
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """See InferenceEngine; a forward over one row at a time, without a gradient."""
+        """See InferenceEngine; one forward per row, without a gradient."""
         found = []
         with torch.inference_mode():
             for row in token_ids:
@@ -48,4 +48,4 @@ class ModuleScorer:
         raise EngineError("a module given with generate=False only scores; make a wrapper with generate=True.")
 
     async def close(self) -> None:
-        """It owns nothing."""
+        """Does nothing: it owns nothing."""

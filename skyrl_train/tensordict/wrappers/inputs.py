@@ -1,4 +1,4 @@
-"""Rows of a tensordict -> what is asked of the engine."""
+"""Rows of a tensordict -> inputs of the engine."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ MODES = ("history", "text", "tokens")
 
 
 @dataclass(frozen=True)
-class Row:
+class EngineInput:
     """One prompt to continue, or one whole sequence to score."""
 
     ids: list[int]
     text: str | None = None
     history: History | None = None
     assistant: list[bool] = field(default_factory=list)
-    """When scoring: which of `ids` the assistant wrote."""
+    """When scoring: a mask of the `ids` that the assistant wrote."""
     copy: int = 0
-    """With a seed: how many rows of the call before this one equal it."""
+    """With a seed: how many earlier rows of the call are equal to this one."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """How a wrapper finds its input. `key` is (container, field); the container's own key holds it bare."""
+    """Reads a wrapper's input. `key` is (container, field); a bare input is under the container's own key."""
 
     mode: str
     key: tuple[str, ...]
@@ -45,10 +45,10 @@ class Reader:
     tokenizer_kwargs: Mapping[str, Any]
     prefer_tokens: bool
     whole: bool
-    """Whether rows are scored: a conversation is rendered to its end, not for an answer."""
+    """Whether rows are scored: conversations are then rendered without the header of a next answer."""
 
-    def read(self, rows: list[TensorDictBase]) -> list[Row]:
-        """Raises ConfigError for a key that is missing, TypeError for a value of another kind."""
+    def read(self, rows: list[TensorDictBase]) -> list[EngineInput]:
+        """The engine's inputs. Raises ConfigError for a missing key, TypeError for a value of another type."""
         if not rows:
             raise ConfigError("the tensordict has a batch of 0; there is nothing to answer.")
         read = {"history": self._history, "text": self._text, "tokens": self._tokens}[self.mode]
@@ -67,44 +67,44 @@ class Reader:
             )
         return value
 
-    def _history(self, row: TensorDictBase) -> Row:
+    def _history(self, row: TensorDictBase) -> EngineInput:
         history = self._value(row)
         if not isinstance(history, History):
             raise TypeError(f"{self.key} must hold a History, got {type(history).__name__}.")
-        if history.device is not None:  # messages are text: what is said is put behind them wherever the tensors are
+        if history.device is not None:  # messages are text: new ones are appended on any device
             history = history.copy().clear_device_()
         if self.prefer_tokens and not self.whole:
             for name in ("prompt", "full"):
                 if isinstance(tokens := lookup(row, (self.tokens_key, name), bare=False), Tensor):
-                    return Row(self._real(tokens, row, name == "full"), history=history)
+                    return EngineInput(self._real(tokens, row, name == "full"), history=history)
         messages = history.to_chats()
         options = template_options(self.tokenizer, self.template, self.template_name)
         plain = [{name: value for name, value in message.items() if name != "is_complete"} for message in messages]
         if not self.whole:
-            return Row(render_prompt(self.tokenizer, plain, options), history=history)
+            return EngineInput(render_prompt(self.tokenizer, plain, options), history=history)
         ids, mask = render_conversation(self.tokenizer, plain, options)
         if messages and messages[-1].get("is_complete") is False and any(mask):
             last = max(place for place, one in enumerate(mask) if one)
             end = last if is_control(self.tokenizer, ids[last]) else last + 1
             ids, mask = ids[:end], mask[:end]
-        return Row(ids, history=history, assistant=mask)
+        return EngineInput(ids, history=history, assistant=mask)
 
-    def _text(self, row: TensorDictBase) -> Row:
+    def _text(self, row: TensorDictBase) -> EngineInput:
         text = self._value(row)
         if not isinstance(text, str):
             raise TypeError(f"{self.key} must hold a string, got {type(text).__name__}.")
         ids = list(self.tokenizer(text, **{"add_special_tokens": False, **self.tokenizer_kwargs})["input_ids"])
-        return Row(ids, text=text, assistant=self._copied(row, ids))
+        return EngineInput(ids, text=text, assistant=self._copied(row, ids))
 
-    def _tokens(self, row: TensorDictBase) -> Row:
+    def _tokens(self, row: TensorDictBase) -> EngineInput:
         tokens = self._value(row)
         if not isinstance(tokens, Tensor) or tokens.dim() != 1:
             raise TypeError(f"{self.key} must hold token ids of one dimension a row, got {type(tokens).__name__}.")
         ids = self._real(tokens, row, self.whole)
-        return Row(ids, assistant=self._copied(row, ids))
+        return EngineInput(ids, assistant=self._copied(row, ids))
 
     def _copied(self, row: TensorDictBase, ids: list[int]) -> list[bool]:
-        """The assistant's tokens as the input says: its mask, else what follows its prompt, else none."""
+        """The assistant's tokens according to the input: its mask, else the tokens after its prompt, else none."""
         if not self.whole:
             return []
         mask = lookup(row, (self.masks_key, "all_assistant_mask"), bare=False)
@@ -120,8 +120,8 @@ class Reader:
                 return [False] * len(before) + [True] * (len(ids) - len(before))
         return [False] * len(ids)
 
-    def response(self, record: TensorDictBase, row: Row) -> list[bool]:
-        """Which of a whole sequence's ids follow its prompt; the assistant's where no prompt is told."""
+    def response(self, record: TensorDictBase, row: EngineInput) -> list[bool]:
+        """A mask of the ids after the prompt of a whole sequence, or of the assistant's ids if no prompt is given."""
         prompt = lookup(record, (self.tokens_key, "prompt"), bare=False)
         if not isinstance(prompt, Tensor):
             return row.assistant
@@ -131,10 +131,10 @@ class Reader:
         return [False] * len(before) + [True] * (len(row.ids) - len(before))
 
     def _real(self, tokens: Tensor, row: TensorDictBase, both_sides: bool) -> list[int]:
-        """Token ids without padding: by a mask, which is as long as they, or as the full sequence they begin.
+        """Token ids without padding, by a mask that is as long as they are, or as the full sequence that they begin.
 
-        Without a mask and without `padded=False`, a run of the pad id on the padded side is taken for padding; one
-        that is also an end of sequence is kept once after a sequence: it may have been sampled.
+        Without a mask and without `padded=False`, a run of the pad id on the padded side is taken for padding; if the
+        pad id is also the end of sequence, one is kept after a sequence: it may have been sampled.
         """
         for key in ((self.masks_key, "all_attention_mask"), (self.attention_mask_key,)):
             mask = lookup(row, key, bare=False) if key[0] else None  # type: ignore[arg-type]
@@ -153,14 +153,14 @@ class Reader:
         return ids[start : end + 1 if keep else end]
 
     def _begins(self, tokens: Tensor, mask: Tensor, row: TensorDictBase) -> bool:
-        """Whether a mask is of a full sequence that these tokens are the beginning of; an older one's is not theirs."""
+        """Whether a mask belongs to a full sequence that begins with these tokens, not to an older sequence."""
         full = lookup(row, (self.tokens_key, "full"), bare=False)
         whole = isinstance(full, Tensor) and full.shape == mask.shape and len(full) > len(tokens)
         return whole and torch.equal(full[: len(tokens)], tokens)
 
 
 def lookup(row: TensorDictBase, key: tuple[str, ...], bare: bool = True) -> Any:
-    """The value at `key` of a row, None where there is none; with `bare` also what stands at its first part alone."""
+    """The value at `key` of a row, or None; with `bare`, also a value directly under the first part of the key."""
     value: Any = row.get(key[0], None)
     if len(key) > 1 and value is not None:
         container = hasattr(value, "get") and key[1] in _names(value)

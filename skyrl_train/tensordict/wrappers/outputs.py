@@ -1,4 +1,4 @@
-"""What the engine answered -> containers."""
+"""The engine's answers -> containers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nested import nested_tensor
 from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.containers import ChatHistory, LogProbs, Masks, Text, Tokens, nested_stack, ragged
 from skyrl_train.tensordict.history import History
-from skyrl_train.tensordict.wrappers.inputs import Row, as_tensor
+from skyrl_train.tensordict.wrappers.inputs import EngineInput, as_tensor
 
 
 @dataclass(frozen=True)
@@ -24,23 +24,25 @@ class Answer:
     ids: list[int]
     logprobs: list[float]
     ended: bool
-    """Whether it ended by itself: not cut at its length, not aborted."""
+    """Whether the model ended it: it was neither truncated nor aborted."""
 
 
 @dataclass(frozen=True)
 class Layout:
     shape: tuple[int, ...]
-    """Of the output: that of the input, then samples where asked."""
+    """Batch shape of the output: the input's, followed by the samples if requested."""
     padded: bool
     pad: int
     log_probs: bool
     skip_special_tokens: bool
     jagged: bool = False
-    """Rows that are not padded as nested tensors."""
+    """Whether unpadded rows become nested tensors."""
 
 
-def generated(rows: Sequence[Row], answers: Sequence[Answer], tokenizer: Any, ends: frozenset[int], at: Layout) -> Any:
-    """Containers by name of rows and their answers, both in the order of `at.shape`."""
+def generated(
+    rows: Sequence[EngineInput], answers: Sequence[Answer], tokenizer: Any, ends: frozenset[int], at: Layout
+) -> Any:
+    """Containers, by name, for rows and their answers, both in the order of `at.shape`."""
     fields = [_generated_fields(row, answer) for row, answer in zip(rows, answers, strict=True)]
     out = {"tokens": _generated(Tokens, [f[0] for f in fields], at, at.pad)}
     if at.log_probs:
@@ -59,8 +61,8 @@ def generated(rows: Sequence[Row], answers: Sequence[Answer], tokenizer: Any, en
     return out
 
 
-def scored(rows: Sequence[Row], logprobs: Sequence[Sequence[float]], tokenizer: Any, at: Layout) -> Any:
-    """Containers of whole sequences: only `full`, padded on the left; `logprobs` lack the first token's."""
+def scored(rows: Sequence[EngineInput], logprobs: Sequence[Sequence[float]], tokenizer: Any, at: Layout) -> Any:
+    """Containers of whole sequences: only `full`, padded on the left. `logprobs` have no value for the first token."""
     tokens = [{"full": as_tensor(row.ids)} for row in rows]
     values = [{"full": torch.tensor([0.0, *row])} for row in logprobs]
     masks = [
@@ -98,7 +100,9 @@ def text_container(columns: dict[str, list[str]], shape: tuple[int, ...]) -> Tex
     return Text(**fields, batch_size=shape)
 
 
-def _generated_fields(row: Row, answer: Answer) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+def _generated_fields(
+    row: EngineInput, answer: Answer
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     prompt, response = as_tensor(row.ids), as_tensor(answer.ids)
     logprobs = torch.tensor(answer.logprobs, dtype=torch.float32)
     full = torch.cat([torch.zeros(len(prompt)), logprobs])
@@ -113,7 +117,7 @@ def _generated_fields(row: Row, answer: Answer) -> tuple[dict[str, Tensor], dict
 
 
 def _generated(kind: type, rows: list[dict[str, Tensor]], at: Layout, fill: Any) -> Any:
-    """Padded, `full` is the padded prompt and then the padded response: split where `prompt` ends."""
+    """If padded, `full` is the padded prompt followed by the padded response: it can be split where `prompt` ends."""
     return _container(kind, rows, at, fill, {"prompt": "left", "response": "right"})
 
 
@@ -135,8 +139,8 @@ def _padded(rows: list[Tensor], fill: Any, side: str) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill, padding_side=side)
 
 
-def _spread_full(out: dict[str, Any], rows: Sequence[Row], fields: Sequence[Any], at: Layout) -> None:
-    """Lay out what is as long as `full`: prompts end, and responses begin, at one place."""
+def _spread_full(out: dict[str, Any], rows: Sequence[EngineInput], fields: Sequence[Any], at: Layout) -> None:
+    """Lay out the fields that are as long as `full`, so that all prompts end at the same position."""
     before = max(len(row.ids) for row in rows)
     length = before + max(len(tokens["response"]) for tokens, _, _ in fields)
 
@@ -154,8 +158,10 @@ def _spread_full(out: dict[str, Any], rows: Sequence[Row], fields: Sequence[Any]
         setattr(out["masks"], name, spread([f[2][name] for f in fields], False))
 
 
-def _histories(rows: Sequence[Row], answers: Sequence[Answer], tokenizer: Any, ends: frozenset[int], at: Layout) -> Any:
-    """What the model said is one message, its tokens but the end decoded: never looked for in text."""
+def _histories(
+    rows: Sequence[EngineInput], answers: Sequence[Answer], tokenizer: Any, ends: frozenset[int], at: Layout
+) -> Any:
+    """The model's answer is one message, decoded from its tokens without the end; it is never parsed from text."""
     found = []
     for row, answer in zip(rows, answers, strict=True):
         ids = answer.ids[:-1] if answer.ids and answer.ids[-1] in ends else answer.ids
@@ -169,7 +175,7 @@ def _histories(rows: Sequence[Row], answers: Sequence[Answer], tokenizer: Any, e
 
 
 def _turn(role: str, content: str, complete: bool) -> TensorDict:
-    """What a History of one message has inside: several times faster than its constructor."""
+    """The content of a History of one message; several times faster than its constructor."""
     fields = {"role": role, "content": content, "is_complete": complete}
     return TensorDict({name: NonTensorData(data=value) for name, value in fields.items()})
 

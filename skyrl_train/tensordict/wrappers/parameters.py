@@ -1,4 +1,4 @@
-"""generate_kwargs: the names of Hugging Face, vLLM and SGLang, with one meaning."""
+"""generate_kwargs: the names of Hugging Face, vLLM and SGLang, each with a single meaning."""
 
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ _SAME = {
     "n": "num_return_sequences",
     "stop_sequences": "stop",
 }
-"""Other names of one thing: giving two of them with different values is refused."""
+"""Aliases; two names of the same parameter with different values are rejected."""
 _ONLY_OFF = {"num_beams": (None, 1), "length_penalty": (None, 1, 1.0), "early_stopping": (None, False)}
-"""Beam search, which no engine here does: accepted where it is off."""
+"""Beam search, which no engine here supports: accepted only if it is off."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What a call asks for; equal ones may share a batch."""
+    """The parameters of a call; calls with equal ones may share a batch."""
 
     sampling: SamplingParams
     num_samples: int | None
-    """None: no dimension of samples."""
+    """None: the output has no dimension for samples."""
     seed: int | None
-    """With the prompt it decides what is sampled; equal prompts of one call are numbered, so that they differ."""
+    """Seed and prompt determine the samples; equal prompts of one call are numbered, so that their samples differ."""
     skip_special_tokens: bool
 
 
 def read_generate_kwargs(given: Mapping[str, Any] | None, num_samples: int | None) -> Generation:
-    """Raises ConfigError, a ValueError, with every unknown name, wrong value and contradiction; top_k -1 is off."""
+    """Parse generate_kwargs; top_k -1 is off.
+
+    Raises ConfigError, a ValueError, that lists every unknown name, wrong value and contradiction.
+    """
     key = "generate_kwargs"
     values: dict[str, Any] = {}
     for name, value in (given or {}).items():
@@ -61,7 +64,7 @@ def read_generate_kwargs(given: Mapping[str, Any] | None, num_samples: int | Non
 
 
 def overridden(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """A wrapper's generate_kwargs with those of a call over them, whatever name either gives a thing."""
+    """A wrapper's generate_kwargs, overridden by those of a call, even if they use different aliases."""
     gone = {_SAME.get(name, name) for name in given}
     if "temperature" in given:
         gone.add("do_sample")

@@ -24,11 +24,11 @@ def engine_in_actor(
     start_ray: bool = False,
     deadline_s: float = 600.0,
 ) -> tuple[Any, Callable[[], None]]:
-    """ "module:Class"(**options) in a process of its own, once it is loaded, and what gives its place back.
+    """Start "module:Class"(**options) in a separate process; return it once it is loaded, and a function that frees it.
 
-    `ranks`: accelerators that it uses, one slot each; `devices`: which ones, as in CUDA_VISIBLE_DEVICES: Ray chooses,
-    and ConfigError says so where it gives others. Without `options["device"]` it uses them where Ray has any. Ray must
-    have been started, else RuntimeError, unless `start_ray`. ConfigError where there is no place.
+    `ranks`: number of accelerators that it uses, one slot each. `devices`: which ones, as in CUDA_VISIBLE_DEVICES; Ray
+    chooses them, and ConfigError is raised if it assigns others. Without `options["device"]`, it uses accelerators if
+    Ray has any. Raises RuntimeError if Ray was not started, unless `start_ray`, and ConfigError if there is no room.
     """
     cluster = Cluster()
     if not cluster.connected and not start_ray:

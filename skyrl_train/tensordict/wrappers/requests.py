@@ -1,4 +1,4 @@
-"""Prompts -> what an engine is asked to sample."""
+"""Prompts -> sample requests for an engine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def sample_requests(
     capabilities: Capabilities,
     copies: Sequence[int] | None = None,
 ) -> list[SampleRequest]:
-    """One for each sample, those of a row together.
+    """One request per sample, with the samples of a row next to each other.
 
-    With a seed, seed, tokens and `copies` decide what is sampled: `numbered(rows)`, unless the rows are of several
-    calls.
+    With a seed, the seed, the tokens and `copies` determine what is sampled. `copies` is `numbered(rows)` by default;
+    pass it if the rows are from several calls.
     """
     if generation.seed is not None and not capabilities.seeds:
         raise UnsupportedParameter(f"Engine {capabilities.name!r} cannot honour seed={generation.seed}; leave it out.")
@@ -45,7 +45,7 @@ def sample_requests(
 
 
 def numbered(rows: Sequence[Sequence[int]]) -> list[int]:
-    """How many rows before each one equal it."""
+    """For each row, the number of earlier rows that equal it."""
     seen: Counter[tuple[int, ...]] = Counter()
     found = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""SGLang with the calls of TorchRL's AsyncSGLang: an engine that is started here, or a server that runs elsewhere."""
+"""SGLang with the interface of TorchRL's AsyncSGLang: an engine started here, or a server that runs elsewhere."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from skyrl_train.tensordict.wrappers.requests import sample_requests
 
 
 class AsyncSGLang(EngineView):
-    """Give `model_path` to start SGLang here (its processes end with `close`), or `server_url` of `launch_server`.
+    """Takes `model_path` to start SGLang here (its processes end with `close`), or the `server_url` of a server.
 
-    All prompts of a call are under way at once, and calls may come from several threads.
+    All prompts of a call are sampled concurrently, and calls may come from several threads.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class AsyncSGLang(EngineView):
         weight_folder: str | None = None,
         **server_kwargs: Any,
     ):
-        """`timeout`: seconds for a call. With `server_url`: `token` is the server's --api-key (default: of the
-        environment, SKYRL_API_KEY), `weight_folder` a folder that it can read too, and `model_path` its model, where
+        """`timeout`: seconds for a call. With `server_url`: `token` is the server's --api-key (default: the environment
+        variable SKYRL_API_KEY), `weight_folder` a folder that the server can read too, and `model_path` its model, if
         that has another path here. `server_kwargs` are SGLangEngine's.
 
-        Raises ConfigError for arguments, ConnectionError when no SGLang answers within `connect_timeout` seconds.
+        Raises ConfigError for wrong arguments, ConnectionError if no SGLang answers within `connect_timeout` seconds.
         """
         if dp_size != 1:
             raise ConfigError(f"dp_size={dp_size}: one AsyncSGLang is one replica; make {dp_size} of them.")
@@ -90,12 +90,12 @@ class AsyncSGLang(EngineView):
 
     @classmethod
     def connect(cls, server_url: str, **options: Any) -> AsyncSGLang:
-        """A server that runs already. Raises ConnectionError when no SGLang answers there."""
+        """Connect to a running server. Raises ConnectionError if no SGLang answers there."""
         return cls(server_url, **options)
 
     @classmethod
     def from_pretrained(cls, model_name: str, tp_size: int = 1, dp_size: int = 1, **options: Any) -> AsyncSGLang:
-        """SGLang started here, on `tp_size` accelerators."""
+        """Start SGLang here, on `tp_size` accelerators."""
         return cls(model_path=model_name, tp_size=tp_size, dp_size=dp_size, **options)
 
     @property
@@ -113,11 +113,11 @@ class AsyncSGLang(EngineView):
         return_logprobs: bool = False,
         timeout: float | None = None,
     ) -> dict[str, Any] | list[dict[str, Any]]:
-        """One prompt gives a dict, several (or `n` samples) a list of them, samples of a prompt together.
+        """One prompt gives a dict; several (or `n` samples) give a list, with the samples of a prompt adjacent.
 
         A dict has "text", "output_ids" and "meta_info": finish_reason, prompt_tokens, completion_tokens, and with
         `return_logprobs` output_token_logprobs, (nats, id, None) each, before truncation. `sampling_params` are those
-        of tensordict/wrappers/parameters.py. ValueError unless exactly one of `prompts` and `input_ids` is given.
+        of tensordict/wrappers/parameters.py. Raises ValueError unless exactly one of `prompts`, `input_ids` is given.
         """
         if (prompts is None) == (input_ids is None):
             raise ConfigError("generate takes prompts or input_ids, exactly one of them.")
@@ -135,12 +135,12 @@ class AsyncSGLang(EngineView):
         return answers[0] if one and generation.num_samples is None else answers
 
     def flush_cache(self) -> bool:
-        """Forget the keys and values of prompts."""
+        """Clear the cached keys and values of prompts."""
         call(self.engine.reset_prefix_cache(), f"{self.model_path}: flush_cache", self.timeout)
         return True
 
     def _rows(self, prompts: Any, input_ids: Any) -> tuple[list[list[int]], bool]:
-        """Token ids of every prompt, and whether it was one that did not stand in a list."""
+        """Token ids of every prompt, and whether there was a single one outside a list."""
         if prompts is not None:
             texts = [prompts] if isinstance(prompts, str) else list(prompts)
             return [list(self.tokenizer(text)["input_ids"]) for text in texts], isinstance(prompts, str)

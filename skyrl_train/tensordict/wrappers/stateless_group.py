@@ -1,4 +1,4 @@
-"""A process group of its own beside the default one, with the calls of vLLM's PyNcclCommunicator."""
+"""A process group that is separate from the default one, with the interface of vLLM's PyNcclCommunicator."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from skyrl_train.weight_sync.transport import ROOT, BroadcastGroup
 
 
 class StatelessGroup:
-    """Ranks that share tensors of rank 0. Close it: its connections end with it."""
+    """Ranks that receive tensors from rank 0. Close it to end its connections."""
 
     def __init__(self, address: str, rank: int, world_size: int, device: torch.device, timeout: float):
         self.rank, self.world_size, self.device = rank, world_size, device
         self._group = BroadcastGroup(address, rank, world_size, device, timeout)
 
     def broadcast(self, tensor: Tensor, src: int = ROOT, stream: Any = None) -> Tensor:
-        """Fills `tensor` with rank 0's, and returns it once it is there; `stream` is not needed for that.
+        """Fill `tensor` with rank 0's values and return it once they have arrived; `stream` is ignored.
 
-        Raises ConfigError for another `src` or device, WeightSyncError when a rank is lost or late.
+        Raises ConfigError for another `src` or device, WeightSyncError if a rank is lost or late.
         """
         if src != ROOT:
             raise ConfigError(f"src={src}: weights come from rank {ROOT}.")
@@ -44,9 +44,10 @@ def stateless_init_process_group(
     device: torch.device | str | int | None = None,
     timeout: float = 300.0,
 ) -> StatelessGroup:
-    """Meet `world_size` processes at an address where rank 0 listens: NCCL on accelerators, gloo on CPUs.
+    """Form a group of `world_size` processes at an address where rank 0 listens: NCCL on accelerators, gloo on CPUs.
 
-    `device`: the first accelerator where there is one. Raises WeightSyncError when not all came within `timeout` s.
+    `device` is by default the first accelerator, if any. Raises WeightSyncError if not all ranks join within `timeout`
+    seconds.
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank={rank} is not one of 0 to {world_size - 1}.")

@@ -1,4 +1,4 @@
-"""A wrapper as a policy of TorchRL's own environments, collectors and losses. torchrl itself is not imported."""
+"""Makes a wrapper usable by TorchRL's own environments, collectors and losses. torchrl itself is not imported."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from skyrl_train.tensordict.wrappers.distributions import LLMMaskedCategorical
 
 
 class ForTorchRL(TensorDictModuleBase):
-    """`wrapper` for TorchRL's ChatEnv, LLMCollector and GRPOLoss.
+    """Adapts `wrapper` to TorchRL's ChatEnv, LLMCollector and GRPOLoss.
 
-    Conversations are read from TorchRL's History, and answered in the classes they came in. Losses get distributions
-    laid out as their batch: rows of a lazy stack padded on the left, rectangles as they are. Between TorchRL's text or
-    tokens mode and ours nothing needs translation: there a wrapper will do without this.
+    Conversations are read from TorchRL's History, and answered in the same classes. Losses get distributions in the
+    layout of their batch: rows of a lazy stack are padded on the left, rectangles stay as they are. TorchRL's text and
+    tokens modes need no adapter: use the wrapper itself.
     """
 
     def __init__(self, wrapper: LLMWrapperBase):
@@ -38,7 +38,7 @@ class ForTorchRL(TensorDictModuleBase):
         self.wrapper.register_collector(collector)
 
     def forward(self, tensordict: TensorDictBase, **generate_kwargs: Any) -> TensorDictBase:
-        """As the wrapper's, `inplace` included."""
+        """Like the wrapper's `forward`, including `inplace`."""
         wrapper = self.wrapper
         key, field = wrapper.history_key, "prompt" if wrapper.generate else "full"
         theirs = tensordict.get(key, None)
@@ -59,7 +59,7 @@ class ForTorchRL(TensorDictModuleBase):
         return tensordict
 
     def get_dist(self, tensordict: TensorDictBase, mask: Tensor | str = "generic", **_: Any) -> LLMMaskedCategorical:
-        """The wrapper's, in the layout of the batch; TorchRL's further keywords say where it would look for logits."""
+        """The wrapper's distributions, in the batch's layout; TorchRL's keywords for the keys of logits are ignored."""
         found = self.wrapper.get_dist(tensordict, mask)
         attention = column(tensordict, (self.wrapper.masks_key, "all_attention_mask"))
         if attention is None or isinstance(mask, Tensor):
@@ -74,7 +74,7 @@ class ForTorchRL(TensorDictModuleBase):
         counts[present] = found.mask[filled]
         return LLMMaskedCategorical(logits.index_put((present,), found.logits[filled]), counts)
 
-    # What TorchRL's losses call, by masking_strategy.
+    # TorchRL's losses call one of these, by masking_strategy.
     def _get_sft_dist(self, tensordict: TensorDictBase, **_: Any) -> LLMMaskedCategorical:
         return self.get_dist(tensordict, "sft")
 
@@ -86,9 +86,9 @@ class ForTorchRL(TensorDictModuleBase):
 
 
 def converted(history: Any, kind: type) -> Any:
-    """Conversations [..., turns] of one History class as those of another; places that only fill a stack are left out.
+    """Convert conversations [..., turns] to another History class, without entries that only pad a stack.
 
-    Both have role, content, is_complete, tool_calls and tool_responses.
+    Both classes have role, content, is_complete, tool_calls and tool_responses.
     """
     if history.ndim > 1:
         return lazy_stack([converted(row, kind) for row in history.unbind(0)])

@@ -1,4 +1,4 @@
-"""vLLM engines with the names of TorchRL's workers; vLLMWrapper takes each of them as its model."""
+"""vLLM engines with the names of TorchRL's workers; vLLMWrapper accepts each of them as its model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class vLLMWorker(EngineView):
-    """An engine whose weights may come tensor by tensor: it takes them when the last one of the model has come."""
+    """An engine whose weights may arrive tensor by tensor: it loads them once the model's last tensor has arrived."""
 
     def __init__(self, engine: Any, model: str, **options: Any):
         """See EngineView."""
@@ -28,7 +28,7 @@ class vLLMWorker(EngineView):
         self._arrived: dict[str, Tensor] = {}
 
     def update_weight_broadcast(self, name: str, dtype: torch.dtype | str, shape: Sequence[int]) -> None:
-        """Receive one tensor from the group. ConfigError for a name that the model has not."""
+        """Receive one tensor from the group. Raises ConfigError for a name that the model does not have."""
         self._check(name)
         self.update_weight(name, self._received(dtype, shape))
 
@@ -40,7 +40,7 @@ class vLLMWorker(EngineView):
             self.update_weights(arrived)
 
     def check_weights_changed(self) -> bool:
-        """Whether a whole set of weights has come since it was started."""
+        """Whether a complete set of weights has arrived since the start."""
         return self._synced
 
     def _check(self, name: str) -> None:
@@ -49,7 +49,7 @@ class vLLMWorker(EngineView):
             raise ConfigError(f"{name!r} is no tensor of the model; it has {', '.join(sorted(known)[:3])}, ...")
 
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """See EngineView; asked for every tensor that comes, so it is looked up once."""
+        """See EngineView; cached, because it is needed for every tensor that arrives."""
         if self._metadata is None:
             self._metadata = super().get_model_metadata()
         return dict(self._metadata)
@@ -69,16 +69,19 @@ class LLMOnDevice(vLLMWorker):
         timeout: float = 600.0,
         **options: Any,
     ):
-        """`bundle_indices`: accelerators of this machine, one rank each. `options` are VLLMEngine's, and vLLM's.
+        """`bundle_indices`: accelerators of this machine, one rank each. `options` are VLLMEngine's and vLLM's.
 
-        Raises ConfigError for accelerators that are not there.
+        Raises ConfigError for accelerators that do not exist.
         """
         super().__init__(None, model, dtype=dtype, timeout=timeout)
         self._indices = None if bundle_indices is None else check_devices(bundle_indices)
         self._options = options
 
     def initialize(self) -> None:
-        """Start the engine; blocks until the model is loaded. ConfigError where torch has chosen other accelerators."""
+        """Start the engine, and block until the model is loaded.
+
+        Raises ConfigError if torch already uses other accelerators.
+        """
         if self._engine is not None:
             return
         options = {"device": "cuda" if torch.cuda.is_available() else "cpu", **self._options}
@@ -100,13 +103,13 @@ def make_vllm_worker(
     timeout: float = 600.0,
     **options: Any,
 ) -> vLLMWorker:
-    """vLLM, started: in a Ray actor, or with make_ray_worker=False in this process.
+    """Start vLLM in a Ray actor or, with make_ray_worker=False, in this process.
 
-    `devices`: accelerators that this process sees, by index, or `num_devices` (1) of them, wherever they are free. For
-    an actor Ray chooses: where it gives others than `devices`, that is a ConfigError. Log-probs are computed in float32
-    always; enable_fp32_output=True says so of the model too, and wants dtype="float32".
+    `devices`: accelerators visible to this process, by index, or `num_devices` (1) of them, wherever they are free. For
+    an actor, Ray chooses them, and ConfigError is raised if it assigns others than `devices`. Log-probs are always
+    computed in float32; enable_fp32_output=True requires this of the model too, and needs dtype="float32".
 
-    Raises ConfigError (a ValueError) for devices that are not there and contradictions, RuntimeError without Ray.
+    Raises ConfigError (a ValueError) for missing devices or contradictory arguments, RuntimeError without Ray.
     """
     if devices is not None and num_devices is not None:
         raise ConfigError(f"devices={list(devices)} and num_devices={num_devices}: give one of them.")
@@ -135,7 +138,7 @@ def make_vllm_worker(
 
 
 def check_devices(devices: Sequence[int | torch.device]) -> list[int]:
-    """Indices of accelerators. Raises ConfigError for none, doubles, and those that are not there."""
+    """Indices of accelerators. Raises ConfigError for none, duplicates, and those that do not exist."""
     indices = [one.index or 0 if isinstance(one, torch.device) else one for one in devices]
     there = len(accelerators())
     if not indices or len(set(indices)) != len(indices) or not all(0 <= one < there for one in indices):
@@ -145,14 +148,14 @@ def check_devices(devices: Sequence[int | torch.device]) -> list[int]:
 
 @cache
 def accelerators() -> tuple[str, ...]:
-    """What CUDA_VISIBLE_DEVICES called those of this process at first: indices count these, whatever is chosen."""
+    """The accelerators in CUDA_VISIBLE_DEVICES when the process began; indices refer to these, even after a choice."""
     there = torch.cuda.device_count()
     named = os.environ.get(VISIBLE)
     return tuple(map(str, range(there))) if named is None else tuple(map(str.strip, named.split(",")))[:there]
 
 
 def _choose(indices: Sequence[int]) -> None:
-    """vLLM takes the first ones that it sees."""
+    """Make only these accelerators visible: vLLM uses the first visible ones."""
     wanted = [accelerators()[index] for index in indices]
     visible = [one.strip() for one in os.environ.get(VISIBLE, ",".join(accelerators())).split(",")]
     if visible[: len(wanted)] == wanted:

@@ -1,4 +1,4 @@
-"""Weights of this process to the engines of wrappers: a trainer of one rank, without Ray."""
+"""Sends weights of this process to the engines of wrappers, like a trainer of one rank without Ray."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest
 
 Source: TypeAlias = nn.Module | LLMWrapperBase | TensorDictBase | Mapping[str, Tensor]
 """A model, a wrapper over one that scores, or tensors by Hugging Face name; a nested tensordict's keys are joined by
-dots. Of `TensorDict.from_module(model)` the parameters are taken; once copied (`.data`, `.cpu()`) nothing tells them
-from buffers, nor a tied head from its embedding: leave out what the engine does not hold, or give the model."""
+dots. Of `TensorDict.from_module(model)`, only parameters are used. A copy of it (`.data`, `.cpu()`) no longer
+distinguishes parameters from buffers, or a tied head from its embedding: remove the tensors that the engine does not
+have, or pass the model."""
 _LEAVING_S = 10.0
 Metadata: TypeAlias = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 
 class ModelWeights(Mapping[str, Tensor]):
-    """A module's parameters by their checkpoint names; peft's LoRA adapters are merged into what is read.
+    """A module's parameters by checkpoint name; peft's LoRA adapters are merged into the tensors that are read.
 
-    The module is not changed, and there is no copy of it: a tensor is merged when it is read.
+    The module is neither changed nor copied: each tensor is merged when it is read.
     """
 
     def __init__(self, module: nn.Module):
-        """Raises ConfigError for adapters that are no sum with the weight (DoRA, adapters with a bias)."""
+        """Raises ConfigError for adapters that cannot be added to the weight (DoRA, adapters with a bias)."""
         self._read: dict[str, Callable[[], Tensor]] = {}
         self.shapes: dict[str, torch.Size] = {}
         for name, parameter in module.named_parameters():
@@ -64,9 +65,9 @@ class ModelWeights(Mapping[str, Tensor]):
 
 
 def weights_of(source: Source) -> Mapping[str, Tensor]:
-    """Tensors by checkpoint name; a tensor that stands under two names (a tied head) is there once.
+    """Tensors by checkpoint name; a tensor with two names (a tied head) is included once.
 
-    Raises ConfigError for what has no weights.
+    Raises ConfigError for a source without weights.
     """
     if isinstance(source, LLMWrapperBase):
         source = getattr(source, "network", source)
@@ -81,7 +82,7 @@ def weights_of(source: Source) -> Mapping[str, Tensor]:
         )
     if isinstance(found, ModelWeights):
         return found
-    # A state_dict has tied tensors under all their names; engines know them under the first.
+    # A state_dict has tied tensors under all their names; engines have them under the first.
     names = list(found)[::-1]
     first = {(found[name].data_ptr(), found[name].shape, found[name].dtype): name for name in names}
     kept = set(first.values())
@@ -89,7 +90,7 @@ def weights_of(source: Source) -> Mapping[str, Tensor]:
 
 
 def check_metadata(weights: Mapping[str, Tensor], metadata: Metadata) -> None:
-    """Raises ConfigError naming the first tensor that differs from what was announced."""
+    """Raise ConfigError naming the first tensor that differs from the announced metadata."""
     if absent := sorted(set(metadata) - set(weights)):
         raise ConfigError(f"{absent[0]} is in model_metadata, but the policy has no such tensor.")
     shapes = weights.shapes if isinstance(weights, ModelWeights) else {name: one.shape for name, one in weights.items()}
@@ -101,9 +102,9 @@ def check_metadata(weights: Mapping[str, Tensor], metadata: Metadata) -> None:
 
 
 class WeightPusher:
-    """Whole, proven syncs (weight_sync/publish.py) of tensors in this process to some engines.
+    """Complete, verified syncs (weight_sync/publish.py) of tensors in this process to some engines.
 
-    A sync that fails leaves the engine torn: it serves nothing until the next one.
+    A sync that fails leaves the engine torn: it serves nothing until the next successful one.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class WeightPusher:
         bucket_bytes: int = 1 << 28,
         timeout: float = 600.0,
     ):
-        """`address`: where the `broadcast` group meets; no port: a free one. `folder`: of the `checkpoint` route."""
+        """`address`: of the `broadcast` group; a port of None means a free one. `folder`: of route `checkpoint`."""
         if route not in ROUTES:
             raise ConfigError(f"route={route!r} is not one of {sorted(ROUTES)}.")
         self._engines, self._timeout, self._route = list(engines), timeout, route
@@ -128,7 +129,7 @@ class WeightPusher:
         self._lock = threading.Lock()
 
     def push(self, weights: Mapping[str, Tensor], version: int | None = None) -> int:
-        """Returns the version that the engines serve now: the one after theirs unless given.
+        """Send the weights and return the version that the engines now serve: `version`, by default their last one + 1.
 
         Raises WeightSyncError naming engine and tensor, DeadlineExceeded naming the phase.
         """
@@ -149,11 +150,11 @@ class WeightPusher:
                 self._rank.weights = {}
 
     def close(self) -> None:
-        """Leave the group, on both sides: an engine that stayed would go on listening for it."""
+        """Leave the group on both sides: otherwise an engine would keep listening for it."""
         self._rank.disconnect_weights()
         if self._route == "broadcast":
             for engine in self._engines:
-                with suppress(SkyRLError):  # one that is gone has left
+                with suppress(SkyRLError):  # an engine that is gone has left anyway
                     call(engine.connect_weights("in_process", "", 1, 2, _LEAVING_S), "leaving a group", _LEAVING_S)
 
 
@@ -179,8 +180,10 @@ class _Rank:
             probe.bind(("", 0))
             return host, probe.getsockname()[1]
 
-    def connect_weights(self, route: str, address: str, world_size: int, timeout_s: float, apart: bool = False) -> None:
-        self._sender.connect(route, address, world_size, timeout_s, apart)
+    def connect_weights(
+        self, route: str, address: str, world_size: int, timeout_s: float, adapter_only: bool = False
+    ) -> None:
+        self._sender.connect(route, address, world_size, timeout_s, adapter_only)
 
     def manifest(self, version: int, rehearsal: bool = False) -> Manifest:
         return self._sender.manifest(version, rehearsal)
@@ -204,7 +207,7 @@ def _check_adapter(layer: Any, name: str) -> None:
 
 @torch.no_grad()
 def _merged(layer: Any, weight: Tensor) -> Tensor:
-    """W + s B A, of the adapters that act and are not in W already."""
+    """W + s B A for the adapters that are active and not yet merged into W."""
     active = () if layer.disable_adapters else layer.active_adapters
     result = weight.detach()
     for adapter in active:

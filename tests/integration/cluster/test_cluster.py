@@ -144,41 +144,41 @@ def test_two_ranks_and_an_engine_fit_two_cores():
     assert cpus_per_slot(64.0, 3) == 1.0
 
 
-def test_layouts_share_slots_when_colocated_and_do_not_when_apart(cluster: Cluster):
+def test_layouts_share_slots_only_when_colocated(cluster: Cluster):
     generator = GeneratorConfig(num_inference_engines=2)
-    together = PlacementConfig(policy_num_gpus_per_node=2)
+    colocated = PlacementConfig(policy_num_gpus_per_node=2)
     with Cluster() as one_run:
-        layout = place(one_run, together, generator, device="cpu", deadline_s=10, with_reference=True)
+        layout = place(one_run, colocated, generator, device="cpu", deadline_s=10, with_reference=True)
     assert layout.time_shared
     assert layout.policy and layout.engines and layout.reference
     assert layout.policy.slots is layout.engines.slots is layout.reference.slots
     assert layout.policy.slots.tenants == 3
-    apart = PlacementConfig(colocate_all=False)
-    layout = place(cluster, apart, generator, device="cpu", deadline_s=10, with_reference=True)
+    dedicated = PlacementConfig(colocate_all=False)
+    layout = place(cluster, dedicated, generator, device="cpu", deadline_s=10, with_reference=True)
     assert not layout.time_shared
     assert layout.policy and layout.engines and layout.reference
     assert layout.policy.slots is not layout.engines.slots
     assert layout.policy.slots is layout.reference.slots
 
 
-def test_a_reward_model_sits_beside_the_policy_or_has_slots_of_its_own(cluster: Cluster):
+def test_a_reward_model_shares_the_policy_s_slots_or_has_its_own(cluster: Cluster):
     generator = GeneratorConfig(num_inference_engines=1)
-    together = PlacementConfig(policy_num_gpus_per_node=2, reward_num_gpus_per_node=3)
+    colocated = PlacementConfig(policy_num_gpus_per_node=2, reward_num_gpus_per_node=3)
     with Cluster() as one_run:
-        layout = place(one_run, together, generator, device="cpu", deadline_s=10, with_reward=True)
+        layout = place(one_run, colocated, generator, device="cpu", deadline_s=10, with_reward=True)
     assert layout.reward is layout.policy and layout.policy is not None
     assert layout.policy.slots.tenants == 3
-    apart = PlacementConfig(colocate_all=False, reward_num_gpus_per_node=2)
+    dedicated = PlacementConfig(colocate_all=False, reward_num_gpus_per_node=2)
     with Cluster() as one_run:
-        layout = place(one_run, apart, generator, device="cpu", deadline_s=10, with_reward=True)
+        layout = place(one_run, dedicated, generator, device="cpu", deadline_s=10, with_reward=True)
     assert layout.policy and layout.reward
     assert (layout.reward.count, layout.reward.slots.tenants, layout.policy.slots.tenants) == (2, 1, 1)
     with Cluster() as one_run:
-        alone = place(one_run, together, generator, device="cpu", deadline_s=10, with_policy=False, with_reward=True)
+        alone = place(one_run, colocated, generator, device="cpu", deadline_s=10, with_policy=False, with_reward=True)
     assert alone.policy is None and alone.reward and alone.engines
     assert alone.reward.slots is alone.engines.slots and alone.engines.slots.tenants == 2
     elsewhere = {"with_policy": False, "with_engines": False, "with_reward": True}
-    layout = place(cluster, together, generator, device="cpu", deadline_s=10, **elsewhere)
+    layout = place(cluster, colocated, generator, device="cpu", deadline_s=10, **elsewhere)
     assert layout.reward and layout.reward.count == 3
 
 

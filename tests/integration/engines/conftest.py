@@ -40,6 +40,9 @@ HEAD_STARTS = {"sglang": 0.4}
 MOE = ["moe-transformers", "moe-vllm", "moe-sglang", "moe-native-vllm", "moe-native-sglang"]
 """A mixture of experts, which every package cuts in its own way: only for the test that weights arrive. Untied:
 SGLang does not tie the head of one."""
+_HEADS = ("untied", "moe")
+_ROUTE_OF = {"vllm": "broadcast", "sglang": "ipc", "native-vllm": "checkpoint", "native-sglang": "broadcast"}
+"""Where an engine's answers to what goes wrong on a route are looked at for every change."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -50,16 +53,35 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     kinds = KINDS + (UNTIED if "weights" in metafunc.module.__name__ else [])
     if "wrappers" in metafunc.module.__name__:
         kinds = list(ENGINES)  # the others are the same to a wrapper
-    kinds += MOE if metafunc.function.__name__ == "test_after_every_sync_the_engine_serves_the_new_weights" else []
+    arrival = metafunc.function.__name__ == "test_after_every_sync_the_engine_serves_the_new_weights"
+    kinds += MOE if arrival else []
     routes = sorted(ROUTES) if "route" in metafunc.fixturenames else [""]
     pairs = [(kind, route) for kind in kinds for route in routes if (kind[:5], route) != ("http-", "in_process")]
-    slow = {kind: () if "transformers" in kind else pytest.mark.slow for kind in kinds}
+    marks = {pair: _marks(*pair, every_route=arrival) for pair in pairs}
     if routes == [""]:
-        params = [pytest.param(kind, marks=slow[kind]) for kind, _ in pairs]
+        params = [pytest.param(kind, marks=marks[kind, route]) for kind, route in pairs]
         metafunc.parametrize("started", params, indirect=True, scope="package")
     else:
-        params = [pytest.param(kind, route, marks=slow[kind]) for kind, route in pairs]
+        params = [pytest.param(kind, route, marks=marks[kind, route]) for kind, route in pairs]
         metafunc.parametrize(("started", "route"), params, indirect=["started"], scope="package")
+
+
+def _marks(kind: str, route: str, *, every_route: bool) -> list[pytest.MarkDecorator]:
+    """Of the product of kinds and routes, what is enough for every change covers each kind and each route.
+
+    HTTP in front of vLLM and SGLang is the code that is there in front of the transformers engine; their own servers
+    load an untied head and experts with the code of the embedded engines; what goes wrong on a route is found by the
+    receiver that all engines share, so that beside the transformers engine each has one route for it.
+    """
+    if "transformers" in kind:
+        return []
+    again = {f"{head}-{server}" for server in NATIVE for head in _HEADS}
+    product = kind in {"http-vllm", "http-sglang", "untied-vllm", *again}
+    if product and not (kind == "untied-vllm" and every_route):
+        return [pytest.mark.slow, pytest.mark.on_demand]
+    if route and not every_route and route != _ROUTE_OF.get(kind, "checkpoint"):
+        return [pytest.mark.slow, pytest.mark.on_demand]
+    return [pytest.mark.slow]
 
 
 @pytest.hookimpl(trylast=True)

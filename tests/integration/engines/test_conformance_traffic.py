@@ -25,7 +25,7 @@ from tests.support.tiny_adapters import merged, save_tiny_adapter
 
 PROMPT = (50, 60, 70, 80, 90)
 LONG_PROMPT = tuple(3 + (7 * n) % 250 for n in range(300))
-LONGEST = 900
+LONGEST = 500
 """Tokens of a request that is still running when something happens to it."""
 
 

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.sglang.engine import SGLangEngine
-from skyrl_train.engines.sglang.host import _remove_what_the_dead_left
+from skyrl_train.engines.sglang.host import _remove_stale_files
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
@@ -199,10 +199,10 @@ time.sleep(60)
     ) as process:
         assert process.stdout is not None
         folder = Path(process.stdout.readline().strip())
-        _remove_what_the_dead_left()
+        _remove_stale_files()
         assert folder.is_dir() and shared.exists()
         process.kill()
-    _remove_what_the_dead_left()
+    _remove_stale_files()
     assert not folder.exists() and not shared.exists()
 
 

@@ -97,7 +97,7 @@ def test_hostile_texts_are_shown_and_never_obeyed(
     assert out.count(r"\x1b[2J\x1b]0;title\x07 NUL \x00 \r\u202e[bold]<script>\ud800") == 2, "said and heard"
 
 
-def test_a_failed_episode_is_told_and_others_are_played(
+def test_a_failed_episode_is_reported_and_others_are_played(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     answers = tmp_path / "answers.jsonl"
@@ -144,9 +144,7 @@ def test_mistakes_exit_with_2_and_say_what_to_do(
     assert re.search(says, err), err
 
 
-def test_commands_that_are_not_there_are_told_apart(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_missing_commands_are_distinguished(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", ["skyrl-train", "envv", "try"])
     with pytest.raises(SystemExit) as ended:
         cli.main()

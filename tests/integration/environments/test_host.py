@@ -110,7 +110,7 @@ def test_a_failure_is_named_and_fails_its_episode_only(text: str, kind: str):
         pending = [asyncio.create_task(outcome(host, "Misbehaving", text))]
         pending += [asyncio.create_task(outcome(host, "Counter", "fine")) for _ in range(3)]
         assert await asyncio.gather(*pending) == [kind, 1.0, 1.0, 1.0]
-        assert (await neighbour.step("two")).metadata["told"] == ["one", "two"]
+        assert (await neighbour.step("two")).metadata["actions"] == ["one", "two"]
 
     run_with_host(scenario, deadline_s=DEADLINE_S if kind == "timeout" else 30.0)
 
@@ -150,7 +150,7 @@ def test_other_episodes_of_a_killed_process_are_rebuilt_from_their_texts():
         with pytest.raises(EnvironmentFailure, match="timeout"):
             await hung
         for episode, output in zip(episodes, (waiting, later), strict=True):
-            assert output.metadata["told"] == ["first", "second"]
+            assert output.metadata["actions"] == ["first", "second"]
             assert output.metadata["pid"] != episode.metadata["pid"]
         assert episodes[1].messages[-1]["content"] == "start b"
 

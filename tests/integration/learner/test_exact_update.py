@@ -132,7 +132,7 @@ def gradients(way: Way, path: str, processes: list[RankProcess], backend: str | 
         workers = processes[: way.ranks]
         for rank, process in enumerate(processes):
             process.hold(RecordingWorker, spec, rank, way.ranks, chunk_bytes, backend)
-    group = WorkerGroup(workers, spec.together)
+    group = WorkerGroup(workers, spec.parallel_size)
     learner = Learner(group, None, BatchSizes(mini_batch_groups=100, **way.sizes))
 
     async def run() -> dict[str, Tensor]:

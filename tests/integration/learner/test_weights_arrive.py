@@ -27,7 +27,7 @@ PROBE_IDS = [[5, 9, 77, 30, 12, 44], [8, 8, 8, 250]]
 
 @asynccontextmanager
 async def pair(
-    model_path: str, route: str, apart: bool = False, **changes: Any
+    model_path: str, route: str, adapter_only: bool = False, **changes: Any
 ) -> AsyncIterator[tuple[Learner, TransformersEngine, WeightPublisher]]:
     """A learner that moves its weights visibly in one step, an engine, and what connects them."""
     spec = tiny_spec(model_path, **{"optimizer": OptimizerConfig(lr=1e-2), "total_steps": 10, **changes})
@@ -35,7 +35,7 @@ async def pair(
     engine = TransformersEngine(model_path, threads=1, name="one")
     probe = Probe(PROBE_IDS, partial(score_sequences, learner, learner.policy))
     publisher = WeightPublisher(
-        learner.policy, lambda: [engine], route=route, deadline_s=60.0, probe=probe, apart=apart
+        learner.policy, lambda: [engine], route=route, deadline_s=60.0, probe=probe, adapter_only=adapter_only
     )
     try:
         await learner.setup()
@@ -104,12 +104,12 @@ def test_adapters_arrive_merged_and_what_they_do_not_change_travels_once(tmp_pat
 
 
 @pytest.mark.parametrize("route", ["in_process", "broadcast"])
-def test_adapters_apart_arrive_after_the_model_alone(tmp_path, route: str):  # type: ignore[no-untyped-def]
+def test_separate_adapters_arrive_after_the_model_alone(tmp_path, route: str):  # type: ignore[no-untyped-def]
     model_path = save_tiny_model(tmp_path / "model")
     options = {"lora": LoraConfig(rank=4, exclude_modules=["down_proj"]), "optimizer": OptimizerConfig(lr=1e-1)}
 
     async def run() -> None:
-        async with pair(model_path, route, apart=True, **options) as (learner, engine, publisher):
+        async with pair(model_path, route, adapter_only=True, **options) as (learner, engine, publisher):
             first = await publisher.publish(0)
             for version in (1, 2):
                 await learner.update(batch())

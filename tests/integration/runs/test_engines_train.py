@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engines", [1, 2])
-@pytest.mark.parametrize("colocated", [True, False], ids=["colocated", "apart"])
+@pytest.mark.parametrize("colocated", [True, False], ids=["colocated", "dedicated"])
 @pytest.mark.parametrize("backend", ["vllm", "sglang"])
 def test_three_steps_with_proven_weights(
     run: Run,

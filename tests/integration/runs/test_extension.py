@@ -17,17 +17,17 @@ from .conftest import Run, metrics_of
 
 PLUGIN = """
 import torch
-from skyrl_train.algorithms.registry import register_advantage_estimator, register_policy_loss
+import skyrl_train as sk
 from skyrl_train.environments.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.environments.registry import register
 
 
-@register_advantage_estimator("centred")
+@sk.register.advantage("centred")
 def centred(rewards, group_ids, valid, *, norm_by_std):
     return torch.where(valid, rewards - rewards[valid].mean(), 0.0)
 
 
-@register_policy_loss("reinforce")
+@sk.register.policy_loss("reinforce")
 def reinforce(logprobs, advantages, mask, *, eps_low, eps_high):
     return -logprobs * advantages * mask, torch.zeros_like(mask)
 

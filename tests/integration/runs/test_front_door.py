@@ -39,14 +39,14 @@ runtime.Cluster().connect()
 """A driver whose Python the cluster has not got."""
 
 OWN_PROGRAM = """
-from skyrl_train.algorithms.registry import register_reduction
+import skyrl_train as sk
 from skyrl_train.algorithms.reductions import token_mean
 from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
 
 import ray  # before anything of ours
 
 
-@register_reduction("my_mean")
+@sk.register.reduction("my_mean")
 def my_mean(mask, sequence_ids, group_ids, *, max_seq_len):
     return token_mean(mask, sequence_ids, group_ids, max_seq_len=max_seq_len)
 

@@ -202,7 +202,7 @@ def test_the_configuration_file_of_the_guide_trains(run: Run, gsm8k: Path, model
         ["trainer.placement.policy_num_gpus_per_node=2", "generator.num_inference_engines=2"],
         ["trainer.placement.colocate_all=false"],
     ],
-    ids=["two-ranks-two-engines", "apart"],
+    ids=["two-ranks-two-engines", "dedicated"],
 )
 def test_the_recipe_trains_in_other_layouts(
     run: Run, gsm8k: Path, tiny_model_path: str, tmp_path: Path, layout: list[str]

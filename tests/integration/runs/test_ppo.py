@@ -79,21 +79,21 @@ def test_ppo_learns_values_and_goes_on_bit_for_bit_from_a_checkpoint_with_the_cr
         "trainer.update_epochs_per_batch=2",
         "trainer.max_steps=3",
     ]
-    rows = start("together", *ppo)
+    rows = start("colocated", *ppo)
     assert rows[1]["critic/explained_variance"] == 0, "a new critic values all states at 0"
     losses, values = ([rows[step][f"critic/{name}"] for step in (1, 2, 3)] for name in ("loss", "value_mean"))
     assert losses[0] > 1.2 * losses[1] > 1.44 * losses[2]
     assert 0 < values[0] < values[1] < values[2] < 1.5
     assert all(row["critic/lr"] == 1e-3 and row["critic/grad_norm"] > 0 for row in rows.values())
 
-    checkpoint = tmp_path / "together" / "ckpts" / "global_step_2"
+    checkpoint = tmp_path / "colocated" / "ckpts" / "global_step_2"
     assert {path.name for path in checkpoint.iterdir() if path.is_dir()} == {"policy", "critic"}
     going_on = ["trainer.resume_mode=from_path", f"trainer.resume_path={checkpoint}"]
-    resumed = start("apart", *ppo, *going_on, "trainer.placement.colocate_all=false")
+    resumed = start("dedicated", *ppo, *going_on, "trainer.placement.colocate_all=false")
     assert learnt(resumed[3]) == learnt(rows[3])
     for role in ("policy", "critic"):
         file = f"ckpts/global_step_3/{role}/shard_0.safetensors"
-        assert same_weights(tmp_path / "apart" / file, tmp_path / "together" / file), role
+        assert same_weights(tmp_path / "dedicated" / file, tmp_path / "colocated" / file), role
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A reward model as the only judge of a run: beside the policy, in slots of its own, and in evaluation alone."""
+"""A reward model as the only judge of a run: with shared slots, dedicated slots, and in evaluation alone."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ def chat(easy: Overrides, tmp_path: Path) -> Overrides:
 
 
 @pytest.mark.slow
-def test_a_run_learns_from_a_reward_model_alone_wherever_that_sits(run: Run, chat: Overrides, tmp_path: Path):
-    together, apart = tmp_path / "together", tmp_path / "apart"
-    run("main_base", *chat(together))
+def test_a_run_learns_from_a_reward_model_alone_in_shared_and_dedicated_slots(
+    run: Run, chat: Overrides, tmp_path: Path
+):
+    colocated, dedicated = tmp_path / "colocated", tmp_path / "dedicated"
+    run("main_base", *chat(colocated))
     two_replicas = ["trainer.placement.colocate_all=false", "trainer.placement.reward_num_gpus_per_node=2"]
-    run("main_base", *chat(apart), *two_replicas)
-    rows = metrics_of(together)
+    run("main_base", *chat(dedicated), *two_replicas)
+    rows = metrics_of(colocated)
     for step in (1, 2):
         assert rows[step]["rollouts/failed"] == 0
         assert rows[step]["reward/mean"] == pytest.approx(10 * rows[step]["environment/reward_model_score"])
@@ -48,7 +50,7 @@ def test_a_run_learns_from_a_reward_model_alone_wherever_that_sits(run: Run, cha
     judged = ("reward/", "environment/", "policy/", "response/")
     rewards = [
         {step: {key: value for key, value in row.items() if key.startswith(judged)} for step, row in found.items()}
-        for found in (rows, metrics_of(apart))
+        for found in (rows, metrics_of(dedicated))
     ]
     assert rewards[0] == rewards[1], "no score depends on the replica or on timing"
 

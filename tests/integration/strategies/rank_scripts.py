@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -27,6 +28,7 @@ def run_ranks(script: Path, arguments: Sequence[Sequence[object]], folder: Path,
         ranks = [
             subprocess.Popen(
                 [sys.executable, str(script), *map(str, own)],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # tests.support too
                 stdout=stack.enter_context(log.open("w")),
                 stderr=subprocess.STDOUT,
             )

@@ -179,7 +179,7 @@ def tolerance(found: Found) -> float:
 
 
 def test_weights_move_between_numbers_of_ranks_bit_for_bit(found: Found) -> None:
-    """What the ranks held together is what one process reads from their shards, and from its own copy of them."""
+    """All shards of the ranks are what one process reads from their shards, and from its own copy of them."""
     held = load_file(found.folder / "whole.safetensors")
     alone = run_single(0, found.dtype, load=found.folder / "sharded")
     alone.save(found.folder / "again")

@@ -15,7 +15,12 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from skyrl_train.algorithms.reductions import weigh
-from skyrl_train.assembly.algorithm import build_advantages, build_corrections, build_objective, build_reduction
+from skyrl_train.assembly.algorithm import (
+    build_advantage_step,
+    build_correction_steps,
+    build_objective,
+    build_reduction,
+)
 from skyrl_train.config.algorithm import AlgorithmConfig, CISPOConfig, OffPolicyCorrectionConfig
 from skyrl_train.config.schema import Config
 from skyrl_train.data.batch import TrainBatch
@@ -116,7 +121,7 @@ def random_batch(seed: int, groups: int = 4) -> TrainBatch:
 
 def our_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:
     """[T]"""
-    advantages = build_advantages(algorithm)(batch, Metrics()).advantages
+    advantages = build_advantage_step(algorithm)(batch, Metrics()).advantages
     assert advantages is not None
     return advantages
 
@@ -132,7 +137,7 @@ def ours(batch: TrainBatch, logprobs: Tensor, entropies: Tensor, algorithm: Algo
     """The scalar that a mini-batch minimises, configuration to loss."""
     cfg = Config()
     cfg.trainer.algorithm = algorithm
-    for correct in build_corrections(algorithm):
+    for correct in build_correction_steps(algorithm):
         batch = correct(batch, Metrics())
     weighed = weigh(batch, build_reduction(cfg))
     tokens = int(batch.loss_mask.sum())

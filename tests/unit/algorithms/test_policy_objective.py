@@ -135,7 +135,7 @@ def test_on_policy_every_loss_is_the_policy_gradient(name: str):
     assert report["policy/clip_ratio"] == 0
 
 
-def test_metrics_say_how_far_engine_and_trainer_are_apart():
+def test_metrics_show_the_distance_between_engine_and_trainer():
     batch = weighed()
     metrics = Metrics()
     loss, _ = gradients(FULL, batch, metrics)

@@ -30,13 +30,13 @@ def test_skyrls_names_mean_what_they_say():
 
 
 def test_a_users_loss_joins_under_its_own_name_and_cannot_replace_a_built_in():
-    @registry.register_policy_loss("mine_for_this_test")
+    @registry.policy_losses.register("mine_for_this_test")
     def mine(logprobs, advantages, mask, *, eps_low, eps_high):
         return -logprobs * advantages * mask, mask.float()
 
     assert registry.policy_losses.get("mine_for_this_test") is mine
     with pytest.raises(ConfigError, match="regular"):
-        registry.register_policy_loss("regular")(mine)
+        registry.policy_losses.register("regular")(mine)
     with pytest.raises(ConfigError, match=r"regulr.*Did you mean 'regular'"):
         registry.policy_losses.get("regulr")
 

@@ -1,4 +1,4 @@
-"""Whether engines get adapters merged into the model or apart from it."""
+"""Whether engines get adapters merged into the model or separately."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def engine(rank: int) -> ScriptedEngine:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "rooms", "apart"),
+    ("overrides", "rooms", "separate"),
     [
         (["generator.model_dtype=bfloat16"], [64, 64], True),
         (["generator.model_dtype=bfloat16"], [64, 8], False),
@@ -39,11 +39,11 @@ def engine(rank: int) -> ScriptedEngine:
         (["generator.model_dtype=bfloat16", "trainer.policy.model.lora.sync=merged"], [64], False),
     ],
 )
-def test_auto_is_apart_where_merging_would_round_and_every_engine_has_room(
-    overrides: list[str], rooms: list[int], apart: bool
+def test_auto_is_separate_where_merging_would_round_and_every_engine_has_room(
+    overrides: list[str], rooms: list[int], separate: bool
 ):
     engines = [engine(room) for room in rooms]
-    assert sends_adapter(config(RANK, *overrides), engines) == apart
+    assert sends_adapter(config(RANK, *overrides), engines) == separate
     assert not sends_adapter(config(*overrides), engines), "there is no adapter"
 
 

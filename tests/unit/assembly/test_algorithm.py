@@ -9,8 +9,8 @@ import torch
 
 from skyrl_train.algorithms.registry import advantage_estimators, policy_losses
 from skyrl_train.assembly.algorithm import (
-    build_advantages,
-    build_corrections,
+    build_advantage_step,
+    build_correction_steps,
     build_objective,
     correction_of,
     needs_reference,
@@ -51,7 +51,7 @@ def test_every_loss_finds_what_it_asks_for(name: str):
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_every_estimator_finds_what_it_asks_for(name: str):
-    build_advantages(algorithm(f"advantage_estimator={name}"))
+    build_advantage_step(algorithm(f"advantage_estimator={name}"))
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
@@ -104,8 +104,8 @@ def test_passes_that_nothing_reads_are_not_run(overrides: list[str], reference: 
 
 
 def test_a_correction_is_built_only_where_one_is_asked_for():
-    assert build_corrections(algorithm()) == []
-    assert len(build_corrections(algorithm("off_policy_correction.sequence_mask_metric=product"))) == 1
+    assert build_correction_steps(algorithm()) == []
+    assert len(build_correction_steps(algorithm("off_policy_correction.sequence_mask_metric=product"))) == 1
 
 
 def test_estimators_of_plugins_are_known_after_their_import():

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from skyrl_train.assembly.environments import check_environments
 from skyrl_train.config.hydra import load
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.data.trajectory import Prompt
-from skyrl_train.environments.registry import environments, register
+from skyrl_train.environments.registry import environments
 from skyrl_train.errors import ConfigError
 
 
@@ -25,8 +27,9 @@ def test_rows_that_name_their_environment_go_before_the_key_and_that_is_said_onc
     )
 
 
-def test_rows_of_an_environment_that_only_the_driver_knows_are_refused():
-    register("drivers_own", "somewhere:Env")
+def test_rows_of_an_environment_of_the_program_that_cannot_be_sent_are_refused():
+    lock = threading.Lock()
+    environments.register("drivers_own")(lambda env_config, extras: lock)
     try:
         with pytest.raises(
             ConfigError, match=r"env_class=drivers_own: must be registered by a module of trainer\.plug"

@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from skyrl_train.assembly.capacity import capacity_of
-from skyrl_train.assembly.memory_plan import Row, SlotPlan, memory_plan, summary
+from skyrl_train.assembly.memory_plan import MemoryLine, SlotPlan, memory_plan, summary
 from skyrl_train.assembly.memory_shapes import Weight, model_shape, numel
 from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.prepare import prepare
@@ -63,8 +63,8 @@ def on_gpus(cfg: Config, **generator: Any) -> Config:
     return replace(cfg, device="cuda", generator=replace(cfg.generator, backend="vllm", **generator))
 
 
-def row(plan: SlotPlan, role: str, what: str, phase: str = "updating") -> Row:
-    (found,) = [r for r in plan.rows if (r.role, r.what) == (role, what) and phase in r.phases]
+def row(plan: SlotPlan, role: str, what: str, phase: str = "updating") -> MemoryLine:
+    (found,) = [r for r in plan.lines if (r.role, r.what) == (role, what) and phase in r.phases]
     return found
 
 
@@ -188,7 +188,7 @@ def test_a_critic_has_no_logits_and_a_value_head(tmp_path: Path):
     (plan,) = memory_plan(config(path, *gae))
     policy, critic = model_shape(path, key="k"), model_shape(path, key="k", critic=True)
     assert numel(critic.weights) == numel(policy.weights) - policy.head + policy.hidden
-    assert [r.what for r in plan.rows if r.role == "critic" and r.what in ("logits", "values")] == ["values"] * 2
+    assert [r.what for r in plan.lines if r.role == "critic" and r.what in ("logits", "values")] == ["values"] * 2
 
 
 def test_roles_that_take_turns_do_not_add_up_in_a_phase(tmp_path: Path):
@@ -201,9 +201,9 @@ def test_roles_that_take_turns_do_not_add_up_in_a_phase(tmp_path: Path):
 
 def test_what_has_slots_of_its_own_has_a_plan_of_its_own(tmp_path: Path):
     path = save_tiny_model(tmp_path)
-    apart = ["trainer.placement.colocate_all=false", "trainer.placement.colocate_policy_ref=false"]
+    dedicated = ["trainer.placement.colocate_all=false", "trainer.placement.colocate_policy_ref=false"]
     reference = ["trainer.placement.ref_num_gpus_per_node=3", "trainer.algorithm.use_kl_loss=true"]
-    plans = memory_plan(config(path, *apart, *reference, "generator.num_inference_engines=2"))
+    plans = memory_plan(config(path, *dedicated, *reference, "generator.num_inference_engines=2"))
     assert [(plan.name, plan.count) for plan in plans] == [("policy", 1), ("reference", 3), ("engine", 2)]
     assert [plan.name for plan in memory_plan(config(path, "generator.run_engines_locally=false"))] == ["policy"]
 
@@ -226,16 +226,16 @@ def test_shared_slots_hold_both_only_as_far_as_there_are_both(
     assert [line.split(":")[1].strip() for line in summary(plans)] == ["policy", "engine"]
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_a_reward_model_lies_whole_in_the_policy_s_slots_or_in_its_own(together: bool, tmp_path: Path):
+@pytest.mark.parametrize("colocated", [True, False])
+def test_a_reward_model_is_whole_in_the_policy_s_slots_or_in_its_own(colocated: bool, tmp_path: Path):
     path, judge = save_tiny_model(tmp_path / "policy"), save_tiny_reward_model(tmp_path / "judge")
-    keys = [f"trainer.placement.colocate_all={together}", f"trainer.reward.model.path={judge}"]
-    own = [] if together else ["trainer.placement.reward_num_gpus_per_node=3"]
+    keys = [f"trainer.placement.colocate_all={colocated}", f"trainer.reward.model.path={judge}"]
+    own = [] if colocated else ["trainer.placement.reward_num_gpus_per_node=3"]
     plans = memory_plan(config(path, *keys, *own, half=True))
-    names = ["policy + reward model + engine"] if together else ["policy", "reward model", "engine"]
+    names = ["policy + reward model + engine"] if colocated else ["policy", "reward model", "engine"]
     assert [plan.name for plan in plans] == names
     plan = next(plan for plan in plans if "reward model" in plan.name)
-    assert plan.count == (1 if together else 3)
+    assert plan.count == (1 if colocated else 3)
     loaded = load_reward_model(judge, dtype=torch.bfloat16)
     assert row(plan, "reward model", "parameters").size == sum(weight.nbytes for weight in loaded.parameters())
     assert plan.total("generating", role="reward model") > plan.total("updating", role="reward model")
@@ -272,7 +272,7 @@ def test_cpu_offload_leaves_only_gathered_layers_on_the_accelerator(tmp_path: Pa
     path = save_tiny_model(tmp_path)
     keys = ["trainer.strategy=fsdp2", "trainer.policy.fsdp_config.cpu_offload=true"]
     (plan,) = memory_plan(on_gpus(config(path, *keys, "trainer.placement.colocate_all=true")), capacity=GIB)
-    on_host = {r.what for r in plan.rows if r.on_host and r.role == "policy" and "updating" in r.phases}
+    on_host = {r.what for r in plan.lines if r.on_host and r.role == "policy" and "updating" in r.phases}
     assert on_host == {"parameters", "optimizer", "gradients"}
 
 
@@ -286,14 +286,14 @@ def test_zero_shards_what_its_stage_says(stage: int, parameters: int, tmp_path: 
     assert row(plan, "policy", "optimizer").size == pytest.approx(12 * weights / 4, rel=1e-3)
 
 
-def test_ranks_that_run_a_micro_batch_together_share_its_tokens(tmp_path: Path):
+def test_ranks_of_a_parallel_group_share_the_tokens_of_a_micro_batch(tmp_path: Path):
     path = save_tiny_model(tmp_path)
     keys, logits = ["trainer.strategy=fsdp2", "trainer.algorithm.use_kl_loss=false"], ("policy", "logits")
-    alone, together = (
+    alone, grouped = (
         row(memory_plan(config(path, *keys, f"trainer.policy.sequence_parallel_size={size}", ranks=2))[0], *logits)
         for size in (1, 2)
     )
-    assert together.size == alone.size / 2
+    assert grouped.size == alone.size / 2
 
 
 def test_ranks_that_share_out_layers_have_a_part_of_each_and_all_tokens(tmp_path: Path):
@@ -306,9 +306,9 @@ def test_ranks_that_share_out_layers_have_a_part_of_each_and_all_tokens(tmp_path
     assert numel(whole.weights) - numel(parts.weights) == halved / 2
     assert (parts.heads, parts.key_value_heads) == (whole.heads // 2, whole.key_value_heads // 2)
     plans = [memory_plan(config(path, *keys, f"trainer.policy.tensor_parallel_size={n}", ranks=2))[0] for n in (1, 2)]
-    alone, together = (row(plan, "policy", "parameters") for plan in plans)
-    assert together.size == 4 * numel(parts.weights) > alone.size == 4 * numel(whole.weights, 2)
-    assert "one of 2 parts of layers" in together.note
+    alone, grouped = (row(plan, "policy", "parameters") for plan in plans)
+    assert grouped.size == 4 * numel(parts.weights) > alone.size == 4 * numel(whole.weights, 2)
+    assert "one of 2 parts of layers" in grouped.note
     logits, fewer = (row(plan, "policy", "logits").size for plan in plans)
     assert fewer == logits / 2
 

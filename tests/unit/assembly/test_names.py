@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from skyrl_train.algorithms.registry import kl_estimators, reductions, register_kl_estimator, register_reduction
+from skyrl_train.algorithms.registry import kl_estimators, reductions
 from skyrl_train.assembly.names import _REGISTERED, check_plugins
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.validate import OPEN_TO_PLUGINS
@@ -16,8 +17,8 @@ from skyrl_train.errors import ConfigError
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    register_reduction("mine")(lambda mask, sequence_ids, group_ids, *, max_seq_len: mask)
-    register_kl_estimator("mine")(lambda logprobs, ref_logprobs, mask: logprobs)
+    reductions.register("mine")(lambda mask, sequence_ids, group_ids, *, max_seq_len: mask)
+    kl_estimators.register("mine")(lambda logprobs, ref_logprobs, mask: logprobs)
     register("mine", "somewhere:MyEnv")
     yield
     for registry in (reductions, kl_estimators, environments):
@@ -36,10 +37,12 @@ def test_names_that_were_registered_are_good(registered: None):
     check_plugins(prepare(MINE[1:], has_accelerator=False, own_code=True).config)
 
 
-def test_an_environment_that_only_the_driver_knows_is_refused(registered: None):
-    with pytest.raises(
-        ConfigError, match=r"env_class=mine: must be .* processes of its own, which import trainer\.plug"
-    ):
+def test_an_environment_of_the_program_is_sent_and_refused_if_it_cannot_be(registered: None):
+    check_plugins(prepare(MINE, has_accelerator=False, own_code=True).config)
+    lock = threading.Lock()
+    environments.forget("mine")
+    environments.register("mine")(lambda env_config, extras: lock)
+    with pytest.raises(ConfigError, match=r"env_class=mine: must be .* processes of its own and cannot be sent there"):
         check_plugins(prepare(MINE, has_accelerator=False, own_code=True).config)
 
 

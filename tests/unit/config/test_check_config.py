@@ -154,9 +154,9 @@ def test_a_plan_of_a_model_that_is_not_there_exits_2_and_names_its_key(
 
 
 def test_what_does_not_fit_is_said():
-    from skyrl_train.assembly.memory_plan import Row, SlotPlan
+    from skyrl_train.assembly.memory_plan import MemoryLine, SlotPlan
 
-    plan = SlotPlan("policy", 2, (Row("policy", "parameters", "", {"": 3 << 30}, exact=True),))
+    plan = SlotPlan("policy", 2, (MemoryLine("policy", "parameters", "", {"": 3 << 30}, exact=True),))
     on_cpu = "\n".join(check_config.plan_lines([plan], "cpu", 4 << 30, 4 << 30))
     assert "all slots together, on this machine: 6.00 of 4.00 GiB: DOES NOT FIT" in on_cpu
     on_gpu = "\n".join(check_config.plan_lines([plan], "cuda", 4 << 30, 1 << 30))
@@ -164,9 +164,9 @@ def test_what_does_not_fit_is_said():
 
 
 def test_a_plan_for_accelerators_compares_nothing_with_a_machine_that_has_none():
-    from skyrl_train.assembly.memory_plan import Row, SlotPlan
+    from skyrl_train.assembly.memory_plan import MemoryLine, SlotPlan
 
-    rows = [Row("policy", "parameters", "", {"": 3 << 30}, on_host=on_host) for on_host in (False, True)]
+    rows = [MemoryLine("policy", "parameters", "", {"": 3 << 30}, on_host=on_host) for on_host in (False, True)]
     text = "\n".join(check_config.plan_lines([SlotPlan("policy", 2, tuple(rows))], "cuda", None, 1 << 30))
     assert "policy, on each accelerator: 3.00 GiB\n" in text
     assert "host memory of all slots together: 6.00 GiB\n" in text

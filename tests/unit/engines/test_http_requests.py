@@ -12,7 +12,7 @@ import pytest
 from skyrl_train.assembly.serving import until_none_lives
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.server import HttpEndpoint
-from skyrl_train.engines.http.wire import CALLS
+from skyrl_train.engines.http.wire import REMOTE_METHODS
 from skyrl_train.errors import (
     EngineError,
     EnginesLost,
@@ -133,7 +133,7 @@ def test_without_control_the_token_allows_to_sample_and_no_more():
     engine = ScriptedEngine(says("x"))
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
-        for call in CALLS.values():
+        for call in REMOTE_METHODS.values():
             if call.control:
                 assert (await ask(session, call.route, {}))[0] == 404, call.route
         assert (await ask(session, "/generate", CALL))[0] == 200

@@ -19,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 from skyrl_train.assembly.serving import check_endpoint
 from skyrl_train.config.prepare import prepare
 from skyrl_train.engines.http.server import HttpEndpoint
-from skyrl_train.engines.http.wire import CALLS, Limits
+from skyrl_train.engines.http.wire import REMOTE_METHODS, Limits
 from skyrl_train.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -30,7 +30,7 @@ from skyrl_train.errors import (
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from tests.support.http_calls import CALL, CHAT, TOKEN, ask, says, serve
 
-ROUTES = [(call.verb, call.route) for call in CALLS.values()]
+ROUTES = [(call.verb, call.route) for call in REMOTE_METHODS.values()]
 ROUTES += [("GET", "/health"), ("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions")]
 
 

@@ -16,7 +16,7 @@ from skyrl_train.engines.base import Capabilities, Completion, SampleRequest, Sa
 from skyrl_train.engines.http.codec import Malformed, Untransferable, decode, encode, read_json, write_json
 from skyrl_train.engines.http.openai import ChatBody, ChatMessage, TextBody, TextPart, Translator
 from skyrl_train.engines.http.wire import (
-    CALLS,
+    REMOTE_METHODS,
     BeginWeights,
     Generate,
     Limits,
@@ -38,7 +38,13 @@ from skyrl_train.testing.tiny_models import byte_tokenizer
 from skyrl_train.weight_sync.wire import Bucket, Manifest, SharedHandle, TensorSpec
 
 LIMITS = Limits()
-TYPES: list[Any] = [*(call.arguments for call in CALLS.values()), SampleRequest, SamplingParams, ChatBody, TextBody]
+TYPES: list[Any] = [
+    *(call.arguments for call in REMOTE_METHODS.values()),
+    SampleRequest,
+    SamplingParams,
+    ChatBody,
+    TextBody,
+]
 TYPES += [Manifest, TensorSpec, Bucket, SharedHandle, ChatMessage, TextPart]
 WORDS = [*dict.fromkeys(field.name for kind in TYPES for field in fields(kind)), "tools"]
 SCALARS = (
@@ -54,7 +60,7 @@ ANY_JSON = st.recursive(
 
 
 def _arguments(method: str, body: Any) -> Any:
-    return decode(CALLS[method].arguments, body).checked(LIMITS)
+    return decode(REMOTE_METHODS[method].arguments, body).checked(LIMITS)
 
 
 def _request(**more: Any) -> SampleRequest:
@@ -65,7 +71,7 @@ def _translator() -> Translator:
     return Translator(byte_tokenizer(), limits=LIMITS, default_max_tokens=16, deadline_s=5)
 
 
-@given(st.sampled_from(sorted(CALLS)), ANY_JSON)
+@given(st.sampled_from(sorted(REMOTE_METHODS)), ANY_JSON)
 def test_any_json_is_the_arguments_of_a_call_or_malformed(method: str, body: Any):
     with suppress(Malformed, WeightSyncError):
         _arguments(method, body)

@@ -34,7 +34,7 @@ def learner_of(model_path: str, critic: LearnerWorker | None, sizes: BatchSizes,
 
 
 async def setup(learner: Learner) -> None:
-    """A process has one process group: the policy makes it, and the others build their models beside it."""
+    """A process has one process group: the policy makes it, and the other models of the process use it."""
     await learner.policy.setup()
     for group in (learner.critic, learner.reference):
         for worker in group.workers if group else ():

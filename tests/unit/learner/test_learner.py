@@ -94,7 +94,7 @@ SELECTING = {
 
 @pytest.mark.parametrize("name", SELECTING)
 @pytest.mark.parametrize("sequences", [1, 3])
-def test_tokens_that_a_loss_treats_apart_are_chosen_over_the_mini_batch(
+def test_tokens_that_a_loss_treats_specially_are_chosen_over_the_mini_batch(
     tiny_model_path: str, name: str, sequences: int
 ):
     loss, choose = SELECTING[name]
@@ -250,7 +250,7 @@ def test_the_first_failing_rank_is_raised():
         asyncio.run(asyncio.wait_for(run(), 5))
 
 
-def test_neighbours_that_run_sequences_together_are_given_the_same_part_and_scores_are_taken_once():
+def test_ranks_of_a_parallel_group_are_given_the_same_part_and_scores_are_taken_once():
     class Rank:
         def __init__(self) -> None:
             self.given: list[int] = []
@@ -260,7 +260,7 @@ def test_neighbours_that_run_sequences_together_are_given_the_same_part_and_scor
             return torch.cat([batch.input_ids.float() for batch in micro_batches])
 
     ranks = [Rank() for _ in range(4)]
-    group = WorkerGroup(ranks, together=2)
+    group = WorkerGroup(ranks, parallel_size=2)
     batch = policy_batch()
     batch = replace(batch, rewards=torch.arange(len(batch)).float())
     scores = asyncio.run(Learner(group, None, BatchSizes(4)).token_scores(group, batch))

@@ -62,9 +62,9 @@ def test_scaling_defaults_to_one_over_the_root_of_the_head_size() -> None:
 
 def test_a_sequence_does_not_notice_its_neighbours() -> None:
     query, key, value = qkv(9, 2, 2)
-    together = ragged_attention(query, key, value, offsets_of([4, 5]))
+    packed = ragged_attention(query, key, value, offsets_of([4, 5]))
     alone = ragged_attention(query[4:], key[4:], value[4:], offsets_of([5]))
-    torch.testing.assert_close(together[4:], alone, rtol=0, atol=1e-15)
+    torch.testing.assert_close(packed[4:], alone, rtol=0, atol=1e-15)
 
 
 def test_sorting_by_length_groups_equal_lengths_and_keeps_every_token() -> None:

@@ -102,7 +102,7 @@ def test_a_run_that_never_began_has_no_last_lines(tmp_path: Path):
     assert out.getvalue() == ""
 
 
-def test_of_several_sources_the_best_is_that_of_all_together():
+def test_with_several_sources_the_best_evaluation_is_over_all_of_them():
     rows = [
         {"step": 1, "eval/a/avg_score": 1.0, "eval/b/avg_score": 0.0, "eval/all/avg_score": 0.5},
         {"step": 2, "eval/a/avg_score": 0.9, "eval/b/avg_score": 0.5, "eval/all/avg_score": 0.7, "eval/all/x": 9.0},

@@ -69,9 +69,9 @@ def test_a_fingerprint_adds_up_over_shards_and_sees_every_bit(dtype: torch.dtype
 
 def test_a_fingerprint_is_of_the_values_not_of_where_they_lie():
     for numel in (0, 1, 3, 7, 8, 4097):
-        lies_apart = torch.arange(2 * numel, dtype=torch.bfloat16)[::2]
-        begins_inside_a_word = torch.cat([torch.zeros(1, dtype=torch.bfloat16), lies_apart])[1:]
-        assert fingerprint(lies_apart) == fingerprint(lies_apart.clone()) == fingerprint(begins_inside_a_word)
+        strided = torch.arange(2 * numel, dtype=torch.bfloat16)[::2]
+        begins_inside_a_word = torch.cat([torch.zeros(1, dtype=torch.bfloat16), strided])[1:]
+        assert fingerprint(strided) == fingerprint(strided.clone()) == fingerprint(begins_inside_a_word)
     assert fingerprint(torch.tensor(2.5)) == fingerprint(torch.tensor([2.5])) != 0
 
 

@@ -1,7 +1,7 @@
 """Packages that SGLang imports on a CPU without ever calling them: its compiled kernels, and torchvision.
 
-The folder goes on the path of an engine's processes only (see ../host.py). Any name can be imported from the
-modules in it; calling one raises.
+Only an engine's processes have the folder on their path (see ../host.py). Any name can be imported from its modules;
+calling one raises.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 
 class Absent:
-    """Something that is not here; its attributes are not here either."""
+    """A stand-in for a missing object; all of its attributes are missing, too."""
 
     def __init__(self, name: str):
         self.__name__ = name
@@ -48,7 +48,7 @@ class _Submodules(MetaPathFinder, Loader):
 
 
 def stand_in(package: str) -> None:
-    """Make the module that is being imported under this name a package with everything in it."""
+    """Make the module that is being imported a package in which every name exists."""
     _fill(sys.modules[package])
     sys.meta_path.append(_Submodules(package))
 

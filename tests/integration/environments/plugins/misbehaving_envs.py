@@ -13,18 +13,18 @@ from skyrl_train.environments.registry import register
 
 
 class Counter(TextEnv):
-    """Well-behaved and stateful: tells how many steps it had and what it was told, and in which process."""
+    """Well-behaved and stateful: reports its steps, the actions it received, and its process."""
 
     def init(self, prompt):
-        self.told = []
+        self.actions = []
         return [*prompt, {"role": "user", "content": f"start {self.extras.get('name')}"}], {"pid": os.getpid()}
 
     def step(self, action):
-        self.told.append(action)
+        self.actions.append(action)
         if action.startswith("sleep "):
             time.sleep(float(action.removeprefix("sleep ")))
-        metadata = {"told": list(self.told), "pid": os.getpid()}
-        return StepOutput([{"role": "user", "content": str(len(self.told))}], 1.0, done=False, metadata=metadata)
+        metadata = {"actions": list(self.actions), "pid": os.getpid()}
+        return StepOutput([{"role": "user", "content": str(len(self.actions))}], 1.0, done=False, metadata=metadata)
 
 
 class SideEffects(Counter):

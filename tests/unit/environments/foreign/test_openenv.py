@@ -20,7 +20,7 @@ TOKEN = "a secret of the tests"
 
 
 class Server:
-    """Every episode echoes; misbehaves when told to. Runs in a thread with an event loop of its own."""
+    """Every episode echoes; misbehaves on request. Runs in a thread with an event loop of its own."""
 
     def __init__(self) -> None:
         self.episodes: dict[str, list[str]] = {}

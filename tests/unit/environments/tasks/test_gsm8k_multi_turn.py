@@ -13,7 +13,7 @@ def env(**extras: Any) -> GSM8KMultiTurnEnv:
     return registry.make("gsm8k_multi_turn", {}, {"reward_spec": {"ground_truth": "18"}} | extras)
 
 
-def test_wrong_and_missing_answers_are_told_and_the_right_one_pays_what_is_missing():
+def test_wrong_and_missing_answers_get_feedback_and_the_right_one_pays_the_remainder():
     environment = env(max_turns=3)
     wrong, missing, right = (environment.step(text) for text in ("#### 17", "I think 18", "#### 18"))
     assert wrong.reward == pytest.approx(0.2 / 3)

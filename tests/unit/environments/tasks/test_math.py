@@ -15,7 +15,7 @@ from skyrl_train.errors import ConfigError
 
 DEADLINE_S = 1.0
 PATIENCE_S = 30.0
-"""For what ends by itself, on a busy machine."""
+"""For a process to end, on a busy machine."""
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELEC
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Databases as in SkyRL-SQL's archive, one of one's own, and a secret beside them."""
+    """Databases as in SkyRL-SQL's archive, one in no archive, and a secret next to them."""
     root = tmp_path_factory.mktemp("sql")
     for place in ("data/spider/database/farm/farm.sqlite", "data/farm.sqlite", "outside.sqlite"):
         path = root / place
@@ -161,7 +161,7 @@ def test_a_row_cannot_name_a_database_outside_the_folder(folder: Path, name: str
             environment(folder, SPECIES, db_id=name, data=data)
 
 
-def test_databases_are_found_in_the_archive_and_beside(folder: Path):
+def test_databases_are_found_inside_and_outside_the_archive(folder: Path):
     archive = environment(folder, SPECIES).database
     assert archive == (folder / "spider/database/farm/farm.sqlite").resolve()
     assert environment(folder, SPECIES, data=None).database == (folder / "farm.sqlite").resolve()

@@ -55,7 +55,7 @@ class Calculator(Tool):
 @pytest.fixture(autouse=True)
 def calculator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry.tools, "_items", dict(registry.tools._items))
-    registry.register_tool("add")(Calculator)
+    registry.tools.register("add")(Calculator)
     monkeypatch.setattr(Calculator, "made", [])
 
 
@@ -97,9 +97,9 @@ def test_the_answer_is_scored_by_the_strict_rule(episode: Any, text: str, reward
     assert step(episode(), text).reward == reward
 
 
-def test_mistakes_are_told_and_the_episode_goes_on(episode: Any):
+def test_mistakes_get_feedback_and_the_episode_continues(episode: Any):
     environment = episode({"max_turns": 9})
-    for text, told in [
+    for text, observation in [
         (call(-1), "no negative numbers"),
         (call('"x"'), "must be of type number"),
         ("<tool_call>{</tool_call>", "not valid JSON"),
@@ -107,7 +107,7 @@ def test_mistakes_are_told_and_the_episode_goes_on(episode: Any):
         ("<tool_call>", "is not closed"),
     ]:
         output = step(environment, text)
-        assert not output.done and told in output.observations[0]["content"]
+        assert not output.done and observation in output.observations[0]["content"]
     assert step(environment, "#### 42").metadata["tool_errors"] == 5
 
 
@@ -123,8 +123,8 @@ def test_calls_that_slow_ones_kept_waiting_are_not_begun(episode: Any, monkeypat
     """Else sixteen programs that sleep would take the step past its deadline, and cost its process."""
     monkeypatch.setattr(tool_use, "BEGIN_S", -1.0)
     environment = episode()
-    told = step(environment, call(1) + "<tool_call>{</tool_call>").observations[0]["content"]
-    assert "Not run" in told and "not valid JSON" in told
+    observation = step(environment, call(1) + "<tool_call>{</tool_call>").observations[0]["content"]
+    assert "Not run" in observation and "not valid JSON" in observation
 
 
 def test_a_call_that_nobody_would_read_is_not_run_and_is_no_answer(episode: Any):

@@ -19,7 +19,7 @@ def registries_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tool_is_made_by_name_with_its_settings():
-    @registry.register_tool("dice")
+    @registry.tools.register("dice")
     class Dice(Tool):
         name = "dice"
         description = "Throws a die."

@@ -35,7 +35,7 @@ def mine(marker: str) -> list[int]:
     return [p.pid for p in psutil.process_iter(["cmdline"]) if marker in " ".join(p.info["cmdline"] or ())]
 
 
-def test_a_program_reads_its_files_and_input_and_its_streams_are_kept_apart(sandbox: Sandbox):
+def test_a_program_reads_its_files_and_input_and_its_streams_are_kept_separate(sandbox: Sandbox):
     code = "import sys; print(open('data/in.txt').read() + input()); print('oops', file=sys.stderr); sys.exit(3)"
     outcome = sandbox.run({"main.py": code, "data/in.txt": b"a"}, [PYTHON, "main.py"], b"b\nc", PATIENT)
     assert outcome == Outcome("ab\n", "oops\n", 3)

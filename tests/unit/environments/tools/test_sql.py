@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def shop(folder: Path) -> Iterator[Path]:
-    """The database, which nobody has changed or written beside at the end."""
+    """The database, which must be unchanged at the end, without files next to it."""
     path = find_database(folder, "shop")
     before = hashlib.sha256(path.read_bytes()).hexdigest()
     yield path

@@ -17,7 +17,7 @@ from skyrl_train.environments.tools.browser import PROGRAMS
 from skyrl_train.testing.tiny_models import save_tiny_model
 
 PAGE = Path(__file__).parents[4] / "docs" / "tensordict_examples.md"
-SERVER = Path(__file__).parents[1] / "environments" / "tools" / "mcp_server.py"
+SERVER = Path(__file__).parents[2] / "environments" / "tools" / "mcp_server.py"
 NEEDS = {
     "Python": shutil.which("bwrap"),
     "Tools of an MCP server": importlib.util.find_spec("mcp"),

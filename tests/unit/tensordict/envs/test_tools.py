@@ -26,7 +26,7 @@ from skyrl_train.tensordict.envs.conversation import messages_of
 from skyrl_train.tensordict.envs.tools import BrowserTransform, MCPToolTransform, PythonInterpreter, ToolTransform
 from tests.support.web_server import Response, web_server
 
-SERVER = str(Path(__file__).parents[1] / "environments" / "tools" / "mcp_server.py")
+SERVER = str(Path(__file__).parents[2] / "environments" / "tools" / "mcp_server.py")
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: scripts/sandbox_tools")
 needs_chromium = pytest.mark.skipif(
     not any(map(shutil.which, PROGRAMS)), reason="needs Chromium: scripts/browser_tools"
@@ -63,7 +63,7 @@ class Talk:
 
 @needs_bubblewrap
 @pytest.mark.defect("D36")
-def test_blocks_of_python_run_apart_from_this_machine_with_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_blocks_of_python_run_isolated_and_with_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("A_SECRET", "hunter2")
     talk = Talk(PythonInterpreter(timeout=60.0), rows=3)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -135,10 +135,10 @@ def test_sessions_and_limits_hold_wherever_code_runs(monkeypatch: pytest.MonkeyP
     talk = Talk(PythonInterpreter(persistent=True, timeout=60.0, sandbox=consent))
     first = "def f(n):\n    return 1 if n < 2 else n * f(n - 1)\nprint('---END---')\nprint(f(5))"
     warns = "import warnings; warnings.warn('careful'); print(f(3))"
-    told = talk.say(blocks(first, warns, "print('a' * 100_000)"))[0]
-    assert told[0] == "Code block 1 executed successfully:\n---END---\n120"
-    assert told[1].startswith("Code block 2 executed successfully:\n6")
-    assert len(told[2]) < 10_000
+    texts = talk.say(blocks(first, warns, "print('a' * 100_000)"))[0]
+    assert texts[0] == "Code block 1 executed successfully:\n---END---\n120"
+    assert texts[1].startswith("Code block 2 executed successfully:\n6")
+    assert len(texts[2]) < 10_000
     talk.env.close()
     talk = Talk(PythonInterpreter(timeout=1.0, sandbox=consent))
     endless = "import subprocess\nsubprocess.Popen(['sleep', '986'])\nwhile True: pass"
@@ -194,7 +194,7 @@ def test_tools_of_a_server_are_described_called_by_any_name_and_read_as_text():
 
 
 @pytest.mark.defect("D38")
-def test_a_server_that_cannot_be_reached_is_told_at_once():
+def test_a_server_that_cannot_be_reached_is_reported_at_once():
     pytest.importorskip("mcp")
     with pytest.raises(ValueError, match=r"servers\.s"):
         MCPToolTransform({"s": {"command": sys.executable, "args": ["-c", "raise SystemExit(3)"]}})

@@ -227,7 +227,7 @@ def test_a_reward_of_every_token_keeps_its_place_and_others_must_be_one_number()
         (lambda env, row: env.transforms.pop(0), KeyError, "no 'reward'"),
     ],
 )
-def test_what_a_penalty_lacks_is_told(change: Callable[..., Any], error: type[Exception], words: str):
+def test_missing_inputs_of_a_penalty_are_reported(change: Callable[..., Any], error: type[Exception], words: str):
     env, root = spoken((3, 2), assistant=False)
     env.append_transform(KLRewardTransform(Scorer("tokens", -1.5)))
     change(env, root[0])
@@ -316,7 +316,7 @@ def test_messages_survive_histories():
     assert messages_of(root[0]["history"].prompt) == [{"role": "user", "content": "a\n\n b "}]
 
 
-def test_rows_of_different_lengths_need_no_padding_and_other_options_are_told():
+def test_rows_of_different_lengths_need_no_padding_and_other_options_are_reported():
     tokenizer = Tokenizer(["text"], ["ids"], tokenizer=byte_tokenizer(), padding=False)
     stacked = lazy_stack([TensorDict(text=text, batch_size=()) for text in ("a", "bcd")])
     made = byte_tokenizer()

@@ -1,4 +1,4 @@
-"""Environments and wrappers together, over an engine that answers from a function."""
+"""Environments and wrappers combined, over an engine that answers from a function."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Echo(Transform):
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         for row in following.unbind(0):
-            told = {"role": "tool", "content": "4"}
-            row.set("history", conversation([*messages_of(row["history"].prompt), told]))
+            result = {"role": "tool", "content": "4"}
+            row.set("history", conversation([*messages_of(row["history"].prompt), result]))
         return following
 
 
@@ -68,10 +68,10 @@ def test_a_policy_that_prefers_tokens_reads_what_tools_said():
     played = env.rollout(2, model, tensordict=TensorDict(query=["2 + 2?"], batch_size=[1]))
     first, second = played[0].unbind(0)
     messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "call"}]
-    told = [*messages, {"role": "tool", "content": "4"}]
+    extended = [*messages, {"role": "tool", "content": "4"}]
     assert messages_of(first["history"].full) == messages
-    assert messages_of(second["history"].full) == [*told, {"role": "assistant", "content": "four"}]
-    assert asked == [render_prompt(TOKENIZER, messages[:1]), render_prompt(TOKENIZER, told)]
+    assert messages_of(second["history"].full) == [*extended, {"role": "assistant", "content": "four"}]
+    assert asked == [render_prompt(TOKENIZER, messages[:1]), render_prompt(TOKENIZER, extended)]
     assert asked[1][: len(first["tokens"].full)] == first["tokens"].full.tolist()
 
 

@@ -121,7 +121,7 @@ def test_every_trajectory_counts_once_however_many_steps_it_has():
 
 
 @pytest.mark.defect("D26")
-def test_groups_neither_wait_for_ever_nor_mix_far_apart_policies():
+def test_groups_neither_wait_forever_nor_mix_policies_of_distant_versions():
     transform = MCAdvantage(2)
     assert transform.inv(trajectory("a", 0, version=3)) is None
     assert transform.inv(trajectory("b", 0, version=4)) is None

@@ -137,7 +137,7 @@ def test_ends_of_sequences_within_a_prompt_stay_also_where_they_are_the_padding(
 
 @pytest.mark.defect("D20")
 @pytest.mark.parametrize("lefts", [0, 2])
-def test_a_prompt_that_begins_with_the_padding_is_told_by_the_mask_of_its_sequence(wrap: Any, lefts: int):
+def test_a_prompt_that_begins_with_the_padding_is_identified_by_the_mask_of_its_sequence(wrap: Any, lefts: int):
     full = torch.tensor([[END] * lefts + [END, 20, 30, 40, END]])  # beginning, end and padding are one id
     mask = torch.tensor([[False] * lefts + [True] * 5])
     td = TensorDict(

@@ -106,12 +106,12 @@ class Leisurely(list):
 @pytest.mark.defect("D10")
 def test_calls_that_are_queued_at_the_same_moment_keep_their_own_answers():
     dispatcher = Dispatcher(double, min_size=4, max_size=5, wait_s=0.01)
-    together = threading.Barrier(8)
+    barrier = threading.Barrier(8)
 
     def caller(thread: int) -> None:
         for number in range(10):
             items = [(thread, number, place) for place in range(3)]
-            together.wait(60)
+            barrier.wait(60)
             assert dispatcher.submit(Leisurely(items), 0, 60.0) == [(item, 0) for item in items]
 
     with ThreadPoolExecutor(8) as pool:

@@ -144,10 +144,10 @@ def test_weights_of_a_group_come_as_lists_and_are_proven(monkeypatch: pytest.Mon
 
 
 class FakeServer:
-    """Answers as SGLang does; /generate only when `together` requests are there."""
+    """Answers as SGLang does; /generate only once `concurrent` requests have arrived."""
 
-    def __init__(self, model: str, together: int):
-        self.model, self.together = model, together
+    def __init__(self, model: str, concurrent: int):
+        self.model, self.concurrent = model, concurrent
         self.bodies: list[Any] = []
         self.complete = asyncio.Event()
 
@@ -175,7 +175,7 @@ class FakeServer:
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.bodies.append(body)
-        if len(self.bodies) == self.together:
+        if len(self.bodies) == self.concurrent:
             self.complete.set()
         await asyncio.wait_for(self.complete.wait(), 60)
         answer = body["input_ids"][::-1]
@@ -186,7 +186,7 @@ class FakeServer:
 @pytest.mark.defect("D01")
 @pytest.mark.defect("D09")
 def test_a_server_gets_all_prompts_at_once_and_its_log_probs_are_no_ids(tiny_model_path: str):
-    fake = FakeServer(tiny_model_path, together=3)
+    fake = FakeServer(tiny_model_path, concurrent=3)
     url = call(fake.start(), "start", 30.0)
     try:
         with AsyncSGLang.connect(url, token="t") as server:

@@ -172,7 +172,7 @@ def test_a_distribution_of_a_mask_of_ones_own_and_of_rows_read_alone(model: Any)
     td = TensorDict(history=History.from_chats([chat, [*chat, *chat]]), batch_size=(2,))
     scorer = TransformersWrapper(model, tokenizer=TOKENIZER, generate=False)
     sft = scorer.get_dist(td, "sft")
-    assert sft.positions.sum(1).tolist() == [4, 8]  # no prompt is told: the assistant's
+    assert sft.positions.sum(1).tolist() == [4, 8]  # no prompt is given: the assistant's
     custom = torch.zeros_like(sft.positions)
     assert scorer.get_dist(td, custom).entropy().sum() == 0
     assert sft.entropy()[~sft.positions].sum() == 0

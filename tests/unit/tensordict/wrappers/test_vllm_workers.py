@@ -44,7 +44,7 @@ def worker(started: list[dict[str, Any]], tiny_model_path: str) -> Iterator[vLLM
         yield made
 
 
-def test_weights_that_come_one_by_one_are_served_together(worker: vLLMWorker, started: list[dict[str, Any]]):
+def test_weights_that_arrive_one_by_one_are_served_as_one_version(worker: vLLMWorker, started: list[dict[str, Any]]):
     assert started[0]["enforce_eager"] is True
     assert started[0]["tensor_parallel_size"] == 1
     wrapper = vLLMWrapper(worker, tokenizer=TOKENIZER, input_mode="tokens", generate=False, inplace=False)

@@ -1,4 +1,4 @@
-"""Ranks that run every micro-batch together (its tokens or the layers shared out) against one process, padded."""
+"""Parallel groups (sequence and tensor parallelism) against one process with padding."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from tests.support.learner_specs import policy_batch, tiny_spec
 from tests.support.padded_reference import padded_scores, padded_values
 from tests.support.recording_strategies import RecordingWorker
 
+from .parallel_group_ranks import CASES, OPTIMIZER, SPEC, STEPPED, loss_of, make_batch, make_model, train
 from .rank_scripts import free_port, run_ranks
-from .together_ranks import CASES, OPTIMIZER, SPEC, STEPPED, loss_of, make_batch, make_model, train
 
-RANKS_SCRIPT = Path(__file__).with_name("together_ranks.py")
+RANKS_SCRIPT = Path(__file__).with_name("parallel_group_ranks.py")
 KINDS = ["qwen2", "qwen3", "llama", "gemma", "gemma2", "qwen3_moe", "one_kv_head"]
 DEADLINE_S = 240.0
 
@@ -65,7 +65,7 @@ def _exact_double() -> Iterator[None]:
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     shared, world, size, kinds = request.param
-    folder = tmp_path_factory.mktemp(f"together_{shared}_{world}_{size}")
+    folder = tmp_path_factory.mktemp(f"parallel_group_{shared}_{world}_{size}")
     save_tiny_model(folder / "model")
     (folder / "kinds.json").write_text(json.dumps(kinds))
     with double_precision():
@@ -145,7 +145,7 @@ def test_an_update_has_the_gradient_and_the_metrics_of_one_rank_with_a_loss_over
     assert_same(load_file(found.folder / "worker.safetensors"), gradients, 1e-4)
 
 
-def test_what_ranks_see_together_is_counted_once(found: Found) -> None:
+def test_metrics_of_a_parallel_group_are_counted_once(found: Found) -> None:
     weights = [rank["state"]["weight"].get("policy/entropy", 0) for rank in found.values["ranks"]]
     assert sum(weights) == int(policy_batch().loss_mask.sum())
     assert sum(weight > 0 for weight in weights) == found.world // found.size
@@ -187,7 +187,7 @@ def test_steps_checkpoints_and_weights_are_those_of_one_process(found: Found, ki
     assert found.values["norms"][kind] == pytest.approx(norms, rel=1e-9, nan_ok=True)
     assert_same(load_file(found.folder / f"{kind}_stepped.safetensors"), dict(alone.full_parameters()), 1e-9)
     other = single(model)
-    other.load(found.folder / f"{kind}_together")
+    other.load(found.folder / f"{kind}_parallel_group")
     assert_same(dict(other.full_parameters()), dict(alone.full_parameters()), 1e-9)
     for strategy in (alone, other):
         train(strategy, 1)

@@ -1,4 +1,4 @@
-"""Ranks that run every sequence together, through the entrypoint."""
+"""Parallel groups, of sequence and of tensor parallelism, through the entrypoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .conftest import Run, metrics_of
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sequence", "tensor"])
-def test_policy_and_reference_train_on_two_ranks_that_run_everything_together_and_so_does_the_critic(
+def test_policy_reference_and_critic_train_in_parallel_groups_of_two_ranks(
     run: Run, easy: Callable[[Path], list[str]], tiny_model_path: str, tmp_path: Path, kind: str
 ):
     run(

@@ -1,4 +1,4 @@
-"""One rank of the checks in test_together.py: `python together_ranks.py RANK WORLD KIND SIZE PORT FOLDER`.
+"""One rank of the checks in test_parallel_groups.py: `python parallel_group_ranks.py RANK WORLD KIND SIZE PORT FOLDER`.
 
 Rank 0 writes findings.
 """
@@ -138,7 +138,7 @@ def run(scorer: Any, batch: TrainBatch, share: bool, wants_entropy: bool) -> Any
     return scorer(*tensors, wants_entropy, repeated)
 
 
-def check_gradients(together: RankGroup, kinds: list[str], folder: Path) -> None:
+def check_gradients(parallel_group: RankGroup, kinds: list[str], folder: Path) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     found: dict[str, Tensor] = {}
     for kind in kinds:
@@ -148,22 +148,22 @@ def check_gradients(together: RankGroup, kinds: list[str], folder: Path) -> None
             model = make_model(kind)
             if "checkpointing" in options:
                 model.gradient_checkpointing_enable(options["checkpointing"])
-            strategy = strategy_of(TokenScorer(model, together=together), world, options.get("fsdp", {}))
+            strategy = strategy_of(TokenScorer(model, parallel_group=parallel_group), world, options.get("fsdp", {}))
             share = options.get("share", False)
 
             def loss(scorer: Any, batch: TrainBatch, share: bool = share) -> Tensor:
                 scores = run(scorer, batch, share, wants_entropy=True)
                 return loss_of(scores.logprobs, scores.entropy, batch)
 
-            parts = world // together.size
-            accumulate(strategy, make_batch(case), parts, rank // together.size, options.get("size", 100), loss)
+            parts = world // parallel_group.size
+            accumulate(strategy, make_batch(case), parts, rank // parallel_group.size, options.get("size", 100), loss)
             found |= {f"{kind}/{case}/{name}": gradient for name, gradient in gradients(strategy).items()}
     if rank == 0:
         save_file(found, folder / "gradients.safetensors")
 
 
-def check_critic(together: RankGroup, folder: Path) -> None:
-    scorer = ValueScorer(make_model("qwen2"), together=together)
+def check_critic(parallel_group: RankGroup, folder: Path) -> None:
+    scorer = ValueScorer(make_model("qwen2"), parallel_group=parallel_group)
     torch.nn.init.ones_(scorer.value_head.weight)
     world, rank = dist.get_world_size(), dist.get_rank()
     strategy = strategy_of(scorer, world, {})
@@ -172,7 +172,7 @@ def check_critic(together: RankGroup, folder: Path) -> None:
         values, _ = run(scorer, batch, True, wants_entropy=False)
         return loss_of(values, torch.zeros(()), batch)
 
-    accumulate(strategy, make_batch("shared"), world // together.size, rank // together.size, 100, loss)
+    accumulate(strategy, make_batch("shared"), world // parallel_group.size, rank // parallel_group.size, 100, loss)
     found = gradients(strategy)
     if rank == 0:
         save_file(found, folder / "critic.safetensors")
@@ -180,7 +180,7 @@ def check_critic(together: RankGroup, folder: Path) -> None:
 
 def check_worker(worker: RecordingWorker, folder: Path) -> dict[str, Any]:
     """An update and a pass of scores as `Learner` asks for them, of an objective that looks at whole sequences."""
-    size = worker.spec.together
+    size = worker.spec.parallel_size
     batch = policy_batch()
     shards = micro_batches(batch, worker.world_size // size, LIMITS, share=False)
     count = max(len(rows) for rows in shards)
@@ -204,7 +204,7 @@ class Counting:
         return output + output.shape[self.dim]
 
 
-def check_refusals(together: RankGroup) -> dict[str, str]:
+def check_refusals(parallel_group: RankGroup) -> dict[str, str]:
     config = make_model("qwen2").config
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 66}
     three, features = (type(config)(**{**config.to_dict(), **change}) for change in (heads, {"intermediate_size": 63}))
@@ -228,19 +228,19 @@ def check_refusals(together: RankGroup) -> dict[str, str]:
     said = {}
     for name, model in models.items():
         try:
-            TokenScorer(model, together=together)
+            TokenScorer(model, parallel_group=parallel_group)
         except ConfigError as error:
             said[name] = str(error)
     return said
 
 
-def check_half_precision(together: RankGroup) -> float:
+def check_half_precision(parallel_group: RankGroup) -> float:
     """Largest difference (nats) of log-probs in bfloat16 to those of one process."""
     batch = make_batch("whole")
     with torch.no_grad():
         found = [
-            run(TokenScorer(tiny_model(dtype=torch.bfloat16), together=one), batch, True, False).logprobs
-            for one in (together, None)
+            run(TokenScorer(tiny_model(dtype=torch.bfloat16), parallel_group=one), batch, True, False).logprobs
+            for one in (parallel_group, None)
         ]
     return float((found[0] - found[1]).abs().max())
 
@@ -260,17 +260,19 @@ def train(strategy: Any, updates: int, parts: int = 1, part: int = 0) -> list[fl
     return norms
 
 
-def check_steps(together: RankGroup, folder: Path) -> dict[str, Any]:
+def check_steps(parallel_group: RankGroup, folder: Path) -> dict[str, Any]:
     """Updates, a checkpoint, and updates from one of a single process."""
     world, rank = dist.get_world_size(), dist.get_rank()
     found: dict[str, Any] = {}
     for kind, fsdp in (*((kind, {}) for kind in STEPPED), ("qwen2_replicas", {"fsdp_size": 1})):
         model = kind.removesuffix("_replicas")
-        strategies = [strategy_of(TokenScorer(make_model(model), together=together), world, fsdp) for _ in range(2)]
+        strategies = [
+            strategy_of(TokenScorer(make_model(model), parallel_group=parallel_group), world, fsdp) for _ in range(2)
+        ]
         first, again = strategies
-        place = world // together.size, rank // together.size
+        place = world // parallel_group.size, rank // parallel_group.size
         found[kind] = train(first, 3, *place)
-        first.save(folder / f"{kind}_together")
+        first.save(folder / f"{kind}_parallel_group")
         again.load(folder / f"{model}_single")
         train(again, 1, *place)
         for name, strategy in (("stepped", first), ("resumed", again)):
@@ -289,14 +291,14 @@ def main(rank: int, world: int, kind: str, size: int, port: int, folder: Path) -
     sizes: dict[str, Any] = {f"{kind}_parallel_size": size}
     worker = RecordingWorker(tiny_spec(str(folder / "model"), strategy=recording, **sizes, **SPEC), rank, world)
     worker.setup("127.0.0.1", port)
-    together = worker.together
-    assert together is not None
+    parallel_group = worker.parallel_group
+    assert parallel_group is not None
     found: dict[str, Any] = check_worker(worker, folder)
-    found |= {"refused": check_refusals(together), "half_precision": check_half_precision(together)}
+    found |= {"refused": check_refusals(parallel_group), "half_precision": check_half_precision(parallel_group)}
     with double_precision():
-        check_gradients(together, json.loads((folder / "kinds.json").read_text()), folder)
-        check_critic(together, folder)
-        found["norms"] = check_steps(together, folder)
+        check_gradients(parallel_group, json.loads((folder / "kinds.json").read_text()), folder)
+        check_critic(parallel_group, folder)
+        found["norms"] = check_steps(parallel_group, folder)
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
     close_process_group()

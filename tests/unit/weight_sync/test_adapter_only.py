@@ -40,7 +40,13 @@ def publisher_of(trainer: AdaptedTrainer, targets: list[Any], *, probed: bool = 
 
     probe = Probe(PROBE_TOKENS, trainer_score) if probed else None
     return WeightPublisher(
-        trainer, lambda: targets, route="in_process", deadline_s=60, probe=probe, apart=True, rehearse_first=probed
+        trainer,
+        lambda: targets,
+        route="in_process",
+        deadline_s=60,
+        probe=probe,
+        adapter_only=True,
+        rehearse_first=probed,
     )
 
 
@@ -129,7 +135,7 @@ def test_an_adapter_that_was_altered_in_the_engine_is_noticed():
 
 def test_a_rehearsal_notices_an_engine_that_ignores_the_adapter():
     class Deaf(TransformersEngine):
-        """Serves the model, whatever comes beside it."""
+        """Serves the model and ignores its adapter."""
 
         async def score(self, token_ids: Any, temperature: float = 1.0) -> list[list[float]]:
             self._served.adapters.synced = None

@@ -1,0 +1,70 @@
+"""The training entrypoint with a clock: seconds of every phase up to the first step, as JSON on the last line.
+
+`startup.py` runs it. Everything before `ray.init` is counted from the start of the process.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import psutil
+
+from skyrl_train.config.schema import Config
+from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
+
+STARTED = psutil.Process().create_time()
+_ended: dict[str, float] = {}
+
+
+def ends(phase: str) -> None:
+    """The first time only."""
+    _ended.setdefault(phase, time.time() - STARTED)
+
+
+class Timed(BasePPOExp):
+    """Says when its parts are ready."""
+
+    def __init__(self, cfg: Config):
+        ends("python, configuration")
+        import ray
+
+        connect = ray.init
+
+        def init(*args: Any, **kwargs: Any) -> Any:
+            ends("import of ray")
+            context = connect(*args, **kwargs)
+            ends("ray.init")
+            return context
+
+        ray.init = init
+        super().__init__(cfg)
+        ends("imports, tokenizer, data")
+
+    def get_trainer(self, running: Any) -> Any:
+        """Its start and its first step are the last phases."""
+        ends("ranks and engines")
+        trainer = super().get_trainer(running)
+        start, step = trainer._start, trainer._step
+
+        async def started() -> None:
+            await start()
+            ends("weights")
+
+        async def stepped() -> None:
+            await step()
+            ends("first step")
+
+        trainer._start, trainer._step = started, stepped  # type: ignore[method-assign]
+        return trainer
+
+
+def main() -> None:
+    run_experiment(Timed)
+    times = [0.0, *_ended.values()]
+    print(json.dumps({phase: times[i + 1] - times[i] for i, phase in enumerate(_ended)}))
+
+
+if __name__ == "__main__":
+    main()

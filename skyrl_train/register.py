@@ -1,0 +1,92 @@
+"""Names for what is yours, in one style: `@skyrl_train.register.KIND("name")`.
+
+A name can then be chosen in the configuration, beside those that this package brings. Register in the program that
+calls `skyrl_train.train`, or in a module that `trainer.plugins` names, for the command line. A name that is taken is a
+ConfigError. Nothing heavy is imported before the kind's decorator is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Decorator = Callable[[T], T]
+
+
+def environment(name: str) -> Decorator[Any]:
+    """A `TextEnv`, or any class or factory with its constructor: environment.env_class=NAME, or a row's env_class."""
+    from skyrl_train.environments.registry import environments
+
+    return environments.register(name)
+
+
+def reward(name: str) -> Decorator[Any]:
+    """A function as the reward of an environment of one turn: environment.env_class=NAME.
+
+    It is called with the response, a string, and those of these keywords that it names: `prompt` (the row's messages),
+    `extras` (the row's other columns), `ground_truth` (of extras["reward_spec"]). It returns one finite number.
+    """
+    from skyrl_train.environments.registry import environments
+    from skyrl_train.environments.reward_function import RewardFunction
+
+    def add(function: Any) -> Any:
+        environments.register(name)(RewardFunction(function))
+        return function
+
+    return add
+
+
+def tool(name: str) -> Decorator[Any]:
+    """A `Tool`, called with its settings as keywords: environment.skyrl_gym.tool_use.tools=[NAME]."""
+    from skyrl_train.environments.tools.registry import tools
+
+    return tools.register(name)
+
+
+def tracker(name: str) -> Decorator[Any]:
+    """A `Tracker`, made from a `TrackerSetup`: trainer.logger=[NAME]."""
+    from skyrl_train.report.trackers import trackers
+
+    return trackers.register(name)
+
+
+def advantage(name: str) -> Decorator[Any]:
+    """An advantage estimator: trainer.algorithm.advantage_estimator=NAME.
+
+    Its signature is that of `algorithms.registry.AdvantageEstimator`, or of SkyRL's estimators.
+    """
+    from skyrl_train.algorithms.registry import advantage_estimators
+
+    return advantage_estimators.register(name)
+
+
+def policy_loss(name: str) -> Decorator[Any]:
+    """A policy loss: trainer.algorithm.policy_loss_type=NAME.
+
+    Its signature is that of `algorithms.registry.PolicyLoss`, or of SkyRL's losses.
+    """
+    from skyrl_train.algorithms.registry import policy_losses
+
+    return policy_losses.register(name)
+
+
+def sft_loss(name: str) -> Decorator[Any]:
+    """A loss of supervised fine-tuning (`algorithms.registry.SFTLoss`): trainer.algorithm.sft.loss_type=NAME."""
+    from skyrl_train.algorithms.registry import sft_losses
+
+    return sft_losses.register(name)
+
+
+def kl_estimator(name: str) -> Decorator[Any]:
+    """A KL estimator (`algorithms.registry.KLEstimator`): trainer.algorithm.kl_estimator_type=NAME."""
+    from skyrl_train.algorithms.registry import kl_estimators
+
+    return kl_estimators.register(name)
+
+
+def reduction(name: str) -> Decorator[Any]:
+    """A loss reduction (`algorithms.registry.Reduction`): trainer.algorithm.loss_reduction=NAME."""
+    from skyrl_train.algorithms.registry import reductions
+
+    return reductions.register(name)

@@ -1,0 +1,68 @@
+"""What `import skyrl_train` gives: light, lazy, documented, and each name used as a user would."""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import skyrl_train
+import skyrl_train.tensordict
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGE = (REPOSITORY / "docs" / "api.md").read_text()
+PACKAGES = {"skyrl_train": skyrl_train, "skyrl_train.tensordict": skyrl_train.tensordict}
+
+
+def test_the_api_page_has_every_public_name_once():
+    assert sorted(re.findall(r"^::: skyrl_train\.(\w+)$", PAGE, re.MULTILINE)) == skyrl_train.__all__
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_loads_and_type_checkers_see_the_same(package: str):
+    source = Path(str(PACKAGES[package].__file__)).read_text()
+    block = next(node for node in ast.parse(source).body if isinstance(node, ast.If))
+    seen = {
+        alias.asname for node in block.body if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names
+    }
+    assert seen == set(PACKAGES[package].__all__)
+    for name in PACKAGES[package].__all__:
+        assert getattr(PACKAGES[package], name).__doc__, name
+    assert set(PACKAGES[package].__all__) <= set(dir(PACKAGES[package]))
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'skyrl_train' has no attribute 'trane'"):
+        skyrl_train.trane  # noqa: B018
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_importing_loads_no_heavy_library(package: str):
+    code = f"import {package}, sys; print({{'torch', 'ray', 'tensordict', 'transformers'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_importing_takes_a_twentieth_of_a_second_at_most():
+    code = "import time; began = time.process_time(); import skyrl_train; print(time.process_time() - began)"
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60) for _ in range(5)]
+    assert statistics.median(float(run.stdout) for run in runs) <= 0.05
+
+
+def test_every_public_name_is_used_in_a_script_of_a_user():
+    """The snippets of the page, which are run, and the scripts of tests/integration/api."""
+    scripts = "\n".join(path.read_text() for path in (REPOSITORY / "tests" / "integration" / "api").rglob("*.py"))
+    snippets = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+    used = set(re.findall(r"\bsk\.(\w+)", scripts + snippets))
+    assert set(skyrl_train.__all__) - used == set()
+    kinds = {name for name in vars(skyrl_train.register) if name in REGISTRATIONS}
+    assert kinds == set(REGISTRATIONS)
+    assert {kind for kind in REGISTRATIONS if f"sk.register.{kind}(" in scripts + snippets} == kinds
+
+
+REGISTRATIONS = re.findall(r"^\| `register\.(\w+)`", PAGE, re.MULTILINE)

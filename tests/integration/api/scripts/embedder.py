@@ -1,0 +1,194 @@
+"""A program with an event loop of its own, and parts of its own of every kind. Run: embedder.py ROWS MODEL FOLDER"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import skyrl_train as sk
+
+ROWS, MODEL, FOLDER = sys.argv[1:4]
+SEEN: dict[str, list[Any]] = {"tracked": [], "prompts": [], "estimated": []}
+
+
+@sk.register.reward("brief")
+def brief(response: str, *, ground_truth: str, prompt: list[dict[str, Any]], extras: dict[str, Any]) -> float:
+    """1 minus the share of vowels; the row's answer counts extra."""
+    assert prompt[-1]["role"] == "user" and extras["reward_spec"]["ground_truth"] == ground_truth
+    return 1 - sum(letter in "aeiou" for letter in response) / max(len(response), 1) + (ground_truth in response)
+
+
+@sk.register.tool("clock")
+class Clock(sk.Tool):
+    name = "clock"
+    description = "The time."
+    parameters = {"type": "object", "properties": {}}  # noqa: RUF012
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        raise sk.ToolError("the clock stands still")
+
+
+@sk.register.environment("two_turns")
+class TwoTurns(sk.BaseTextEnv):
+    def init(self, prompt: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        if "refuse" in self.env_config:
+            raise sk.EnvironmentFailure("refused")
+        return prompt, {"has_clock": float("clock" in Clock.name)}
+
+    def step(self, action: str) -> sk.StepOutput:
+        self.turns += 1
+        said = [] if self.turns > 1 else [{"role": "user", "content": "again"}]
+        return sk.StepOutput(observations=said, reward=float(len(action) % 3), done=self.turns > 1)
+
+
+@sk.register.advantage("centred")
+def centred(rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    SEEN["estimated"].append(len(rewards))
+    return torch.where(valid, rewards - rewards[valid].mean(), 0.0)
+
+
+@sk.register.policy_loss("reinforce")
+def reinforce(
+    logprobs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return -logprobs * advantages * mask, torch.zeros_like(mask)
+
+
+@sk.register.kl_estimator("squared")
+def squared(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (logprobs - ref_logprobs).square() * mask
+
+
+@sk.register.reduction("sum_of_tokens")
+def sum_of_tokens(mask: torch.Tensor, sequence_ids: torch.Tensor, group_ids: torch.Tensor, *, max_seq_len: int) -> Any:
+    return mask / max_seq_len
+
+
+@sk.register.sft_loss("nll")
+def nll(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return -logprobs * mask
+
+
+@sk.register.tracker("memory")
+class InMemory(sk.Tracker):
+    def __init__(self, setup: sk.TrackerSetup):
+        assert setup.run_dir.is_dir() and setup.config["trainer"]["max_steps"] == 2
+
+    def begin(self, step: int, total_steps: int) -> None: ...
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        SEEN["tracked"].append((step, metrics["reward/mean"]))
+
+    def samples(self, rows: Sequence[Any], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Watched(sk.BasePPOExp):
+    """Looks at what flows."""
+
+    def get_train_dataset(self) -> sk.PromptDataset:
+        dataset = super().get_train_dataset()
+        SEEN["prompts"] += dataset.prompts
+        return dataset
+
+    def get_generator(self, client: Any, environments: Any, *, evaluation: bool) -> Any:
+        generator = super().get_generator(client, environments, evaluation=evaluation)
+        rollout = generator.rollout
+
+        async def watched(prompt: sk.Prompt, position: int) -> sk.TrajectoryGroup:
+            group: sk.TrajectoryGroup = await rollout(prompt, position)
+            assert all(isinstance(one, sk.Trajectory) for one in group.trajectories)
+            return group
+
+        generator.rollout = watched  # type: ignore[method-assign]
+        return generator
+
+
+def configuration(**more: Any) -> sk.Config:
+    return sk.load_config(
+        {
+            "data.train_data": [ROWS],
+            "data.val_data": [],
+            "trainer.policy.model.path": MODEL,
+            "trainer.ckpt_path": Path(FOLDER) / "run",
+            "trainer.export_path": Path(FOLDER) / "exports",
+            "trainer.train_batch_size": 4,
+            "trainer.policy_mini_batch_size": 4,
+            "trainer.max_tokens_per_microbatch": 2048,
+            "trainer.max_steps": 2,
+            "trainer.ckpt_interval": -1,
+            "trainer.logger": ["memory"],
+            "trainer.algorithm.advantage_estimator": "centred",
+            "trainer.algorithm.policy_loss_type": "reinforce",
+            "trainer.algorithm.loss_reduction": "sum_of_tokens",
+            "trainer.algorithm.kl_estimator_type": "squared",
+            "trainer.algorithm.sft.loss_type": "nll",
+            "generator.n_samples_per_prompt": 2,
+            "generator.max_turns": 2,
+            "generator.sampling_params.max_generate_length": 8,
+            "environment.env_class": "brief",
+            "environment.skyrl_gym.tool_use.tools": ["clock"],
+            **more,
+        }
+    )
+
+
+async def drive(cfg: sk.Config) -> None:
+    async with sk.session(cfg, Watched) as run:
+        assert isinstance(run, sk.Session) and run.trainer.step == 0
+        request = sk.SampleRequest(
+            "mine", tuple(run.tokenizer.encode("hello")), sk.SamplingParams(max_tokens=3), seed=1
+        )
+        async with run.generating():
+            (before,) = await run.client.generate([request])
+        assert isinstance(before, sk.Completion) and len(before.token_ids) <= 3
+        await run.trainer.fit()
+        assert run.trainer.step == 2 and (run.directory / "metrics.jsonl").is_file()
+
+
+def refused(work: Callable[[], Any]) -> str:
+    """The message of the ConfigError."""
+    try:
+        work()
+    except sk.ConfigError as error:
+        return str(error)
+    raise AssertionError("it was accepted")
+
+
+def refusals() -> None:
+    assert "trainer.max_steps" in refused(lambda: sk.load_config({"trainer.max_steps": 0}))
+    assert "Did you mean trainer.max_steps?" in refused(lambda: sk.load_config(["trainer.max_stepz=1"]))
+    assert "/no/such" in refused(lambda: sk.check(configuration(**{"trainer.policy.model.path": "/no/such/model"})))
+    stops = (sk.CheckpointError, sk.DeadlineExceeded, sk.EngineError, sk.RolloutsFailed, sk.WeightSyncError)
+    assert all(issubclass(stop, sk.SkyRLError) for stop in stops)
+
+
+async def alone() -> None:
+    async with sk.engine(MODEL) as engine:
+        one: sk.InferenceEngine = engine
+        assert (await one.health()).version == 0
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING)
+    refusals()
+    asyncio.run(drive(configuration()))
+    assert [step for step, _ in SEEN["tracked"]] == [1, 2] and SEEN["estimated"] == [8, 8]
+    assert {prompt.env_class for prompt in SEEN["prompts"]} == {"brief", "two_turns"}
+    asyncio.run(alone())
+    assert "'vllm'" in refused(lambda: asyncio.run(sk.engine(MODEL, backend="vlm").__aenter__()))
+    result: sk.TrainingResult = sk.train(configuration(**{"trainer.ckpt_path": Path(FOLDER) / "second"}))
+    assert result.step == 2 and result.metrics()[-1]["rollouts/failed"] == 0
+    print("everything held", flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    sk.run_experiment(Watched, ["trainer.ckpt_path=" + FOLDER + "/run", "--cfg=job"])  # as a command line would
