@@ -170,8 +170,8 @@ class Cluster:
         Args:
             plugins: Modules that actors import before they create their object.
             settings: Arguments of `ray.init` that override ours; its "address" overrides RAY_ADDRESS.
-            workers: How many worker processes of our own cluster to start in advance, for later actors.
-            preload: Modules that these import in advance, unless RAY_preload_python_modules names others.
+            workers: How many actors there will be.
+            preload: Modules that they need and import early, unless RAY_preload_python_modules names others.
         """
         self._plugins = tuple(plugins)
         self._settings = dict(settings or {})
@@ -195,20 +195,19 @@ class Cluster:
             self._join(address, settings)
         else:
             _settle(drivers_python=True)
-            ours = _OWN_CLUSTER_ENV | ({_PRELOAD: ",".join(self._preload)} if self._preload else {})
+            ours = _OWN_CLUSTER_ENV | self._imports_early()
             os.environ.update({key: os.environ.get(key, value) for key, value in ours.items()})
             _start_own(settings)
-            self.start_workers()
             _guards.append(Guard())
         _users.add(self)
 
-    def start_workers(self) -> None:
-        """Start the worker processes of later actors in advance, without waiting: their imports take seconds.
+    def _imports_early(self) -> Mapping[str, str]:
+        """The setting with which idle workers import what the actors to come will need, while the driver does.
 
-        This submits one task per process: Ray starts a worker for each, and actors take over idle workers.
+        Ray starts one for each CPU. Where most of them would stay idle, that costs memory for nothing.
         """
-        for _ in range(self._workers):
-            ray.remote(_prefix).options(num_cpus=0).remote()
+        cpus = psutil.cpu_count() or 1
+        return {_PRELOAD: ",".join(self._preload)} if self._preload and cpus <= 2 * self._workers else {}
 
     def _join(self, address: str, settings: Mapping[str, Any]) -> None:
         """Connect to an existing cluster. Raises ConfigError if its nodes do not have the driver's Python.
