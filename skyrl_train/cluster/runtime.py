@@ -201,7 +201,7 @@ class Cluster:
             _guards.append(Guard())
         _users.add(self)
 
-    def _imports_early(self) -> Mapping[str, str]:
+    def _imports_early(self) -> dict[str, str]:
         """The setting with which idle workers import what the actors to come will need, while the driver does.
 
         Ray starts one for each CPU. Where most of them would stay idle, that costs memory for nothing.

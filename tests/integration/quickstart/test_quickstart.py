@@ -88,6 +88,7 @@ def test_grpo_raises_accuracy_on_held_out_problems(first: Outcome):
     assert (outcome.run / "reward.png").stat().st_size > 1000
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_without_a_learning_rate_nothing_is_learnt(train_again: Callable[..., list[float]]):

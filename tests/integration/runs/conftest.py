@@ -1,40 +1,82 @@
+"""Runs of seconds: through the entrypoints' own code, in this process and over one Ray unless the process is tested."""
+
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from skyrl_train.algorithms.registry import advantage_estimators, policy_losses
+from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.entrypoints.main_base import BasePPOExp, start as start_experiment
+from skyrl_train.entrypoints.main_generate import EvaluationExp
+from skyrl_train.environments.registry import environments
 from skyrl_train.environments.tasks.arithmetic import generate
 
+PRESETS = Path(__file__).parents[3] / "examples" / "algorithms"
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
+ENTRYPOINTS = {"main_base": BasePPOExp, "main_generate": EvaluationExp}
+REGISTRIES = (advantage_estimators, policy_losses, environments)
 
 
 def command(entrypoint: str, overrides: list[str]) -> list[str]:
+    """An entrypoint in a process of its own, for tests of what a process does."""
     return [sys.executable, "-m", f"skyrl_train.entrypoints.{entrypoint}", *overrides]
 
 
+@pytest.fixture(scope="package")
+def plugins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder in which this process, Ray's workers and environment processes find modules of `trainer.plugins`.
+
+    What they register in this process is forgotten in the end. A module's name stands for one text in all tests.
+    """
+    folder = tmp_path_factory.mktemp("plugins")
+    (folder / "lower_case_plugin.py").write_text(LOWER_CASE)
+    with pytest.MonkeyPatch.context() as patch:
+        for registry in REGISTRIES:
+            patch.setattr(registry, "_items", dict(registry._items))
+            patch.setattr(registry, "table", dict(registry.table))
+        for path in (PRESETS, folder):
+            patch.setenv("PYTHONPATH", str(path), prepend=os.pathsep)
+            patch.syspath_prepend(path)
+        yield folder
+        for path in (*folder.glob("*.py"), *PRESETS.glob("*.py")):
+            sys.modules.pop(path.stem, None)
+
+
+@pytest.fixture(scope="package")
+def ray_of_all_runs(plugins: Path) -> Iterator[None]:
+    """One Ray for all runs of this package; ranks and engines are each run's own processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        with Cluster():
+            yield
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """An entrypoint as a user starts it; fails with its output when it does not exit with 0 (or `expect`)."""
+def run(ray_of_all_runs: None, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """An entrypoint's command line, run in this process; fails with what it said unless it exits with `expect`."""
 
     def start(entrypoint: str, *overrides: str, expect: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            command(entrypoint, list(overrides)),
-            cwd=tmp_path,
-            env=os.environ | env,
-            capture_output=True,
-            text=True,
-            timeout=560,
-            check=False,
-        )
-        assert done.returncode == expect, done.stdout[-4000:] + done.stderr[-6000:]
-        return done
+        said, errors, code = io.StringIO(), io.StringIO(), 0
+        with monkeypatch.context() as patch, redirect_stdout(said), redirect_stderr(errors):
+            for name, value in env.items():
+                patch.setenv(name, value)
+            try:
+                start_experiment(ENTRYPOINTS[entrypoint], list(overrides))
+            except SystemExit as exit:
+                code = int(exit.code or 0)
+        assert code == expect, said.getvalue()[-4000:] + errors.getvalue()[-6000:]
+        return subprocess.CompletedProcess(overrides, code, said.getvalue(), errors.getvalue())
 
     return start
 
@@ -95,14 +137,11 @@ register("lower_case", "lower_case_plugin:LowerCaseEnv")
 
 
 @pytest.fixture
-def easy(small: Callable[[Path], list[str]]) -> Callable[[Path], list[str]]:
-    """`small` with a task that a random model gets rewards in: the share of lower-case letters in what it writes.
-
-    The folder must be on PYTHONPATH.
-    """
+def easy(small: Callable[[Path], list[str]], plugins: Path) -> Callable[[Path], list[str]]:
+    """`small` with a task that a random model gets rewards in: the share of lower-case letters in what it writes."""
 
     def overrides(folder: Path) -> list[str]:
-        (folder / "lower_case_plugin.py").write_text(LOWER_CASE)
+        folder.mkdir(exist_ok=True)
         rows = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(8)]
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return [

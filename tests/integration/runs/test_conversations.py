@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,13 +37,12 @@ FORGETFUL = (
 
 
 @pytest.fixture
-def twice(small: Callable[[Path], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def twice(small: Callable[[Path], list[str]], plugins: Path, tmp_path: Path) -> list[str]:
     """Two steps of 4 prompts x 4 samples x 2 turns."""
-    (tmp_path / "twice_plugin.py").write_text(PLUGIN)
+    (plugins / "twice_plugin.py").write_text(PLUGIN)
     (tmp_path / "forgetful.jinja").write_text(FORGETFUL)
     rows = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     return [
         *(one for one in small(tmp_path) if not one.startswith(("environment.", "data."))),
         f"data.train_data=['{tmp_path / 'rows.jsonl'}']",

@@ -16,7 +16,7 @@ import pytest
 
 from .conftest import command, metrics_of
 
-APART = ["trainer.policy.model.lora.rank=8", "trainer.policy.model.lora.sync=adapter"]
+ADAPTER_ONLY = ["trainer.policy.model.lora.rank=8", "trainer.policy.model.lora.sync=adapter"]
 
 
 def engines_of(driver: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -74,7 +74,14 @@ def assert_whole(folder: Path, *, steps: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault("F29")
-@pytest.mark.parametrize(("engines", "adapters"), [(1, []), (2, []), (2, APART)], ids=["1", "2", "2-adapters"])
+@pytest.mark.parametrize(
+    ("engines", "adapters"),
+    [
+        pytest.param(1, [], id="1"),
+        pytest.param(2, [], id="2", marks=pytest.mark.on_demand),
+        pytest.param(2, ADAPTER_ONLY, id="2-adapters"),
+    ],
+)
 def test_a_killed_engine_comes_back_with_current_weights(
     small: Callable[[Path], list[str]], tmp_path: Path, engines: int, adapters: list[str]
 ):

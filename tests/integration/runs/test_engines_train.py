@@ -20,9 +20,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engines", [1, 2])
-@pytest.mark.parametrize("colocated", [True, False], ids=["colocated", "dedicated"])
-@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("backend", "colocated", "engines"),
+    [
+        ("vllm", True, 1),
+        ("vllm", False, 2),
+        ("sglang", True, 2),
+        ("sglang", False, 1),
+        # Every pair of two is above; these are the rest of the product.
+        pytest.param("vllm", True, 2, marks=pytest.mark.on_demand),
+        pytest.param("vllm", False, 1, marks=pytest.mark.on_demand),
+        pytest.param("sglang", True, 1, marks=pytest.mark.on_demand),
+        pytest.param("sglang", False, 2, marks=pytest.mark.on_demand),
+    ],
+)
 def test_three_steps_with_proven_weights(
     run: Run,
     small: Callable[[Path], list[str]],

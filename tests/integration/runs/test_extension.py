@@ -80,9 +80,10 @@ def without_environment(overrides: list[str]) -> list[str]:
 def test_plugins_work_in_the_driver_in_ranks_and_in_environment_processes(
     run: Run,
     small: Callable,  # type: ignore[type-arg]
+    plugins: Path,
     tmp_path: Path,
 ):
-    (tmp_path / "my_plugin.py").write_text(PLUGIN)
+    (plugins / "my_plugin.py").write_text(PLUGIN)
     rows = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run(
@@ -94,7 +95,6 @@ def test_plugins_work_in_the_driver_in_ranks_and_in_environment_processes(
         "environment.env_class=letters",
         "trainer.algorithm.advantage_estimator=centred",
         "trainer.algorithm.policy_loss_type=reinforce",
-        PYTHONPATH=str(tmp_path),
     )
     found = metrics_of(tmp_path)[1]
     assert found["rollouts/failed"] == 0

@@ -145,7 +145,9 @@ def assert_trained(folder: Path, samples: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["sglang", "vllm", "transformers"])
+@pytest.mark.parametrize(
+    "backend", ["sglang", *(pytest.param(other, marks=pytest.mark.on_demand) for other in ("vllm", "transformers"))]
+)
 def test_the_command_of_the_readme_trains(home: Path, model: str, tmp_path: Path, backend: str):
     """As a user has it: `uv run` in the repository and nothing in the environment."""
     if importlib.util.find_spec(backend) is None:
@@ -175,6 +177,7 @@ def test_the_command_of_the_readme_trains(home: Path, model: str, tmp_path: Path
     assert any(line.startswith("wandb: offline, `wandb sync ") for line in lines) is (backend == "vllm")
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sglang"])
 def test_the_configuration_file_of_the_guide_trains(run: Run, gsm8k: Path, model: str, tmp_path: Path, backend: str):

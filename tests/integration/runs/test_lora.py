@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,15 +31,14 @@ def start(run: Run, easy: Callable[[Path], list[str]], tmp_path: Path) -> Callab
     def started(name: str, *overrides: str) -> dict[int, dict[str, Any]]:
         folder = tmp_path / name
         folder.mkdir()
-        path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-        run("main_base", *easy(folder), *ADAPTERS, *overrides, PYTHONPATH=path)
+        run("main_base", *easy(folder), *ADAPTERS, *overrides)
         return metrics_of(folder)
 
     return started
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "sync"), [(2, "merged"), (2, "adapter")])
+@pytest.mark.parametrize(("ranks", "sync"), [pytest.param(2, "merged", marks=pytest.mark.on_demand), (2, "adapter")])
 def test_adapters_learn_are_synced_and_go_on_bit_for_bit(
     start: Callable[..., Any], tiny_model_path: str, tmp_path: Path, ranks: int, sync: str
 ):
@@ -66,7 +64,10 @@ def test_adapters_learn_are_synced_and_go_on_bit_for_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "sync"), [("vllm", "merged"), ("vllm", "adapter"), ("sglang", "merged")])
+@pytest.mark.parametrize(
+    ("backend", "sync"),
+    [pytest.param("vllm", "merged", marks=pytest.mark.on_demand), ("vllm", "adapter"), ("sglang", "merged")],
+)
 def test_engines_of_other_projects_serve_what_was_learnt(
     start: Callable[..., Any], tmp_path: Path, backend: str, sync: str
 ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,8 +49,7 @@ def test_truncated_importance_sampling_learns_from_engines_that_are_one_version_
         "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
         "generator.n_samples_per_prompt=8",
     ]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, timeout=500, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, timeout=500, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     found = metrics_of(tmp_path)
     # Step 1, 3, ...: engines hold what is trained; step 2, 4, ...: what it was one update before.

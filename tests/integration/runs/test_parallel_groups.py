@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,7 +29,6 @@ def test_policy_reference_and_critic_train_in_parallel_groups_of_two_ranks(
         "trainer.critic.sequence_parallel_size=2",
         *(f"trainer.{role}.{kind}_parallel_size=2" for role in ("policy", "ref")),
         "generator.weight_sync_check=probe",
-        PYTHONPATH=os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])),
     )
     rows = metrics_of(tmp_path)
     for step in (1, 2):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,17 +23,16 @@ class ParityEnv(BaseTextEnv):
         return BaseTextEnvStepOutput(observations=[], reward=1.0 + 0.5 * (len(action) % 2), done=True, metadata={})
 
 
-register("parity", "parity_env:ParityEnv")
+register("parity_and_1", "parity_env:ParityEnv")
 """
 
 
 @pytest.fixture
-def start(run: Run, small: Small, tmp_path: Path) -> Start:
+def start(run: Run, small: Small, plugins: Path, tmp_path: Path) -> Start:
     """A run named `name` on 8 prompts, 2 steps an epoch, with rewards that a random model gets; its metrics by step."""
-    (tmp_path / "parity_env.py").write_text(ENVIRONMENT)
+    (plugins / "parity_env.py").write_text(ENVIRONMENT)
     rows = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
 
     def started(name: str, *overrides: str) -> dict[int, dict[str, float]]:
         usual = [
@@ -45,12 +43,11 @@ def start(run: Run, small: Small, tmp_path: Path) -> Start:
             *usual,
             f"data.train_data=['{tmp_path / 'rows.jsonl'}']",
             "trainer.plugins=[parity_env]",
-            "environment.env_class=parity",
+            "environment.env_class=parity_and_1",
             "trainer.epochs=2",
             "trainer.ckpt_interval=1",
             "data.val_data=[]",
             *overrides,
-            PYTHONPATH=path,
         )
         return metrics_of(tmp_path / name)
 

@@ -40,7 +40,7 @@ def server(tiny_model_path: str, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("route", ["broadcast", "checkpoint"])
+@pytest.mark.parametrize("route", ["broadcast", pytest.param("checkpoint", marks=pytest.mark.on_demand)])
 def test_a_run_trains_with_an_engine_that_runs_elsewhere(
     run: Run, small: Callable[[Path], list[str]], server: str, tmp_path: Path, route: str
 ):

@@ -28,12 +28,11 @@ SIX_STEPS = ("trainer.max_steps=6", "trainer.epochs=6", "trainer.hf_save_interva
 
 
 @pytest.fixture
-def parity(small: Callable[[Path], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+def parity(small: Callable[[Path], list[str]], plugins: Path, tmp_path: Path):  # type: ignore[no-untyped-def]
     """Overrides of `small` on 10 prompts that a random model answers rightly half of the time; nothing is evaluated."""
-    (tmp_path / "parity_plugin.py").write_text(PLUGIN)
+    (plugins / "parity_plugin.py").write_text(PLUGIN)
     rows = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(10)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def overrides(folder: Path) -> list[str]:
         kept = [one for one in small(folder) if not one.startswith(("environment.", "data."))]
