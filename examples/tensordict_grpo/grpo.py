@@ -13,12 +13,7 @@ from typing import Any
 import torch
 from warm_up import problems, warm_up
 
-from skyrl_train.tensordict.buffer import ReplayBuffer
-from skyrl_train.tensordict.collectors.llm_collector import LLMCollector
-from skyrl_train.tensordict.envs.gsm8k import GSM8KEnv
-from skyrl_train.tensordict.losses.grpo import GRPOLoss
-from skyrl_train.tensordict.losses.mc_advantage import MCAdvantage
-from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
+from skyrl_train.tensordict import GRPOLoss, GSM8KEnv, LLMCollector, MCAdvantage, ReplayBuffer, TransformersWrapper
 
 PROMPTS, SAMPLES, RATE, SEED = 16, 8, 5e-4, 0
 SAMPLING = {"max_new_tokens": 28, "temperature": 1.0}

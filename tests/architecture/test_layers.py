@@ -123,6 +123,13 @@ def test_every_form_of_import_is_seen(source: str):
     assert any(module.startswith("skyrl_train.trainer") for _, module in imported(source, "skyrl_train.data"))
 
 
+def test_the_table_of_the_architecture_page_is_this_one():
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (`[^|]+`) \|", page, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, len(LAYERS) + 1))
+    assert [set(re.findall(r"`(\w+)`", names)) for _, names in rows] == [set(names.split()) for names in LAYERS]
+
+
 def test_every_module_belongs_to_a_layer():
     known = {*LEVEL, "testing", "__init__"}
     assert {layer for _, _, layer, _ in modules()} <= known
