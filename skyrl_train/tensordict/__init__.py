@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING
 from skyrl_train.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from skyrl_train.tensordict.buffer import ReplayBuffer as ReplayBuffer
+    from skyrl_train.tensordict.buffer import (
+        LazyStackStorage as LazyStackStorage,
+        ReplayBuffer as ReplayBuffer,
+        SamplerWithoutReplacement as SamplerWithoutReplacement,
+    )
     from skyrl_train.tensordict.collectors.llm_collector import LLMCollector as LLMCollector
     from skyrl_train.tensordict.collectors.ray_collector import RayLLMCollector as RayLLMCollector
     from skyrl_train.tensordict.collectors.vllm_updater import (
@@ -203,7 +207,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "SFTLossOutput",
         ),
         "skyrl_train.tensordict.losses.top_k": ("TopKRewardSelector",),
-        "skyrl_train.tensordict.buffer": ("ReplayBuffer",),
+        "skyrl_train.tensordict.buffer": ("LazyStackStorage", "ReplayBuffer", "SamplerWithoutReplacement"),
         "skyrl_train.tensordict.collectors.llm_collector": ("LLMCollector",),
         "skyrl_train.tensordict.collectors.ray_collector": ("RayLLMCollector",),
         "skyrl_train.tensordict.collectors.vllm_updater": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -22,6 +23,21 @@ class WriteTransform(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class LazyStackStorage:
+    """TorchRL's name for a store of `max_size` ragged rows, for `ReplayBuffer(storage=...)`."""
+
+    max_size: int
+
+
+@dataclass(frozen=True)
+class SamplerWithoutReplacement:
+    """TorchRL's name for what a `ReplayBuffer` does: each row once before any again."""
+
+    drop_last: bool = False
+    shuffle: bool = True
+
+
 class ReplayBuffer:
     """The last `max_size` rows, each sampled once before any is sampled again. Thread-safe.
 
@@ -30,15 +46,32 @@ class ReplayBuffer:
 
     def __init__(
         self,
-        max_size: int,
+        max_size: int | None = None,
         *,
+        storage: LazyStackStorage | None = None,
+        sampler: SamplerWithoutReplacement | None = None,
         batch_size: int | None = None,
         transform: WriteTransform | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
         seed: int | None = None,
     ):
-        """batch_size: rows per `sample()` and per batch of an iteration. drop_last: drop a smaller last batch."""
+        """
+        Args:
+            max_size: How many rows are kept; or `storage` says it, as in TorchRL.
+            sampler: TorchRL's place for `shuffle` and `drop_last`, whose values it replaces.
+            batch_size: Rows per `sample()` and per batch of an iteration.
+            transform: What rows go through when they are written.
+            drop_last: Drop a smaller last batch.
+
+        Raises ValueError unless exactly one of `max_size` and `storage` is given.
+        """
+        if (max_size is None) == (storage is None):
+            raise ValueError(f"max_size={max_size}, storage={storage}: give one of the two.")
+        max_size = storage.max_size if storage is not None else max_size
+        assert max_size is not None
+        if sampler is not None:
+            shuffle, drop_last = sampler.shuffle, sampler.drop_last
         if max_size < 1:
             raise ValueError(f"max_size={max_size} must be at least 1.")
         self.max_size = max_size

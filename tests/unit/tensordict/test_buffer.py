@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
-from skyrl_train.tensordict.buffer import ReplayBuffer
+from skyrl_train.tensordict.buffer import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 
 
 def rows(*numbers: int) -> TensorDictBase:
@@ -106,3 +106,15 @@ def test_threads_may_write_while_others_sample():
 def test_sizes_are_checked(arguments: tuple[int, ...], message: str):
     with pytest.raises(ValueError, match=message):
         ReplayBuffer(*arguments).sample()
+
+
+def test_torchrls_storage_and_sampler_say_the_same():
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(3), sampler=SamplerWithoutReplacement(drop_last=True, shuffle=False), batch_size=2
+    )
+    for number in range(4):
+        buffer.add(TensorDict(number=torch.tensor(number)))
+    assert [batch["number"].tolist() for batch in buffer] == [[1, 2]]
+    for size, storage in ((None, None), (3, LazyStackStorage(3))):
+        with pytest.raises(ValueError, match="give one of the two"):
+            ReplayBuffer(size, storage=storage)
