@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from skyrl_train.config.keys import value_at
+from skyrl_train.config.keys import leaves, value_at
 from skyrl_train.config.problems import Problem, raise_all
 from skyrl_train.config.schema import Config
-from skyrl_train.config.validate import CHOICES, OPEN_TO_PLUGINS
+from skyrl_train.config.validate import OPEN_TO_PLUGINS
 from skyrl_train.environments.own_classes import why_not_sent
 from skyrl_train.registry import import_plugins, unknown
 
@@ -35,7 +35,7 @@ def _out_of_reach(cfg: Config, env_classes: Iterable[str]) -> Iterator[Problem]:
     keys = {"environment.env_class": env_classes, "environment.skyrl_gym.tool_use.tools": tools}
     for key, names in keys.items():
         for name in names:
-            if name not in CHOICES[key] and name in _REGISTERED[key]() and (reason := why_not_sent(name)):
+            if name not in _built_in(key) and name in _REGISTERED[key]() and (reason := why_not_sent(name)):
                 advice = f"It runs in processes of its own and cannot be sent there ({reason})."
                 yield Problem(key, name, "registered by a module of trainer.plugins", advice)
 
@@ -45,8 +45,12 @@ def _unregistered(cfg: Config) -> Iterator[Problem]:
         Problem(key, name, "registered by a module of trainer.plugins or by your program", _guess(key, name))
         for key in sorted(OPEN_TO_PLUGINS)
         for name in _names(value_at(cfg, key))
-        if name not in CHOICES[key] and name not in _REGISTERED[key]()
+        if name not in _built_in(key) and name not in _REGISTERED[key]()
     )
+
+
+def _built_in(key: str) -> Collection[str]:
+    return leaves()[key].facts.choices or ()
 
 
 def _names(value: str | Sequence[str]) -> Sequence[str]:

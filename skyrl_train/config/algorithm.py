@@ -2,96 +2,129 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS, SFT_LOSSES
+from skyrl_train.config.conditions import (
+    ADAPTIVE_KL,
+    CLIPPING_LOSS,
+    CRITIC,
+    GEOMETRIC_MASK,
+    MEASURED_KL,
+    OFF_POLICY_CORRECTION,
+    PRODUCT_MASK,
+    SEQUENCE_RATIO,
+    SOME_KL,
+    TOKEN_RATIO,
+    USE_TIS_ALONE,
+    algorithm_has,
+    estimator_is,
+    loss_is,
+    only_above,
+    only_if_set,
+    only_with,
+)
+from skyrl_train.config.fields import key
+from skyrl_train.config.ranges import AT_LEAST_ONE, FRACTION, MINUS_ONE_OR_MORE, NOT_NEGATIVE, POSITIVE, Range
 from skyrl_train.config.section import Section
 
 
 @dataclass
 class KLCtrlConfig(Section):
-    """How the coefficient of the KL penalty in the reward moves."""
+    """How the coefficient of the KL penalty on rewards changes during training."""
 
-    type: str = "fixed"
-    """`fixed` keeps `kl_loss_coef`; `adaptive` steers the measured KL towards `kl_target`."""
-    kl_target: float = 0.1
-    """KL per token (nats) that `adaptive` steers towards."""
-    horizon: int = 10000
-    """Samples over which `adaptive` reacts: larger is slower."""
+    type: str = key("fixed", choices=("fixed", "adaptive"))
+    """`fixed` keeps the coefficient at `kl_loss_coef`; `adaptive` changes it to bring the measured KL divergence close
+    to `kl_target`."""
+    kl_target: float = key(0.1, range=POSITIVE)
+    """KL divergence per token (nats) that `adaptive` aims at."""
+    horizon: int = key(10000, range=AT_LEAST_ONE)
+    """Number of samples over which `adaptive` reacts; a larger number reacts more slowly."""
 
 
 @dataclass
 class OffPolicyCorrectionConfig(Section):
-    """Corrections for the distance between the policy that sampled and the policy that is trained."""
+    """Corrections for the difference between the policy that sampled a rollout and the policy that is trained on it.
 
-    tis_ratio_type: str | None = None
-    """Truncated importance sampling per `token` or per `sequence`; null is off."""
-    token_tis_ratio_clip_high: float = 2.0
-    """Upper bound of a token's ratio."""
-    sequence_tis_ratio_clip_high: float = 5.0
-    """Upper bound of a sequence's ratio."""
-    sequence_mask_metric: str | None = None
-    """Mask whole sequences by the `product` or the `geometric` mean of their ratios; null is off."""
-    geo_mask_high: float = 1.01
-    """Sequences with a geometric mean above this are masked."""
-    geo_mask_low: float = 0.99
-    """Sequences with a geometric mean below this are masked."""
-    product_mask_high: float = 2.0
-    """Sequences with a product above this are masked."""
-    product_mask_low: float = 0.5
-    """Sequences with a product below this are masked."""
-    outlier_token_is_threshold_low: float | None = None
-    """A sequence with a token's ratio below this is masked; null is off."""
-    outlier_token_is_threshold_high: float | None = None
-    """A sequence with a token's ratio above this is masked; null is off."""
-    token_mask_eps_low: float | None = None
-    """A token with a ratio below 1 - this is masked; null is off."""
-    token_mask_eps_high: float | None = None
-    """A token with a ratio above 1 + this is masked; null is off."""
+    The ratio of a token is its probability under the trainer's policy before the update, divided by its probability
+    under the engine's policy. The ratio of a sequence is the product over its tokens.
+    """
+
+    tis_ratio_type: str | None = key(None, choices=(None, "token", "sequence"), spellings={"none": None})
+    """Truncated importance sampling: weight the loss by the ratio of each `token` or of the whole `sequence`; null
+    turns it off."""
+    token_tis_ratio_clip_high: float = key(2.0, range=POSITIVE, needs=TOKEN_RATIO)
+    """Upper bound of the ratio of a token."""
+    sequence_tis_ratio_clip_high: float = key(5.0, range=POSITIVE, needs=SEQUENCE_RATIO)
+    """Upper bound of the ratio of a sequence."""
+    sequence_mask_metric: str | None = key(None, choices=(None, "product", "geometric"), spellings={"none": None})
+    """Mask whole sequences by the `product` or by the `geometric` mean of the ratios of their tokens; null turns it
+    off."""
+    geo_mask_high: float = key(1.01, range=POSITIVE, needs=GEOMETRIC_MASK)
+    """Sequences whose geometric mean is above this are masked."""
+    geo_mask_low: float = key(0.99, range=NOT_NEGATIVE, needs=GEOMETRIC_MASK)
+    """Sequences whose geometric mean is below this are masked."""
+    product_mask_high: float = key(2.0, range=POSITIVE, needs=PRODUCT_MASK)
+    """Sequences whose product is above this are masked."""
+    product_mask_low: float = key(0.5, range=NOT_NEGATIVE, needs=PRODUCT_MASK)
+    """Sequences whose product is below this are masked."""
+    outlier_token_is_threshold_low: float | None = key(None, range=NOT_NEGATIVE)
+    """A sequence is masked if the ratio of any of its tokens is below this; null turns it off."""
+    outlier_token_is_threshold_high: float | None = key(None, range=POSITIVE)
+    """A sequence is masked if the ratio of any of its tokens is above this; null turns it off."""
+    token_mask_eps_low: float | None = key(None, range=NOT_NEGATIVE)
+    """A token is masked if its ratio is below 1 minus this; null turns it off."""
+    token_mask_eps_high: float | None = key(None, range=NOT_NEGATIVE)
+    """A token is masked if its ratio is above 1 plus this; null turns it off."""
 
 
 @dataclass
 class SAPOConfig(Section):
     """Soft adaptive policy optimization (`policy_loss_type=sapo`)."""
 
-    tau_pos: float = 1.0
-    """Temperature of the gate where the advantage is positive."""
-    tau_neg: float = 1.05
-    """Temperature of the gate where the advantage is negative."""
+    tau_pos: float = key(1.0, range=POSITIVE)
+    """Temperature of the gate for tokens with a positive advantage."""
+    tau_neg: float = key(1.05, range=POSITIVE)
+    """Temperature of the gate for tokens with a negative advantage."""
 
 
 @dataclass
 class DynamicSamplingConfig(Section):
-    """Training on useful groups alone: those whose rewards differ, before penalties for length."""
+    """Training on useful groups only. A group is useful if its rewards, before penalties for length, differ."""
 
-    type: str | None = None
-    """`filter` drops other groups and draws more prompts until the batch is full; `replace` draws until
-    `min_replace_ratio` of it are useful, and repeats those in the places of the others. null is off. A step then takes
-    prompts of its own number from the data, so that passes over it (`epochs`) only say how many steps there are."""
-    max_sample_batches: int = 30
-    """Batches of prompts drawn for one step after which, if they are not enough, the run stops; -1 has no bound."""
-    min_replace_ratio: float = 0.3
-    """Share of useful groups below which `replace` drops the others and draws more prompts."""
+    type: str | None = key(None, choices=(None, "filter", "replace"), spellings={"none": None})
+    """`filter` drops the other groups and draws more prompts until the batch is full. `replace` draws prompts until
+    `min_replace_ratio` of the batch is useful, and then repeats the useful groups in place of the others. null turns
+    dynamic sampling off. With either, the number of prompts that a step takes from the data varies, so `epochs` only
+    determines the number of steps."""
+    max_sample_batches: int = key(30, range=MINUS_ONE_OR_MORE)
+    """The run stops if this many batches of prompts were drawn for one step and too few groups are useful; -1 sets no
+    limit."""
+    min_replace_ratio: float = key(
+        0.3, range=FRACTION, needs=only_with("trainer.algorithm.dynamic_sampling.type", "replace")
+    )
+    """If a smaller share of the batch is useful, `replace` drops the other groups and draws more prompts."""
 
 
 @dataclass
 class ClipCovConfig(Section):
-    """Clip-Cov (`policy_loss_type=clip_cov`)."""
+    """Clip-Cov (`policy_loss_type=clip_cov`): no loss on some tokens of high covariance of log-prob and advantage."""
 
-    clip_ratio: float = 0.0002
-    """Share of tokens that are clipped."""
+    clip_ratio: float = key(0.0002, range=FRACTION)
+    """Share of all tokens that are clipped."""
     clip_cov_lb: float = 1.0
-    """Lower bound of the covariance that may be clipped."""
+    """Lower bound of the covariance of tokens that may be clipped."""
     clip_cov_ub: float = 5.0
-    """Upper bound of the covariance that may be clipped."""
+    """Upper bound of the covariance of tokens that may be clipped."""
 
 
 @dataclass
 class KLCovConfig(Section):
-    """KL-Cov (`policy_loss_type=kl_cov`)."""
+    """KL-Cov (`policy_loss_type=kl_cov`): a penalty on the tokens of highest covariance of log-prob and advantage."""
 
-    kl_cov_frac: float = 0.2
-    """Share of tokens that get a KL penalty."""
-    ppo_kl_coef: float = 1.0
+    kl_cov_frac: float = key(0.2, range=FRACTION)
+    """Share of all tokens that get a KL penalty."""
+    ppo_kl_coef: float = key(1.0, range=NOT_NEGATIVE)
     """Coefficient of that penalty."""
 
 
@@ -99,40 +132,48 @@ class KLCovConfig(Section):
 class CISPOConfig(Section):
     """CISPO (`policy_loss_type=cispo`)."""
 
-    cispo_eps_clip_low: float = 0.0
-    """The importance weight is at least 1 - this."""
-    cispo_eps_clip_high: float = 5.0
-    """The importance weight is at most 1 + this."""
+    cispo_eps_clip_low: float = key(0.0, range=NOT_NEGATIVE, aliases="clip_low")
+    """The importance weight is at least 1 minus this."""
+    cispo_eps_clip_high: float = key(5.0, range=NOT_NEGATIVE, aliases="clip_high")
+    """The importance weight is at most 1 plus this."""
 
 
 @dataclass
 class DPPOConfig(Section):
     """DPPO (`policy_loss_type=dppo_tv` or `dppo_kl`)."""
 
-    tv_threshold: float = 0.2
-    """`dppo_tv`: probabilities of a token may differ by this before its gradient is cut off."""
-    kl_threshold: float = 0.05
-    """`dppo_kl`: the same for the binary KL divergence (nats)."""
+    tv_threshold: float = key(0.2, range=NOT_NEGATIVE)
+    """`dppo_tv`: a token whose probability differs from the engine's by more than this gets no gradient that would
+    widen the difference."""
+    kl_threshold: float = key(0.05, range=NOT_NEGATIVE)
+    """`dppo_kl`: the same for the binary KL divergence (nats) between the two probabilities."""
 
 
 @dataclass
 class OverlongBufferConfig(Section):
     """DAPO's soft penalty on responses that come close to `max_generate_length` (arXiv:2503.14476, eq. 13)."""
 
-    len: int = 0
-    """Tokens before the limit over which the penalty grows from 0 to all of it; 0 is off. A conversation pays for its
-    longest turn."""
-    penalty_factor: float = 1.0
-    """What is subtracted from the reward at the limit, and from that of every response that was cut by length."""
+    len: int = key(0, range=NOT_NEGATIVE, aliases="trainer.algorithm.overlong_buffer_len")
+    """Length (tokens) of the zone before the limit in which the penalty grows from 0 to `penalty_factor`; 0 turns the
+    penalty off. A conversation is penalised for its longest turn."""
+    penalty_factor: float = key(
+        1.0,
+        range=NOT_NEGATIVE,
+        needs=only_above("trainer.algorithm.overlong_buffer.len", 0),
+        aliases="trainer.algorithm.overlong_buffer_penalty_factor",
+    )
+    """The full penalty. It is subtracted from the reward of a response that reaches the limit, and of every response
+    that was cut off by length."""
 
 
 @dataclass
 class SFTConfig(Section):
     """Supervised fine-tuning (`skyrl_train.entrypoints.main_sft`)."""
 
-    loss_type: str = "sft"
-    """`sft` is the negative log-likelihood; `minor_sft` pulls less on what the policy prefers to the reference."""
-    minor_beta: float = 0.1
+    loss_type: str = key("sft", choices=SFT_LOSSES, plugins=True)
+    """`sft` is the negative log-likelihood; `minor_sft` pulls less on a sequence that the policy already finds likelier
+    than the reference does."""
+    minor_beta: float = key(0.1, range=POSITIVE)
     """Temperature of `minor_sft`."""
 
 
@@ -140,57 +181,65 @@ class SFTConfig(Section):
 class AlgorithmConfig(Section):
     """How rewards become a gradient."""
 
-    advantage_estimator: str = "grpo"
-    """How advantages are computed."""
-    kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
-    kl_estimator_type: str = "k3"
-    """Estimator of the KL divergence to the reference: `k1`, `k2`, `k3`, `abs`, `k1+`, `k3+` or `k3_ratio`."""
+    advantage_estimator: str = key("grpo", choices=ADVANTAGE_ESTIMATORS, plugins=True)
+    """How advantages are computed from rewards."""
+    kl_ctrl: KLCtrlConfig = key(factory=KLCtrlConfig, needs=ADAPTIVE_KL)
+    kl_estimator_type: str = key("k3", choices=KL_ESTIMATORS, plugins=True, needs=MEASURED_KL)
+    """Estimator of the KL divergence to the reference."""
     use_kl_in_reward: bool = False
-    """Subtract the KL divergence from the reward. Not together with `use_kl_loss`."""
+    """Subtract the KL divergence from the reward. Cannot be combined with `use_kl_loss`."""
     use_kl_loss: bool = True
-    """Add the KL divergence to the loss. Not together with `use_kl_in_reward`."""
-    kl_loss_coef: float = 0.001
-    """Coefficient of the KL divergence, in the loss or in the reward; 0 needs no reference model."""
+    """Add the KL divergence to the loss. Cannot be combined with `use_kl_in_reward`."""
+    kl_loss_coef: float = key(0.001, range=NOT_NEGATIVE, needs=SOME_KL)
+    """Coefficient of the KL divergence, in the loss or in the reward. With 0 no reference model is needed."""
     use_entropy_loss: bool = False
     """Subtract the entropy from the loss."""
-    entropy_loss_coef: float = 0.01
+    entropy_loss_coef: float = key(
+        0.01, range=NOT_NEGATIVE, needs=only_with("trainer.algorithm.use_entropy_loss", True)
+    )
     """Coefficient of the entropy."""
     advantage_batch_normalize: bool = False
     """Normalise advantages over the whole batch to mean 0 and standard deviation 1."""
-    value_head_prefix: str = "value_head"
+    value_head_prefix: str = key("value_head", needs=CRITIC)
     """Name of the critic's output layer."""
-    policy_loss_type: str = "regular"
-    """`regular` is PPO's clipped surrogate."""
-    loss_reduction: str = "token_mean"
-    """`token_mean`, `sequence_mean`, `prompt_mean` or `seq_mean_token_sum_norm`; always over the whole mini-batch."""
-    grpo_norm_by_std: bool = True
-    """Divide a group's advantages by the standard deviation of its rewards; false is Dr. GRPO."""
+    policy_loss_type: str = key("regular", choices=POLICY_LOSSES, plugins=True, aliases="ppo_loss_type")
+    """The policy loss. `regular` is PPO's clipped surrogate."""
+    loss_reduction: str = key("token_mean", choices=REDUCTIONS, plugins=True)
+    """How the losses of tokens are combined, always over the whole mini-batch."""
+    grpo_norm_by_std: bool = key(True, needs=estimator_is("grpo"))
+    """Divide the advantages of a group by the standard deviation of its rewards; false is Dr. GRPO."""
     zero_variance_filter: bool = False
-    """Keep groups whose rewards are all equal, penalties included, out of the loss; they stay in the batch."""
-    lambd: float = 1.0
+    """Keep groups whose rewards, penalties included, are all equal out of the loss. They stay in the batch."""
+    lambd: float = key(1.0, range=FRACTION, needs=CRITIC)
     """Lambda of generalised advantage estimation."""
-    gamma: float = 1.0
+    gamma: float = key(1.0, range=FRACTION, needs=estimator_is("gae", "reinforce++"))
     """Discount per token."""
-    eps_clip_low: float = 0.2
-    """The ratio is clipped below at 1 - this."""
-    eps_clip_high: float = 0.2
-    """The ratio is clipped above at 1 + this."""
-    clip_ratio_c: float = 3.0
-    """Second bound of `policy_loss_type=dual_clip`, where advantages are negative; above 1."""
-    tis_imp_ratio_cap: float = -1.0
-    """Upper bound of a token's ratio with `use_tis`."""
+    eps_clip_low: float = key(0.2, range=FRACTION, needs=CLIPPING_LOSS)
+    """The probability ratio is clipped from below at 1 minus this."""
+    eps_clip_high: float = key(0.2, range=NOT_NEGATIVE, needs=CLIPPING_LOSS)
+    """The probability ratio is clipped from above at 1 plus this."""
+    clip_ratio_c: float = key(3.0, range=Range(1, above=True), needs=loss_is("dual_clip"))
+    """The second bound of `policy_loss_type=dual_clip`, for tokens with a negative advantage."""
+    tis_imp_ratio_cap: float = key(-1.0, needs=USE_TIS_ALONE)
+    """Upper bound of the ratio of a token with `use_tis`."""
     use_tis: bool = False
-    """The older name of `off_policy_correction.tis_ratio_type=token`."""
-    max_seq_len: int | None = None
-    """Denominator of `seq_mean_token_sum_norm`, in tokens; null is `max_input_length` + `max_generate_length`."""
-    off_policy_correction: OffPolicyCorrectionConfig = field(default_factory=OffPolicyCorrectionConfig)
-    sapo: SAPOConfig = field(default_factory=SAPOConfig)
-    value_clip: float | None = 0.2
-    """Values move at most this far from the old ones in an update."""
-    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
-    clip_cov: ClipCovConfig = field(default_factory=ClipCovConfig)
-    kl_cov: KLCovConfig = field(default_factory=KLCovConfig)
-    cispo: CISPOConfig = field(default_factory=CISPOConfig)
-    dppo: DPPOConfig = field(default_factory=DPPOConfig)
-    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
-    sft: SFTConfig = field(default_factory=SFTConfig)
+    """Older name of `off_policy_correction.tis_ratio_type=token`."""
+    max_seq_len: int | None = key(
+        None, range=AT_LEAST_ONE, needs=algorithm_has("loss_reduction", "seq_mean_token_sum_norm")
+    )
+    """Denominator (tokens) of `seq_mean_token_sum_norm`; null is `max_input_length` + `max_generate_length`."""
+    off_policy_correction: OffPolicyCorrectionConfig = key(
+        factory=OffPolicyCorrectionConfig, needs=OFF_POLICY_CORRECTION
+    )
+    sapo: SAPOConfig = key(factory=SAPOConfig, needs=loss_is("sapo"))
+    value_clip: float | None = key(0.2, range=POSITIVE, needs=CRITIC)
+    """The critic's loss clips new values to within this distance of the old ones; null does not clip."""
+    dynamic_sampling: DynamicSamplingConfig = key(
+        factory=DynamicSamplingConfig, needs=only_if_set("trainer.algorithm.dynamic_sampling.type")
+    )
+    clip_cov: ClipCovConfig = key(factory=ClipCovConfig, needs=loss_is("clip_cov"))
+    kl_cov: KLCovConfig = key(factory=KLCovConfig, needs=loss_is("kl_cov"))
+    cispo: CISPOConfig = key(factory=CISPOConfig, needs=loss_is("cispo"))
+    dppo: DPPOConfig = key(factory=DPPOConfig, needs=loss_is("dppo_tv", "dppo_kl"))
+    overlong_buffer: OverlongBufferConfig = key(factory=OverlongBufferConfig)
+    sft: SFTConfig = key(factory=SFTConfig)

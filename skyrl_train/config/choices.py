@@ -101,14 +101,14 @@ TOOLS: dict[str, str] = {
 """What environments can give a model to call."""
 
 CHAT_TEMPLATES = ("chatml", "gemma", "llama3", "mistral", "qwen3_with_thinking", "qwen3_without_thinking")
-"""`data.chat_templates.TEMPLATES` has them."""
+"""The built-in chat templates; `data.chat_templates.TEMPLATES` has their texts."""
 
 TRACKERS = {
     "console": "skyrl_train.report.console:ConsoleTracker",
     "tensorboard": "skyrl_train.report.tensorboard:TensorboardTracker",
     "wandb": "skyrl_train.report.wandb:WandbTracker",
 }
-"""Besides the JSONL files; they and the console are always on."""
+"""Where a run reports to besides its JSONL files. These and the console are always on."""
 
 SCHEDULES = (
     "constant",

@@ -9,7 +9,7 @@ from typing import Any
 
 from skyrl_train.config.hydra import Override, parse_flags, parse_override, presets_dir
 from skyrl_train.config.inspection import inspect, unknown_key_advice
-from skyrl_train.config.keys import OTHER_SECTIONS, canonical, find
+from skyrl_train.config.keys import canonical, find, other_sections
 from skyrl_train.config.problems import Problem, UnknownKey, one_line, show
 from skyrl_train.config.safety import unsafe
 
@@ -33,7 +33,7 @@ class CommandLine:
     """The good ones, as Hydra should see them."""
     problems: list[Problem] = field(default_factory=list)
     own: list[UnknownKey] = field(default_factory=list)
-    """Added with `+` below `generator` or `environment`: problems where no code of the user's is there to read them."""
+    """Added with `+` below `generator` or `environment`. They are problems if the user has no code that reads them."""
 
     @property
     def asks_for_information(self) -> bool:
@@ -51,7 +51,7 @@ def check_command_line(argv: Sequence[str]) -> list[Problem]:
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """The same, with what is good about it."""
+    """As `check_command_line`, with the good overrides as well."""
     flags, texts = parse_flags(argv)
     line = CommandLine(flags, problems=list(_refused_flags(flags)))
     folders = [presets_dir(), *([Path(flags["config_dir"])] if flags["config_dir"] else [])]
@@ -75,7 +75,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
 
 
 def own_key(override: Override) -> str | None:
-    """Where a key of the user's own is kept, for one that is added to `generator` or `environment`; None for others.
+    """Where a user's own key below `generator` or `environment` is stored; None for every other key.
 
     Settings below environment.skyrl_gym are those of an environment of the user's that they name.
     """
@@ -85,7 +85,7 @@ def own_key(override: Override) -> str | None:
         name = override.key.removeprefix(f"{section}.")
         if name != override.key:
             parts = name.split(".")
-            inside_ours = find(f"{section}.{parts[0]}") is not None or f"{section}.{parts[0]}" in OTHER_SECTIONS
+            inside_ours = find(f"{section}.{parts[0]}") is not None or f"{section}.{parts[0]}" in other_sections()
             return None if len(parts) < least or inside_ours else f"{section}.own.{name}"
     return None
 

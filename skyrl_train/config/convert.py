@@ -1,4 +1,4 @@
-"""Plain values -> the types of the dataclasses, strictly: text is not a number, 1 is not true, NaN is nothing."""
+"""Plain values -> the types of the dataclasses, strictly: text is no number, 1 is not true, NaN fits no type."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def convert(value: Any, hint: Any) -> Any:
 
 
 def read(value: Any, hint: Any) -> Any:
-    """As `convert`, for what a person wrote: null and an empty text may be an empty list, null an empty mapping, and an
-    empty text null."""
+    """As `convert`, for what a person wrote: null or an empty text can stand for an empty list, null for an empty
+    mapping, and an empty text for null."""
     if value == "" and typing.get_origin(hint) is list:
         return []
     if value is None and typing.get_origin(hint) in (list, dict):

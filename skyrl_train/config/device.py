@@ -1,4 +1,4 @@
-"""`device: auto`: which device a run is on, and the settings that go with it where nobody chose others."""
+"""`device: auto`: which device a run is on, and the settings for it that replace untouched defaults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ON_CPU: dict[str, tuple[Any, str]] = {
     "trainer.flash_attn": (False, "PyTorch's scaled dot product attention"),
 }
 _SPOKEN = frozenset({"generator.backend"})
-"""Settings of _ON_CPU that are kept when they were written out, be it as the default."""
+"""Settings of _ON_CPU that are kept if they were written out, even as the default."""
 
 
 def accelerator_present() -> bool:
@@ -81,6 +81,6 @@ def resolve_device(config: Config, has_accelerator: bool, given: Collection[str]
 
 
 def device_problems(config: Config, has_accelerator: bool) -> Iterator[Problem]:
-    """A device that this machine has not got."""
+    """A device that this machine does not have."""
     if config.device == "cuda" and not has_accelerator:
         yield Problem("device", "cuda", "cpu or auto here", "No NVIDIA device was found on this machine.")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from skyrl_train.config.choices import ENVIRONMENTS, TOOLS
+from skyrl_train.config.conditions import environment_is
+from skyrl_train.config.fields import key
+from skyrl_train.config.ranges import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, POSITIVE
 from skyrl_train.config.section import OpenSection, Section
 
 
@@ -12,25 +16,26 @@ from skyrl_train.config.section import OpenSection, Section
 class GSM8KConfig(Section):
     """Settings of the gsm8k environment."""
 
-    method: str = "strict"
-    """strict: the number after "####"; flexible: where there is none, the last number of the text."""
-    format_score: float = 0.0
-    """Reward of a single wrong number."""
+    method: str = key("strict", choices=("strict", "flexible"))
+    """How the answer is found. strict: it is the number after "####". flexible: without such a number, it is the last
+    number of the text."""
+    format_score: float = key(0.0, range=FRACTION)
+    """Reward of an answer that is a single wrong number."""
 
 
 @dataclass
 class GSM8KMultiTurnConfig(Section):
     """Settings of the gsm8k_multi_turn environment."""
 
-    format_score: float = 0.2
-    """Reward of wrong numbers in the right form, over all turns together."""
+    format_score: float = key(0.2, range=FRACTION)
+    """Reward of wrong numbers in the right format, for all turns together."""
 
 
 @dataclass
 class MultiplyConfig(Section):
     """Settings of the multiply environment."""
 
-    format_score: float = 0.5
+    format_score: float = key(0.5, range=FRACTION)
     """Reward of a wrong number in a box, in the last turn."""
 
 
@@ -38,15 +43,15 @@ class MultiplyConfig(Section):
 class MathConfig(Section):
     """Settings of the math environment."""
 
-    timeout: float = 5.0
-    """Seconds to compare an answer with the right one; one that takes longer scores 0."""
+    timeout: float = key(5.0, range=POSITIVE)
+    """Time limit (seconds) for comparing an answer with the right one; a comparison that takes longer scores 0."""
 
 
 @dataclass
 class CountdownConfig(Section):
     """Settings of the countdown environment."""
 
-    format_score: float = 0.1
+    format_score: float = key(0.1, range=FRACTION)
     """Reward of an expression that is not a solution."""
 
 
@@ -62,22 +67,23 @@ class Text2SQLConfig(Section):
 class IFEvalConfig(Section):
     """Settings of the ifeval environment."""
 
-    reward: str = "fraction"
-    """fraction: the share of a prompt's instructions that are followed; all: 1 where every one is followed, else 0."""
+    reward: str = key("fraction", choices=("fraction", "all"))
+    """fraction: the share of a prompt's instructions that the response follows. all: 1 if it follows every one of them,
+    otherwise 0."""
     loose: bool = False
-    """Also count what is followed after removing the first or last line, or all asterisks."""
+    """Also count instructions that the response follows once its first or last line or its asterisks are removed."""
 
 
 @dataclass
 class LCBConfig(Section):
     """Settings of the lcb environment."""
 
-    test_timeout_s: float = 6.0
-    """Seconds of one test, of wall and of processor time."""
-    timeout_s: float = 45.0
-    """Seconds of all tests of one answer; those that have not run by then have failed."""
-    max_tests: int = 20
-    """Tests of a row that are run: its first ones."""
+    test_timeout_s: float = key(6.0, range=POSITIVE)
+    """Time limit (seconds) of one test; it applies to wall-clock time and to processor time."""
+    timeout_s: float = key(45.0, range=POSITIVE)
+    """Time limit (seconds) of all tests of one answer together; tests that have not run by then count as failed."""
+    max_tests: int = key(20, range=AT_LEAST_ONE)
+    """Maximum number of tests that are run for a row: its first ones."""
 
 
 @dataclass
@@ -85,13 +91,14 @@ class JudgeConfig(Section):
     """Settings of the llm_as_a_judge environment."""
 
     model: str = "gpt-4o-mini"
-    """Model that judges."""
+    """The model that judges."""
     base_url: str | None = None
-    """OpenAI-compatible server of that model; null is OpenAI's. The key is read from OPENAI_API_KEY."""
-    timeout: float = 30.0
-    """Seconds per answer judged, with all retries; below trainer.timeouts.environment_step_s."""
-    sampling: dict[str, Any] = field(default_factory=dict)
-    """Sent with every request, for example temperature; what is not here is the server's default."""
+    """OpenAI-compatible server of that model; null is OpenAI's. The API key is read from OPENAI_API_KEY."""
+    timeout: float = key(30.0, range=POSITIVE)
+    """Time limit (seconds) for judging one answer, all retries included. It must be below
+    trainer.timeouts.environment_step_s."""
+    sampling: dict[str, Any] = key(factory=dict)
+    """Parameters that are sent with every request, for example temperature; the server decides about all others."""
 
 
 @dataclass
@@ -101,21 +108,22 @@ class SearchConfig(Section):
     log_requests: bool = False
     """Log every request."""
     search_url: str = "http://127.0.0.1:8000/retrieve"
-    """Server that searches, by SkyRL's protocol; not asked with a corpus."""
-    topk: int = 3
+    """The search server, which speaks SkyRL's protocol. It is not used if `corpus` is set."""
+    topk: int = key(3, range=AT_LEAST_ONE)
     """Documents per query."""
-    timeout: float = 30.0
-    """Seconds per query, with all retries; below trainer.timeouts.environment_step_s."""
+    timeout: float = key(30.0, range=POSITIVE)
+    """Time limit (seconds) of one query, all retries included. It must be below trainer.timeouts.environment_step_s."""
     corpus: str | None = None
-    """Searched by BM25 instead: a .jsonl or .parquet file, or an index that tools/bm25.py wrote."""
+    """Documents to search with BM25 instead of asking a server: a .jsonl or .parquet file, or an index that
+    tools/bm25.py wrote."""
 
 
 @dataclass
 class SearchCodeConfig(SearchConfig):
-    """Settings of the searchcode environment: those of search, and of its programs."""
+    """Settings of the searchcode environment: those of search, and the time limit of its programs."""
 
-    python_timeout: float = 10.0
-    """Seconds per program; below trainer.timeouts.environment_step_s."""
+    python_timeout: float = key(10.0, range=POSITIVE)
+    """Time limit (seconds) of one program. It must be below trainer.timeouts.environment_step_s."""
 
 
 @dataclass
@@ -123,10 +131,11 @@ class ReasoningGymConfig(Section):
     """Settings of the reasoning_gym environment."""
 
     tasks: list[str] | None = None
-    """Names of the library's datasets that rows may ask for; null: all of them, but those whose scorer runs the answer
-    as code."""
+    """Names of the library's datasets that rows may use. null allows all of them except those whose scorer runs the
+    answer as code."""
     partial_credit: bool = True
-    """false: a score below 1 counts 0. Many of the library's scorers give some credit for an answer among others."""
+    """Give scores below 1 as they are; false turns them into 0. Many scorers of the library give some credit to an
+    answer that stands among others."""
 
 
 @dataclass
@@ -135,7 +144,7 @@ class VerifiersConfig(Section):
 
     env_id: str | None = None
     """Name of an installed environment of the verifiers library."""
-    env_args: dict[str, Any] = field(default_factory=dict)
+    env_args: dict[str, Any] = key(factory=dict)
     """Arguments of its `load_environment`."""
 
 
@@ -144,45 +153,47 @@ class OpenEnvConfig(Section):
     """Settings of the openenv environment."""
 
     base_url: str | None = None
-    """Server: http(s) with `POST /reset` and `POST /step` below it, or the address of OpenEnv's sessions, ws(s)://.../ws."""
+    """The server: an http(s) address with `POST /reset` and `POST /step` below it, or the address of OpenEnv's
+    sessions, ws(s)://.../ws."""
     token_variable: str | None = None
-    """Environment variable with the token that is sent as `Authorization: Bearer`."""
+    """Environment variable that holds the token; it is sent as `Authorization: Bearer`."""
     action_key: str | None = "message"
     """The model's text is sent as `{"action": {action_key: text}}`; null sends `{"action": text}`."""
     observation_key: str | None = None
-    """Of the observation, the part that the model is shown; null is a text, or all of it as JSON."""
-    timeout: float = 30.0
-    """Seconds that one request may take."""
-    max_response_bytes: int = 1_048_576
-    """A longer answer of the server fails the episode."""
+    """The part of the observation that the model is shown; null shows all of it, as JSON unless it is text."""
+    timeout: float = key(30.0, range=POSITIVE)
+    """Time limit (seconds) of one request."""
+    max_response_bytes: int = key(1_048_576, range=AT_LEAST_ONE)
+    """A response of the server that is longer than this fails the episode."""
 
 
 @dataclass
 class ToolUseConfig(Section):
     """Settings of the tool_use environment."""
 
-    tools: list[str] = field(default_factory=lambda: ["python"])
+    tools: list[str] = key(factory=lambda: ["python"], choices=TOOLS, plugins=True)
     """Names of the tools that the model may call."""
-    tool_settings: dict[str, Any] = field(default_factory=dict)
-    """Tool -> what it is made with, where that is not its defaults."""
-    style: str = "xml"
-    """How calls are written: xml, json or native (the tokenizer's own format)."""
-    dialect: str = "hermes"
-    """With style=native, how the prompt says it: hermes (also Qwen), llama or mistral."""
+    tool_settings: dict[str, Any] = key(factory=dict)
+    """Settings of each tool by its name; what is not given keeps the tool's default."""
+    style: str = key("xml", choices=("xml", "json", "native"))
+    """Format of calls: xml, json, or native (the tokenizer's own format)."""
+    dialect: str = key("hermes", choices=("hermes", "llama", "mistral"))
+    """How the prompt describes calls with style=native: hermes (also for Qwen), llama or mistral."""
     describe_tools: bool = True
-    """Say in the system message which tools there are and how to call them."""
-    observation_role: str = "user"
+    """Describe the tools and how to call them in the system message."""
+    observation_role: str = key("user", choices=("user", "tool"))
     """Role of the messages that carry results: user or tool."""
     tools_required: bool = False
-    """A right answer counts only after a call that worked."""
+    """A right answer counts only after a tool call that succeeded."""
 
 
 @dataclass
 class SandboxConfig(Section):
     """Where programs run that a model wrote."""
 
-    kind: str = "bubblewrap"
-    """bubblewrap, or unsafe_local: as this user, on this machine, boxed in by nothing."""
+    kind: str = key("bubblewrap", choices=("bubblewrap", "unsafe_local"))
+    """bubblewrap isolates programs; unsafe_local runs them as the current user, on this machine, without any
+    isolation."""
     i_know_this_runs_model_code_on_this_machine: bool = False
     """Must be true for unsafe_local."""
 
@@ -191,34 +202,34 @@ class SandboxConfig(Section):
 class SkyRLGymConfig(Section):
     """Settings of environments by name, and of the processes they run in."""
 
-    max_env_workers: int = 32
-    """Environment processes at most; never more than twice the machine's cores are started, and never none."""
-    gsm8k: GSM8KConfig = field(default_factory=GSM8KConfig)
-    gsm8k_multi_turn: GSM8KMultiTurnConfig = field(default_factory=GSM8KMultiTurnConfig)
-    multiply: MultiplyConfig = field(default_factory=MultiplyConfig)
-    math: MathConfig = field(default_factory=MathConfig)
-    countdown: CountdownConfig = field(default_factory=CountdownConfig)
-    ifeval: IFEvalConfig = field(default_factory=IFEvalConfig)
-    lcb: LCBConfig = field(default_factory=LCBConfig)
-    text2sql: Text2SQLConfig = field(default_factory=Text2SQLConfig)
-    llm_as_a_judge: JudgeConfig = field(default_factory=JudgeConfig)
-    search: SearchConfig = field(default_factory=SearchConfig)
-    reasoning_gym: ReasoningGymConfig = field(default_factory=ReasoningGymConfig)
-    verifiers: VerifiersConfig = field(default_factory=VerifiersConfig)
-    openenv: OpenEnvConfig = field(default_factory=OpenEnvConfig)
-    own: dict[str, Any] = field(default_factory=dict)
+    max_env_workers: int = key(32, range=NOT_NEGATIVE, aliases="generator.max_env_workers")
+    """Maximum number of environment processes. At least one is started, and at most two per core of the machine."""
+    gsm8k: GSM8KConfig = key(factory=GSM8KConfig, needs=environment_is("gsm8k"))
+    gsm8k_multi_turn: GSM8KMultiTurnConfig = key(factory=GSM8KMultiTurnConfig, needs=environment_is("gsm8k_multi_turn"))
+    multiply: MultiplyConfig = key(factory=MultiplyConfig, needs=environment_is("multiply"))
+    math: MathConfig = key(factory=MathConfig, needs=environment_is("math"))
+    countdown: CountdownConfig = key(factory=CountdownConfig, needs=environment_is("countdown"))
+    ifeval: IFEvalConfig = key(factory=IFEvalConfig, needs=environment_is("ifeval"))
+    lcb: LCBConfig = key(factory=LCBConfig, needs=environment_is("lcb"))
+    text2sql: Text2SQLConfig = key(factory=Text2SQLConfig, needs=environment_is("text2sql"))
+    llm_as_a_judge: JudgeConfig = key(factory=JudgeConfig, needs=environment_is("llm_as_a_judge"))
+    search: SearchConfig = key(factory=SearchConfig, needs=environment_is("search"))
+    reasoning_gym: ReasoningGymConfig = key(factory=ReasoningGymConfig, needs=environment_is("reasoning_gym"))
+    verifiers: VerifiersConfig = key(factory=VerifiersConfig, needs=environment_is("verifiers"))
+    openenv: OpenEnvConfig = key(factory=OpenEnvConfig, needs=environment_is("openenv"))
+    own: dict[str, Any] = key(factory=dict)
     """Settings of your own environments, by name: `own: {my_env: {difficulty: 3}}` is my_env's `env_config`."""
-    searchcode: SearchCodeConfig = field(default_factory=SearchCodeConfig)
-    tool_use: ToolUseConfig = field(default_factory=ToolUseConfig)
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    searchcode: SearchCodeConfig = key(factory=SearchCodeConfig, needs=environment_is("searchcode"))
+    tool_use: ToolUseConfig = key(factory=ToolUseConfig, needs=environment_is("tool_use"))
+    sandbox: SandboxConfig = key(factory=SandboxConfig)
 
 
 @dataclass
 class EnvironmentConfig(OpenSection):
     """The environment of rows that do not name one themselves."""
 
-    env_class: str = "gsm8k"
+    env_class: str = key("gsm8k", choices=ENVIRONMENTS, plugins=True)
     """Registered name of the environment."""
-    skyrl_gym: SkyRLGymConfig = field(default_factory=SkyRLGymConfig)
-    own: dict[str, Any] = field(default_factory=dict)
-    """Keys of your own, for your own code: `+environment.my_key=3` is here, and `cfg.environment.my_key` there."""
+    skyrl_gym: SkyRLGymConfig = key(factory=SkyRLGymConfig)
+    own: dict[str, Any] = key(factory=dict)
+    """Keys for your own code: `+environment.my_key=3` is stored here, and read as `cfg.environment.my_key`."""

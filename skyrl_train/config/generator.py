@@ -2,64 +2,94 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from skyrl_train.config.choices import ENGINES
+from skyrl_train.config.conditions import (
+    BATCHED_TURNS,
+    CONVERSATION,
+    FINGERPRINTS,
+    HTTP_ENDPOINT,
+    LOCAL_ENGINES,
+    SERVERS,
+    SERVING_ENGINE,
+    SEVERAL_TURNS,
+    SHARED_FOLDER,
+    VLLM_ON_ACCELERATOR,
+    only_if_set,
+    only_with,
+)
+from skyrl_train.config.fields import key
+from skyrl_train.config.ranges import (
+    AT_LEAST_ONE,
+    FRACTION,
+    MINUS_ONE_OR_MORE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_FRACTION,
+    Range,
+)
 from skyrl_train.config.section import OpenSection, Section, interpolation
+
+SINCE_0_4 = "generator.inference_engine.{name}"
+"""Where newer versions of SkyRL keep the keys of engines."""
 
 
 @dataclass
 class SamplingConfig(Section):
     """How responses are sampled."""
 
-    max_generate_length: int = 1024
-    """Tokens per turn at most; `max_new_tokens` is accepted as another name."""
-    repetition_penalty: float = 1.0
-    """Divides the logits of tokens already seen; 1 is off."""
-    temperature: float = 1.0
-    """Divides the logits; 0 is greedy."""
-    top_p: float = 1.0
-    """Samples from the smallest set of tokens with this probability; 1 is off."""
-    min_p: float = 0.0
-    """Samples from tokens with at least this share of the likeliest token's probability; 0 is off."""
-    top_k: int = -1
-    """Samples from this many likeliest tokens; -1 is off."""
-    logprobs: int | None = 1
-    """Log-probs of the sampled tokens are always returned here."""
+    max_generate_length: int = key(1024, range=AT_LEAST_ONE, aliases="max_new_tokens")
+    """Maximum number of tokens per turn."""
+    repetition_penalty: float = key(1.0, range=Range(0.01, 100))
+    """Divides the logits of tokens that occurred before; 1 turns it off."""
+    temperature: float = key(1.0, range=NOT_NEGATIVE)
+    """Divides the logits; 0 is greedy sampling."""
+    top_p: float = key(1.0, range=POSITIVE_FRACTION)
+    """Sample from the smallest set of tokens whose probabilities add up to at least this; 1 turns it off."""
+    min_p: float = key(0.0, range=FRACTION)
+    """Sample from tokens whose probability is at least this share of the likeliest token's; 0 turns it off."""
+    top_k: int = key(-1, range=MINUS_ONE_OR_MORE, spellings={None: -1})
+    """Sample from this many of the likeliest tokens; -1 turns it off."""
+    logprobs: int | None = key(1, range=NOT_NEGATIVE)
+    """How many log-probs are returned for each sampled token."""
     stop: list[str] | None = None
     """Strings that end a turn."""
 
 
 @dataclass
 class EvalSamplingConfig(SamplingConfig):
-    """How responses are sampled in evaluation: greedy unless told otherwise."""
+    """How responses are sampled in evaluation: greedily by default."""
 
-    max_generate_length: int = interpolation("generator.sampling_params.max_generate_length")
-    """Tokens per turn at most."""
-    temperature: float = 0.0
-    """Divides the logits; 0 is greedy."""
+    max_generate_length: int = key(
+        interpolation("generator.sampling_params.max_generate_length"), range=AT_LEAST_ONE, aliases="max_new_tokens"
+    )
+    """Maximum number of tokens per turn."""
+    temperature: float = key(0.0, range=NOT_NEGATIVE)
 
 
 @dataclass
 class ChatTemplateConfig(Section):
     """Which chat template renders conversations."""
 
-    source: str = "name"
-    """`name` looks `name_or_path` up among the built-in ones, `file` reads it from that path."""
+    source: str = key("name", choices=("name", "file"), needs=only_if_set("generator.chat_template.name_or_path"))
+    """`name`: `name_or_path` is the name of a built-in template. `file`: it is the path of a template."""
     name_or_path: str | None = None
-    """null uses the tokenizer's own template."""
+    """The template; null uses the tokenizer's own."""
 
 
 @dataclass
 class RateLimitConfig(Section):
-    """How many episodes run, for environments or engines that bear no more."""
+    """Limits on running episodes, for environments or engines that cannot take more."""
 
     enabled: bool = False
-    """Limit them. Which run together then depends on timing."""
-    trajectories_per_second: float | None = None
-    """Episodes that begin a second at most; null is no limit."""
-    max_concurrency: int | None = None
-    """Episodes under way at most, unless the samples of one prompt are more; null is no limit."""
+    """Apply the limits. Which episodes run at the same time then depends on timing."""
+    trajectories_per_second: float | None = key(None, range=POSITIVE)
+    """Maximum number of episodes that begin per second; null sets no limit."""
+    max_concurrency: int | None = key(None, range=AT_LEAST_ONE)
+    """Maximum number of episodes that run at the same time, or the number of samples of one prompt if that is larger;
+    null sets no limit."""
 
 
 @dataclass
@@ -67,116 +97,153 @@ class GeneratorConfig(OpenSection):
     """Engines and the rollouts they serve."""
 
     model_name: str = interpolation("trainer.policy.model.path")
-    """Name of the model for tokenizers and engines; follows the policy."""
-    model_dtype: str = "bfloat16"
-    """Data type of the engines' weights: `bfloat16`, `float16` or `float32`."""
-    run_engines_locally: bool = True
-    """Start engines in this cluster; false uses servers, one engine each: those of `skyrl_train.entrypoints.serve`, or
-    vLLM's or SGLang's own where `backend` says so."""
-    num_inference_engines: int = 1
-    """Engines to start."""
+    """Name of the model for tokenizers and engines. By default it follows the policy."""
+    model_dtype: str = key("bfloat16", choices=("bfloat16", "float16", "float32"), aliases=SINCE_0_4)
+    """Data type of the engines' weights."""
+    run_engines_locally: bool = key(True, aliases=SINCE_0_4)
+    """Start engines in this cluster. false uses servers, each of which is one engine: those of
+    `skyrl_train.entrypoints.serve`, or vLLM's or SGLang's own servers if `backend` is one of these."""
+    num_inference_engines: int = key(
+        1, range=AT_LEAST_ONE, needs=LOCAL_ENGINES, aliases="generator.inference_engine.num_engines"
+    )
+    """Number of engines to start."""
     max_engine_restarts: int = 3
-    """Engines that die are started again, with the current weights, this often in a run; then the run stops."""
-    backend: str = "vllm"
-    """Which engine: `vllm`, `sglang` or `transformers`."""
-    weight_sync_backend: str = "nccl"
-    """Collectives that carry weights to the engines: `nccl` or `gloo`."""
-    weight_sync_check: str = "fingerprint"
-    """Proof that weights arrived: `off`, `fingerprint` (sums of bit patterns) or `probe` (log-probs of a text too)."""
-    weight_sync_route: str = "auto"
-    """How weights travel: `broadcast`, `ipc` (one machine's memory), `checkpoint` (a shared folder) or `in_process` (in
-    the calls themselves); `auto` is ipc where every engine shares its slots with the trainer, else broadcast."""
-    weight_sync_folder: str | None = None
-    """For `weight_sync_route=checkpoint` and for vLLM's and SGLang's own servers: a folder that trainer and engines see
-    under one path; null is the run's."""
+    """How often, in the whole run, an engine that died is started again with the current weights. After that the run
+    stops."""
+    backend: str = key("vllm", choices=ENGINES, aliases=SINCE_0_4)
+    """Which engine generates."""
+    weight_sync_backend: str = key("nccl", choices=("nccl", "gloo"), aliases=SINCE_0_4)
+    """Collectives that carry weights to the engines."""
+    weight_sync_check: str = key("fingerprint", choices=("off", "fingerprint", "probe"), needs=FINGERPRINTS)
+    """How it is verified that weights arrived: `fingerprint` compares sums of bit patterns, `probe` also compares the
+    log-probs of a text. `off` is the same as `fingerprint`."""
+    weight_sync_route: str = key("auto", choices=("auto", "broadcast", "ipc", "checkpoint", "in_process"))
+    """How weights travel: `broadcast` (collectives), `ipc` (memory of one machine), `checkpoint` (a shared folder) or
+    `in_process` (in the calls themselves). `auto` is `ipc` if every engine shares its slots with the trainer, otherwise
+    `broadcast`."""
+    weight_sync_folder: str | None = key(None, needs=SHARED_FOLDER)
+    """Folder for `weight_sync_route=checkpoint` and for vLLM's and SGLang's own servers. Trainer and engines must see
+    it under the same path; null uses the run's folder."""
     weight_sync_only_changed: bool = False
-    """Leave out tensors whose bits are those of the last sync, for engines that can load a part."""
-    weight_transfer_threshold_cuda_ipc_GB: float = 1.0
-    """Size (GB) of the buckets in which weights travel."""
-    external_proxy_url: str | None = None
+    """Leave out tensors that did not change by a single bit since the last sync, for engines that can load a part of
+    the model."""
+    weight_transfer_threshold_cuda_ipc_GB: float = key(1.0, range=POSITIVE, aliases=SINCE_0_4)
+    """Size (GiB) of the buckets in which weights travel."""
+    external_proxy_url: str | None = key(
+        None,
+        choices=(None,),
+        unavailable=(
+            "A router of another project cannot take weights: name the servers behind it in external_server_urls."
+        ),
+        aliases=SINCE_0_4,
+    )
     """A router in front of external servers."""
-    external_server_urls: list[str] | None = None
-    """Other name of `remote_inference_engine_urls`, which it goes before."""
-    inference_engine_tensor_parallel_size: int = 1
-    """Accelerators that a layer of an engine is split over; `tensor_parallel_size` is accepted as another name."""
-    inference_engine_pipeline_parallel_size: int = 1
-    """Stages that an engine's layers are split into."""
-    inference_engine_expert_parallel_size: int = 1
-    """Accelerators that an engine's experts are split over."""
-    inference_engine_data_parallel_size: int = 1
-    """Copies inside one engine."""
-    n_samples_per_prompt: int = 5
+    external_server_urls: list[str] | None = key(None, needs=SERVERS, aliases=SINCE_0_4)
+    """Other name of `remote_inference_engine_urls`; if both are set, this one counts."""
+    inference_engine_tensor_parallel_size: int = key(
+        1,
+        range=AT_LEAST_ONE,
+        needs=LOCAL_ENGINES,
+        aliases=("tensor_parallel_size", "generator.inference_engine.tensor_parallel_size"),
+    )
+    """Size of an engine's tensor-parallel group: the accelerators that every layer is split over."""
+    inference_engine_pipeline_parallel_size: int = key(
+        1, range=AT_LEAST_ONE, needs=LOCAL_ENGINES, aliases="generator.inference_engine.pipeline_parallel_size"
+    )
+    """Number of pipeline stages that an engine's layers are split into."""
+    inference_engine_expert_parallel_size: int = key(
+        1, range=AT_LEAST_ONE, needs=LOCAL_ENGINES, aliases="generator.inference_engine.expert_parallel_size"
+    )
+    """Number of accelerators that an engine's experts are split over."""
+    inference_engine_data_parallel_size: int = key(
+        1, range=AT_LEAST_ONE, needs=LOCAL_ENGINES, aliases="generator.inference_engine.data_parallel_size"
+    )
+    """Number of copies of the model inside one engine."""
+    n_samples_per_prompt: int = key(5, range=AT_LEAST_ONE)
     """Responses per prompt: the size of a group."""
-    async_engine: bool = True
-    """Engines are always asynchronous here."""
-    batched: bool = False
-    """Conversations of several turns go to the engines turn by turn, all together: as reproducible as one turn is, and
-    as slow as the slowest. false: each goes on by itself after its first turn."""
-    max_input_length: int = interpolation("trainer.max_prompt_length")
-    """Tokens of a conversation at most before its next turn is sampled."""
-    vllm_v1_disable_multiproc: bool = True
+    async_engine: bool = key(True, aliases=SINCE_0_4)
+    """Run engines asynchronously."""
+    batched: bool = key(False, needs=BATCHED_TURNS)
+    """Send conversations of several turns to the engines turn by turn, all of them together. This is as reproducible as
+    a single turn, and as slow as the slowest conversation. false: each conversation continues on its own after its
+    first turn."""
+    max_input_length: int = key(
+        interpolation("trainer.max_prompt_length"),
+        range=AT_LEAST_ONE,
+        spellings={None: interpolation("trainer.max_prompt_length")},
+    )
+    """Maximum length (tokens) of a conversation before its next turn is sampled."""
+    vllm_v1_disable_multiproc: bool = key(True, aliases=SINCE_0_4)
     """Run vLLM's scheduler in the engine's own process."""
-    enable_prefix_caching: bool = True
-    """Reuse the cache of prompts that begin the same."""
-    enable_chunked_prefill: bool = True
-    """Split long prompts so that they do not hold up sampling."""
-    max_num_batched_tokens: int = 8192
-    """Tokens per engine step at most."""
-    enforce_eager: bool = True
+    enable_prefix_caching: bool = key(True, needs=SERVING_ENGINE, aliases=SINCE_0_4)
+    """Reuse the KV cache for prompts that begin with the same tokens."""
+    enable_chunked_prefill: bool = key(True, needs=(SERVING_ENGINE, VLLM_ON_ACCELERATOR), aliases=SINCE_0_4)
+    """Split long prompts so that they do not delay the sampling of other responses."""
+    max_num_batched_tokens: int = key(8192, range=AT_LEAST_ONE, needs=SERVING_ENGINE, aliases=SINCE_0_4)
+    """Maximum number of tokens per step of the engine."""
+    enforce_eager: bool = key(True, needs=(SERVING_ENGINE, VLLM_ON_ACCELERATOR), aliases=SINCE_0_4)
     """Run the engine without CUDA graphs."""
-    fully_sharded_loras: bool = False
+    fully_sharded_loras: bool = key(False, aliases=SINCE_0_4)
     """Shard adapters over tensor-parallel ranks."""
-    enable_ray_prometheus_stats: bool = False
+    enable_ray_prometheus_stats: bool = key(False, aliases=SINCE_0_4)
     """Export vLLM's statistics through Ray."""
-    gpu_memory_utilization: float = 0.8
-    """Share of an accelerator's memory that an engine may take."""
-    max_num_seqs: int = 1024
-    """Sequences in an engine's batch at most."""
-    remote_inference_engine_urls: list[str] = field(default_factory=lambda: ["127.0.0.1:8001"])
-    """Servers for `run_engines_locally=false`; their token is the environment's SKYRL_API_KEY."""
-    enable_http_endpoint: bool = False
+    gpu_memory_utilization: float = key(
+        0.8, range=POSITIVE_FRACTION, needs=(SERVING_ENGINE, VLLM_ON_ACCELERATOR), aliases=SINCE_0_4
+    )
+    """Share of an accelerator's memory that an engine may use."""
+    max_num_seqs: int = key(1024, range=AT_LEAST_ONE, needs=LOCAL_ENGINES, aliases=SINCE_0_4)
+    """Maximum number of sequences in an engine's batch."""
+    remote_inference_engine_urls: list[str] = key(
+        factory=lambda: ["127.0.0.1:8001"], needs=SERVERS, aliases="generator.inference_engine.remote_urls"
+    )
+    """Servers for `run_engines_locally=false`. Their token is read from the environment variable SKYRL_API_KEY."""
+    enable_http_endpoint: bool = key(False, aliases=SINCE_0_4)
     """Serve the engines over HTTP."""
-    http_endpoint_host: str = "127.0.0.1"
-    """Address of that endpoint."""
-    http_endpoint_port: int = 8000
-    """Port of that endpoint."""
-    served_model_name: str | None = None
-    """Name of the model at that endpoint."""
-    max_turns: int = 1
-    """Turns of a conversation at most; environments get it as `extras["max_turns"]`. A row's own `max_turns` counts
-    where it is lower."""
-    chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    http_endpoint_host: str = key("127.0.0.1", needs=HTTP_ENDPOINT, aliases=SINCE_0_4)
+    """Address of the HTTP endpoint."""
+    http_endpoint_port: int = key(8000, range=Range(1, 65535), needs=HTTP_ENDPOINT, aliases=SINCE_0_4)
+    """Port of the HTTP endpoint."""
+    served_model_name: str | None = key(None, needs=HTTP_ENDPOINT, aliases=SINCE_0_4)
+    """Name of the model at the HTTP endpoint."""
+    max_turns: int = key(1, range=AT_LEAST_ONE)
+    """Maximum number of turns of a conversation; environments get it as `extras["max_turns"]`. A row's own `max_turns`
+    applies if it is lower."""
+    chat_template: ChatTemplateConfig = key(factory=ChatTemplateConfig)
+    chat_template_kwargs: dict[str, Any] = key(factory=dict)
     """Variables for the chat template, e.g. `+generator.chat_template_kwargs.enable_thinking=false`."""
-    engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments handed to the engine as they are."""
-    override_existing_update_group: str = "auto"
-    """Replace a remote server's weight-update group: `auto`, `enable` or `disable`."""
-    sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
-    use_conversation_multi_turn: bool = True
-    """Every turn is a message of its own; false writes all turns into one assistant message."""
-    append_eos_token_after_stop_str_in_multi_turn: bool = True
-    """End a turn that a stop string ended with the token that ends turns; it is not trained on."""
-    retokenize_chat_history: bool = False
-    """With step_wise_trajectories: every turn reads the whole conversation rendered and tokenised anew."""
-    rate_limit: RateLimitConfig = field(default_factory=RateLimitConfig)
-    eval_sampling_params: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
-    eval_n_samples_per_prompt: int = 1
+    engine_init_kwargs: dict[str, Any] = key(factory=dict, needs=LOCAL_ENGINES, aliases=SINCE_0_4)
+    """Arguments that are passed to the engine unchanged."""
+    override_existing_update_group: str = key(
+        "auto", choices=("auto", "enable", "disable"), spellings={True: "enable", False: "disable"}, aliases=SINCE_0_4
+    )
+    """Replace the weight-update group of a remote server."""
+    sampling_params: SamplingConfig = key(factory=SamplingConfig)
+    use_conversation_multi_turn: bool = key(True, needs=SEVERAL_TURNS)
+    """Make every turn a message of its own; false writes all turns into one assistant message."""
+    append_eos_token_after_stop_str_in_multi_turn: bool = key(True, needs=(SEVERAL_TURNS, CONVERSATION))
+    """If a stop string ended a turn, append the token that ends turns. That token is not trained on."""
+    retokenize_chat_history: bool = key(False, needs=(SEVERAL_TURNS, CONVERSATION))
+    """With step_wise_trajectories: render and tokenise the whole conversation again before every turn."""
+    rate_limit: RateLimitConfig = key(factory=RateLimitConfig, needs=only_with("generator.rate_limit.enabled", True))
+    eval_sampling_params: EvalSamplingConfig = key(factory=EvalSamplingConfig)
+    eval_n_samples_per_prompt: int = key(1, range=AT_LEAST_ONE)
     """Responses per prompt in evaluation."""
     zero_reward_on_non_stop: bool = False
-    """In training a response that did not end by itself gets reward 0, or less: never more than the environment gave
-    it, nor than the worst of its group that did end."""
+    """In training, lower the reward of a response that did not end by itself to at most 0, and to at most the lowest
+    reward of the responses in its group that did. No reward is ever raised."""
     apply_overlong_filtering: bool = False
-    """A response that was cut by length is kept out of the loss; its reward stays in its group's statistics."""
-    over_provisioning: float = 0.0
-    """A step begins this fraction of prompts more than it needs, takes those that finish first and aborts the others.
-    Which they are depends on timing: runs no longer repeat, and slow prompts are seen less often."""
-    rope_scaling: dict[str, Any] | None = field(default=interpolation("trainer.rope_scaling"))
-    """Rotary embedding scaling of the engines' model; follows the trainer."""
-    rope_theta: float | None = interpolation("trainer.rope_theta")
-    """Rotary embedding base of the engines' model; follows the trainer."""
-    own: dict[str, Any] = field(default_factory=dict)
-    """Keys of your own, for your own code: `+generator.my_key=3` is here, and `cfg.generator.my_key` there."""
-    step_wise_trajectories: bool = False
-    """Where the chat template rewrites the history (thinking models), what the model read next is a sequence of its
-    own; the episode stays one sample. Turns that go on from each other stay one sequence."""
+    """Keep responses that were cut off by length out of the loss; their rewards still count in the statistics of their
+    groups."""
+    over_provisioning: float = key(0.0, range=NOT_NEGATIVE)
+    """Begin each step with more prompts than it needs, by this fraction. The step takes the prompts that finish first
+    and aborts the others. Which ones these are depends on timing, so runs are no longer reproducible, and slow prompts
+    are seen less often."""
+    rope_scaling: dict[str, Any] | None = interpolation("trainer.rope_scaling")
+    """Scaling of rotary embeddings in the engines' model. By default it follows the trainer."""
+    rope_theta: float | None = key(interpolation("trainer.rope_theta"), range=POSITIVE)
+    """Base of rotary embeddings in the engines' model. By default it follows the trainer."""
+    own: dict[str, Any] = key(factory=dict)
+    """Keys for your own code: `+generator.my_key=3` is stored here, and read as `cfg.generator.my_key`."""
+    step_wise_trajectories: bool = key(False, needs=(SEVERAL_TURNS, CONVERSATION), aliases="step_wise_training")
+    """For chat templates that rewrite the history (thinking models): when that happens, what the model reads next
+    begins a new sequence. The episode stays one sample, and turns that merely continue stay one sequence."""

@@ -1,4 +1,4 @@
-"""Where Hydra and OmegaConf end: the command-line grammar, composing YAML, interpolation, and nothing else of them.
+"""All that is used of Hydra and OmegaConf: the command-line grammar, composing YAML, and interpolation.
 
 Hydra sees the defaults of the dataclasses as plain mappings, so that every wrong key and type can be reported at once
 by this package instead of one at a time by Hydra. Its run folders, log files and `chdir` are off.
@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 import skyrl_train
 from skyrl_train.config.convert import Unfit, build, read
 from skyrl_train.config.inspection import inspect
-from skyrl_train.config.keys import ALL_ALIASES, SPELLINGS, all_keys, canonical, spelt
+from skyrl_train.config.keys import aliases, all_keys, canonical, leaves, spelt
 from skyrl_train.config.problems import Problem, raise_all
 from skyrl_train.config.safety import foreign_targets, redact
 from skyrl_train.config.schema import Config
@@ -143,8 +143,8 @@ def unresolved(raw: DictConfig) -> dict[str, Any]:
 
 
 def rename_aliases(content: dict[str, Any]) -> Iterator[Problem]:
-    """Move values under other names (see keys.ALL_ALIASES) to the keys themselves, in place."""
-    for alias, name in ALL_ALIASES.items():
+    """Move values under other names (see keys.aliases) to the keys themselves, in place."""
+    for alias, name in aliases().items():
         section, last = _section_of(content, alias)
         if section is None or last not in section:
             continue
@@ -162,7 +162,7 @@ def rename_aliases(content: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _section_of(content: dict[str, Any], name: str, make: bool = False) -> tuple[dict[str, Any] | None, str]:
-    """The mapping that holds a key, and the key's name in it; None where there is none and none is to be made."""
+    """The mapping that holds a key, and the key's name in it. A missing mapping is None, or made with `make`."""
     section: Any = content
     *path, last = name.split(".")
     for part in path:
@@ -173,9 +173,9 @@ def _section_of(content: dict[str, Any], name: str, make: bool = False) -> tuple
 
 
 def respell(content: dict[str, Any]) -> None:
-    """Values that are written another way (see keys.SPELLINGS) as they are meant, in place."""
-    for name in SPELLINGS:
-        section, last = _section_of(content, name)
+    """Replace other spellings (see fields.Facts) by the values that they mean, in place."""
+    for name, key in leaves().items():
+        section, last = _section_of(content, name) if key.facts.spellings else (None, "")
         if section is not None and last in section:
             section[last] = spelt(name, section[last])
 

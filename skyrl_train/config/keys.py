@@ -1,4 +1,4 @@
-"""Every key of the configuration, read from the dataclasses: name, type, default; other names; the nearest match."""
+"""Every key of the configuration, read from the dataclasses: name, type, default, facts; other names; nearest match."""
 
 from __future__ import annotations
 
@@ -11,83 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_train.config.fields import NO_FACTS, Facts, facts_of
 from skyrl_train.config.schema import Config
 from skyrl_train.config.section import Section
-
-ALIASES = {
-    "generator.sampling_params.max_new_tokens": "generator.sampling_params.max_generate_length",
-    "generator.eval_sampling_params.max_new_tokens": "generator.eval_sampling_params.max_generate_length",
-    "generator.tensor_parallel_size": "generator.inference_engine_tensor_parallel_size",
-    "generator.max_env_workers": "environment.skyrl_gym.max_env_workers",
-    "generator.step_wise_training": "generator.step_wise_trajectories",
-    "trainer.algorithm.overlong_buffer_len": "trainer.algorithm.overlong_buffer.len",
-    "trainer.algorithm.overlong_buffer_penalty_factor": "trainer.algorithm.overlong_buffer.penalty_factor",
-    "trainer.algorithm.cispo.clip_low": "trainer.algorithm.cispo.cispo_eps_clip_low",
-    "trainer.algorithm.cispo.clip_high": "trainer.algorithm.cispo.cispo_eps_clip_high",
-    "trainer.algorithm.ppo_loss_type": "trainer.algorithm.policy_loss_type",
-}
-"""Other names of keys that are accepted; giving both with different values is an error."""
-
-_ENGINE = "generator.inference_engine"
-ENGINE_ALIASES = {
-    f"{_ENGINE}.num_engines": "generator.num_inference_engines",
-    f"{_ENGINE}.remote_urls": "generator.remote_inference_engine_urls",
-    **{
-        f"{_ENGINE}.{kind}_parallel_size": f"{_ENGINE}_{kind}_parallel_size"
-        for kind in ("tensor", "pipeline", "expert", "data")
-    },
-    **{
-        f"{_ENGINE}.{name}": f"generator.{name}"
-        for name in (
-            "async_engine",
-            "backend",
-            "enable_chunked_prefill",
-            "enable_http_endpoint",
-            "enable_prefix_caching",
-            "enable_ray_prometheus_stats",
-            "enforce_eager",
-            "engine_init_kwargs",
-            "external_proxy_url",
-            "external_server_urls",
-            "fully_sharded_loras",
-            "gpu_memory_utilization",
-            "http_endpoint_host",
-            "http_endpoint_port",
-            "max_num_batched_tokens",
-            "max_num_seqs",
-            "model_dtype",
-            "override_existing_update_group",
-            "run_engines_locally",
-            "served_model_name",
-            "vllm_v1_disable_multiproc",
-            "weight_sync_backend",
-            "weight_transfer_threshold_cuda_ipc_GB",
-        )
-    },
-}
-"""Where SkyRL keeps the engines' keys since 0.4."""
-ALL_ALIASES = ALIASES | ENGINE_ALIASES
-OTHER_SECTIONS = frozenset({_ENGINE})
-"""Sections that there are only under other names of keys."""
-
-_NEVER: dict[Any, Any] = {None: -1}
-SPELLINGS: dict[str, dict[Any, Any]] = {
-    "trainer.resume_mode": {None: "none", "": "none", "None": "none"},
-    "trainer.logger": {None: [], "": [], "none": []},
-    "trainer.ckpt_interval": _NEVER,
-    "trainer.hf_save_interval": _NEVER,
-    "trainer.eval_interval": _NEVER,
-    "trainer.max_ckpts_to_keep": _NEVER,
-    "trainer.ref.model.path": {None: "${trainer.policy.model.path}"},
-    "trainer.algorithm.dynamic_sampling.type": {"none": None},
-    "trainer.algorithm.off_policy_correction.tis_ratio_type": {"none": None},
-    "trainer.algorithm.off_policy_correction.sequence_mask_metric": {"none": None},
-    "generator.max_input_length": {None: "${trainer.max_prompt_length}"},
-    "generator.sampling_params.top_k": _NEVER,
-    "generator.eval_sampling_params.top_k": _NEVER,
-    "generator.override_existing_update_group": {True: "enable", False: "disable"},
-}
-"""Key -> another way to write a value -> the value. `convert.read` knows those that go for a whole type."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +23,7 @@ class Key:
     name: str
     hint: Any
     default: Any
+    facts: Facts = NO_FACTS
 
     @property
     def is_section(self) -> bool:
@@ -126,13 +53,14 @@ def all_keys() -> dict[str, Key]:
 
 
 def _walk(prefix: str, section: Section) -> Iterator[Key]:
-    for name, hint in hints(type(section)).items():
-        value = getattr(section, name)
+    types = hints(type(section))
+    for item in dataclasses.fields(section):  # type: ignore[arg-type]
+        name, value, facts = f"{prefix}{item.name}", getattr(section, item.name), facts_of(item)
         if isinstance(value, Section):
-            yield Key(prefix + name, type(value), None)
-            yield from _walk(f"{prefix}{name}.", value)
+            yield Key(name, type(value), None, facts)
+            yield from _walk(f"{name}.", value)
         else:
-            yield Key(prefix + name, hint, value)
+            yield Key(name, types[item.name], value, facts)
 
 
 @functools.cache
@@ -141,8 +69,30 @@ def leaves() -> dict[str, Key]:
     return {name: key for name, key in all_keys().items() if not key.is_section}
 
 
+@functools.cache
+def aliases() -> dict[str, str]:
+    """Other names of keys that are accepted -> the keys; giving both with different values is an error."""
+    found = {}
+    for key in leaves().values():
+        section, _, own_name = key.name.rpartition(".")
+        for alias in key.facts.aliases:
+            found[alias.format(name=own_name) if "." in alias else f"{section}.{alias}"] = key.name
+    return found
+
+
+@functools.cache
+def other_sections() -> frozenset[str]:
+    """Sections that exist only in other names of keys."""
+    return frozenset(alias.rpartition(".")[0] for alias in aliases()) - all_keys().keys()
+
+
+def _suggested() -> list[str]:
+    """Names that a misspelt one may have been meant to be. Those in `other_sections` are accepted but not suggested."""
+    return [*all_keys(), *(alias for alias in aliases() if alias.rpartition(".")[0] not in other_sections())]
+
+
 def find(name: str) -> Key | None:
-    """The key of that name, or the free-form mapping it lies in; None when nothing reads it."""
+    """The key of that name, or the free-form mapping it lies in; None if there is none."""
     name = canonical(name)
     while name:
         if key := all_keys().get(name):
@@ -154,9 +104,9 @@ def find(name: str) -> Key | None:
 
 
 def misspelt_sibling(name: str) -> str | None:
-    """The known key of the same section that the name is almost."""
+    """The known key of the same section whose name is almost this one."""
     section = name.rpartition(".")[0]
-    siblings = [key for key in (*all_keys(), *ALIASES) if key.rpartition(".")[0] == section]
+    siblings = [key for key in _suggested() if key.rpartition(".")[0] == section]
     return next(iter(difflib.get_close_matches(name, siblings, n=1, cutoff=0.85)), None)
 
 
@@ -164,7 +114,7 @@ def nearest(name: str) -> str | None:
     """The known key that was probably meant: misspelt in its section, without its section, or misspelt anywhere."""
     if sibling := misspelt_sibling(name):
         return sibling
-    known = [key for key in (*all_keys(), *ALIASES) if not name.startswith(f"{key}.")]
+    known = [key for key in _suggested() if not name.startswith(f"{key}.")]
     leaf = name.rpartition(".")[2]
     same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
     for candidates, cutoff in ((same_leaf, 0.3), (known, 0.75)):
@@ -176,23 +126,23 @@ def nearest(name: str) -> str | None:
 
 
 def canonical(name: str) -> str:
-    """The key that is meant by another name of it, or of the free-form mapping it lies in."""
+    """The name itself, or what it becomes if it, or the free-form mapping it lies in, is another name of a key."""
     head = name
     while head:
-        if head in ALL_ALIASES:
-            return ALL_ALIASES[head] + name[len(head) :]
+        if head in aliases():
+            return aliases()[head] + name[len(head) :]
         head = head.rpartition(".")[0]
     return name
 
 
 def spelt(name: str, value: Any) -> Any:
-    """The value that is meant by another way to write it."""
-    other = SPELLINGS.get(name, {})
-    return other.get(value, value) if value is None or isinstance(value, str | bool) else value
+    """The value itself, or the one that it is another spelling of."""
+    is_simple = value is None or isinstance(value, str | bool)
+    return leaves()[name].facts.spellings.get(value, value) if is_simple and name in leaves() else value
 
 
 def value_at(config: Config, name: str) -> Any:
-    """The value of a key in a configuration; a key below a free-form mapping too."""
+    """The value of a key in a configuration. The key may also lie in a free-form mapping."""
     value: Any = config
     for part in name.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)
@@ -200,7 +150,7 @@ def value_at(config: Config, name: str) -> Any:
 
 
 def with_value_at(section: Any, name: str, value: Any) -> Any:
-    """A configuration, or a section of one, with one key changed; what is given stays as it is."""
+    """A copy of a configuration, or of a section of one, with one key changed."""
     first, _, rest = name.partition(".")
     return dataclasses.replace(
         section, **{first: with_value_at(getattr(section, first), rest, value) if rest else value}

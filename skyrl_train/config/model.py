@@ -2,32 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from skyrl_train.config.choices import SCHEDULES
+from skyrl_train.config.conditions import (
+    ACCELERATOR,
+    DEEPSPEED,
+    FSDP,
+    OPTIMIZER_OF_REFERENCE,
+    REWARD_MODEL,
+    only_above,
+)
+from skyrl_train.config.fields import key
+from skyrl_train.config.ranges import AT_LEAST_ONE, MINUS_ONE_OR_MORE, NOT_NEGATIVE, Range
 from skyrl_train.config.section import Section, interpolation
+
+NO_START = "{} is not available in this version: it changes the frozen weights, or reads data first."
 
 
 @dataclass
 class LoraConfig(Section):
-    """Low-rank adapters on a model: they are trained, and the model below them stays as it is."""
+    """Low-rank adapters: they are trained, and the model that they are added to stays as it is."""
 
-    rank: int = 0
+    rank: int = key(0, range=NOT_NEGATIVE)
     """Rank of the adapters; 0 trains the whole model."""
-    alpha: int = 16
+    alpha: int = key(16, range=AT_LEAST_ONE)
     """Scale of the adapters: their output is multiplied by alpha / rank."""
-    dropout: float = 0.0
+    dropout: float = key(
+        0.0,
+        choices=(0.0,),
+        unavailable=(
+            "Log-probs must not depend on chance: those of the update and of the rollouts would differ for nothing."
+        ),
+    )
     """Dropout on the adapters' input."""
-    lora_sync_path: str = "/tmp/skyrl_lora_sync"
-    """Folder of adapters on their way to engines; read for compatibility: they go where weights go."""
-    sync: str = "auto"
-    """What engines get: `merged` weights, or the model once and then the `adapter` alone; `auto`: see docs/lora.md."""
     target_modules: str | list[str] = "all-linear"
     """Layers that get an adapter: `all-linear` (all but the head), a list of names, or a regular expression."""
     exclude_modules: str | list[str] | None = None
-    """Layers that get none although `target_modules` fits them: a list of names, or a regular expression."""
-    init_method: str = "kaiming"
-    """How the first of an adapter's two matrices starts; the second starts at 0."""
+    """Layers that get no adapter even if `target_modules` matches them: a list of names, or a regular expression."""
+    init_method: str = key(
+        "kaiming",
+        choices=("kaiming", "gaussian"),
+        unavailable={name: NO_START.format(name) for name in ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")},
+    )
+    """How the first of an adapter's two matrices is initialised. The second one starts at 0."""
+
+
+@dataclass
+class PolicyLoraConfig(LoraConfig):
+    """Low-rank adapters of the policy: they are trained, and the model that they are added to stays as it is."""
+
+    lora_sync_path: str = "/tmp/skyrl_lora_sync"
+    """SkyRL's folder for adapters on their way to engines."""
+    sync: str = key("auto", choices=("auto", "merged", "adapter"))
+    """What engines get: `merged` weights at every sync, or the model once and then only the `adapter`. `auto` is
+    explained in docs/lora.md."""
 
 
 @dataclass
@@ -35,102 +65,113 @@ class ModelConfig(Section):
     """The model that is trained."""
 
     path: str = "Qwen/Qwen2.5-1.5B-Instruct"
-    """A folder or a hub name of a Hugging Face causal language model. Reference and engines follow it by default."""
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Folder or hub name of a Hugging Face causal language model. Reference and engines use it too by default."""
+    lora: PolicyLoraConfig = key(factory=PolicyLoraConfig, needs=only_above("trainer.policy.model.lora.rank", 0))
 
 
 @dataclass
 class RefModelConfig(Section):
     """The frozen model that the KL divergence is measured against."""
 
-    path: str = interpolation("trainer.policy.model.path")
-    """A folder or a hub name."""
+    path: str = key(
+        interpolation("trainer.policy.model.path"), spellings={None: interpolation("trainer.policy.model.path")}
+    )
+    """Folder or hub name of the model. By default it follows the policy."""
 
 
 @dataclass
 class CriticModelConfig(Section):
-    """The model that predicts values; only for advantage estimators that need one."""
+    """The model that predicts values. Only advantage estimators with a critic need it."""
 
     path: str | None = None
-    """A folder or a hub name of a causal language model, usually the policy's: its body gets a value head."""
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Folder or hub name of a causal language model, usually the policy's. Its head is replaced by a value head."""
+    lora: LoraConfig = key(factory=LoraConfig, needs=only_above("trainer.critic.model.lora.rank", 0))
 
 
 @dataclass
 class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
 
-    lr: float = 1e-6
+    lr: float = key(1e-6, range=NOT_NEGATIVE)
     """Learning rate after warm-up."""
-    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """Decay of the first and of the second moment."""
-    weight_decay: float = 0.01
+    adam_betas: list[float] = key(factory=lambda: [0.9, 0.999], range=Range(0, 1, below=True))
+    """Decay rates of the first and of the second moment."""
+    weight_decay: float = key(0.01, range=NOT_NEGATIVE)
     """Decoupled weight decay."""
-    max_grad_norm: float = 1.0
-    """The gradient is scaled down to this norm when it is larger; 0 does not clip."""
+    max_grad_norm: float = key(1.0, range=NOT_NEGATIVE)
+    """A gradient with a larger norm is scaled down to this norm; 0 turns clipping off."""
     offload_after_step: bool = True
-    """Keep the optimizer state in host memory between updates when models and engines share accelerators."""
-    num_warmup_steps: int = 0
-    """Optimizer steps over which the learning rate rises linearly from 0."""
-    scheduler: str = "constant_with_warmup"
-    """Name of a transformers schedule (`constant_with_warmup`, `linear`, `cosine`, ...)."""
+    """Keep the optimizer state in host memory between updates if models and engines share accelerators."""
+    num_warmup_steps: int = key(0, range=NOT_NEGATIVE)
+    """Number of optimizer steps over which the learning rate rises linearly from 0."""
+    scheduler: str = key("constant_with_warmup", choices=SCHEDULES)
+    """Name of a learning-rate schedule of transformers (`constant_with_warmup`, `linear`, `cosine`, ...)."""
 
 
 @dataclass
 class FSDPConfig(Section):
     """How a model is sharded by FSDP2."""
 
-    cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory and compute on the accelerator."""
+    cpu_offload: bool = key(False, needs=ACCELERATOR)
+    """Keep parameters, gradients and optimizer state in host memory, and compute on the accelerator."""
     reshard_after_forward: bool | int = True
-    """Free gathered parameters after forward: less memory, one more gather in backward."""
-    fsdp_size: int = -1
-    """Ranks that one copy of the model is sharded over; -1 means all of them."""
+    """Free gathered parameters after the forward pass. This saves memory and costs one more gather in the backward
+    pass."""
+    fsdp_size: int = key(-1, range=MINUS_ONE_OR_MORE)
+    """Number of ranks that one copy of the model is sharded over; -1 is all of them."""
 
 
 @dataclass
 class DeepSpeedConfig(Section):
     """How a model is sharded by DeepSpeed's ZeRO."""
 
-    zero_stage: int = 3
-    """What ranks share out: 2 optimizer state and gradients, 3 parameters too."""
+    zero_stage: int = key(3, range=Range(2, 3))
+    """What is sharded over the ranks: 2 shards optimizer state and gradients, 3 also shards parameters."""
     offload_optimizer: bool = False
-    """Keep optimizer state in host memory and step there."""
+    """Keep the optimizer state in host memory, and take the optimizer step there."""
     offload_parameters: bool = False
-    """Keep parameters in host memory and compute on the accelerator; with zero_stage=3."""
-    zero_optimization: dict[str, Any] = field(default_factory=dict)
-    """Further keys of DeepSpeed's own section of this name, e.g. `stage3_param_persistence_threshold`."""
+    """Keep parameters in host memory, and compute on the accelerator. Requires zero_stage=3."""
+    zero_optimization: dict[str, Any] = key(factory=dict)
+    """More keys of DeepSpeed's own section of this name, e.g. `stage3_param_persistence_threshold`."""
+
+
+@dataclass
+class RefDeepSpeedConfig(DeepSpeedConfig):
+    """How the reference is sharded by DeepSpeed's ZeRO."""
+
+    offload_optimizer: bool = key(False, needs=OPTIMIZER_OF_REFERENCE)
+    """Has no effect: the reference has no optimizer."""
 
 
 @dataclass
 class MegatronDDPConfig(Section):
-    """Gradient reduction of Megatron; read for compatibility."""
+    """Gradient reduction of Megatron. Accepted for compatibility, without effect."""
 
     grad_reduce_in_fp32: bool = True
     """Reduce gradients in fp32."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients during backward."""
+    """Reduce gradients during the backward pass."""
     overlap_param_gather: bool = False
-    """Gather parameters during forward."""
+    """Gather parameters during the forward pass."""
     average_in_collective: bool = True
     """Average inside the collective."""
 
 
 @dataclass
 class MegatronProfilerConfig(Section):
-    """The profiler of Megatron workers; read for compatibility."""
+    """The profiler of Megatron workers. Accepted for compatibility, without effect."""
 
     enable: bool = False
     """Whether to profile."""
-    ranks: list[int] = field(default_factory=list)
+    ranks: list[int] = key(factory=list)
     """Ranks that are profiled."""
     save_path: str | None = None
-    """Where traces go."""
+    """Where traces are written."""
 
 
 @dataclass
 class MegatronLoraConfig(Section):
-    """Adapters of Megatron workers; read for compatibility."""
+    """Adapters of Megatron workers. Accepted for compatibility, without effect."""
 
     lora_type: str = "lora"
     """Kind of adapter."""
@@ -138,21 +179,25 @@ class MegatronLoraConfig(Section):
 
 @dataclass
 class MegatronConfig(Section):
-    """Megatron's parallelism; read for compatibility with recipes of `trainer.strategy=megatron`."""
+    """Megatron's parallelism, for recipes with `trainer.strategy=megatron`, which runs as `fsdp2`.
 
-    tensor_model_parallel_size: int = 1
-    """Ranks that a layer is split over: `tensor_parallel_size` with `trainer.strategy=megatron`."""
-    pipeline_model_parallel_size: int = 1
-    """Stages that the layers are split into."""
-    context_parallel_size: int = 1
-    """Ranks that a sequence is split over."""
-    expert_model_parallel_size: int = 1
-    """Ranks that experts are split over."""
-    expert_tensor_parallel_size: int | None = 1
-    """Ranks that an expert is split over."""
-    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    With that strategy the sizes are applied as sizes of `fsdp2`, and a note names each change. Nothing else here has an
+    effect.
+    """
+
+    tensor_model_parallel_size: int = key(1, range=AT_LEAST_ONE)
+    """Ranks that every layer is split over: `tensor_parallel_size` with `trainer.strategy=megatron`."""
+    pipeline_model_parallel_size: int = key(1, range=AT_LEAST_ONE)
+    """Pipeline stages that the layers are split into."""
+    context_parallel_size: int = key(1, range=AT_LEAST_ONE)
+    """Ranks that every sequence is split over."""
+    expert_model_parallel_size: int = key(1, range=AT_LEAST_ONE)
+    """Ranks that the experts are split over."""
+    expert_tensor_parallel_size: int | None = key(1, range=AT_LEAST_ONE)
+    """Ranks that every expert is split over."""
+    model_config_kwargs: dict[str, Any] = key(factory=dict)
     """Changes to the Hugging Face model configuration."""
-    transformer_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    transformer_config_kwargs: dict[str, Any] = key(factory=dict)
     """Changes to Megatron's transformer configuration."""
 
 
@@ -176,71 +221,80 @@ def _optimizer_offload() -> dict[str, Any]:
 
 @dataclass
 class PolicyMegatronConfig(MegatronConfig):
-    """Megatron settings of the trained model; read for compatibility."""
+    """Megatron's settings of the policy, for recipes with `trainer.strategy=megatron`, which runs as `fsdp2`.
 
-    expert_tensor_parallel_size: int | None = None
-    """Ranks that an expert is split over."""
-    ddp_config: MegatronDDPConfig = field(default_factory=MegatronDDPConfig)
-    torch_profiler_config: MegatronProfilerConfig = field(default_factory=MegatronProfilerConfig)
-    lora_config: MegatronLoraConfig = field(default_factory=MegatronLoraConfig)
-    optimizer_config_kwargs: dict[str, Any] = field(default_factory=_optimizer_offload)
+    With that strategy the sizes are applied as sizes of `fsdp2`, and a note names each change. Nothing else here has an
+    effect.
+    """
+
+    expert_tensor_parallel_size: int | None = key(None, range=AT_LEAST_ONE)
+    ddp_config: MegatronDDPConfig = key(factory=MegatronDDPConfig)
+    torch_profiler_config: MegatronProfilerConfig = key(factory=MegatronProfilerConfig)
+    lora_config: MegatronLoraConfig = key(factory=MegatronLoraConfig)
+    optimizer_config_kwargs: dict[str, Any] = key(factory=_optimizer_offload)
     """Changes to Megatron's optimizer configuration."""
-    transformer_config_kwargs: dict[str, Any] = field(default_factory=_recompute)
-    """Changes to Megatron's transformer configuration."""
+    transformer_config_kwargs: dict[str, Any] = key(factory=_recompute)
     empty_cuda_cache: bool = True
-    """Empty the CUDA cache between phases."""
+    """Empty the CUDA cache between phases of a step."""
 
 
 @dataclass
 class PolicyConfig(Section):
-    """The policy: the model that is trained and samples."""
+    """The policy: the model that is trained and that rollouts are sampled from."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    deepspeed_config: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
-    sequence_parallel_size: int = 1
-    """Neighbouring ranks that split every sequence: a divisor of the model's ranks and of its attention heads."""
-    tensor_parallel_size: int = 1
-    """Neighbouring ranks that split every layer, by transformers' plan for the model, with `trainer.strategy=fsdp2`."""
+    model: ModelConfig = key(factory=ModelConfig)
+    optimizer_config: OptimizerConfig = key(factory=OptimizerConfig)
+    fsdp_config: FSDPConfig = key(factory=FSDPConfig, needs=FSDP)
+    deepspeed_config: DeepSpeedConfig = key(factory=DeepSpeedConfig, needs=DEEPSPEED)
+    sequence_parallel_size: int = key(1, range=AT_LEAST_ONE)
+    """Number of neighbouring ranks that every sequence is split over. It must divide the number of the model's ranks
+    and of its attention heads."""
+    tensor_parallel_size: int = key(1, range=AT_LEAST_ONE)
+    """Size of the tensor-parallel group: neighbouring ranks that every layer is split over, by transformers' plan for
+    the model. Requires `trainer.strategy=fsdp2`."""
     use_torch_compile: bool = False
-    """Run the layers of policy, reference and critic through torch.compile, which takes a minute in the first step."""
+    """Compile the layers of policy, reference and critic with torch.compile, which takes a minute in the first step."""
     record_memory: bool = False
-    """Record what each rank allocates on its accelerator, for pytorch.org/memory_viz, next to the exports."""
-    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Record what each rank allocates on its accelerator. The files are written next to the exports, and
+    pytorch.org/memory_viz shows them."""
+    model_config_kwargs: dict[str, Any] = key(factory=dict)
     """Changes to the Hugging Face model configuration: `+trainer.policy.model_config_kwargs.num_hidden_layers=2`."""
-    megatron_config: PolicyMegatronConfig = field(default_factory=PolicyMegatronConfig)
+    megatron_config: PolicyMegatronConfig = key(factory=PolicyMegatronConfig)
 
 
 @dataclass
 class RefConfig(Section):
     """The reference: a frozen model that the KL divergence is measured against."""
 
-    model: RefModelConfig = field(default_factory=RefModelConfig)
-    sequence_parallel_size: int = 1
-    """Neighbouring ranks that split every sequence: a divisor of the model's ranks and of its attention heads."""
-    tensor_parallel_size: int = 1
-    """Neighbouring ranks that split every layer, by transformers' plan for the model, with `trainer.strategy=fsdp2`."""
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    deepspeed_config: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
-    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    model: RefModelConfig = key(factory=RefModelConfig)
+    sequence_parallel_size: int = key(1, range=AT_LEAST_ONE)
+    """Number of neighbouring ranks that every sequence is split over. It must divide the number of the model's ranks
+    and of its attention heads."""
+    tensor_parallel_size: int = key(1, range=AT_LEAST_ONE)
+    """Size of the tensor-parallel group: neighbouring ranks that every layer is split over, by transformers' plan for
+    the model. Requires `trainer.strategy=fsdp2`."""
+    fsdp_config: FSDPConfig = key(factory=FSDPConfig, needs=FSDP)
+    deepspeed_config: RefDeepSpeedConfig = key(factory=RefDeepSpeedConfig, needs=DEEPSPEED)
+    model_config_kwargs: dict[str, Any] = key(factory=dict)
     """Changes to the Hugging Face model configuration."""
-    megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
+    megatron_config: MegatronConfig = key(factory=MegatronConfig)
 
 
 @dataclass
 class CriticConfig(Section):
-    """The critic: predicts values for advantage estimators that need them."""
+    """The critic: the model that predicts values for advantage estimators that need them."""
 
-    model: CriticModelConfig = field(default_factory=CriticModelConfig)
-    optimizer_config: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=5e-6))
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    deepspeed_config: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
-    sequence_parallel_size: int = 1
-    """Neighbouring ranks that split every sequence: a divisor of the model's ranks and of its attention heads."""
-    tensor_parallel_size: int = 1
-    """Neighbouring ranks that split every layer, by transformers' plan for the model, with `trainer.strategy=fsdp2`."""
-    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    model: CriticModelConfig = key(factory=CriticModelConfig)
+    optimizer_config: OptimizerConfig = key(factory=lambda: OptimizerConfig(lr=5e-6))
+    fsdp_config: FSDPConfig = key(factory=FSDPConfig, needs=FSDP)
+    deepspeed_config: DeepSpeedConfig = key(factory=DeepSpeedConfig, needs=DEEPSPEED)
+    sequence_parallel_size: int = key(1, range=AT_LEAST_ONE)
+    """Number of neighbouring ranks that every sequence is split over. It must divide the number of the model's ranks
+    and of its attention heads."""
+    tensor_parallel_size: int = key(1, range=AT_LEAST_ONE)
+    """Size of the tensor-parallel group: neighbouring ranks that every layer is split over, by transformers' plan for
+    the model. Requires `trainer.strategy=fsdp2`."""
+    model_config_kwargs: dict[str, Any] = key(factory=dict)
     """Changes to the Hugging Face model configuration."""
 
 
@@ -249,15 +303,16 @@ class RewardModelConfig(Section):
     """The frozen classifier that scores conversations."""
 
     path: str | None = None
-    """A folder or a hub name of a sequence classification model with one output and a chat template; null is none."""
+    """Folder or hub name of a sequence classification model with one output and a chat template; null uses no reward
+    model."""
 
 
 @dataclass
 class RewardConfig(Section):
-    """The reward model: scores every rollout that has an answer, in training and in evaluation."""
+    """The reward model: it scores every rollout that has an answer, in training and in evaluation."""
 
-    model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    coef: float = 1.0
-    """A rollout's reward is the environment's plus this many times the model's score."""
-    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    model: RewardModelConfig = key(factory=RewardModelConfig)
+    coef: float = key(1.0, needs=REWARD_MODEL)
+    """The reward of a rollout is the environment's reward plus this coefficient times the model's score."""
+    model_config_kwargs: dict[str, Any] = key(factory=dict, needs=REWARD_MODEL)
     """Changes to the Hugging Face model configuration."""

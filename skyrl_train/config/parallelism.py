@@ -1,8 +1,8 @@
-"""How recipes spread the work, in the terms of this package: who computes what is not what is computed.
+"""How recipes distribute the work over ranks, in the terms of this package.
 
 `trainer.strategy=megatron` runs as fsdp2, which shards models over all ranks of a role. Megatron's tensor parallelism
-is transformers' plan on them and its context parallelism Ulysses; ranks of its other kinds are FSDP2's. No gradient
-depends on any of it.
+becomes transformers' plan for the model, its context parallelism becomes Ulysses, and the ranks of its other kinds of
+parallelism become ranks of FSDP2. No gradient depends on any of this.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SHARDED = ("pipeline_model", "expert_model", "expert_tensor")
 
 
 def resolve_megatron(config: Config) -> tuple[Config, list[str]]:
-    """The configuration with Megatron's parallelism as that of fsdp2; a note for every change."""
+    """The configuration with Megatron's sizes as sizes of fsdp2, and a note for every change."""
     if config.trainer.strategy != "megatron":
         return config, []
     notes = ["trainer.strategy=megatron -> fsdp2: models are sharded over all ranks of a role."]
@@ -34,13 +34,13 @@ def resolve_megatron(config: Config) -> tuple[Config, list[str]]:
 
 
 def _moves(config: Config, role: str) -> Iterator[tuple[str, str, int | None, str]]:
-    """(kind of Megatron's, key that has it here, its size, why); without a size its ranks are FSDP2's."""
+    """(Megatron's kind of parallelism, what it becomes here, its size, why); without a size, ranks of FSDP2."""
     section = getattr(config.trainer, role)
     megatron = section.megatron_config
     tensor, context = megatron.tensor_model_parallel_size, megatron.context_parallel_size
     ours = f"trainer.{role}"
     sharded = "FSDP2 over those ranks"
-    if context > 1 and section.sequence_parallel_size == 1:  # else what was written for fsdp2 counts
+    if context > 1 and section.sequence_parallel_size == 1:  # otherwise what was written for fsdp2 counts
         yield "context", f"{ours}.sequence_parallel_size", context, ""
     if tensor > 1 and section.tensor_parallel_size == 1:
         why = _why_no_tensor_parallelism(config, role, context)
@@ -63,7 +63,7 @@ def _why_no_tensor_parallelism(config: Config, role: str, context: int) -> str:
 
 
 def resolve_engine_copies(config: Config) -> tuple[Config, list[str]]:
-    """Data-parallel copies inside an engine as engines of their own: the same accelerators and samples."""
+    """Make data-parallel copies inside an engine engines of their own, with the same accelerators and samples."""
     generator = config.generator
     copies, ranks = generator.inference_engine_data_parallel_size, generator.inference_engine_tensor_parallel_size
     if copies <= 1 or not generator.run_engines_locally:

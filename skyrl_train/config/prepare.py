@@ -50,10 +50,10 @@ def prepare(
     """The configuration of `key=value` arguments and Hydra's `--config-name` and `--config-dir`.
 
     Args:
-        has_accelerator: Asked of this machine where it is None.
-        own_code: Whether a program of the user's own calls: names that it may have registered and keys that it may read
-            are no mistakes then, as with `trainer.plugins`.
-        uses: What of the configuration must be there on this machine; None looks for nothing.
+        has_accelerator: Whether there is one; None looks for one on this machine.
+        own_code: Whether a program of the user's own is the caller. Names that it may have registered and keys that it
+            may read are then no mistakes, as with `trainer.plugins`.
+        uses: Which parts of the configuration must exist on this machine; None looks for nothing.
 
     Raises ConfigError that lists every problem at once. Imports neither torch nor ray.
     """
@@ -81,7 +81,7 @@ def _check(
         notes += moved
     absent = [] if uses is None else missing(config, uses)
     for problem in (*device_problems(config, present), *validate(config, open_to_names), *absent):
-        if not any(key in str(problem) for key in suspects):  # it may only follow from a default that stands in
+        if not any(key in str(problem) for key in suspects):  # else it may only follow from a default that stands in
             problems.append(problem)
     raise_all(problems)
     notes += [one_line(f"{own.key}={show(own.value)} is a key of your own. {_hint(own)}") for own in line.own]
@@ -96,7 +96,7 @@ def _resolved_defaults(home: str | None) -> Config:
 
 
 def _hint(own: UnknownKey) -> str:
-    """What a key of the user's own may have been meant to be, where it is almost one of ours."""
+    """What a user's own key may have been meant to be, if it is almost one of ours."""
     close = misspelt_sibling(own.key)
     return f"Did you mean {close}?" if close else "Only your code reads it."
 

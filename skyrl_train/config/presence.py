@@ -1,4 +1,4 @@
-"""What a configuration names and this machine must have: files, models, an engine's package, accelerators.
+"""What a configuration names and this machine must have: files, models, the package of an engine, accelerators.
 
 Looked at before torch and Ray start. Names that may be on the hub are left to whoever loads them.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from skyrl_train.config.device import count_accelerators
 from skyrl_train.config.problems import Problem
-from skyrl_train.config.reference import ESTIMATORS, SFT_LOSSES, kl_in_loss, kl_in_reward
+from skyrl_train.config.reference import ESTIMATORS, SFT_LOSSES, measures_kl
 from skyrl_train.config.schema import Config
 from skyrl_train.config.slots import SlotCounts, count_slots
 from skyrl_train.config.sources import is_file_of_rows, may_be_on_hub, split_of
@@ -24,19 +24,19 @@ INSTALL = {
 }
 """Engines that are packages of their own -> how to get them."""
 LEAST_CPU_SHARE = 0.1
-"""Of a CPU, what a slot has at least: more ranks than that only wait for each other."""
+"""Share of a CPU that every slot needs: with less, ranks only wait for each other."""
 
 
 @dataclass(frozen=True)
 class Uses:
-    """What of a configuration an entrypoint uses, and so must be there."""
+    """The parts of a configuration that an entrypoint uses, and that must therefore be there."""
 
     train_data: bool = True
     val_data: bool = True
     learner: bool = True
     engines: bool = True
     rewards: bool = True
-    """The reward model, where one is named."""
+    """The reward model, if one is named."""
 
 
 def missing(config: Config, uses: Uses) -> Iterator[Problem]:
@@ -58,11 +58,11 @@ def _is_connected() -> bool:
 
 
 def slots_of(config: Config, uses: Uses) -> SlotCounts:
-    """The slots of the run, where no plugin asks for a model that the configuration does not show."""
+    """The slots of the run, unless a plugin asks for a model that the configuration does not show."""
     algorithm = config.trainer.algorithm
     reference = algorithm.sft.loss_type in SFT_LOSSES
     if uses.engines:
-        reference = kl_in_loss(algorithm) or kl_in_reward(algorithm) or algorithm.advantage_estimator in ESTIMATORS
+        reference = measures_kl(algorithm) or algorithm.advantage_estimator in ESTIMATORS
     return count_slots(
         config.trainer.placement,
         config.generator,
@@ -86,7 +86,7 @@ def _data(config: Config, uses: Uses) -> Iterator[Problem]:
 
 
 def _instead(path: str) -> str:
-    """What is there, for a path that is not."""
+    """What exists, for a path that does not."""
     if "://" in path:
         return "Addresses are not read: download it, and name the file or folder."
     folder = os.path.abspath(os.path.dirname(path))

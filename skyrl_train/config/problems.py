@@ -47,7 +47,7 @@ def one_line(text: str) -> str:
 
 
 def raise_all(problems: Iterable[Problem]) -> None:
-    """Nothing when there are none; else one ConfigError that lists every problem, a line each."""
+    """Raise one ConfigError that lists every problem, a line each; nothing if there are none."""
     lines = list(dict.fromkeys(str(problem) for problem in problems))
     if lines:
         count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"

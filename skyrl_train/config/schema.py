@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from skyrl_train.config.algorithm import (
     AlgorithmConfig,
@@ -24,6 +24,7 @@ from skyrl_train.config.environment import (
     SkyRLGymConfig,
     Text2SQLConfig,
 )
+from skyrl_train.config.fields import key
 from skyrl_train.config.generator import ChatTemplateConfig, EvalSamplingConfig, GeneratorConfig, SamplingConfig
 from skyrl_train.config.model import (
     CriticConfig,
@@ -38,12 +39,15 @@ from skyrl_train.config.model import (
     ModelConfig,
     OptimizerConfig,
     PolicyConfig,
+    PolicyLoraConfig,
     PolicyMegatronConfig,
     RefConfig,
+    RefDeepSpeedConfig,
     RefModelConfig,
     RewardConfig,
     RewardModelConfig,
 )
+from skyrl_train.config.ranges import FRACTION
 from skyrl_train.config.section import Section
 from skyrl_train.config.trainer import FullyAsyncConfig, PlacementConfig, TimeoutsConfig, TrainerConfig
 
@@ -79,8 +83,10 @@ __all__ = [
     "OverlongBufferConfig",
     "PlacementConfig",
     "PolicyConfig",
+    "PolicyLoraConfig",
     "PolicyMegatronConfig",
     "RefConfig",
+    "RefDeepSpeedConfig",
     "RefModelConfig",
     "RewardConfig",
     "RewardModelConfig",
@@ -97,36 +103,37 @@ __all__ = [
 
 @dataclass
 class CurriculumConfig(Section):
-    """Leaving out prompts that are too hard or too easy for now, by the share of samples with a reward of 1 or more.
+    """Leave out prompts that are too hard or too easy for now.
 
-    A prompt whose last share lies outside the range is left out the next time its turn comes, and drawn again the time
-    after. The whole range leaves nothing out; otherwise `trainer.epochs` only says how many steps there are.
+    The pass rate of a prompt is the share of its samples with a reward of 1 or more. A prompt whose last pass rate lies
+    outside the range is left out the next time its turn comes, and drawn again the time after. The range from 0 to 1
+    leaves nothing out; with any other, `trainer.epochs` only determines the number of steps.
     """
 
-    min_pass_rate: float = 0.0
-    """Prompts that passed less often are left out."""
-    max_pass_rate: float = 1.0
-    """Prompts that passed more often are left out."""
+    min_pass_rate: float = key(0.0, range=FRACTION)
+    """Prompts with a lower pass rate are left out."""
+    max_pass_rate: float = key(1.0, range=FRACTION)
+    """Prompts with a higher pass rate are left out."""
 
 
 @dataclass
 class DataConfig(Section):
-    """What prompts are drawn from: parquet or jsonl files, or names of hub datasets."""
+    """Where prompts are drawn from: parquet or jsonl files, or names of hub datasets."""
 
-    train_data: list[str] = field(default_factory=lambda: ["${oc.env:HOME}/data/gsm8k/train.parquet"])
+    train_data: list[str] = key(factory=lambda: ["${oc.env:HOME}/data/gsm8k/train.parquet"])
     """Training data."""
-    val_data: list[str] = field(default_factory=lambda: ["${oc.env:HOME}/data/gsm8k/validation.parquet"])
+    val_data: list[str] = key(factory=lambda: ["${oc.env:HOME}/data/gsm8k/validation.parquet"])
     """Evaluation data."""
-    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    curriculum: CurriculumConfig = key(factory=CurriculumConfig)
 
 
 @dataclass
 class Config(Section):
-    """The whole configuration. Defaults and names are SkyRL's where SkyRL has the key."""
+    """The whole configuration. Names and defaults are SkyRL's for every key that SkyRL has."""
 
-    data: DataConfig = field(default_factory=DataConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    device: str = "auto"
-    """`cpu`, `cuda`, or `auto`: CUDA where there is an accelerator, otherwise CPU with settings to match."""
+    data: DataConfig = key(factory=DataConfig)
+    trainer: TrainerConfig = key(factory=TrainerConfig)
+    generator: GeneratorConfig = key(factory=GeneratorConfig)
+    environment: EnvironmentConfig = key(factory=EnvironmentConfig)
+    device: str = key("auto", choices=("auto", "cpu", "cuda"))
+    """`cpu`, `cuda`, or `auto`: CUDA if there is an accelerator, otherwise CPU with settings to match."""

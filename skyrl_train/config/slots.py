@@ -1,4 +1,4 @@
-"""How many slots a run needs: an accelerator each, or a share of the CPUs; who has slots of its own, and who shares."""
+"""How many slots a run needs, and which roles share them. A slot is an accelerator, or a share of the CPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skyrl_train.config.trainer import PlacementConfig
 
 @dataclass(frozen=True)
 class SlotCounts:
-    """Slots of each role's own: 0 for one that the run has not got, or that shares those of another."""
+    """Dedicated slots of each role: 0 for a role that the run does not have, or that is colocated with another."""
 
     policy: int
     reference: int
@@ -18,12 +18,12 @@ class SlotCounts:
     reward: int
     engines: int
     reference_colocated: bool
-    """With the policy; likewise the next two."""
+    """Colocated with the policy."""
     critic_colocated: bool
     reward_colocated: bool
-    """With the policy, or with the engines where there is none."""
+    """Colocated with the policy, or with the engines if there is no policy."""
     time_shared: bool
-    """Engines and learner take turns on the same slots."""
+    """Whether engines and learner take turns on the same slots."""
 
     @property
     def processes(self) -> int:

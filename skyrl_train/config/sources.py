@@ -1,4 +1,4 @@
-"""What a text of data.train_data or data.val_data names: a file of rows, a folder, or a dataset on the hub."""
+"""What an entry of data.train_data or data.val_data names: a file of rows, a folder, or a dataset on the hub."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SUFFIXES = (".parquet", ".json", ".jsonl")
 
 
 def is_file_of_rows(source: str) -> bool:
-    """Whether it names a file, be it there or not."""
+    """Whether it names a file, which need not exist."""
     path = os.path.expanduser(source)
     return path.lower().endswith(SUFFIXES) and not os.path.isdir(path)
 

@@ -2,171 +2,198 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.choices import STRATEGIES, TRACKERS
+from skyrl_train.config.conditions import (
+    CRITIC,
+    CRITIC_APART,
+    REFERENCE,
+    REFERENCE_APART,
+    REWARD_MODEL,
+    REWARD_MODEL_APART,
+    only_with,
+)
+from skyrl_train.config.fields import key
 from skyrl_train.config.model import CriticConfig, PolicyConfig, RefConfig, RewardConfig
+from skyrl_train.config.ranges import AT_LEAST_ONE, FRACTION, MINUS_ONE_OR_MORE, NOT_NEGATIVE, POSITIVE
 from skyrl_train.config.section import Section
+
+NEVER = {None: -1}
+"""How recipes write that something never happens, and how it is written here."""
 
 
 @dataclass
 class PlacementConfig(Section):
-    """Which models share accelerators, and how many they get. Without accelerators a "GPU" is a slot of CPU."""
+    """Which models share accelerators, and how many they get. Without accelerators a "GPU" is a slot of CPU.
+
+    A model that is colocated with the policy has the policy's ranks. A dedicated one has its own, and then 0 nodes or
+    ranks are refused.
+    """
 
     colocate_all: bool = True
-    """Trained models and engines share accelerators and take turns."""
+    """Colocate trained models and engines: they share accelerators and take turns on them."""
     colocate_policy_ref: bool = True
-    """Policy and reference share accelerators."""
-    policy_num_nodes: int = 1
+    """Colocate policy and reference."""
+    policy_num_nodes: int = key(1, range=AT_LEAST_ONE)
     """Nodes of the policy."""
-    policy_num_gpus_per_node: int = 1
+    policy_num_gpus_per_node: int = key(1, range=AT_LEAST_ONE)
     """Ranks of the policy on each node."""
-    critic_num_nodes: int = 1
+    critic_num_nodes: int = key(1, range=NOT_NEGATIVE, needs=(CRITIC, CRITIC_APART))
     """Nodes of the critic."""
-    critic_num_gpus_per_node: int = 1
+    critic_num_gpus_per_node: int = key(1, range=NOT_NEGATIVE, needs=(CRITIC, CRITIC_APART))
     """Ranks of the critic on each node."""
-    ref_num_nodes: int = 1
+    ref_num_nodes: int = key(1, range=NOT_NEGATIVE, needs=REFERENCE_APART)
     """Nodes of the reference."""
-    ref_num_gpus_per_node: int = 1
+    ref_num_gpus_per_node: int = key(1, range=NOT_NEGATIVE, needs=REFERENCE_APART)
     """Ranks of the reference on each node."""
-    reward_num_nodes: int = 1
+    reward_num_nodes: int = key(1, range=NOT_NEGATIVE, needs=(REWARD_MODEL, REWARD_MODEL_APART))
     """Nodes of the reward model."""
-    reward_num_gpus_per_node: int = 1
+    reward_num_gpus_per_node: int = key(1, range=NOT_NEGATIVE, needs=(REWARD_MODEL, REWARD_MODEL_APART))
     """Replicas of the reward model on each node."""
 
 
 @dataclass
 class FullyAsyncConfig(Section):
-    """Training on rollouts that were begun with older weights."""
+    """Training on rollouts that began with older weights."""
 
-    enabled: bool = False
-    """Generate and train at the same time; `false` is synchronous."""
-    max_staleness_steps: int = 4
-    """Rollouts are at most this many weight versions old when they are trained on."""
-    num_parallel_generation_workers: int = 768
-    """Groups of rollouts in flight at most."""
+    enabled: bool = key(False, choices=(False,), unavailable="Only synchronous training is available in this version.")
+    """Generate and train at the same time; `false` is synchronous training."""
+    max_staleness_steps: int = key(4, range=NOT_NEGATIVE)
+    """Maximum age of a rollout, in weight versions, when it is trained on."""
+    num_parallel_generation_workers: int = key(768, range=AT_LEAST_ONE)
+    """Maximum number of groups of rollouts in flight."""
 
 
 @dataclass
 class TimeoutsConfig(Section):
-    """Every wait has a deadline (seconds); what passed it is named in the error."""
+    """Time limits (seconds): every wait has one, and an error names the wait that exceeded it."""
 
-    placement_s: float = 10.0
-    """Placement groups become ready; raise it on clusters that start nodes on demand."""
-    engine_start_s: float = 600.0
-    """An engine or a trainer rank loads its model."""
-    rendezvous_s: float = 120.0
-    """Ranks and engines find each other for collectives."""
-    rollout_s: float = 1800.0
-    """One group of rollouts, all turns."""
-    environment_step_s: float = 60.0
-    """One call of an environment: its process is killed afterwards."""
-    weight_sync_s: float = 600.0
-    """The trainer's weights reach all engines."""
-    update_s: float = 3600.0
-    """One call of the trainer's ranks: to score or to learn from a batch."""
-    checkpoint_s: float = 1800.0
-    """A rank writes or reads its part of a checkpoint, or exports the model."""
+    placement_s: float = key(10.0, range=POSITIVE)
+    """For placement groups to become ready. Raise it on clusters that start nodes on demand."""
+    engine_start_s: float = key(600.0, range=POSITIVE)
+    """For an engine or a trainer rank to load its model."""
+    rendezvous_s: float = key(120.0, range=POSITIVE)
+    """For ranks and engines to find each other for collectives."""
+    rollout_s: float = key(1800.0, range=POSITIVE)
+    """For one group of rollouts, all turns included."""
+    environment_step_s: float = key(60.0, range=POSITIVE)
+    """For one call of an environment; its process is killed afterwards."""
+    weight_sync_s: float = key(600.0, range=POSITIVE)
+    """For the trainer's weights to reach all engines."""
+    update_s: float = key(3600.0, range=POSITIVE)
+    """For one call of the trainer's ranks, which scores a batch or learns from it."""
+    checkpoint_s: float = key(1800.0, range=POSITIVE)
+    """For a rank to write or read its part of a checkpoint, or to export the model."""
 
 
 @dataclass
 class TrainerConfig(Section):
     """The training loop."""
 
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
-    sequence_parallel_backend: str = "ulysses"
+    placement: PlacementConfig = key(factory=PlacementConfig)
+    sequence_parallel_backend: str = key("ulysses", choices=("ulysses",))
     """How sequences are split over ranks."""
-    strategy: str = "fsdp2"
-    """How a model is spread over ranks.
-
-    `fsdp2` (`fsdp` is another name for it) shards it with PyTorch, `deepspeed` with DeepSpeed's ZeRO; `single` is one
-    rank without sharding, `megatron` is `fsdp2` with the tensor parallelism of `megatron_config`.
-    """
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
-    ref: RefConfig = field(default_factory=RefConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
-    timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
+    strategy: str = key("fsdp2", choices=STRATEGIES)
+    """How a model is distributed over ranks. `fsdp2` (also called `fsdp`) shards it with PyTorch, `deepspeed` with
+    DeepSpeed's ZeRO. `single` is one rank without sharding. `megatron` is `fsdp2` with the tensor parallelism of
+    `megatron_config`."""
+    policy: PolicyConfig = key(factory=PolicyConfig)
+    ref: RefConfig = key(factory=RefConfig, needs=REFERENCE)
+    critic: CriticConfig = key(factory=CriticConfig, needs=CRITIC)
+    reward: RewardConfig = key(factory=RewardConfig)
+    algorithm: AlgorithmConfig = key(factory=AlgorithmConfig)
+    fully_async: FullyAsyncConfig = key(factory=FullyAsyncConfig, needs=only_with("trainer.fully_async.enabled", True))
+    timeouts: TimeoutsConfig = key(factory=TimeoutsConfig)
     gradient_checkpointing: bool = True
-    """Recompute activations in backward: less memory, about a third more compute."""
+    """Recompute activations in the backward pass. This saves memory and costs about a third more compute."""
     gradient_checkpointing_use_reentrant: bool = False
-    """PyTorch's older implementation of recomputation."""
-    seed: int = 42
-    """Seed of data order, sampling and initialisation."""
-    resume_mode: str = "latest"
-    """`latest` goes on from the newest checkpoint if any, `from_path` from `resume_path`, `none` (or null) is a new
-    start."""
-    resume_path: str | None = None
+    """Use PyTorch's older implementation of recomputation."""
+    seed: int = key(42, range=NOT_NEGATIVE)
+    """Seed of the data order, of sampling and of initialisation."""
+    resume_mode: str = key(
+        "latest",
+        choices=("latest", "from_path", "none"),
+        spellings={None: "none", "": "none", "None": "none"},
+    )
+    """`latest` continues from the newest checkpoint if there is one, `from_path` from `resume_path`; `none` starts
+    anew."""
+    resume_path: str | None = key(None, needs=only_with("trainer.resume_mode", "from_path"))
     """Checkpoint folder for `resume_mode=from_path`."""
     log_path: str = "/tmp/skyrl-logs"
-    """SkyRL's folder for logs of processes; without effect here, where a run's records are in `ckpt_path`."""
+    """SkyRL's folder for the logs of processes."""
     ckpt_path: str = "${oc.env:HOME}/ckpts/"
-    """Checkpoints go here."""
-    max_ckpts_to_keep: int = -1
-    """The newest this many are kept; -1 keeps all."""
-    ckpt_interval: int = 10
-    """Steps between checkpoints; 0 or less writes none."""
-    hf_save_interval: int = -1
-    """Steps between exports in Hugging Face format; 0 or less exports none."""
+    """Folder of the run: its checkpoints are written here."""
+    max_ckpts_to_keep: int = key(-1, range=MINUS_ONE_OR_MORE, spellings=NEVER)
+    """Keep only this many of the newest checkpoints; -1 keeps all."""
+    ckpt_interval: int = key(10, range=MINUS_ONE_OR_MORE, spellings=NEVER)
+    """How many steps apart checkpoints are written; 0 or less writes none. If it is enabled, the last step writes one
+    too."""
+    hf_save_interval: int = key(-1, range=MINUS_ONE_OR_MORE, spellings=NEVER)
+    """How many steps apart the model is exported in Hugging Face format; 0 or less exports nothing. If it is enabled,
+    the model is also exported after the last step."""
     export_path: str = "${oc.env:HOME}/exports/"
-    """Exports, dumps and metrics go here."""
+    """Exports, dumps and metrics are written here."""
     bf16: bool = True
-    """Compute in bfloat16 with fp32 optimizer state; false is fp32."""
-    epochs: int = 1
-    """Passes over the training data: as many steps as train on every prompt so often."""
-    update_epochs_per_batch: int = 1
+    """Compute in bfloat16, with optimizer state in fp32; false computes in fp32."""
+    epochs: int = key(1, range=AT_LEAST_ONE)
+    """Passes over the training data. The run has as many steps as it takes to train on every prompt this many times."""
+    update_epochs_per_batch: int = key(1, range=AT_LEAST_ONE)
     """Passes over one batch of rollouts."""
-    train_batch_size: int = 1024
-    """Prompts per step; the last batch of an epoch may be smaller."""
-    policy_mini_batch_size: int = 256
-    """Prompts per optimizer update; the last one of a step may be smaller."""
-    critic_mini_batch_size: int = 256
-    """Prompts per optimizer update of the critic; the last one of a step may be smaller."""
-    micro_train_batch_size_per_gpu: int = 1
-    """Sequences per forward and backward pass on a rank. Changes memory and speed only, never the update."""
-    micro_forward_batch_size_per_gpu: int = 1
-    """Sequences per pass without gradient on a rank. Changes memory and speed only."""
-    max_tokens_per_microbatch: int | None = None
-    """Tokens per pass on a rank, instead of the two counts of sequences above; null uses the counts."""
+    train_batch_size: int = key(1024, range=AT_LEAST_ONE)
+    """Prompts per step. The last batch of an epoch may be smaller."""
+    policy_mini_batch_size: int = key(256, range=AT_LEAST_ONE)
+    """Prompts per optimizer update of the policy. The last mini-batch of a step may be smaller."""
+    critic_mini_batch_size: int = key(256, range=AT_LEAST_ONE, needs=CRITIC)
+    """Prompts per optimizer update of the critic. The last mini-batch of a step may be smaller."""
+    micro_train_batch_size_per_gpu: int = key(1, range=AT_LEAST_ONE)
+    """Sequences per micro-batch: those that a rank runs through one forward and backward pass. Changes memory and speed
+    only, never the update."""
+    micro_forward_batch_size_per_gpu: int = key(1, range=AT_LEAST_ONE)
+    """Sequences per micro-batch of a pass without gradient, on each rank. Changes memory and speed only."""
+    max_tokens_per_microbatch: int | None = key(None, range=AT_LEAST_ONE)
+    """Tokens per micro-batch on a rank. It replaces the two numbers of sequences above; null uses those."""
     share_prompt: bool | None = None
-    """Run the prompt of samples that are in one pass once; null does where it saves a sixteenth of the tokens."""
-    update_ref_every_epoch: bool = False
+    """Run a prompt that several samples in a micro-batch share only once. null does so if it saves at least a sixteenth
+    of the tokens."""
+    update_ref_every_epoch: bool = key(False, needs=REFERENCE)
     """Replace the reference by the policy after every epoch."""
     use_sample_packing: bool = True
-    """Batches are always packed without padding here."""
-    eval_batch_size: int = 1024
+    """Pack sequences without padding."""
+    eval_batch_size: int = key(1024, range=AT_LEAST_ONE)
     """Prompts in flight during evaluation."""
     eval_before_train: bool = True
     """Evaluate before the first step."""
-    eval_interval: int = 5
-    """Steps between evaluations; 0 or less evaluates at no step."""
-    max_prompt_length: int = 512
-    """Longer prompts (tokens) are dropped from the data and counted."""
-    max_steps: int | None = None
-    """Stop after this many steps even if epochs are left; null lets `epochs` decide."""
-    max_failed_fraction: float = 0.5
-    """A step in which a larger share of rollouts failed stops the run instead of training on what is left."""
+    eval_interval: int = key(5, range=MINUS_ONE_OR_MORE, spellings=NEVER)
+    """How many steps apart evaluations are; 0 or less evaluates after no step. If it is enabled, there is also an
+    evaluation after the last step."""
+    max_prompt_length: int = key(512, range=AT_LEAST_ONE)
+    """Maximum length (tokens) of a prompt. Longer prompts are dropped from the data and counted."""
+    max_steps: int | None = key(None, range=AT_LEAST_ONE)
+    """Stop after this many steps even if epochs are left; null trains for all `epochs`."""
+    max_failed_fraction: float = key(0.5, range=FRACTION)
+    """If a larger share of a step's rollouts failed, the run stops instead of training on what is left."""
     flash_attn: bool = True
     """Use flash attention; false uses PyTorch's scaled dot product attention."""
     disable_fast_tokenizer: bool = False
     """Use the slow tokenizer."""
     project_name: str = "skyrl"
-    """Project of the tracker."""
+    """Name of the project in trackers."""
     run_name: str = "test_run"
     """Name of the run."""
-    logger: str | list[str] = "wandb"
-    """Trackers besides the console and the JSONL files, which are always on: `wandb`, `tensorboard`, one or a list;
-    null, `console` or an empty list is no other."""
-    plugins: list[str] = field(default_factory=list)
-    """Modules imported in the driver and in every worker; they register losses, advantages, environments, trackers."""
+    logger: str | list[str] = key("wandb", choices=TRACKERS, plugins=True, spellings={None: [], "": [], "none": []})
+    """Trackers in addition to the console and the JSONL files, which are always on: `wandb`, `tensorboard`, one or a
+    list. null, `console` or an empty list adds none."""
+    plugins: list[str] = key(factory=list)
+    """Modules that are imported in the driver and in every worker; they register losses, advantages, environments and
+    trackers."""
     dump_data_batch: bool = False
     """Write the batch of every step next to the exports; `skyrl_train.trainer.batch_dump.read_batch` reads it."""
     dump_eval_results: bool = True
-    """Write every evaluation's rollouts next to the exports."""
+    """Write the rollouts of every evaluation next to the exports."""
     rope_scaling: dict[str, Any] | None = None
-    """Rotary embedding scaling of trained models, as in the Hugging Face configuration."""
-    rope_theta: float | None = None
-    """Rotary embedding base of trained models."""
+    """Scaling of rotary embeddings in trained models, as in the Hugging Face configuration."""
+    rope_theta: float | None = key(None, range=POSITIVE)
+    """Base of rotary embeddings in trained models."""

@@ -1,86 +1,28 @@
-"""Values and combinations: everything that is wrong with a configuration, before anything is started."""
+"""Everything that is wrong with a configuration, before anything is started.
+
+What fields say about single keys is checked by loops over all keys; combinations of keys have functions of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from skyrl_train.config.choices import (
-    ADVANTAGE_ESTIMATORS,
-    CHAT_TEMPLATES,
-    ENGINES,
-    ENVIRONMENTS,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    REDUCTIONS,
-    SCHEDULES,
-    SFT_LOSSES,
-    STRATEGIES,
-    TOOLS,
-    TRACKERS,
-)
+from skyrl_train.config.choices import CHAT_TEMPLATES
 from skyrl_train.config.convert import Unfit, convert
+from skyrl_train.config.fields import Facts
 from skyrl_train.config.keys import leaves, value_at
-from skyrl_train.config.problems import Problem
-from skyrl_train.config.ranges import LEAST_TEMPERATURE, out_of_range
-from skyrl_train.config.reference import ESTIMATORS, kl_in_loss, kl_in_reward
+from skyrl_train.config.problems import Problem, show
+from skyrl_train.config.ranges import LEAST_TEMPERATURE
+from skyrl_train.config.reference import ESTIMATORS, measures_kl
 from skyrl_train.config.schema import Config
-from skyrl_train.config.unavailable import NAMES, unavailable
 from skyrl_train.registry import unknown
 
-CHOICES: Mapping[str, Collection[str | None]] = {
-    "device": ("auto", "cpu", "cuda"),
-    "trainer.strategy": STRATEGIES,
-    "trainer.sequence_parallel_backend": ("ulysses",),
-    "trainer.resume_mode": ("latest", "from_path", "none"),
-    "trainer.logger": TRACKERS,
-    "trainer.policy.optimizer_config.scheduler": SCHEDULES,
-    "trainer.critic.optimizer_config.scheduler": SCHEDULES,
-    "trainer.policy.model.lora.init_method": ("kaiming", "gaussian"),
-    "trainer.critic.model.lora.init_method": ("kaiming", "gaussian"),
-    "trainer.policy.model.lora.sync": ("auto", "merged", "adapter"),
-    "trainer.critic.model.lora.sync": ("auto", "merged", "adapter"),
-    "trainer.algorithm.advantage_estimator": ADVANTAGE_ESTIMATORS,
-    "trainer.algorithm.policy_loss_type": POLICY_LOSSES,
-    "trainer.algorithm.loss_reduction": REDUCTIONS,
-    "trainer.algorithm.kl_estimator_type": KL_ESTIMATORS,
-    "trainer.algorithm.kl_ctrl.type": ("fixed", "adaptive"),
-    "trainer.algorithm.off_policy_correction.tis_ratio_type": (None, "token", "sequence"),
-    "trainer.algorithm.off_policy_correction.sequence_mask_metric": (None, "product", "geometric"),
-    "trainer.algorithm.dynamic_sampling.type": (None, "filter", "replace"),
-    "trainer.algorithm.sft.loss_type": SFT_LOSSES,
-    "generator.backend": ENGINES,
-    "generator.model_dtype": ("bfloat16", "float16", "float32"),
-    "generator.weight_sync_backend": ("nccl", "gloo"),
-    "generator.weight_sync_route": ("auto", "broadcast", "ipc", "checkpoint", "in_process"),
-    "generator.weight_sync_check": ("off", "fingerprint", "probe"),
-    "generator.chat_template.source": ("name", "file"),
-    "generator.override_existing_update_group": ("auto", "enable", "disable"),
-    "environment.env_class": ENVIRONMENTS,
-    "environment.skyrl_gym.gsm8k.method": ("strict", "flexible"),
-    "environment.skyrl_gym.ifeval.reward": ("fraction", "all"),
-    "environment.skyrl_gym.sandbox.kind": ("bubblewrap", "unsafe_local"),
-    "environment.skyrl_gym.tool_use.tools": TOOLS,
-    "environment.skyrl_gym.tool_use.style": ("xml", "json", "native"),
-    "environment.skyrl_gym.tool_use.dialect": ("hermes", "llama", "mistral"),
-    "environment.skyrl_gym.tool_use.observation_role": ("user", "tool"),
-}
-
-OPEN_TO_PLUGINS = frozenset(
-    {
-        "trainer.algorithm.advantage_estimator",
-        "trainer.algorithm.policy_loss_type",
-        "trainer.algorithm.loss_reduction",
-        "trainer.algorithm.kl_estimator_type",
-        "trainer.algorithm.sft.loss_type",
-        "environment.env_class",
-        "environment.skyrl_gym.tool_use.tools",
-        "trainer.logger",
-    }
-)
-"""Names that modules of `trainer.plugins` may register: checked when those are imported."""
+OPEN_TO_PLUGINS = frozenset(name for name, key in leaves().items() if key.facts.plugins)
+"""Keys whose names modules of `trainer.plugins` may register: checked when those are imported."""
 
 SANDBOX_END_S = 10.0
-"""Seconds that a killed sandbox may take to be gone."""
+"""Time (seconds) that a killed sandbox may take to end."""
 
 LATE = "Episodes would fail as timeouts, and their processes be killed."
 
@@ -91,15 +33,15 @@ GROUP_BASELINES = frozenset({"grpo", "dr_grpo", "rloo", "reinforce++_baseline", 
 def validate(config: Config, open_to_names: bool = False) -> list[Problem]:
     """Every problem of a resolved configuration (see device.resolve_device), at once; raises nothing.
 
-    `open_to_names`: names of OPEN_TO_PLUGINS may be such that somebody registers later.
+    `open_to_names`: the keys of OPEN_TO_PLUGINS may have names that are only registered later.
     """
     if wrong := list(_wrong_types(config)):  # the rest would compare text with numbers
         return wrong
-    return [*out_of_range(config), *_unknown_names(config, open_to_names), *unavailable(config), *_combinations(config)]
+    return [*_out_of_range(config), *_not_a_choice(config, open_to_names), *_combinations(config)]
 
 
 def _wrong_types(config: Config) -> Iterator[Problem]:
-    """Values of a configuration that was made in Python and not by `load`."""
+    """Values that do not fit their types, in a configuration that was made in Python and not by `load`."""
     for name, key in leaves().items():
         value = value_at(config, name)
         try:
@@ -108,18 +50,41 @@ def _wrong_types(config: Config) -> Iterator[Problem]:
             yield Problem(name, value, unfit.allowed, unfit.advice)
 
 
-def _unknown_names(config: Config, open_to_names: bool) -> Iterator[Problem]:
-    for key, allowed in CHOICES.items():
-        if (open_to_names or config.trainer.plugins) and key in OPEN_TO_PLUGINS:
+def _out_of_range(config: Config) -> Iterator[Problem]:
+    for name, key in leaves().items():
+        if (allowed := key.facts.range) is not None:
+            for item in _items(value_at(config, name)):
+                if _is_number(item) and item not in allowed:
+                    yield Problem(name, item, str(allowed))
+
+
+def _not_a_choice(config: Config, open_to_names: bool) -> Iterator[Problem]:
+    for name, key in leaves().items():
+        facts, value = key.facts, value_at(config, name)
+        if facts.choices is None or (facts.plugins and (open_to_names or config.trainer.plugins)):
             continue
-        value = value_at(config, key)
-        for name in value if isinstance(value, (list, tuple)) else (value,):
-            if name not in allowed:
-                known = sorted("null" if choice is None else choice for choice in allowed)
+        for item in _items(value):
+            if item not in facts.choices:
+                known = sorted(map(show, facts.choices))
                 words = known[0] if len(known) == 1 else f"one of {', '.join(known)}"
-                _, _, hint = unknown(key, name, known).rpartition(". ")
-                guess = hint if hint.startswith("Did you mean") else ""
-                yield Problem(key, value, words, NAMES.get(key, {}).get(name, guess))
+                yield Problem(name, value, words, _why_no_choice(facts, name, item, known))
+
+
+def _why_no_choice(facts: Facts, name: str, item: Any, known: list[str]) -> str:
+    """Why this version refuses it, or what was probably meant."""
+    if isinstance(facts.unavailable, str) and facts.unavailable:
+        return facts.unavailable
+    _, _, hint = unknown(name, item, known).rpartition(". ")
+    guess = hint if hint.startswith("Did you mean") else ""
+    return facts.unavailable.get(item, guess) if isinstance(facts.unavailable, Mapping) else guess
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _combinations(config: Config) -> Iterator[Problem]:
@@ -210,11 +175,11 @@ def _parallel(config: Config) -> Iterator[Problem]:
 
 
 def _own_ranks(config: Config) -> Iterator[Problem]:
-    """Roles that have slots of their own must have some."""
+    """Dedicated roles must have slots."""
     placement, algorithm = config.trainer.placement, config.trainer.algorithm
     apart = {
         "ref": not placement.colocate_policy_ref
-        and (kl_in_loss(algorithm) or kl_in_reward(algorithm) or algorithm.advantage_estimator in ESTIMATORS),
+        and (measures_kl(algorithm) or algorithm.advantage_estimator in ESTIMATORS),
         "critic": algorithm.advantage_estimator == "gae",
         "reward": config.trainer.reward.model.path is not None,
     }
@@ -249,10 +214,11 @@ def _accelerator(config: Config) -> Iterator[Problem]:
         )
         yield Problem("trainer.policy.record_memory", True, "false with device=cpu", advice)
     backend = config.generator.weight_sync_backend
-    served = {"cpu": "gloo", "cuda": "nccl"}.get(config.device, backend)
-    if backend in CHOICES["generator.weight_sync_backend"] and backend != served:
-        limit, advice = f"{served} with device={config.device}", "Weights travel over the trainer's own collectives."
-        yield Problem("generator.weight_sync_backend", backend, limit, advice)
+    served = {"cpu": "gloo", "cuda": "nccl"}
+    if backend in served.values() and backend != served.get(config.device, backend):
+        allowed = f"{served[config.device]} with device={config.device}"
+        advice = "Weights travel over the trainer's own collectives."
+        yield Problem("generator.weight_sync_backend", backend, allowed, advice)
 
 
 def _servers(config: Config) -> Iterator[Problem]:
@@ -381,7 +347,7 @@ def _conversations(config: Config) -> Iterator[Problem]:
 
 
 def _bounds(config: Config) -> Iterator[Problem]:
-    """Pairs of which the lower one must be below the upper one, or nothing passes."""
+    """Pairs of bounds: the lower one must be below the upper one, or nothing passes."""
     correction = "off_policy_correction"
     for low, high in (
         (f"{correction}.geo_mask_low", f"{correction}.geo_mask_high"),

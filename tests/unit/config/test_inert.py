@@ -11,14 +11,14 @@ from skyrl_train.algorithms.registry import advantage_estimators, keywords_of, p
 from skyrl_train.algorithms.selections import selection_of
 from skyrl_train.config import reference
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, SFT_LOSSES
-from skyrl_train.config.inert import CLIPPING_LOSSES, ROWS
-from skyrl_train.config.keys import all_keys, leaves
+from skyrl_train.config.conditions import CLIPPING_LOSSES
+from skyrl_train.config.inert import IGNORED
+from skyrl_train.config.keys import Key, all_keys, leaves
 from skyrl_train.config.prepare import prepare
-from skyrl_train.config.unavailable import VALUES
-from skyrl_train.config.validate import CHOICES
 from skyrl_train.errors import ConfigError
 
 PACKAGE = Path(skyrl_train.__file__).parent
+SKYRL_KEYS = Path(__file__).with_name("skyrl_keys.tsv")
 
 
 CLIPPED = sorted(CLIPPING_LOSSES)
@@ -194,26 +194,50 @@ def test_tables_of_who_reads_what_are_those_of_the_signatures():
     assert {name for name in SFT_LOSSES if asks(sft_losses.get(name), "ref_logprobs")} == reference.SFT_LOSSES
 
 
-def test_every_key_is_read_refused_or_named_as_having_no_effect():
+def source_of_readers() -> str:
+    """Everything that may read the configuration: the package without this part of it."""
     modules = [
         path for path in PACKAGE.rglob("*.py") if not {"config", "testing"} & set(path.relative_to(PACKAGE).parts)
     ]
-    modules.append(PACKAGE / "config" / "reference.py")  # read on behalf of `build`
-    read = set(re.findall(r"\.([A-Za-z_]\w*)", "\n".join(path.read_text() for path in modules)))
-    explained = (
-        {key for row in ROWS for key in row.keys} | set(VALUES) | {key for key in CHOICES if len(CHOICES[key]) == 1}
-    )
+    modules.append(PACKAGE / "config" / "reference.py")  # read on behalf of `assembly`
+    return "\n".join(path.read_text() for path in modules)
+
+
+def below(names: set[str]) -> list[str]:
+    """Keys that are named, or that lie in a section that is."""
+    return [key for key in leaves() if any(f"{key}.".startswith(f"{name}.") for name in names)]
+
+
+def is_explained(key: Key) -> bool:
+    return bool(key.facts.needs) or (key.facts.choices is not None and len(key.facts.choices) == 1)
+
+
+def test_every_key_is_read_refused_or_named_as_having_no_effect():
+    read = set(re.findall(r"\.([A-Za-z_]\w*)", source_of_readers()))
+    explained = {name for name, key in all_keys().items() if is_explained(key)} | IGNORED.keys()
     explained.add("generator.weight_sync_backend")  # only what the device has is accepted
-    ignored = [
-        key
-        for key in leaves()
-        if key.rpartition(".")[2] not in read and not any(f"{key}.".startswith(f"{name}.") for name in explained)
-    ]
-    assert ignored == []
+    assert [key for key in set(leaves()).difference(below(explained)) if key.rpartition(".")[2] not in read] == []
 
 
-def test_rows_name_keys_that_exist():
-    assert not {key for row in ROWS for key in row.keys} - set(all_keys())
+def test_what_is_ignored_are_keys_of_skyrl():
+    assert IGNORED.keys() <= all_keys().keys()
+    theirs = [line.partition("\t")[0] for line in SKYRL_KEYS.read_text().splitlines()[1:]]
+    unknown = [key for key in below(set(IGNORED)) if not any(f"{name}.".startswith(f"{key}.") for name in theirs)]
+    assert unknown == []
+
+
+def test_what_is_ignored_is_read_nowhere():
+    read = set(re.findall(r"(?=\b(\w+)\.(\w+))", source_of_readers()))
+    names = {name for _, name in read}
+    same_name = {"logprobs", "model_config_kwargs", "ranks"}  # attributes of something else, too
+    for section, name in (key.split(".")[-2:] for key in below(set(IGNORED))):
+        assert (section, name) not in read
+        assert name not in names or name in same_name
+
+
+def test_conditions_belong_to_keys_that_are_not_ignored():
+    assert [key for key in {*IGNORED, *below(set(IGNORED))} if all_keys()[key].facts.needs] == []
+    assert all(need.advice.endswith(".") for key in all_keys().values() for need in key.facts.needs)
 
 
 def test_experts_are_spread_over_all_ranks_of_an_engine_or_over_none():

@@ -75,8 +75,6 @@ NEW_KEYS = {
     "trainer.critic.deepspeed_config.offload_optimizer",
     "trainer.critic.deepspeed_config.offload_parameters",
     "trainer.critic.deepspeed_config.zero_stage",
-    "trainer.critic.model.lora.lora_sync_path",
-    "trainer.critic.model.lora.sync",
     "trainer.critic.tensor_parallel_size",
     "trainer.fully_async.enabled",
     "trainer.max_failed_fraction",

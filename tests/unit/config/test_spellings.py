@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.hydra import load, save_resolved
-from skyrl_train.config.keys import ALL_ALIASES, SPELLINGS, leaves, value_at
+from skyrl_train.config.fields import Facts
+from skyrl_train.config.hydra import load, rename_aliases, respell, save_resolved
+from skyrl_train.config.keys import aliases, all_keys, canonical, find, leaves, value_at
 from skyrl_train.config.prepare import PreparedConfig, prepare
 from skyrl_train.errors import ConfigError
 
@@ -56,10 +57,45 @@ def test_what_recipes_write_means_what_skyrl_means(written: str, key: str, meant
     assert value_at(from_file, key) == meant
 
 
-def test_every_other_spelling_and_name_is_of_a_key_that_there_is():
-    assert SPELLINGS.keys() <= leaves().keys()
-    assert set(ALL_ALIASES.values()) <= leaves().keys()
-    assert not ALL_ALIASES.keys() & leaves().keys()
+def nested(name: str, value: Any) -> dict[str, Any]:
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return value
+
+
+@pytest.mark.parametrize("alias", aliases())
+def test_other_name_is_the_key_and_is_no_key_itself(alias: str):
+    key = aliases()[alias]
+    assert alias not in all_keys() and key in leaves()
+    assert canonical(alias) == key and find(alias) == leaves()[key]
+    content = nested(alias, 7)
+    assert list(rename_aliases(content)) == []
+    section = content
+    for part in key.split("."):
+        section = section[part]
+    assert section == 7
+    (problem,) = rename_aliases(merged(nested(alias, 7), nested(key, 8)))
+    assert str(problem) == f"{alias}=7: must be the same as {key}=8. They are one setting: give one."
+
+
+def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    for name, value in other.items():
+        one[name] = merged(one[name], value) if isinstance(one.get(name), dict) and isinstance(value, dict) else value
+    return one
+
+
+@pytest.mark.parametrize("key", [name for name, key in leaves().items() if key.facts.spellings])
+def test_other_spelling_is_read_as_the_value(key: str):
+    for written, meant in leaves()[key].facts.spellings.items():
+        content = nested(key, written)
+        respell(content)
+        assert content == nested(key, meant)
+
+
+def test_sections_have_no_facts_but_what_they_need():
+    for key in all_keys().values():
+        if key.is_section:
+            assert key.facts == Facts(needs=key.facts.needs), key.name
 
 
 def test_engines_keys_are_known_where_newer_versions_of_skyrl_keep_them(tmp_path: Path):

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -10,12 +12,16 @@ from hypothesis import given, strategies as st
 from skyrl_train.config.convert import Unfit, convert
 from skyrl_train.config.device import resolve_device
 from skyrl_train.config.hydra import compose as hydra_compose, finish, load, parse_override
-from skyrl_train.config.keys import all_keys, leaves
-from skyrl_train.config.ranges import RANGES
+from skyrl_train.config.keys import arms, leaves
+from skyrl_train.config.ranges import Range
 from skyrl_train.config.schema import Config
 from skyrl_train.config.section import freeze
-from skyrl_train.config.unavailable import NAMES, VALUES
-from skyrl_train.config.validate import CHOICES, OPEN_TO_PLUGINS, validate
+from skyrl_train.config.validate import OPEN_TO_PLUGINS, validate
+
+RANGES: dict[str, Range] = {name: key.facts.range for name, key in leaves().items() if key.facts.range is not None}
+CHOICES = {name: key.facts.choices for name, key in leaves().items() if key.facts.choices is not None}
+UNAVAILABLE = {name: key.facts.unavailable for name, key in leaves().items() if key.facts.unavailable}
+NAMES = [(key, name) for key, reasons in UNAVAILABLE.items() if isinstance(reasons, Mapping) for name in reasons]
 
 
 def problems(*overrides: str) -> dict[str, str]:
@@ -327,16 +333,15 @@ def test_good_combinations_are_accepted(overrides: list[str]):
     assert problems(*overrides) == {}
 
 
-@pytest.mark.parametrize("key", sorted(VALUES))
+@pytest.mark.parametrize("key", [key for key, reason in UNAVAILABLE.items() if isinstance(reason, str)])
 def test_setting_that_is_not_available_is_refused_by_name(key: str):
-    default = all_keys()[key].default
-    assert default in VALUES[key][0], "the default is available"
-    other = next(value for value in (True, False, 7, "x", ["x"]) if fits(value, key) and value not in VALUES[key][0])
+    assert leaves()[key].default in CHOICES[key], "the default is available"
+    other = next(value for value in (True, False, 7, "x", ["x"]) if fits(value, key) and value not in CHOICES[key])
     found = [problem for problem in validate(with_value(key, other)) if problem.key == key]
-    assert [problem.advice for problem in found] == [VALUES[key][1]]
+    assert [problem.advice for problem in found] == [UNAVAILABLE[key]]
 
 
-@pytest.mark.parametrize(("key", "name"), [(key, name) for key in sorted(NAMES) for name in sorted(NAMES[key])])
+@pytest.mark.parametrize(("key", "name"), NAMES)
 def test_choice_that_is_not_available_says_what_to_use(key: str, name: str):
     assert name not in CHOICES[key]
     (found,) = [problem for problem in validate(with_value(key, name)) if problem.key == key]
@@ -358,14 +363,40 @@ def test_default_of_every_choice_is_one_of_them_once_fitted_to_the_machine(key: 
     assert not [problem for problem in validate(defaults_on_cpu()) if problem.key == key]
 
 
-def test_every_range_is_of_a_key_that_holds_numbers_and_contains_its_default():
-    for key, allowed in RANGES.items():
-        default = leaves()[key].default
-        for number in default if isinstance(default, list) else [default]:
-            if isinstance(number, (int, float)):
-                assert number in allowed, key
-            else:
-                assert number is None or number.startswith("${"), key
+def neighbours(key: str) -> Iterator[tuple[float, float]]:
+    """(last number inside, first one outside) of each end of a key's range."""
+    allowed, whole = RANGES[key], int in arms(leaves()[key].hint)
+
+    def next_to(end: float, towards: float) -> float:
+        return int(end + math.copysign(1, towards)) if whole else math.nextafter(end, towards)
+
+    for end, is_open, outside in ((allowed.low, allowed.above, -math.inf), (allowed.high, allowed.below, math.inf)):
+        if math.isfinite(end):
+            yield (next_to(end, -outside), end) if is_open else (end, next_to(end, outside))
+
+
+def range_problems(key: str, number: float) -> list[str]:
+    value = [number, number] if isinstance(leaves()[key].default, list) else number
+    found = validate(with_value(key, value))
+    return [str(problem) for problem in found if problem.key == key and problem.allowed == str(RANGES[key])]
+
+
+@pytest.mark.fault("F02")
+@pytest.mark.parametrize("key", RANGES)
+def test_the_first_number_outside_of_a_range_is_refused_and_the_last_one_inside_is_not(key: str):
+    for inside, outside in neighbours(key):
+        assert range_problems(key, inside) == []
+        assert range_problems(key, outside)
+
+
+@pytest.mark.parametrize("key", RANGES)
+def test_a_range_is_of_a_key_that_holds_numbers_and_contains_its_default(key: str):
+    default = leaves()[key].default
+    for number in default if isinstance(default, list) else [default]:
+        if isinstance(number, (int, float)):
+            assert number in RANGES[key]
+        else:
+            assert number is None or number.startswith("${")
 
 
 def test_collectives_are_those_of_the_device():
