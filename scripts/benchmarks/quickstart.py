@@ -1,7 +1,8 @@
-"""The quickstart's task learnt with each engine, beside the trainer and apart, and with other learners: accuracy on
-1,000 held-out problems.
+"""The quickstart's task learnt with each engine, colocated and in dedicated slots, and with other learners.
 
-    python scripts/benchmarks/quickstart.py [--backends vllm sglang] [--layouts colocated apart]
+What counts is accuracy on 1,000 held-out problems.
+
+    python scripts/benchmarks/quickstart.py [--backends vllm sglang] [--layouts colocated dedicated]
         [--learners fsdp2 deepspeed lora] [--seed N] [--json F]
 
 One warm-up, then one GRPO run of examples/quickstart for each backend, layout and learner through the real entrypoint,
@@ -22,7 +23,7 @@ from task import prepare, quickstart, scores_of
 
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 
-LAYOUTS = {"colocated": "true", "apart": "false"}
+LAYOUTS = {"colocated": "true", "dedicated": "false"}
 LEARNERS = {
     "fsdp2": ["trainer.strategy=fsdp2"],
     "deepspeed": ["trainer.strategy=deepspeed"],
