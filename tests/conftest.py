@@ -49,7 +49,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("repeatable")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-_PATIENCE_S = 30.0
+_PATIENCE_S = float(os.environ.get("SKYRL_TEST_PATIENCE_S", "30"))
+"""How long what a test started may take to end."""
 _ENGINE = re.compile(r"test_conformance_\w+\.py::.*((?:untied-|moe-)?(?:native-)?(?:transformers|vllm|sglang))")
 _LASTING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "wandb-core")
 """Helpers that a library keeps until the interpreter ends."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ def test_a_daemon_a_port_and_a_shared_file_are_each_reported(tmp_path: Path):
     result = subprocess.run(
         [*command, "-c", str(REPOSITORY / "pyproject.toml"), str(tmp_path)],
         cwd=REPOSITORY,
+        env=os.environ | {"SKYRL_TEST_PATIENCE_S": "3"},
         capture_output=True,
         text=True,
         timeout=300,
