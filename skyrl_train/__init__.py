@@ -58,28 +58,29 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {
-        "skyrl_train.api": ("TrainingResult", "check", "engine", "load_config", "session", "train"),
-        "skyrl_train.config.schema": ("Config",),
-        "skyrl_train.data.dataset": ("PromptDataset",),
-        "skyrl_train.data.trajectory": ("Prompt", "Trajectory", "TrajectoryGroup"),
-        "skyrl_train.engines.base": ("Completion", "InferenceEngine", "SampleRequest", "SamplingParams"),
-        "skyrl_train.entrypoints.main_base": ("BasePPOExp", "Session", "run_experiment"),
-        "skyrl_train.environments.base": ("BaseTextEnv", "StepOutput", "TextEnv"),
-        "skyrl_train.environments.tools.base": ("Tool", "ToolError"),
-        "skyrl_train.errors": (
-            "CheckpointError",
-            "ConfigError",
-            "DeadlineExceeded",
-            "EngineError",
-            "EnvironmentFailure",
-            "RolloutsFailed",
-            "SkyRLError",
-            "WeightSyncError",
-        ),
-        "skyrl_train.report.protocol": ("Tracker", "TrackerSetup"),
-    },
-    modules=("register",),
-)
+if not TYPE_CHECKING:  # else every misspelt name would pass
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "skyrl_train.api": ("TrainingResult", "check", "engine", "load_config", "session", "train"),
+            "skyrl_train.config.schema": ("Config",),
+            "skyrl_train.data.dataset": ("PromptDataset",),
+            "skyrl_train.data.trajectory": ("Prompt", "Trajectory", "TrajectoryGroup"),
+            "skyrl_train.engines.base": ("Completion", "InferenceEngine", "SampleRequest", "SamplingParams"),
+            "skyrl_train.entrypoints.main_base": ("BasePPOExp", "Session", "run_experiment"),
+            "skyrl_train.environments.base": ("BaseTextEnv", "StepOutput", "TextEnv"),
+            "skyrl_train.environments.tools.base": ("Tool", "ToolError"),
+            "skyrl_train.errors": (
+                "CheckpointError",
+                "ConfigError",
+                "DeadlineExceeded",
+                "EngineError",
+                "EnvironmentFailure",
+                "RolloutsFailed",
+                "SkyRLError",
+                "WeightSyncError",
+            ),
+            "skyrl_train.report.protocol": ("Tracker", "TrackerSetup"),
+        },
+        modules=("register",),
+    )

@@ -7,13 +7,13 @@ import importlib.util
 import json
 import logging
 import os
+import re
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("skyrl_train")
 
 T = TypeVar("T")
+_THREAD_START_S = 5.0
+"""A thread that has not begun by then was interrupted before it was made."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ def load_config(
 
     Names that the program has registered (`skyrl_train.register`) are accepted, and so are keys of its own below
     `generator` and `environment` if they begin with a plus. Notes (a default was fitted to the device) and warnings
-    (a key has no effect here) go to the logger "skyrl_train". Imports neither torch nor Ray.
+    (a key has no effect here) go to the logger "skyrl_train". Texts are resolved as on the command line, where "${...}"
+    refers to another key or to the environment. Imports neither torch nor Ray.
 
     Args:
         overrides: {"trainer.max_steps": 20, ...}, or the command line's ["trainer.max_steps=20", ...].
@@ -68,7 +71,11 @@ def load_config(
         ConfigError: lists every problem at once, each with key, value and what is allowed.
     """
     if isinstance(overrides, Mapping):
-        overrides = [f"{key}={_hydra_text(value)}" for key, value in overrides.items()]
+        overrides = [f"{key}={_hydra_text(key, value)}" for key, value in overrides.items()]
+    overrides = [overrides] if isinstance(overrides, str) else list(overrides)
+    for override in overrides:
+        if not isinstance(override, str) or override.startswith("-"):
+            raise ConfigError(f"{override!r}: must be text, key=value; flags are arguments here: preset, config_dir.")
     flags = {"--config-name": preset, "--config-dir": config_dir}
     prepared = prepare([*overrides, *(f"{flag}={value}" for flag, value in flags.items() if value)], own_code=True)
     for note in prepared.notes:
@@ -95,7 +102,7 @@ def check(cfg: Config, experiment: type[BasePPOExp] = BasePPOExp) -> None:
 def train(cfg: Config, experiment: type[BasePPOExp] = BasePPOExp) -> TrainingResult:
     """Start everything, train to the last step, stop everything; from a script or from a notebook's cell.
 
-    Blocks. In a program with an event loop of its own, `session` does not.
+    Blocks, also where an event loop is running; `session` is for programs that do other things meanwhile.
 
     Args:
         experiment: A subclass of BasePPOExp for runs with parts of their own.
@@ -104,8 +111,17 @@ def train(cfg: Config, experiment: type[BasePPOExp] = BasePPOExp) -> TrainingRes
         ConfigError: before anything is started.
         SkyRLError: why a run had to stop.
     """
+    _check_is_training(experiment)
     check(cfg, experiment)
     return _wait_for(_train(experiment(cfg)))
+
+
+def _check_is_training(experiment: type[BasePPOExp]) -> None:
+    if experiment.run is not BasePPOExp.run or experiment._run is not BasePPOExp._run:
+        raise ConfigError(
+            f"{experiment.__name__} has a run of its own, which is no training with rewards: start it with "
+            f"run_experiment({experiment.__name__}, argv), or override the get_* methods instead."
+        )
 
 
 async def _train(experiment: BasePPOExp) -> TrainingResult:
@@ -118,11 +134,13 @@ async def _train(experiment: BasePPOExp) -> TrainingResult:
 async def session(cfg: Config, experiment: type[BasePPOExp] = BasePPOExp) -> AsyncIterator[Session]:
     """A run that has started and is yours to drive: its client, learner, trainer, environments and tokenizer.
 
-    `await run.trainer.fit()` trains. On exit everything that was started is stopped.
+    `await run.trainer.fit()` trains. On exit everything that was started is stopped. Ray and the data are started
+    before the first `await`, in the caller's thread, which must be the main one.
 
     Raises:
         ConfigError: before anything is started.
     """
+    _check_is_training(experiment)
     check(cfg, experiment)
     async with experiment(cfg).session() as run:
         yield run
@@ -151,51 +169,67 @@ async def engine(model: str, backend: str = "transformers", **options: Any) -> A
         await made.close()
 
 
-def _hydra_text(value: Any) -> str:
-    """A value as it stands on a command line that Hydra reads."""
+def _hydra_text(key: str, value: Any) -> str:
+    """A value as it stands on a command line that Hydra reads. Raises ConfigError for what it cannot write there."""
+    if hasattr(value, "tolist"):  # numpy's and torch's numbers and arrays
+        value = value.tolist()
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, str | PathLike):
         return QuotedString(os.fspath(value), Quote.single).with_quotes()
+    if isinstance(value, int | float):
+        return repr(value + 0)  # an IntEnum as its number
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_hydra_text(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, Sequence):
-        return "[" + ",".join(map(_hydra_text, value)) + "]"
-    return repr(value)
+        return "{" + ",".join(f"{_hydra_key(key, name)}:{_hydra_text(key, item)}" for name, item in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return "[" + ",".join(_hydra_text(key, item) for item in value) + "]"
+    raise ConfigError(
+        f"{key}={value!r}: must be a number, text, path, bool, None, a list or a mapping, not {type(value).__name__}."
+    )
+
+
+def _hydra_key(key: str, name: Any) -> str:
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.+@/-]+", name):
+        raise ConfigError(f"{key}: the name {name!r} in its mapping must be a text of letters, digits and _ . + @ / -.")
+    return name
 
 
 def _wait_for(task: Coroutine[Any, Any, T]) -> T:
-    """The result, from a thread of its own where this one has a running event loop (a notebook's cell)."""
+    """The result, from a thread of its own if this one has a running event loop (a notebook's cell)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(task)
-    return _in_another_thread(task)
+        inside_a_loop = False
+    else:
+        inside_a_loop = True
+    return _in_another_thread(task) if inside_a_loop else asyncio.run(task)
 
 
 def _in_another_thread(task: Coroutine[Any, Any, T]) -> T:
-    result: Future[T] = Future()
-    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = Future()
-
-    async def supervised() -> T:
-        current = asyncio.current_task()
-        assert current is not None
-        started.set_result((asyncio.get_running_loop(), current))
-        return await task
+    """Whatever interrupts the waiting (Ctrl-C, a time limit of the cell) cancels the task, and waits for its end."""
+    loop = asyncio.new_event_loop()
+    running = loop.create_task(task)
+    begun, ended = Event(), Event()  # not Thread.join: a join that an exception interrupts takes the thread for ended
 
     def run() -> None:
+        begun.set()
         try:
-            result.set_result(asyncio.run(supervised()))
-        except BaseException as error:
-            result.set_exception(error)
+            with suppress(BaseException):  # it is the task's, for the thread that waits
+                loop.run_until_complete(running)
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_until_complete(loop.shutdown_default_executor())
+        finally:
+            loop.close()
+            ended.set()
 
-    thread = Thread(target=run, name="skyrl-train")
-    thread.start()
     try:
-        return result.result()
-    except KeyboardInterrupt:  # the cell was interrupted: the run ends as it does on Ctrl-C, then the cell
-        loop, running = started.result()
-        loop.call_soon_threadsafe(running.cancel)
+        Thread(target=run, name="skyrl-train").start()
+        while not ended.wait(0.1):  # a wait without an end would not hear a signal
+            pass
+    except BaseException:
+        with suppress(RuntimeError):  # it has just ended
+            loop.call_soon_threadsafe(running.cancel)
+        if begun.wait(_THREAD_START_S):
+            ended.wait()
         raise
-    finally:
-        thread.join()
+    return running.result()

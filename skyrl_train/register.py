@@ -8,20 +8,19 @@ ConfigError. Nothing heavy is imported before the kind's decorator is used.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
-Decorator = Callable[[T], T]
 
 
-def environment(name: str) -> Decorator[Any]:
+def environment(name: str) -> Callable[[T], T]:
     """A `TextEnv`, or any class or factory with its constructor: environment.env_class=NAME, or a row's env_class."""
     from skyrl_train.environments.registry import environments
 
-    return environments.register(name)
+    return environments.register(name)  # type: ignore[return-value]
 
 
-def reward(name: str) -> Decorator[Any]:
+def reward(name: str) -> Callable[[T], T]:
     """A function as the reward of an environment of one turn: environment.env_class=NAME.
 
     It is called with the response, a string, and those of these keywords that it names: `prompt` (the row's messages),
@@ -30,63 +29,63 @@ def reward(name: str) -> Decorator[Any]:
     from skyrl_train.environments.registry import environments
     from skyrl_train.environments.reward_function import RewardFunction
 
-    def add(function: Any) -> Any:
-        environments.register(name)(RewardFunction(function))
+    def add(function: T) -> T:
+        environments.register(name)(RewardFunction(function))  # type: ignore[arg-type]
         return function
 
     return add
 
 
-def tool(name: str) -> Decorator[Any]:
+def tool(name: str) -> Callable[[T], T]:
     """A `Tool`, called with its settings as keywords: environment.skyrl_gym.tool_use.tools=[NAME]."""
     from skyrl_train.environments.tools.registry import tools
 
-    return tools.register(name)
+    return tools.register(name)  # type: ignore[return-value]
 
 
-def tracker(name: str) -> Decorator[Any]:
+def tracker(name: str) -> Callable[[T], T]:
     """A `Tracker`, made from a `TrackerSetup`: trainer.logger=[NAME]."""
     from skyrl_train.report.trackers import trackers
 
-    return trackers.register(name)
+    return trackers.register(name)  # type: ignore[return-value]
 
 
-def advantage(name: str) -> Decorator[Any]:
+def advantage(name: str) -> Callable[[T], T]:
     """An advantage estimator: trainer.algorithm.advantage_estimator=NAME.
 
     Its signature is that of `algorithms.registry.AdvantageEstimator`, or of SkyRL's estimators.
     """
     from skyrl_train.algorithms.registry import advantage_estimators
 
-    return advantage_estimators.register(name)
+    return advantage_estimators.register(name)  # type: ignore[return-value]
 
 
-def policy_loss(name: str) -> Decorator[Any]:
+def policy_loss(name: str) -> Callable[[T], T]:
     """A policy loss: trainer.algorithm.policy_loss_type=NAME.
 
     Its signature is that of `algorithms.registry.PolicyLoss`, or of SkyRL's losses.
     """
     from skyrl_train.algorithms.registry import policy_losses
 
-    return policy_losses.register(name)
+    return policy_losses.register(name)  # type: ignore[return-value]
 
 
-def sft_loss(name: str) -> Decorator[Any]:
+def sft_loss(name: str) -> Callable[[T], T]:
     """A loss of supervised fine-tuning (`algorithms.registry.SFTLoss`): trainer.algorithm.sft.loss_type=NAME."""
     from skyrl_train.algorithms.registry import sft_losses
 
-    return sft_losses.register(name)
+    return sft_losses.register(name)  # type: ignore[return-value]
 
 
-def kl_estimator(name: str) -> Decorator[Any]:
+def kl_estimator(name: str) -> Callable[[T], T]:
     """A KL estimator (`algorithms.registry.KLEstimator`): trainer.algorithm.kl_estimator_type=NAME."""
     from skyrl_train.algorithms.registry import kl_estimators
 
-    return kl_estimators.register(name)
+    return kl_estimators.register(name)  # type: ignore[return-value]
 
 
-def reduction(name: str) -> Decorator[Any]:
+def reduction(name: str) -> Callable[[T], T]:
     """A loss reduction (`algorithms.registry.Reduction`): trainer.algorithm.loss_reduction=NAME."""
     from skyrl_train.algorithms.registry import reductions
 
-    return reductions.register(name)
+    return reductions.register(name)  # type: ignore[return-value]

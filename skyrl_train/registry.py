@@ -29,17 +29,21 @@ class Registry(Generic[T]):
     def __init__(self, kind: str, table: Mapping[str, str] | None = None):
         self.kind = kind
         self.table = dict(table or {})
-        self._built_in = frozenset(self.table)
+        self._built_in = dict(self.table)
         self._items: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator. A built-in may register itself under its own name; any other second registration is refused."""
+        """Decorator. Raises ConfigError for a name that is taken, or that is not a text.
+
+        A built-in may register itself under its own name, and code that is run again (a notebook's cell) its class.
+        """
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"{self.kind} {name!r}: a name must be a text, in the decorator's parentheses.")
 
         def add(item: T) -> T:
-            origin = f"{getattr(item, '__module__', '')}:{getattr(item, '__name__', '')}"
             taken = self._items.get(name)
-            same = taken is not None and origin == f"{taken.__module__}:{getattr(taken, '__name__', '')}"
-            if (taken is not None and not same) or (taken is None and self.table.get(name, origin) != origin):
+            free = self.table.get(name, _origin(item)) == _origin(item) if taken is None else _is_same(item, taken)
+            if not free:
                 raise ConfigError(f"{self.kind} {name!r} is already registered; choose another name.")
             self._items[name] = item
             return item
@@ -52,8 +56,9 @@ class Registry(Generic[T]):
         self._items.pop(name, None)
 
     def own(self) -> dict[str, T | str]:
-        """The users' registrations by name: the object, or its "module:object" if it is not loaded yet."""
-        return {name: item for name, item in (self.table | self._items).items() if name not in self._built_in}
+        """What is not built in, or no longer, by name: the object, or its "module:object" if it is not loaded yet."""
+        current: dict[str, T | str] = {**self.table, **self._items}
+        return {name: item for name, item in current.items() if self._built_in.get(name) not in (item, _origin(item))}
 
     def names(self) -> list[str]:
         return sorted({*self.table, *self._items})
@@ -64,6 +69,18 @@ class Registry(Generic[T]):
         if name in self._items:
             return self._items[name]
         raise ConfigError(unknown(self.kind, name, self.names()))
+
+
+def _origin(item: Any) -> str:
+    return f"{getattr(item, '__module__', '')}:{getattr(item, '__name__', '')}"
+
+
+def _is_same(item: Any, other: Any) -> bool:
+    """The same object, or one from the same place in the code: a class of that name, a function of that code."""
+    code = getattr(item, "__code__", None)
+    if getattr(item, "__name__", "<lambda>") == "<lambda>":
+        return item is other or (code is not None and code == getattr(other, "__code__", None))
+    return _origin(item) == _origin(other)
 
 
 def unknown(kind: str, name: str, known: list[str]) -> str:

@@ -32,10 +32,13 @@ def _out_of_reach(cfg: Config, env_classes: Iterable[str]) -> Iterator[Problem]:
     if cfg.trainer.plugins:  # environment processes import them too, which may register these names there
         return
     tools = cfg.environment.skyrl_gym.tool_use.tools
-    keys = {"environment.env_class": env_classes, "environment.skyrl_gym.tool_use.tools": tools}
-    for key, names in keys.items():
+    named = (
+        ("environment", "environment.env_class", env_classes),
+        ("tool", "environment.skyrl_gym.tool_use.tools", tools),
+    )
+    for kind, key, names in named:
         for name in names:
-            if name not in _built_in(key) and name in _REGISTERED[key]() and (reason := why_not_sent(name)):
+            if reason := why_not_sent(kind, name):
                 advice = f"It runs in processes of its own and cannot be sent there ({reason})."
                 yield Problem(key, name, "registered by a module of trainer.plugins", advice)
 

@@ -41,8 +41,6 @@ _OWN_CLUSTER_ENV = {
     # Ray runs workers at nice 15. But they do the actual work here: at a lower priority than everything else on the
     # machine, all threads of a matrix product wait for the one that was pre-empted.
     "RAY_worker_niceness": "0",
-    # Do not start a worker for every CPU: `Cluster` starts as many as it will use.
-    "RAY_prestart_worker_first_driver": "0",
     # Spinning for a pre-empted thread slowed a step from 1.3 s to 10-44 s on a busy machine; it rarely gains much.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
@@ -53,7 +51,7 @@ _OWN_SETTINGS = {
     "object_store_memory": OBJECT_STORE_BYTES,
     "logging_level": logging.WARNING,
 }
-_PRELOAD = "RAY_preload_python_modules"
+_PRELOAD, _PRESTART = "RAY_preload_python_modules", "RAY_prestart_worker_first_driver"
 _NOTICES = "ray._private.authentication.authentication_token_setup"
 """Ray's logger that warns at every start that access needs a token."""
 _CHOOSES_PYTHON = ("RAY_RUNTIME_ENV_HOOK", "RAY_JOB_CONFIG_JSON_ENV_VAR")
@@ -131,6 +129,18 @@ def _kill_started_processes(before: Sequence[psutil.Process]) -> None:
 
 
 @contextmanager
+def _unless_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for the length of a start; what the user has set stays."""
+    ours = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            del os.environ[name]
+
+
+@contextmanager
 def _one_at_a_time() -> Iterator[None]:
     """Make concurrent runs start Ray one after the other: simultaneous starts take too long. The lock ends with us."""
     path = Path(tempfile.gettempdir()) / f"skyrl-train-ray-start-{os.getuid()}.lock"
@@ -195,19 +205,21 @@ class Cluster:
             self._join(address, settings)
         else:
             _settle(drivers_python=True)
-            ours = _OWN_CLUSTER_ENV | self._imports_early()
-            os.environ.update({key: os.environ.get(key, value) for key, value in ours.items()})
-            _start_own(settings)
+            os.environ.update({key: os.environ.get(key, value) for key, value in _OWN_CLUSTER_ENV.items()})
+            with _unless_set(self._idle_workers()):
+                _start_own(settings)
             _guards.append(Guard())
         _users.add(self)
 
-    def _imports_early(self) -> dict[str, str]:
-        """The setting with which idle workers import what the actors to come will need, while the driver does.
+    def _idle_workers(self) -> dict[str, str]:
+        """What Ray starts with the node: a worker for each CPU, or none.
 
-        Ray starts one for each CPU. Where most of them would stay idle, that costs memory for nothing.
+        If most of them will become actors, they import what actors need while the driver does. Otherwise none is
+        started early: idle ones only cost memory.
         """
-        cpus = psutil.cpu_count() or 1
-        return {_PRELOAD: ",".join(self._preload)} if self._preload and cpus <= 2 * self._workers else {}
+        if self._preload and (psutil.cpu_count() or 1) <= 2 * self._workers:
+            return {_PRELOAD: ",".join(self._preload)}
+        return {_PRESTART: "0"}
 
     def _join(self, address: str, settings: Mapping[str, Any]) -> None:
         """Connect to an existing cluster. Raises ConfigError if its nodes do not have the driver's Python.

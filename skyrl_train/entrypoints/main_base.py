@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class BasePPOExp:
     """One experiment: every part of a run comes from a method that a subclass can override.
 
-    `build` has the functions behind the methods. torch and Ray are imported only once the configuration is known good.
+    `assembly` has the functions behind the methods. torch and Ray are imported once the configuration is known good.
     """
 
     uses: ClassVar[Uses] = Uses()
@@ -46,12 +46,14 @@ class BasePPOExp:
         self.cfg = cfg
         processes = slots_of(cfg, self.uses).processes
         self.cluster = Cluster(cfg.trainer.plugins, workers=processes, preload=_imports_of_workers(cfg, self.uses))
-        with importing("skyrl_train.assembly.run"):  # seconds of work, while Ray has seconds of waiting
-            self.cluster.connect()
-        self.tokenizer = self.get_tokenizer()
-        self.train_dataset = self.get_train_dataset()
-        self.eval_dataset = self.get_eval_dataset()
-        self.check_environments()
+        with ExitStack() as stack:
+            with importing("skyrl_train.assembly.run"):  # seconds of work, while Ray has seconds of waiting
+                stack.enter_context(self.cluster)
+            self.tokenizer = self.get_tokenizer()
+            self.train_dataset = self.get_train_dataset()
+            self.eval_dataset = self.get_eval_dataset()
+            self.check_environments()
+            stack.pop_all()  # connected until `session` or the run ends
 
     def get_tokenizer(self) -> Any:
         """The tokenizer of prompts and completions."""
@@ -126,29 +128,29 @@ class BasePPOExp:
         from skyrl_train.assembly.run import services
         from skyrl_train.assembly.serving import check_endpoint, endpoint_of_run
 
-        check_endpoint(self.cfg)
-        async with (
-            services(
-                self.cfg,
-                self.cluster,
-                train_dataset=self.train_dataset,
-                get_tracker=self.get_tracker,
-                get_client=self.get_inference_client,
-            ) as running,
-            endpoint_of_run(self.cfg, running.client, self.tokenizer),
-        ):
-            trainer = self.get_trainer(running)
-            try:
-                yield Session(
-                    trainer=trainer,
-                    learner=trainer.learner,
-                    client=running.client,
-                    environments=running.environments,
-                    tokenizer=self.tokenizer,
-                    directory=running.base.directory,
+        async with AsyncExitStack() as stack:
+            stack.enter_context(self.cluster)
+            check_endpoint(self.cfg)
+            running = await stack.enter_async_context(
+                services(
+                    self.cfg,
+                    self.cluster,
+                    train_dataset=self.train_dataset,
+                    get_tracker=self.get_tracker,
+                    get_client=self.get_inference_client,
                 )
-            finally:
-                await trainer.collector.close()
+            )
+            await stack.enter_async_context(endpoint_of_run(self.cfg, running.client, self.tokenizer))
+            trainer = self.get_trainer(running)
+            stack.push_async_callback(trainer.collector.close)
+            yield Session(
+                trainer=trainer,
+                learner=trainer.learner,
+                client=running.client,
+                environments=running.environments,
+                tokenizer=self.tokenizer,
+                directory=running.base.directory,
+            )
 
 
 @dataclass(frozen=True)
@@ -183,8 +185,8 @@ def _imports_of_workers(cfg: Config, uses: Uses) -> list[str]:
 def run_experiment(experiment: type[BasePPOExp], argv: Sequence[str] | None = None) -> None:
     """Check the command line, then run the experiment, for a program of your own.
 
-    What the program registered counts as if `trainer.plugins` had named it in the driver, and keys that are added to
-    `generator` and `environment` with a plus are its own. Ranks and environment processes import trainer.plugins alone.
+    What the program registered counts as if `trainer.plugins` had named it, and keys that are added to `generator` and
+    `environment` with a plus are its own.
     A person's mistake is printed and exits 2, before torch or Ray start; a run that had to stop says why and exits 1.
     """
     start(experiment, argv, own_code=True)
@@ -193,10 +195,15 @@ def run_experiment(experiment: type[BasePPOExp], argv: Sequence[str] | None = No
 def start(experiment: type[BasePPOExp], argv: Sequence[str] | None = None, *, own_code: bool = False) -> None:
     """What `run_experiment` does; the entrypoints of this package bring no code of the user's."""
     try:
-        launch(lambda prepared: experiment(prepared.config).run(), argv, own_code=own_code, uses=used_by(experiment))
+        launch(lambda prepared: _run(experiment(prepared.config)), argv, own_code=own_code, uses=used_by(experiment))
     except SkyRLError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def _run(experiment: BasePPOExp) -> None:
+    with experiment.cluster:
+        experiment.run()
 
 
 def used_by(experiment: type[BasePPOExp]) -> Uses:

@@ -1,14 +1,14 @@
 """Environments and tools of the user's program, on their way to the processes in which environments run.
 
-What a module of `trainer.plugins` registers is imported there again. What the program itself registered (its main
-file, a notebook) cannot be imported, so it is sent by value.
+A module of `trainer.plugins` is imported there again. What the program itself registered (its main file, a notebook)
+cannot be imported, so it is sent by value.
 """
 
 from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from skyrl_train.environments.registry import environments
@@ -17,61 +17,62 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.registry import Registry
 
 _KINDS: Mapping[str, Registry[Any]] = {"environment": environments, "tool": tools}
+MAX_PICKLE = 4 * 2**20
+"""Bytes of one class or function with the globals that it refers to; every environment process loads it."""
 
 
 def pack_own() -> list[dict[str, str]]:
-    """Everything that was registered beside the built-in names, as JSON; what cannot be pickled is left out."""
-    return [packed for kind, registry in _KINDS.items() for name in registry.own() for packed in _packed(kind, name)]
+    """Everything that is registered and not built in, as JSON: for `register_own` in another process."""
+    return [_packed(kind, name) for kind, registry in _KINDS.items() for name in registry.own()]
 
 
-def why_not_sent(name: str) -> str | None:
-    """What is wrong with an environment or tool of the user's that cannot be pickled; None if it can be."""
-    import cloudpickle  # late, as below: most environment processes and command lines have no use for it
-
-    for registry in _KINDS.values():
-        if name in registry.own():
-            try:
-                cloudpickle.dumps(registry.own()[name])
-            except Exception as error:
-                return f"{type(error).__name__}: {error}"
-    return None
+def why_not_sent(kind: str, name: str) -> str | None:
+    """What is wrong with an "environment" or "tool" of the user's that cannot be sent; None for all others."""
+    return _packed(kind, name).get("reason") if name in _KINDS[kind].own() else None
 
 
 def register_own(packed: list[dict[str, str]]) -> None:
-    """The other end: register what plugins have not. What cannot be loaded here raises ConfigError when it is used."""
+    """Register what this process does not have from plugins. What cannot be loaded raises ConfigError when used."""
     for entry in packed:
-        registry = _KINDS[entry["kind"]]
-        if entry["name"] not in registry.names():
-            if "target" in entry:
-                registry.table[entry["name"]] = entry["target"]
-            else:
-                registry.register(entry["name"])(_unpickled(entry))
+        name, registry = entry["name"], _KINDS[entry["kind"]]
+        if name in registry.own():
+            continue
+        registry.forget(name)  # the user's replaces a built-in one
+        if "target" in entry:
+            registry.table[name] = entry["target"]
+        else:
+            registry.register(name)(_unpacked(entry))
 
 
-def _packed(kind: str, name: str) -> Iterator[dict[str, str]]:
-    import cloudpickle
+def _packed(kind: str, name: str) -> dict[str, str]:
+    import cloudpickle  # late: most environment processes and command lines have no use for it
 
     item = _KINDS[kind].own()[name]
     if isinstance(item, str):
-        yield {"kind": kind, "name": name, "target": item}
-        return
+        return {"kind": kind, "name": name, "target": item}
     try:
         data = cloudpickle.dumps(item)
-    except Exception:  # of no consequence unless a row names it: see why_not_sent
-        return
-    yield {"kind": kind, "name": name, "pickle": base64.b64encode(data).decode("ascii")}
-
-
-def _unpickled(entry: Mapping[str, str]) -> Any:
-    try:
-        return pickle.loads(base64.b64decode(entry["pickle"]))
     except Exception as error:
-        reason = (
-            f"{entry['kind']} {entry['name']!r} cannot be loaded in an environment process ({type(error).__name__}: "
-            f"{error}); register it in a module that trainer.plugins names."
-        )
+        return {"kind": kind, "name": name, "reason": f"{type(error).__name__}: {error}"}
+    if len(data) > MAX_PICKLE:
+        reason = f"with the globals that it refers to it has {len(data)} bytes, and at most {MAX_PICKLE} are sent"
+        return {"kind": kind, "name": name, "reason": reason}
+    return {"kind": kind, "name": name, "pickle": base64.b64encode(data).decode("ascii")}
 
-        def refuse(**settings: Any) -> NoReturn:
-            raise ConfigError(reason)
 
-        return refuse
+def _unpacked(entry: Mapping[str, str]) -> Any:
+    try:
+        if "pickle" in entry:
+            return pickle.loads(base64.b64decode(entry["pickle"]))
+        reason = entry["reason"]
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    message = (
+        f"{entry['kind']} {entry['name']!r} cannot be sent to environment processes ({reason}); register it in a "
+        "module that trainer.plugins names."
+    )
+
+    def refuse(**settings: Any) -> NoReturn:
+        raise ConfigError(message)
+
+    return refuse

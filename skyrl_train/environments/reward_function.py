@@ -11,25 +11,34 @@ from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.errors import ConfigError
 
 KEYWORDS = ("prompt", "extras", "ground_truth")
+_POSITIONAL = inspect.Parameter.POSITIONAL_ONLY
+_KEYWORD_ONLY, _VAR_KEYWORD = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
 
 
 class RewardFunction:
     """The environment factory of a function (response, *, those of KEYWORDS that it names) -> reward.
 
-    Raises ConfigError, when it is made, for a required keyword that is none of KEYWORDS.
+    Raises ConfigError, when it is made, for a function that cannot be called so.
     """
 
     def __init__(self, function: Callable[..., float]):
-        _, *others = inspect.signature(function).parameters.values()
-        named = [p for p in others if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        unknown = [p.name for p in named if p.name not in KEYWORDS and p.default is p.empty]
+        what = f"the reward function {getattr(function, '__name__', function)!r}"
+        if inspect.isclass(function) or inspect.iscoroutinefunction(function):
+            raise ConfigError(f"{what}: must be an ordinary function that returns a number.")
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except ValueError as error:
+            raise ConfigError(f"{what}: {error}; wrap it in a function with a parameter for the response.") from error
+        if not parameters or parameters[0].kind in (_KEYWORD_ONLY, _VAR_KEYWORD):
+            raise ConfigError(f"{what}: its first parameter must take the response.")
+        named = [p for p in parameters[1:] if p.kind not in (inspect.Parameter.VAR_POSITIONAL, _VAR_KEYWORD)]
+        unknown = [p.name for p in named if p.default is p.empty and (p.name not in KEYWORDS or p.kind is _POSITIONAL)]
         if unknown:
             raise ConfigError(
-                f"the reward function {getattr(function, '__name__', function)!r} asks for {', '.join(unknown)}; "
-                f"beside the response it may name {', '.join(KEYWORDS)}."
+                f"{what} asks for {', '.join(unknown)}; after the response it may name {', '.join(KEYWORDS)}."
             )
         self.function = function
-        self.asked_for = [p.name for p in named if p.name in KEYWORDS]
+        self.asked_for = [p.name for p in named if p.name in KEYWORDS and p.kind is not _POSITIONAL]
         self.__module__ = function.__module__
         self.__name__ = getattr(function, "__name__", type(self).__name__)
 
@@ -48,10 +57,11 @@ class _OneTurn(TextEnv):
         return prompt, {}
 
     def step(self, action: str) -> StepOutput:
+        spec = self.extras.get("reward_spec")
         known = {
             "prompt": self.prompt,
             "extras": self.extras,
-            "ground_truth": (self.extras.get("reward_spec") or {}).get("ground_truth"),
+            "ground_truth": spec.get("ground_truth") if isinstance(spec, Mapping) else None,
         }
         reward = self.reward.function(action, **{name: known[name] for name in self.reward.asked_for})
         return StepOutput(observations=[], reward=reward, done=True)

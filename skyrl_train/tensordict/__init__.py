@@ -110,113 +110,114 @@ if TYPE_CHECKING:
         vLLMWorker as vLLMWorker,
     )
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {
-        "skyrl_train.tensordict.containers": (
-            "Text",
-            "Tokens",
-            "Masks",
-            "LogProbs",
-            "ChatHistory",
-            "LLMData",
-        ),
-        "skyrl_train.tensordict.history": (
-            "History",
-            "ContentBase",
-            "add_chat_template",
-        ),
-        "skyrl_train.tensordict.wrappers.backends": (
-            "TransformersWrapper",
-            "vLLMWrapper",
-            "SGLangWrapper",
-            "RemoteWrapper",
-            "RemoteTransformersWrapper",
-        ),
-        "skyrl_train.tensordict.wrappers.base": ("LLMWrapperBase",),
-        "skyrl_train.tensordict.wrappers.categorical": ("CategoricalSequential",),
-        "skyrl_train.tensordict.wrappers.dispatcher": ("Dispatcher",),
-        "skyrl_train.tensordict.wrappers.distributions": (
-            "LogProbDistribution",
-            "LLMMaskedCategorical",
-        ),
-        "skyrl_train.tensordict.wrappers.sglang_server": ("AsyncSGLang",),
-        "skyrl_train.tensordict.wrappers.stateless_group": ("stateless_init_process_group",),
-        "skyrl_train.tensordict.wrappers.torchrl": ("ForTorchRL",),
-        "skyrl_train.tensordict.wrappers.vllm_workers": (
-            "make_vllm_worker",
-            "vLLMWorker",
-            "LLMOnDevice",
-        ),
-        "skyrl_train.tensordict.envs.base": (
-            "Transform",
-            "StepCounter",
-        ),
-        "skyrl_train.tensordict.envs.chat": (
-            "ChatEnv",
-            "DatasetChatEnv",
-        ),
-        "skyrl_train.tensordict.envs.gsm8k": (
-            "GSM8KEnv",
-            "GSM8KPrepareQuestion",
-            "GSM8KRewardParser",
-        ),
-        "skyrl_train.tensordict.envs.ifeval": (
-            "IFEvalEnv",
-            "IfEvalScorer",
-            "IFEvalScoreData",
-        ),
-        "skyrl_train.tensordict.envs.kl": (
-            "KLRewardTransform",
-            "RetrieveLogProb",
-        ),
-        "skyrl_train.tensordict.envs.llm_env": (
-            "make_gsm8k_env",
-            "LLMEnv",
-            "LLMHashingEnv",
-        ),
-        "skyrl_train.tensordict.envs.mlgym": (
-            "MLGymWrapper",
-            "make_mlgym",
-        ),
-        "skyrl_train.tensordict.envs.primer": (
-            "DataLoadingPrimer",
-            "as_nested_tensor",
-            "as_padded_tensor",
-        ),
-        "skyrl_train.tensordict.envs.text": (
-            "TemplateTransform",
-            "Tokenizer",
-            "IncrementalTokenizer",
-        ),
-        "skyrl_train.tensordict.envs.tools": (
-            "PythonInterpreter",
-            "MCPToolTransform",
-            "BrowserTransform",
-        ),
-        "skyrl_train.tensordict.envs.versions": ("PolicyVersion",),
-        "skyrl_train.tensordict.losses.grpo": (
-            "GRPOLoss",
-            "DAPO",
-            "CISPO",
-            "GRPOLossOutput",
-        ),
-        "skyrl_train.tensordict.losses.mc_advantage": ("MCAdvantage",),
-        "skyrl_train.tensordict.losses.sft": (
-            "SFTLoss",
-            "SFTLossOutput",
-        ),
-        "skyrl_train.tensordict.losses.top_k": ("TopKRewardSelector",),
-        "skyrl_train.tensordict.buffer": ("LazyStackStorage", "ReplayBuffer", "SamplerWithoutReplacement"),
-        "skyrl_train.tensordict.collectors.llm_collector": ("LLMCollector",),
-        "skyrl_train.tensordict.collectors.ray_collector": ("RayLLMCollector",),
-        "skyrl_train.tensordict.collectors.vllm_updater": (
-            "vLLMUpdater",
-            "vLLMUpdaterV2",
-        ),
-        "skyrl_train.tensordict.collectors.weight_updaters": (
-            "WeightUpdaterBase",
-            "EngineUpdater",
-        ),
-    },
-)
+if not TYPE_CHECKING:  # else every misspelt name would pass
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "skyrl_train.tensordict.containers": (
+                "Text",
+                "Tokens",
+                "Masks",
+                "LogProbs",
+                "ChatHistory",
+                "LLMData",
+            ),
+            "skyrl_train.tensordict.history": (
+                "History",
+                "ContentBase",
+                "add_chat_template",
+            ),
+            "skyrl_train.tensordict.wrappers.backends": (
+                "TransformersWrapper",
+                "vLLMWrapper",
+                "SGLangWrapper",
+                "RemoteWrapper",
+                "RemoteTransformersWrapper",
+            ),
+            "skyrl_train.tensordict.wrappers.base": ("LLMWrapperBase",),
+            "skyrl_train.tensordict.wrappers.categorical": ("CategoricalSequential",),
+            "skyrl_train.tensordict.wrappers.dispatcher": ("Dispatcher",),
+            "skyrl_train.tensordict.wrappers.distributions": (
+                "LogProbDistribution",
+                "LLMMaskedCategorical",
+            ),
+            "skyrl_train.tensordict.wrappers.sglang_server": ("AsyncSGLang",),
+            "skyrl_train.tensordict.wrappers.stateless_group": ("stateless_init_process_group",),
+            "skyrl_train.tensordict.wrappers.torchrl": ("ForTorchRL",),
+            "skyrl_train.tensordict.wrappers.vllm_workers": (
+                "make_vllm_worker",
+                "vLLMWorker",
+                "LLMOnDevice",
+            ),
+            "skyrl_train.tensordict.envs.base": (
+                "Transform",
+                "StepCounter",
+            ),
+            "skyrl_train.tensordict.envs.chat": (
+                "ChatEnv",
+                "DatasetChatEnv",
+            ),
+            "skyrl_train.tensordict.envs.gsm8k": (
+                "GSM8KEnv",
+                "GSM8KPrepareQuestion",
+                "GSM8KRewardParser",
+            ),
+            "skyrl_train.tensordict.envs.ifeval": (
+                "IFEvalEnv",
+                "IfEvalScorer",
+                "IFEvalScoreData",
+            ),
+            "skyrl_train.tensordict.envs.kl": (
+                "KLRewardTransform",
+                "RetrieveLogProb",
+            ),
+            "skyrl_train.tensordict.envs.llm_env": (
+                "make_gsm8k_env",
+                "LLMEnv",
+                "LLMHashingEnv",
+            ),
+            "skyrl_train.tensordict.envs.mlgym": (
+                "MLGymWrapper",
+                "make_mlgym",
+            ),
+            "skyrl_train.tensordict.envs.primer": (
+                "DataLoadingPrimer",
+                "as_nested_tensor",
+                "as_padded_tensor",
+            ),
+            "skyrl_train.tensordict.envs.text": (
+                "TemplateTransform",
+                "Tokenizer",
+                "IncrementalTokenizer",
+            ),
+            "skyrl_train.tensordict.envs.tools": (
+                "PythonInterpreter",
+                "MCPToolTransform",
+                "BrowserTransform",
+            ),
+            "skyrl_train.tensordict.envs.versions": ("PolicyVersion",),
+            "skyrl_train.tensordict.losses.grpo": (
+                "GRPOLoss",
+                "DAPO",
+                "CISPO",
+                "GRPOLossOutput",
+            ),
+            "skyrl_train.tensordict.losses.mc_advantage": ("MCAdvantage",),
+            "skyrl_train.tensordict.losses.sft": (
+                "SFTLoss",
+                "SFTLossOutput",
+            ),
+            "skyrl_train.tensordict.losses.top_k": ("TopKRewardSelector",),
+            "skyrl_train.tensordict.buffer": ("LazyStackStorage", "ReplayBuffer", "SamplerWithoutReplacement"),
+            "skyrl_train.tensordict.collectors.llm_collector": ("LLMCollector",),
+            "skyrl_train.tensordict.collectors.ray_collector": ("RayLLMCollector",),
+            "skyrl_train.tensordict.collectors.vllm_updater": (
+                "vLLMUpdater",
+                "vLLMUpdaterV2",
+            ),
+            "skyrl_train.tensordict.collectors.weight_updaters": (
+                "WeightUpdaterBase",
+                "EngineUpdater",
+            ),
+        },
+    )

@@ -60,6 +60,9 @@ def helper(): ...
 @pytest.mark.skipif(True, reason="x")
 @pytest.mark.fault("F04")
 async def test_c(): ...
+@pytest.mark.fault("F05")
+@pytest.mark.parametrize("x", [pytest.param(1, marks=pytest.mark.on_demand), pytest.param(2, marks=pytest.mark.gpu)])
+def test_d(x): ...
 """
     assert list(claims(source, "fault")) == [("F01", "test_a")]
 

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,11 +17,12 @@ import skyrl_train.tensordict
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "api.md").read_text()
-PACKAGES = {"skyrl_train": skyrl_train, "skyrl_train.tensordict": skyrl_train.tensordict}
+PACKAGES: dict[str, Any] = {"skyrl_train": skyrl_train, "skyrl_train.tensordict": skyrl_train.tensordict}
+NAMES: list[str] = PACKAGES["skyrl_train"].__all__
 
 
 def test_the_api_page_has_every_public_name_once():
-    assert sorted(re.findall(r"^::: skyrl_train\.(\w+)$", PAGE, re.MULTILINE)) == skyrl_train.__all__
+    assert sorted(re.findall(r"^::: skyrl_train\.(\w+)$", PAGE, re.MULTILINE)) == NAMES
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -38,7 +40,7 @@ def test_every_public_name_loads_and_type_checkers_see_the_same(package: str):
 
 def test_a_name_that_does_not_exist_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'skyrl_train' has no attribute 'trane'"):
-        skyrl_train.trane  # noqa: B018
+        PACKAGES["skyrl_train"].trane  # noqa: B018
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -59,10 +61,19 @@ def test_every_public_name_is_used_in_a_script_of_a_user():
     scripts = "\n".join(path.read_text() for path in (REPOSITORY / "tests" / "integration" / "api").rglob("*.py"))
     snippets = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
     used = set(re.findall(r"\bsk\.(\w+)", scripts + snippets))
-    assert set(skyrl_train.__all__) - used == set()
+    assert set(NAMES) - used == set()
     kinds = {name for name in vars(skyrl_train.register) if name in REGISTRATIONS}
     assert kinds == set(REGISTRATIONS)
     assert {kind for kind in REGISTRATIONS if f"sk.register.{kind}(" in scripts + snippets} == kinds
 
 
 REGISTRATIONS = re.findall(r"^\| `register\.(\w+)`", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_type_checkers_do_not_see_the_getattr_that_would_let_every_misspelt_name_pass(package: str):
+    body = ast.parse(Path(str(PACKAGES[package].__file__)).read_text()).body
+    outside = [node for node in body if not isinstance(node, ast.If)]
+    assert not any("__getattr__" in ast.unparse(node) for node in outside)
+    (hidden,) = [node for node in body if isinstance(node, ast.If) and "__getattr__" in ast.unparse(node)]
+    assert ast.unparse(hidden.test) == "not TYPE_CHECKING"

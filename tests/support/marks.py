@@ -37,8 +37,18 @@ def claims(source: str, kind: str) -> Iterator[tuple[str, str]]:
             continue
         carried = list(marks(node.decorator_list))
         named = {decorator.id for decorator in node.decorator_list if isinstance(decorator, ast.Name)}
-        if not SETS_ASIDE & {name for name, _ in carried} and not named & aliases:
+        aside = SETS_ASIDE & {name for name, _ in carried} or named & aliases or any(map(_aside, node.decorator_list))
+        if not aside:
             yield from ((str(id), node.name) for name, ids in carried if name == kind for id in ids)
+
+
+def _aside(decorator: ast.expr) -> bool:
+    """Whether it is a parametrize whose every set of values carries a mark that sets aside."""
+    if not isinstance(decorator, ast.Call) or ast.unparse(decorator.func) != "pytest.mark.parametrize":
+        return False
+    values = decorator.args[1] if len(decorator.args) > 1 else None
+    sets = values.elts if isinstance(values, ast.List | ast.Tuple) else []
+    return bool(sets) and all(any(f"pytest.mark.{mark}" in ast.unparse(one) for mark in SETS_ASIDE) for one in sets)
 
 
 def _skips(node: ast.AST) -> bool:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pytest
 
@@ -66,3 +67,37 @@ def test_a_target_names_a_module_and_an_object():
     assert load_object("math:pi") == pytest.approx(3.14159, abs=1e-5)
     with pytest.raises(AttributeError):
         load_object("math:no_such_thing")
+
+
+def test_functions_without_a_name_are_told_apart_by_their_code():
+    registry: Registry = Registry("function")
+    registry.register("own")(lambda x: x + 1)
+    with pytest.raises(ConfigError, match="'own' is already registered"):
+        registry.register("own")(lambda x: x + 2)
+    registry.register("part")(partial(square, 2.0))
+    with pytest.raises(ConfigError, match="'part' is already registered"):
+        registry.register("part")(partial(square, 3.0))
+
+
+def test_code_that_is_run_again_registers_again():
+    registry: Registry = Registry("function")
+    cell = "@registry.register('own')\ndef own(x): return x\nregistry.register('more')(lambda x: x + 1)\n"
+    for _ in range(2):
+        exec(cell, {"registry": registry, "__name__": "__main__"})
+    assert registry.names() == ["more", "own"]
+
+
+@pytest.mark.parametrize("name", ["", None, square])
+def test_a_decorator_wants_a_name(name: object):
+    with pytest.raises(ConfigError, match="a name must be a text"):
+        Registry("function").register(name)  # type: ignore[arg-type]
+
+
+def test_what_is_users_own_is_what_is_not_built_in_or_no_longer():
+    registry: Registry = Registry("function", {"hsv": "colorsys:rgb_to_hsv", "hls": "colorsys:rgb_to_hls"})
+    registry.get("hsv")
+    assert registry.own() == {}
+    registry.forget("hsv")
+    registry.register("hsv")(square)
+    registry.table["later"] = "somewhere:later"
+    assert registry.own() == {"hsv": square, "later": "somewhere:later"}

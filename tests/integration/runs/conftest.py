@@ -14,18 +14,21 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.algorithms.registry import advantage_estimators, policy_losses
+from skyrl_train.algorithms import registry as algorithms
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.entrypoints.main_base import BasePPOExp, start as start_experiment
 from skyrl_train.entrypoints.main_generate import EvaluationExp
 from skyrl_train.environments.registry import environments
 from skyrl_train.environments.tasks.arithmetic import generate
+from skyrl_train.environments.tools.registry import tools
+from skyrl_train.registry import Registry
+from skyrl_train.report.trackers import trackers
 
 PRESETS = Path(__file__).parents[3] / "examples" / "algorithms"
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 ENTRYPOINTS = {"main_base": BasePPOExp, "main_generate": EvaluationExp}
-REGISTRIES = (advantage_estimators, policy_losses, environments)
+REGISTRIES = (*vars(algorithms).values(), environments, tools, trackers)
 
 
 def command(entrypoint: str, overrides: list[str]) -> list[str]:
@@ -42,7 +45,7 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("plugins")
     (folder / "lower_case_plugin.py").write_text(LOWER_CASE)
     with pytest.MonkeyPatch.context() as patch:
-        for registry in REGISTRIES:
+        for registry in (one for one in REGISTRIES if isinstance(one, Registry)):
             patch.setattr(registry, "_items", dict(registry._items))
             patch.setattr(registry, "table", dict(registry.table))
         for path in (PRESETS, folder):

@@ -12,6 +12,7 @@ import pytest
 import skyrl_train.tensordict
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
+OURS = dir(skyrl_train.tensordict)
 IMPORT = re.compile(r"^from torchrl[\w.]* import (.+)$", re.MULTILINE)
 ENDS = {"conversation": "conversation held", "grpo": "two steps of GRPO"}
 
@@ -21,7 +22,7 @@ def ported(code: str) -> str:
 
     def replaced(line: re.Match[str]) -> str:
         names = [name.strip() for name in line[1].split(",")]
-        ours = [name for name in names if name in skyrl_train.tensordict.__all__]
+        ours = [name for name in names if name in OURS]
         theirs = [name for name in names if name not in ours]
         source = line[0].partition(" import ")[0]
         new = [f"from skyrl_train.tensordict import {', '.join(ours)}"] if ours else []

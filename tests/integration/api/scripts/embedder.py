@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import skyrl_train as sk
+from skyrl_train.environments.tools.registry import make_tool
 
 ROWS, MODEL, FOLDER = sys.argv[1:4]
 SEEN: dict[str, list[Any]] = {"tracked": [], "prompts": [], "estimated": []}
@@ -39,7 +40,7 @@ class TwoTurns(sk.BaseTextEnv):
     def init(self, prompt: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         if "refuse" in self.env_config:
             raise sk.EnvironmentFailure("refused")
-        return prompt, {"has_clock": float("clock" in Clock.name)}
+        return prompt, {"parameters_of_clock": float(len(make_tool("clock").parameters))}
 
     def step(self, action: str) -> sk.StepOutput:
         self.turns += 1
@@ -83,6 +84,7 @@ class InMemory(sk.Tracker):
     def begin(self, step: int, total_steps: int) -> None: ...
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        assert metrics["rollouts/failed"] == 0 and metrics["environment/parameters_of_clock"] == 2
         SEEN["tracked"].append((step, metrics["reward/mean"]))
 
     def samples(self, rows: Sequence[Any], step: int) -> None: ...
@@ -180,7 +182,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     refusals()
     asyncio.run(drive(configuration()))
-    assert [step for step, _ in SEEN["tracked"]] == [1, 2] and SEEN["estimated"] == [8, 8]
+    assert [step for step, *_ in SEEN["tracked"]] == [1, 2] and SEEN["estimated"] == [8, 8]
     assert {prompt.env_class for prompt in SEEN["prompts"]} == {"brief", "two_turns"}
     asyncio.run(alone())
     assert "'vllm'" in refused(lambda: asyncio.run(sk.engine(MODEL, backend="vlm").__aenter__()))

@@ -1,0 +1,111 @@
+"""What a program registers, in this process and in an environment process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import skyrl_train as sk
+from skyrl_train.data.trajectory import Prompt
+from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.environments.own_classes import MAX_PICKLE, pack_own, register_own, why_not_sent
+from skyrl_train.environments.registry import environments
+from skyrl_train.environments.tools.registry import make_tool, tools
+from skyrl_train.errors import ConfigError
+
+BONUS = 0.125
+LOCK = threading.Lock()
+
+
+@pytest.fixture(autouse=True)
+def registries() -> Iterator[None]:
+    """What a test registers is its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        for registry in (environments, tools):
+            patch.setattr(registry, "_items", dict(registry._items))
+            patch.setattr(registry, "table", dict(registry.table))
+        yield
+
+
+def as_main(item: Any) -> Any:
+    """As if the program's main file had defined it: nobody can import it."""
+    item.__module__ = "__main__"
+    return item
+
+
+def own_environment() -> Any:
+    bonus = BONUS
+
+    class Mine(sk.TextEnv):
+        def step(self, action: str) -> sk.StepOutput:
+            return sk.StepOutput([], bonus, True)
+
+    return as_main(Mine)
+
+
+async def reward_of(name: str) -> float:
+    async with EnvironmentHost({}, max_workers=1) as host:
+        episode = await host.start(name, Prompt("0", [{"role": "user", "content": "x"}], name, {}, "source"))
+        return (await episode.step("7")).reward
+
+
+def test_an_environment_of_the_main_file_runs_in_its_process():
+    sk.register.environment("mine")(own_environment())
+    assert asyncio.run(reward_of("mine")) == BONUS
+
+
+def test_one_in_the_place_of_a_built_in_is_the_one_that_runs():
+    environments.forget("multiply")
+    environments.register("multiply")(own_environment())
+    assert [entry["name"] for entry in pack_own()] == ["multiply"]
+    assert asyncio.run(reward_of("multiply")) == BONUS
+
+
+def test_built_ins_are_not_sent_whether_loaded_or_not():
+    environments.get("arithmetic")
+    assert pack_own() == []
+
+
+def test_what_plugins_brought_stays():
+    sk.register.environment("mine")(own_environment())
+    packed = pack_own()
+    theirs = own_environment()
+    environments.forget("mine")
+    environments.register("mine")(theirs)
+    register_own(packed)
+    assert environments.get("mine") is theirs
+
+
+def test_a_tool_arrives_and_one_of_the_same_name_as_a_bad_environment_is_not_blamed():
+    class Clock(sk.Tool):
+        name, description, parameters = "clock", "The time.", {}
+
+        async def call(self, arguments: dict[str, Any]) -> str:
+            return "noon"
+
+    sk.register.tool("clock")(as_main(Clock))
+    environments.register("clock")(lambda env_config, extras: LOCK)
+    assert why_not_sent("tool", "clock") is None
+    assert "cannot pickle" in str(why_not_sent("environment", "clock"))
+    packed = pack_own()
+    for registry in (tools, environments):
+        registry.forget("clock")
+    register_own(packed)
+    assert make_tool("clock").name == "clock"
+    with pytest.raises(ConfigError, match=r"'clock' cannot be sent to environment processes .*cannot pickle"):
+        environments.get("clock")(env_config={}, extras={})
+
+
+def test_globals_that_are_too_large_are_a_reason():
+    table = bytes(MAX_PICKLE)
+    environments.register("large")(lambda env_config, extras: table)
+    assert f"at most {MAX_PICKLE} are sent" in str(why_not_sent("environment", "large"))
+
+
+def test_an_entry_point_is_sent_as_its_name():
+    environments.table["elsewhere"] = "my_module:Env"
+    assert pack_own() == [{"kind": "environment", "name": "elsewhere", "target": "my_module:Env"}]

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skyrl_train.api import _wait_for, check, load_config, train
+from skyrl_train.entrypoints.main_generate import EvaluationExp
+from skyrl_train.errors import ConfigError
+
+
+class Size(IntEnum):
+    SMALL = 3
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("trainer.max_steps", 5, 5),
+        ("trainer.max_steps", Size.SMALL, 3),
+        ("trainer.max_steps", np.int64(4), 4),
+        ("trainer.policy.optimizer_config.lr", np.float64(1e-4), 1e-4),
+        ("trainer.algorithm.use_kl_loss", np.bool_(False), False),
+        ("trainer.policy.optimizer_config.adam_betas", (0.8, 0.9), (0.8, 0.9)),
+        ("trainer.project_name", "it's, [odd] {text}: a=b \\\\ \"", "it's, [odd] {text}: a=b \\\\ \""),
+        ("trainer.ckpt_path", Path("/some where/run"), "/some where/run"),
+        ("trainer.algorithm.value_clip", None, None),
+        ("generator.engine_init_kwargs", {"max_model_len": 512, "nested": {"a-1": None}}, None),
+        ("data.train_data", ["one.jsonl", "a,b.parquet"], ("one.jsonl", "a,b.parquet")),
+    ],
+)
+def test_values_of_python_arrive_as_they_are(key: str, value: Any, wanted: Any):
+    found: Any = load_config({key: value})
+    for name in key.split("."):
+        found = getattr(found, name)
+    assert found == (value if isinstance(value, dict) else wanted)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"trainer.max_steps": {1, 2}}, "not set"),
+        ({"trainer.project_name": b"bytes"}, "not bytes"),
+        ({"generator.engine_init_kwargs": {"a,b": 1}}, "the name 'a,b'"),
+        ({"generator.engine_init_kwargs": {None: 1}}, "the name None"),
+        (["--help"], "flags are arguments here"),
+        ([3], "3: must be text"),
+    ],
+)
+def test_what_no_command_line_can_say_is_refused_by_its_key(overrides: Any, said: str):
+    with pytest.raises(ConfigError, match=said):
+        load_config(overrides)
+
+
+def test_one_text_is_one_override():
+    assert load_config("trainer.max_steps=7").trainer.max_steps == 7
+
+
+def test_an_experiment_with_a_run_of_its_own_is_not_trained_by_mistake():
+    with pytest.raises(ConfigError, match="EvaluationExp has a run of its own"):
+        train(load_config(), EvaluationExp)
+
+
+def test_check_names_everything_that_is_missing():
+    with pytest.raises(ConfigError) as refused:
+        check(load_config({"data.train_data": ["/none/a.jsonl"], "trainer.policy.model.path": "/none/model"}))
+    assert "/none/a.jsonl" in str(refused.value) and "/none/model" in str(refused.value)
+
+
+async def answer(ended: list[str], seconds: float = 0.01) -> str:
+    try:
+        await asyncio.sleep(seconds)
+        return threading.current_thread().name
+    finally:
+        ended.append("ended")
+
+
+def test_without_a_loop_it_waits_in_the_caller_s_thread_and_a_failure_is_the_only_one():
+    assert _wait_for(answer([])) == threading.current_thread().name
+
+    async def fail() -> None:
+        raise ConfigError("mine")
+
+    with pytest.raises(ConfigError, match="mine") as failed:
+        _wait_for(fail())
+    assert failed.value.__context__ is None
+
+
+def test_in_a_notebook_it_waits_in_a_thread_of_its_own():
+    async def cell() -> str:
+        return _wait_for(answer([]))
+
+    assert asyncio.run(cell()) == "skyrl-train"
+
+
+class TimeLimit(Exception):
+    """What a notebook raises when a cell takes too long."""
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeLimit])
+def test_whatever_interrupts_a_cell_ends_the_task_first(kind: type[BaseException]):
+    ended: list[str] = []
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise kind
+
+    async def interrupted() -> str:
+        os.kill(os.getpid(), signal.SIGUSR1)  # heard by the main thread, which waits
+        return await answer(ended, 60.0)
+
+    async def cell() -> str:
+        return _wait_for(interrupted())
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        began = time.monotonic()
+        with pytest.raises(kind):
+            asyncio.run(cell())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert ended == ["ended"]
+    assert time.monotonic() - began < 20
