@@ -40,12 +40,15 @@ class TwoTurns(sk.BaseTextEnv):
     def init(self, prompt: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         if "refuse" in self.env_config:
             raise sk.EnvironmentFailure("refused")
-        return prompt, {"parameters_of_clock": float(len(make_tool("clock").parameters))}
+        self.parameters = len(make_tool("clock").parameters)
+        return prompt, {}
 
     def step(self, action: str) -> sk.StepOutput:
         self.turns += 1
         said = [] if self.turns > 1 else [{"role": "user", "content": "again"}]
-        return sk.StepOutput(observations=said, reward=float(len(action) % 3), done=self.turns > 1)
+        metadata = {"parameters_of_clock": self.parameters}
+        reward = float(len(action) % 3)
+        return sk.StepOutput(observations=said, reward=reward, done=self.turns > 1, metadata=metadata)
 
 
 @sk.register.advantage("centred")
