@@ -108,8 +108,8 @@ def train(cfg: Config, experiment: type[BasePPOExp] = BasePPOExp) -> TrainingRes
         experiment: A subclass of BasePPOExp for runs with parts of their own.
 
     Raises:
-        ConfigError: before anything is started.
-        SkyRLError: why a run had to stop.
+        ConfigError: for what is wrong or missing; most of it is known before anything is started.
+        SkyRLError: why a run had to stop. Whatever is raised, nothing is left running.
     """
     _check_is_training(experiment)
     check(cfg, experiment)
@@ -138,7 +138,7 @@ async def session(cfg: Config, experiment: type[BasePPOExp] = BasePPOExp) -> Asy
     before the first `await`, in the caller's thread, which must be the main one.
 
     Raises:
-        ConfigError: before anything is started.
+        ConfigError: for what is wrong or missing, with nothing left running.
     """
     _check_is_training(experiment)
     check(cfg, experiment)

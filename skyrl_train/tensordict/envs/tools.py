@@ -191,9 +191,9 @@ class _BlockTools(ToolTransform):
     def calls(self, text: str) -> list[ParsedCall]:
         return [self._call(*match.group(1, 2)) for match in self.pattern.finditer(text)]
 
+    @abstractmethod
     def named(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
         """The tool call for a block's name and arguments."""
-        raise NotImplementedError
 
     def told(self, call: ParsedCall, result: ToolResult) -> str:
         how = "executed successfully" if result.error is None else "failed"

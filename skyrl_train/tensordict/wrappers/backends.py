@@ -74,6 +74,7 @@ class _MadeWrapper(LLMWrapperBase):
         return _Owned(self._start(model, tokenizer, options), tokenizer)
 
     def _start(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> InferenceEngine:
+        """A new engine. Not abstract: a subclass that overrides `_made` instead has no use for it."""
         raise NotImplementedError
 
     def _model_of_versions(self) -> Any:
