@@ -34,6 +34,7 @@ FLAGS = (
 MAX_TABS = 5
 CLOSE_S = 1.5
 SETTLE_MS = 100
+NEW_TAB_S = 5.0
 ATTEMPTS = 10
 NAVIGATION_ERRORS = ("interrupted by another navigation", "Execution context was destroyed")
 READ = """() => {
@@ -52,6 +53,8 @@ READ = """() => {
     };
 }"""
 """Page -> title, text and elements. It runs in the page, so its result is untrusted."""
+OPENS_TAB = "e => !['', '_self', '_parent', '_top'].includes(e.formTarget || (e.closest('a,form') || {}).target || '')"
+"""Element -> whether a click on it should open a tab."""
 
 
 class BrowserTool(Tool):
@@ -130,12 +133,21 @@ class BrowserTool(Tool):
             element = page.locator(f'[data-element="{number}"]').first
             if await element.count() == 0:
                 raise ToolError(f"there is no element {number}; read shows which there are.")
-            await (element.click() if action == "click" else element.fill(_needed(arguments, "text")))
+            await (self._click(element) if action == "click" else element.fill(_needed(arguments, "text")))
         elif action == "back" and await page.go_back() is None and len(self._context.pages) > 1:
             await page.close()
-        if action == "click":
-            await page.wait_for_timeout(SETTLE_MS)  # time for a navigation to begin
-            await self._context.pages[-1].wait_for_load_state()
+
+    async def _click(self, element: Any) -> None:
+        """Click and wait for the document that this opens, in this tab or in a new one, if it opens any."""
+        opens_tab = await element.evaluate(OPENS_TAB)
+        with _Navigations(self._context) as navigations:
+            await element.click()
+            await asyncio.sleep(SETTLE_MS / 1000)  # time for a navigation to begin
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(navigations.begun.wait(), NEW_TAB_S if opens_tab else 0)
+            with contextlib.suppress(TimeoutError):  # what there is by then is shown
+                await asyncio.wait_for(navigations.finish(), 0.8 * self.deadline_s)
+        await self._context.pages[-1].wait_for_load_state()
 
     async def _shown(self) -> str:
         page = await self._page()
@@ -193,6 +205,49 @@ class BrowserTool(Tool):
                 process.kill()
         with contextlib.suppress(Exception):
             await asyncio.wait_for(opened.aclose(), CLOSE_S)
+
+
+class _Navigations:
+    """Requests for top-level documents in any tab of a context, while entered.
+
+    Playwright's click waits for a navigation of its own tab alone. A new tab joins the context's pages only when its
+    document has arrived.
+    """
+
+    def __init__(self, context: Any):
+        self.begun = asyncio.Event()
+        self._under_way: set[Any] = set()
+        self._context = context
+        self._handlers = {"request": self._began, "requestfinished": self._ended, "requestfailed": self._ended}
+
+    def __enter__(self) -> _Navigations:
+        for event, handler in self._handlers.items():
+            self._context.on(event, handler)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for event, handler in self._handlers.items():
+            self._context.remove_listener(event, handler)
+
+    async def finish(self) -> None:
+        """Wait until none is under way. A redirect's next request follows within `SETTLE_MS`."""
+        while self._under_way:
+            await asyncio.sleep(SETTLE_MS / 1000)
+
+    def _began(self, request: Any) -> None:
+        if request.is_navigation_request() and _top_level(request):
+            self.begun.set()
+            self._under_way.add(request)
+
+    def _ended(self, request: Any) -> None:
+        self._under_way.discard(request)
+
+
+def _top_level(request: Any) -> bool:
+    try:
+        return request.frame.parent_frame is None
+    except _library().Error:  # a new tab, which has no frame before its document arrives
+        return True
 
 
 async def _retried(page: Any, attempt: Callable[[], Awaitable[Any]]) -> Any:

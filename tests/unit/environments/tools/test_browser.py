@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from skyrl_train.environments.tools.base import ToolBox, ToolResult
-from skyrl_train.environments.tools.browser import PROGRAMS, BrowserTool
+from skyrl_train.environments.tools.browser import PROGRAMS, SETTLE_MS, BrowserTool
 from skyrl_train.environments.tools.guard import Guard
 from skyrl_train.environments.tools.proxy import CheckingProxy
 from skyrl_train.errors import ConfigError
@@ -102,6 +102,10 @@ PAGES = {
     "/two": "<title>Two</title>second page",
     "/new": "<title>New</title>in a tab of its own",
     "/loop": "<title>Loop</title><button onclick='for (;;) {}'>Go</button>",
+    "/slow": "<title>Slow</title><a href='/late'>Here</a><a href='/late' target='_blank'>New</a>"
+    "<a href='/via' target='_blank'>Via</a>"
+    "<button onclick='setTimeout(() => { location = \"/late\" }, 20)'>Later</button>",
+    "/late": "<title>Late</title>took its time",
     "/long": "<p>" + "word " * 100_000,
 }
 
@@ -115,6 +119,10 @@ def pages(inside: WebServer | None = None) -> Any:
             script = f"fetch('{inside.url}/x').catch(() => 0).finally(() => document.title = 'tried')"
             page = f"<title>Spy</title><img src='{inside.url}/img'><iframe src='{inside.url}/frame'></iframe>"
             return Response(f"{page}<script>{script}; new WebSocket('ws://{inside.at}/ws')</script>".encode())
+        if path == "/via":
+            return Response(status=302, headers={"Location": "/late"})
+        if path == "/late":
+            time.sleep(10 * SETTLE_MS / 1000)
         if path == "/file":
             return Response(status=302, headers={"Location": "file:///etc/passwd"})
         if path == "/download":
@@ -138,6 +146,14 @@ def browser(server: WebServer) -> Iterator[tuple[ToolBox, BrowserTool]]:
 
 def do(box: ToolBox, action: str, **arguments: Any) -> ToolResult:
     return box.call("browser", {"action": action, **arguments})
+
+
+@needs_chromium
+@pytest.mark.parametrize("element", [1, 2, 3, 4], ids=["same tab", "new tab", "redirected new tab", "script"])
+def test_a_click_shows_the_document_that_it_opens_however_late_that_arrives(element: int):
+    with web_server(pages()) as server, browser(server) as (box, _):
+        do(box, "goto", url=f"{server.url}/slow")
+        assert do(box, "click", element=element).text.startswith("Late\n")
 
 
 @needs_chromium
