@@ -1,25 +1,83 @@
-"""Ranks of a learner in processes of their own, without a cluster: cheap enough to be built anew for every case."""
+"""Ranks of a learner in processes of their own, without a cluster: cheap enough to be built anew for every case.
+
+They are forks of one process that has imported what a rank needs, which is most of what starting a rank costs.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 
 DEADLINE_S = 120.0
+RANKS = get_context("forkserver")
+RANKS.set_forkserver_preload(["skyrl_train.learner.worker", "tests.support.recording_strategies"])
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_ranks(
+    main: Callable[..., None], arguments: Sequence[Sequence[Any]], folder: Path, deadline_s: float = DEADLINE_S
+) -> None:
+    """`main(*arguments[rank])`, all at once; fails with what they said unless all return in time.
+
+    What they say goes to files: nobody reads a pipe of one rank while waiting for another, which then waits in turn.
+    """
+    logs = [folder / f"rank_{rank}.log" for rank in range(len(arguments))]
+    ranks = [
+        RANKS.Process(target=_logged, args=(log, main, *own), daemon=True)
+        for log, own in zip(logs, arguments, strict=True)
+    ]
+    deadline = time.monotonic() + deadline_s
+    try:
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(max(1.0, deadline - time.monotonic()))
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    said = "\n".join(log.read_text()[-4000:] for log in logs if log.exists())
+    assert [rank.exitcode for rank in ranks] == [0] * len(ranks), said
+
+
+def _logged(log: Path, main: Callable[..., None], *args: Any) -> None:
+    with log.open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    code = 1
+    try:
+        main(*args)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Past the interpreter's own teardown, which gloo's threads outlive: one that then asks for the interpreter's
+        # lock ends the process with SIGABRT, once in some hundred times, after everything was checked.
+        os._exit(code)
 
 
 class RankProcess:
     """A process that holds one worker at a time; its methods are coroutines, as those of a remote worker are."""
 
     def __init__(self) -> None:
-        context = get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._pipe, theirs = RANKS.Pipe()
+        self._process = RANKS.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
 

@@ -1,4 +1,4 @@
-"""One rank of the checks in test_parallel_groups.py: `python parallel_group_ranks.py RANK WORLD KIND SIZE PORT FOLDER`.
+"""One rank of the checks in test_parallel_groups.py.
 
 Rank 0 writes findings.
 """
@@ -6,8 +6,6 @@ Rank 0 writes findings.
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -302,10 +300,3 @@ def main(rank: int, world: int, kind: str, size: int, port: int, folder: Path) -
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
     close_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), Path(sys.argv[6]))
-    # As in ranks.py: past the interpreter's teardown, which gloo's threads outlive.
-    sys.stdout.flush()
-    os._exit(0)

@@ -1,13 +1,11 @@
-"""One rank of the checks in test_sharded.py: `python ranks.py STRATEGY RANK WORLD PORT FOLDER`; rank 0 writes findings.
+"""One rank of the checks in test_sharded.py: rank 0 writes findings.
 
-STRATEGY is fsdp2 (checked in float64), or zero2 or zero3: DeepSpeed, which reduces gradients in float32 at most.
+Strategies are fsdp2 (checked in float64), or zero2 and zero3: DeepSpeed, which reduces gradients in float32 at most.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -477,11 +475,3 @@ def main(ranks: Ranks, port: int) -> None:
     if ranks.rank == 0:
         (ranks.folder / "found.json").write_text(json.dumps(found))
     close_process_group()
-
-
-if __name__ == "__main__":
-    main(Ranks(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[5])), int(sys.argv[4]))
-    # Past the interpreter's own teardown, which gloo's threads outlive: one that then asks for the interpreter's lock
-    # ends the process with SIGABRT, once in some hundred times, after everything was checked.
-    sys.stdout.flush()
-    os._exit(0)

@@ -25,12 +25,11 @@ from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.support.double_precision import double_precision
 from tests.support.learner_specs import policy_batch, tiny_spec
 from tests.support.padded_reference import padded_scores, padded_values
+from tests.support.rank_processes import free_port, run_ranks
 from tests.support.recording_strategies import RecordingWorker
 
-from .parallel_group_ranks import CASES, OPTIMIZER, SPEC, STEPPED, loss_of, make_batch, make_model, train
-from .rank_scripts import free_port, run_ranks
+from .parallel_group_ranks import CASES, OPTIMIZER, SPEC, STEPPED, loss_of, main, make_batch, make_model, train
 
-RANKS_SCRIPT = Path(__file__).with_name("parallel_group_ranks.py")
 KINDS = ["qwen2", "qwen3", "llama", "gemma", "gemma2", "qwen3_moe", "one_kv_head"]
 DEADLINE_S = 240.0
 
@@ -74,7 +73,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             train(alone, 3)
             alone.save(folder / f"{kind}_single")
     arguments = [(rank, world, shared, size, free, folder) for free in [free_port()] for rank in range(world)]
-    run_ranks(RANKS_SCRIPT, arguments, folder, DEADLINE_S)
+    run_ranks(main, arguments, folder, DEADLINE_S)
     values = json.loads((folder / "found.json").read_text())
     return Found(shared, world, size, folder, kinds, values, load_file(folder / "gradients.safetensors"))
 

@@ -30,12 +30,12 @@ from skyrl_train.strategies.single import SingleStrategy
 from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.double_precision import double_precision
 from tests.support.padded_reference import padded_scores, padded_values, ragged_batch
+from tests.support.rank_processes import free_port, run_ranks
 from tests.support.tiny_adapters import fill_adapters
 
-from .rank_scripts import free_port, run_ranks
+from . import ranks
 from .ranks import DTYPES, KINDS, LINEAR, make_batch
 
-RANKS_SCRIPT = Path(__file__).with_name("ranks.py")
 DEADLINE_S = 240.0
 SKIPPED = {"skipped": 1.0, "unchanged": True, "next": 0.0}
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
@@ -85,8 +85,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with double_precision():
         run_single(3, DTYPES[strategy]).save(folder / "single")
     port = free_port()
-    arguments = [(strategy, rank, world, port, folder) for rank in range(world)]
-    run_ranks(RANKS_SCRIPT, arguments, folder, DEADLINE_S)
+    arguments = [(ranks.Ranks(strategy, rank, world, folder), port) for rank in range(world)]
+    run_ranks(ranks.main, arguments, folder, DEADLINE_S)
     values = json.loads((folder / "found.json").read_text())
     return Found(strategy, world, folder, values, load_file(folder / "gradients.safetensors"))
 
