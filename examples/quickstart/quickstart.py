@@ -34,14 +34,16 @@ STEPWISE = 0.4
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__)
+    parser = arguments_of(__doc__)
+    parser.add_argument("--operations", type=int, default=OPERATIONS, help="in a problem; fewer are easier")
+    arguments = parser.parse_args()
     run = Path(arguments.output).resolve()
     if run.exists():
         sys.exit(f"--output {run} exists already: choose another folder, or remove it.")
-    texts = write_data(run / "data", arguments.seed)
+    texts = write_data(run / "data", arguments.seed, arguments.operations)
     parameters = save_model(run / "model", texts, arguments.seed)
     print(f"quickstart: {parameters:,} parameters, warming up on {len(texts):,} demonstrations", flush=True)
-    warm = warm_up(run, arguments.seed)
+    warm = warm_up(run, arguments.seed, arguments.warm_up_steps)
     train(run, warm, arguments.seed, arguments.overrides)
     metrics = run / "grpo" / METRICS_FILE
     curve = write_reward_curve(run / "grpo", run / "reward.png")
@@ -51,28 +53,29 @@ def main() -> None:
     print(f"quickstart: eval accuracy {scores[0]:.3f} -> {scores[-1]:.3f} in {seconds:.0f} s, run at {run}")
 
 
-def parse_arguments(description: str | None) -> argparse.Namespace:
+def arguments_of(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default=f"runs/quickstart-{time.strftime('%Y%m%d-%H%M%S')}", help="a new folder")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--warm-up-steps", type=int, help="at most; fewer are quicker and teach less")
     parser.add_argument(
         "overrides", nargs="*", help="key=value for the GRPO run, e.g. trainer.policy.optimizer_config.lr=0"
     )
-    return parser.parse_args()
+    return parser
 
 
-def write_data(folder: Path, seed: int) -> list[str]:
+def write_data(folder: Path, seed: int, operations: int) -> list[str]:
     """Write demonstrations, training and validation problems; return the texts that a tokenizer must cover."""
     folder.mkdir(parents=True)
     rng = random.Random(seed)
-    rows = generate(12_000, OPERATIONS, MAX_VALUE, seed, "train")
+    rows = generate(12_000, operations, MAX_VALUE, seed, "train")
     demonstrations = []
     for row in rows:
         answer = row["extra_info"]["answer" if rng.random() < STEPWISE else "direct"]
         demonstrations.append({"messages": [*row["prompt"], {"role": "assistant", "content": answer}]})
     write_jsonl(folder / "demonstrations.jsonl", demonstrations)
-    write_jsonl(folder / "train.jsonl", generate(4_000, OPERATIONS, MAX_VALUE, seed + 1, "train"))
-    write_jsonl(folder / "validation.jsonl", generate(256, OPERATIONS, MAX_VALUE, seed + 2, "validation"))
+    write_jsonl(folder / "train.jsonl", generate(4_000, operations, MAX_VALUE, seed + 1, "train"))
+    write_jsonl(folder / "validation.jsonl", generate(256, operations, MAX_VALUE, seed + 2, "validation"))
     return [row["prompt"][0]["content"] + "\n" + row["extra_info"]["answer"] for row in rows]
 
 
@@ -80,7 +83,7 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def warm_up(run: Path, seed: int) -> Path:
+def warm_up(run: Path, seed: int, steps: int | None) -> Path:
     """Run supervised fine-tuning; return the exported model's path."""
     overrides = [
         f"data.train_data=['{run / 'data' / 'demonstrations.jsonl'}']",
@@ -88,9 +91,15 @@ def warm_up(run: Path, seed: int) -> Path:
         f"trainer.ckpt_path={run / 'sft'}",
         f"trainer.export_path={run / 'sft' / 'export'}",
         f"trainer.seed={seed}",
+        *at_most(steps),
     ]
     launch("main_sft", "warm_up", overrides)
     return next((run / "sft" / "export").glob("global_step_*/policy"))
+
+
+def at_most(steps: int | None) -> list[str]:
+    """What limits a run, if anything is to limit it further than its preset does."""
+    return [] if steps is None else [f"trainer.max_steps={steps}"]
 
 
 def train(run: Path, model: Path, seed: int, overrides: list[str]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from model import save_model
-from quickstart import launch, parse_arguments, write_jsonl
+from quickstart import arguments_of, at_most, launch, write_jsonl
 
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 
@@ -24,7 +24,7 @@ WITH_TOOL = 0.3
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__)
+    arguments = arguments_of(__doc__).parse_args()
     run = Path(arguments.output).resolve()
     if run.exists():
         sys.exit(f"--output {run} exists already: choose another folder, or remove it.")
@@ -32,7 +32,8 @@ def main() -> None:
     parameters = save_model(run / "model", texts, arguments.seed)
     print(f"tool: {parameters:,} parameters, warming up on {len(texts):,} demonstrations", flush=True)
     files = {split: f"['{run / 'data' / split}.jsonl']" for split in ("demonstrations", "train", "validation")}
-    launch("main_sft", "warm_up", given(run, "sft", run / "model", files["demonstrations"], arguments.seed))
+    warming = given(run, "sft", run / "model", files["demonstrations"], arguments.seed)
+    launch("main_sft", "warm_up", [*warming, *at_most(arguments.warm_up_steps)])
     warm = next((run / "sft" / "export").glob("global_step_*/policy"))
     overrides = given(run, "grpo", warm, files["train"], arguments.seed)
     launch("main_base", "tool", [*overrides, f"data.val_data={files['validation']}", *arguments.overrides])

@@ -16,25 +16,33 @@ SCRIPT = Path(__file__).parents[3] / "examples" / "quickstart" / "tool.py"
 LAST_LINE = re.compile(r"tool: eval accuracy ([\d.]+) -> ([\d.]+), run at (.+)")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(960)
-def test_a_model_learns_to_call_python_and_to_read_its_answer_off(tmp_path: Path):
+def accuracies(folder: Path, *arguments: str) -> tuple[float, float, list[float]]:
+    """On held-out problems before and after, and calls of a tool per sample in every step."""
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed: scripts/sandbox_tools installs it")
-    command = [sys.executable, str(SCRIPT), "--output", str(tmp_path / "run")]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    command = [sys.executable, str(SCRIPT), "--output", str(folder / "run"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     found = LAST_LINE.fullmatch(done.stdout.splitlines()[-1])
     assert found, done.stdout[-500:]
-    before, after = float(found[1]), float(found[2])
-    assert after - before >= 0.3
     steps = [line for line in read_jsonl(Path(found[3]) / "grpo" / "metrics.jsonl") if "environment/tool_calls" in line]
-    calls = [float(line["environment/tool_calls"]) for line in steps]
-    assert calls[-1] > calls[0]
-    assert calls[-1] > 0.5
+    return float(found[1]), float(found[2]), [float(line["environment/tool_calls"]) for line in steps]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(960)
+def test_a_model_learns_to_call_python_and_to_read_its_answer_off(tmp_path: Path):
+    """With half of the steps; what it begins with is wrong more often, and it does not get as far."""
+    shorter = ["--warm-up-steps", "150", "trainer.max_steps=12", "trainer.eval_interval=12"]
+    before, after, calls = accuracies(tmp_path, *shorter)
+    assert after - before >= 0.3
+    assert sum(calls[-3:]) > 1.1 * sum(calls[:3])
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+@pytest.mark.timeout(960)
+def test_it_ends_up_calling_it_almost_always(tmp_path: Path):
+    before, after, calls = accuracies(tmp_path)
+    assert after - before >= 0.3
+    assert calls[-1] > max(calls[0], 0.5)

@@ -16,8 +16,8 @@ from .conftest import PRESETS, Run, metrics_of
 
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml") if path.stem != "gsm8k")
 
-ALWAYS = {"ppo", "dapo", "distillation", "clip_cov", "custom_loss", "custom_advantage"}
-"""Each stands for presets that ask the same of a run: a critic, samplers, a reference, a choice of tokens, plugins."""
+ALWAYS = {"dapo", "distillation", "custom_advantage"}
+"""Each stands for presets that ask the same of a run: samplers, a reference, plugins. For a critic, see test_ppo.py."""
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ def assert_whole(folder: Path, *, steps: int) -> None:
 @pytest.mark.parametrize(
     ("engines", "adapters"),
     [
-        pytest.param(1, [], id="1"),
+        pytest.param(1, [], id="1", marks=pytest.mark.on_demand),
         pytest.param(2, [], id="2", marks=pytest.mark.on_demand),
         pytest.param(2, ADAPTER_ONLY, id="2-adapters"),
     ],

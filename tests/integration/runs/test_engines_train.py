@@ -21,17 +21,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "colocated", "engines"),
+    ("backend", "colocated", "engines", "lora"),
     [
-        ("vllm", True, 1),
-        ("vllm", False, 2),
-        ("sglang", True, 2),
-        ("sglang", False, 1),
-        # Every pair of two is above; these are the rest of the product.
-        pytest.param("vllm", True, 2, marks=pytest.mark.on_demand),
-        pytest.param("vllm", False, 1, marks=pytest.mark.on_demand),
-        pytest.param("sglang", True, 1, marks=pytest.mark.on_demand),
-        pytest.param("sglang", False, 2, marks=pytest.mark.on_demand),
+        ("vllm", True, 1, None),
+        ("vllm", False, 2, "adapter"),
+        ("sglang", True, 2, None),
+        ("sglang", False, 1, "merged"),
+        # Above, each engine is in each layout, in each number, and serves adapters in a way that it can; the rest:
+        pytest.param("vllm", True, 2, "merged", marks=pytest.mark.on_demand),
+        pytest.param("vllm", False, 1, None, marks=pytest.mark.on_demand),
+        pytest.param("sglang", True, 1, "merged", marks=pytest.mark.on_demand),
+        pytest.param("sglang", False, 2, None, marks=pytest.mark.on_demand),
     ],
 )
 def test_three_steps_with_proven_weights(
@@ -42,12 +42,15 @@ def test_three_steps_with_proven_weights(
     backend: str,
     colocated: bool,
     engines: int,
+    lora: str | None,
 ):
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed: scripts/cpu_engines does")
+    adapters = ["rank=8", "alpha=16", f"sync={lora}"] if lora else []
     run(
         "main_base",
         *small(tmp_path),
+        *(f"trainer.policy.model.lora.{setting}" for setting in adapters),
         f"trainer.policy.model.path={model}",
         f"generator.backend={backend}",
         f"trainer.placement.colocate_all={str(colocated).lower()}",

@@ -1,16 +1,13 @@
-"""Adapters through the entrypoint: they learn, engines serve what was learnt, and a run goes on bit for bit."""
+"""Adapters through the entrypoint: they learn, and a run goes on bit for bit. Engines: see test_engines_train.py."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-
-from skyrl_train.testing.tiny_models import save_tiny_model
 
 from .conftest import Run, metrics_of
 
@@ -61,31 +58,6 @@ def test_adapters_learn_are_synced_and_go_on_bit_for_bit(
     adapter = load_file(tmp_path / "straight/exports/global_step_6/policy/adapter/adapter_model.safetensors")
     size = sum(tensor.nbytes for tensor in adapter.values())
     assert (rows[6]["weights/bytes"] == size) == (sync == "adapter")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "sync"),
-    [pytest.param("vllm", "merged", marks=pytest.mark.on_demand), ("vllm", "adapter"), ("sglang", "merged")],
-)
-def test_engines_of_other_projects_serve_what_was_learnt(
-    start: Callable[..., Any], tmp_path: Path, backend: str, sync: str
-):
-    if importlib.util.find_spec(backend) is None:
-        pytest.skip(f"{backend} is not installed: scripts/cpu_engines does")
-    model = save_tiny_model(tmp_path / "qwen3", "qwen3")
-    rows = start(
-        "run",
-        f"trainer.policy.model.path={model}",
-        f"generator.backend={backend}",
-        f"trainer.policy.model.lora.sync={sync}",
-        "generator.max_num_seqs=16",
-        "+generator.engine_init_kwargs.max_model_len=512",
-        "trainer.max_steps=3",
-    )
-    for step in (1, 2, 3):
-        assert rows[step]["weights/probe_gap"] <= 1e-4
-        assert rows[step]["rollout/logprob_diff_max"] <= 1e-4
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from .conftest import Run, metrics_of
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+@pytest.mark.parametrize("backend", ["vllm", pytest.param("sglang", marks=pytest.mark.on_demand)])
 def test_two_steps_with_proven_weights(run: Run, small: Callable[[Path], list[str]], tmp_path: Path, backend: str):
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed: scripts/cpu_engines does")

@@ -11,7 +11,7 @@ from .conftest import Run, metrics_of
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sequence", "tensor"])
+@pytest.mark.parametrize("kind", [pytest.param("sequence", marks=pytest.mark.on_demand), "tensor"])
 def test_policy_reference_and_critic_train_in_parallel_groups_of_two_ranks(
     run: Run, easy: Callable[[Path], list[str]], tiny_model_path: str, tmp_path: Path, kind: str
 ):
