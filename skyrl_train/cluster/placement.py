@@ -53,8 +53,7 @@ def reserve(
         raise ConfigError(f"{need} ({total_slots} in the whole run); {have}. {advice}")
     bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
     group = placement_group([bundle] * count, strategy="PACK")
-    ready, _ = ray.wait([group.ready()], timeout=deadline_s)
-    if not ready:
+    if not group.wait(deadline_s):  # group.ready() would be a task, which holds a worker that an actor could be
         remove_placement_group(group)
         free = ray.available_resources()
         idle = f"{free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are free now"

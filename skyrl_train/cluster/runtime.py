@@ -52,6 +52,8 @@ _OWN_SETTINGS = {
     "logging_level": logging.WARNING,
 }
 _PRELOAD, _PRESTART = "RAY_preload_python_modules", "RAY_prestart_worker_first_driver"
+_KEPT = "RAY_num_workers_soft_limit"
+"""How many idle workers Ray keeps; by default as many as CPUs are free, which are none once slots are reserved."""
 _NOTICES = "ray._private.authentication.authentication_token_setup"
 """Ray's logger that warns at every start that access needs a token."""
 _CHOOSES_PYTHON = ("RAY_RUNTIME_ENV_HOOK", "RAY_JOB_CONFIG_JSON_ENV_VAR")
@@ -217,8 +219,9 @@ class Cluster:
         If most of them will become actors, they import what actors need while the driver does. Otherwise none is
         started early: idle ones only cost memory.
         """
-        if self._preload and (psutil.cpu_count() or 1) <= 2 * self._workers:
-            return {_PRELOAD: ",".join(self._preload)}
+        cpus = psutil.cpu_count() or 1
+        if self._preload and cpus <= 2 * self._workers:
+            return {_PRELOAD: ",".join(self._preload), _KEPT: str(cpus)}
         return {_PRESTART: "0"}
 
     def _join(self, address: str, settings: Mapping[str, Any]) -> None:

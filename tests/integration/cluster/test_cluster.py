@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from tensordict import TensorDict
@@ -20,36 +22,16 @@ from skyrl_train.config.schema import GeneratorConfig, PlacementConfig
 from skyrl_train.errors import ConfigError, DeadlineExceeded, WorkerDied
 from skyrl_train.tensordict.wrappers.backends import RemoteTransformersWrapper
 
-
-class Subject:
-    """What the actors of these tests hold."""
-
-    constant = 7
-
-    def __init__(self, fail: bool = False):
-        if fail:
-            raise ValueError("no such model")
-
-    def add(self, a: int, b: int = 0) -> int:
-        return a + b
-
-    def raise_config_error(self) -> None:
-        raise ConfigError("key=3 is wrong")
-
-    def hang(self) -> None:
-        time.sleep(600)
-
-    def die(self) -> None:
-        os._exit(3)
-
-    async def wait(self, seconds: float) -> float:
-        await asyncio.sleep(seconds)
-        return seconds
+SUBJECT = "tests.integration.cluster.subject:Subject"
+CPUS = os.cpu_count() or 1
+PRELOADED = "sched"
+"""A module that nothing else here imports."""
+LONGER_THAN_RAY_KEEPS_SPARE_WORKERS_S = 3.0
 
 
 @pytest.fixture(scope="module")
 def ray_runtime() -> Iterator[None]:
-    with Cluster():
+    with Cluster(workers=CPUS, preload=[PRELOADED]):
         yield
 
 
@@ -68,11 +50,29 @@ def start(
     **kwargs: bool,
 ) -> Remote:
     slots = reserve(cluster, count=1, tenants=1, device="cpu", total_slots=8, deadline_s=10, key="test")
-    target = f"{__name__}:Subject"
     return spawn(
-        cluster, target, kwargs, slots=slots, index=0, name="subject", concurrent=concurrent,
+        cluster, SUBJECT, kwargs, slots=slots, index=0, name="subject", concurrent=concurrent,
         deadline_s=deadline_s, deadlines=deadlines,
     )  # fmt: skip
+
+
+def idle_workers() -> set[int]:
+    children = psutil.Process().children(recursive=True)
+    return {child.pid for child in children if "ray::IDLE" in " ".join(child.cmdline())}
+
+
+def test_workers_that_imported_early_become_the_actors(cluster: Cluster):
+    while len(workers := idle_workers()) < CPUS:
+        time.sleep(0.1)
+    slots = reserve(cluster, count=CPUS, tenants=1, device="cpu", total_slots=CPUS, deadline_s=10, key="test")
+    time.sleep(LONGER_THAN_RAY_KEEPS_SPARE_WORKERS_S)
+    kwargs: dict[str, Any] = {"slots": slots, "name": "subject", "deadline_s": 60.0}
+    subjects = [spawn(cluster, SUBJECT, {}, index=index, concurrent=index == 0, **kwargs) for index in range(CPUS)]
+
+    async def run() -> list[tuple[int, bool]]:
+        return list(await asyncio.gather(*(subject.process(PRELOADED) for subject in subjects)))
+
+    assert set(asyncio.run(run())) == {(worker, True) for worker in workers}
 
 
 def test_calls_results_and_errors_cross_as_they_are(cluster: Cluster):
@@ -185,7 +185,6 @@ def test_a_reward_model_shares_the_policy_s_slots_or_has_its_own(cluster: Cluste
 def test_leaving_a_cluster_ends_its_processes_and_gives_its_slots_back():
     # In a process of its own, because a driver has one cluster: the check for left-overs is the conftest's.
     import subprocess
-    import sys
 
     code = (
         "from skyrl_train.cluster.runtime import Cluster\n"
