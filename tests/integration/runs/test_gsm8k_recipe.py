@@ -145,7 +145,9 @@ def assert_trained(folder: Path, samples: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["transformers", "sglang", pytest.param("vllm", marks=pytest.mark.on_demand)])
+@pytest.mark.parametrize(
+    "backend", ["transformers", *(pytest.param(other, marks=pytest.mark.on_demand) for other in ("sglang", "vllm"))]
+)
 def test_the_command_of_the_readme_trains(home: Path, model: str, tmp_path: Path, backend: str):
     """As a user has it: `uv run` in the repository and nothing in the environment."""
     if importlib.util.find_spec(backend) is None:
