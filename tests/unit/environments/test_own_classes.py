@@ -23,11 +23,13 @@ LOCK = threading.Lock()
 
 @pytest.fixture(autouse=True)
 def registries() -> Iterator[None]:
-    """What a test registers is its own."""
+    """What a test registers is its own, and what others of this process registered is not there."""
     with pytest.MonkeyPatch.context() as patch:
         for registry in (environments, tools):
             patch.setattr(registry, "_items", dict(registry._items))
             patch.setattr(registry, "table", dict(registry.table))
+            for name in list(registry.own()):
+                registry.forget(name)
         yield
 
 
