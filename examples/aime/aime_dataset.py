@@ -13,7 +13,7 @@ import hashlib
 from typing import Any
 
 from skyrl_train.data.conversion import conversion_main
-from skyrl_train.environments.tasks.aime import integer_in
+from skyrl_train.environments.graders.numbers import fraction, number
 from skyrl_train.errors import DataError
 
 HUB = {"train": "BytedTsinghua-SIA/DAPO-Math-17k:train", "test": "BytedTsinghua-SIA/AIME-2024:train"}
@@ -26,7 +26,8 @@ def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str
     if not isinstance(prompt, list) or not isinstance(spec, dict) or spec.get("ground_truth") is None:
         raise DataError(f"{where}: needs prompt (messages) and reward_model.ground_truth, got {row!r:.120}.")
     problem = (split, hashlib.sha256(repr(prompt).encode()).digest())
-    truth = integer_in([str(spec["ground_truth"])])
+    text = str(spec["ground_truth"])
+    truth = text if fraction(text) is not None else number(text)
     if problem in SEEN or truth is None:
         return None
     SEEN.add(problem)

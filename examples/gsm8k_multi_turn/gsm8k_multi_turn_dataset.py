@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from skyrl_train.data.conversion import conversion_main, text_column
-from skyrl_train.environments.graders.boxed import number
+from skyrl_train.environments.graders.numbers import number
 from skyrl_train.errors import DataError
 
 HUB_NAME = "openai/gsm8k"

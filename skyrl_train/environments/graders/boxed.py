@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from skyrl_train.environments.tasks.gsm8k import NUMBER, canonical
-
 TOKEN = re.compile(r"(?P<box>\\{1,2}(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 """Models trained on much JSON write \\boxed."""
 SPACE = re.compile(r"\s+")
@@ -41,9 +39,3 @@ def boxed_answer(text: str) -> str | None:
             return None
         answer = content
     return answer or None
-
-
-def number(text: str) -> str | None:
-    """`text` as a number in canonical form ("1,234.50" -> "1234.5"), or None if it is not a number."""
-    match = NUMBER.fullmatch(text.strip().rstrip("."))
-    return canonical(match) if match else None

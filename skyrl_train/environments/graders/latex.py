@@ -43,6 +43,8 @@ HEDGES = (
     r"\\(?:approx|equiv|sim|simeq|cong|neq?|lor|vee|to|implies|iff|pm|mp)(?![A-Za-z])|\\(?:left)?[Rr]ightarrow",
     r"(?<!\\)\$",
     r"[0-9](?:\s|~|\\[,;:! ]|\\q?quad)+[0-9]",
+    r"\\[lcdv]?dots(?![A-Za-z])|\.\.\.|\u2026",
+    r"_|'|\u2032|\\prime(?![A-Za-z])",
     r"\\(?:text|textrm|textbf|mathrm|mbox)\s*\{[^{}]*[0-9][^{}]*\}",
 )
 HEDGE = [re.compile(pattern, re.IGNORECASE) for pattern in HEDGES]
@@ -53,10 +55,14 @@ def one_answer(answer: str, truth: str) -> str | None:
 
     math-verify takes the last side of "41 = 42" and ignores text, so that it reads "42 \text{ (or 41)}" and
     "42 \approx 41" as 42. Here an answer must have as many equals signs as the truth, besides a name in front
-    ("x = 42"), and no hedging word or sign, adjacent digits or digits in text, unless the truth has them too.
+    ("x = 42"), and no hedging word or sign, dots, subscript, prime, adjacent digits or digits in text, unless the
+    truth has them too.
     """
+    if len(answer) > max(MAX_CHARACTERS, len(truth)):
+        return None
+    answer, truth = (text.strip().removesuffix(".") for text in (answer, truth))
     answer, truth = (THOUSANDS.sub("", NAME.sub("", text, count=1)) for text in (answer, truth))
-    if len(answer) > max(MAX_CHARACTERS, len(truth)) or answer.count("=") > truth.count("="):
+    if answer.count("=") > truth.count("="):
         return None
     if any(hedge.search(answer) and not hedge.search(truth) for hedge in HEDGE):
         return None

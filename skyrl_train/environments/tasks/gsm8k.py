@@ -7,45 +7,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.environments.base import StepOutput, TextEnv
+from skyrl_train.environments.graders.numbers import NUMBER, canonical, number
 
-# ASCII digits only: \d also matches those of other scripts. No repeat can start inside another: searching is linear.
-NUMBER = re.compile(
-    r"(?P<sign>[-\u2212]?)\\?[$€£]?(?P<minus>[-\u2212]?)"
-    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
-)
-MARKED = re.compile(rf"(?<!#)####(?!#)[ \t]*(?={NUMBER.pattern})")
+MARKED = re.compile(rf"(?<!#)####(?!#)[ \t]*(?=[(+*]*{NUMBER.pattern})")
 ALTERNATIVES = re.compile(r"(?:[\s,;/|&()\[\]*?!\"']|or|and|either|maybe|perhaps|possibly)*", re.IGNORECASE)
-
-
-def canonical(match: re.Match[str]) -> str:
-    """A matched number in canonical form: "$1,234.50" -> "1234.5", "-0.0" -> "0".
-
-    It is a string, because a million digits compare in linear time but convert to int in quadratic time.
-    """
-    whole, _, fraction = match["digits"].replace(",", "").partition(".")
-    value = (whole.lstrip("0") or "0") + (f".{fraction}" if (fraction := fraction.rstrip("0")) else "")
-    negative = bool(match["sign"]) != bool(match["minus"])
-    return f"-{value}" if negative and value != "0" else value
 
 
 def strict_answer(text: str) -> str | None:
     """The number after "####", or None if there is none or more than one.
 
-    The rule: every line with "#### <number>" is an answer, from the marker to the end of the line, and all numbers in
-    all answers must be equal. So "#### 41 or 42", "#### 41" followed by "#### 42" below, "#### 41,42" and "#### 4e1"
-    are no answer; repeating one answer is allowed. Headings such as "#### Step 1" are not answers.
+    The rule: every line with "#### <number>" is an answer, from the marker to the end of the line. It must be a number
+    and nothing else (see graders/numbers.py), and all answers must be equal. So "#### 41 or 42", "#### 41" followed by
+    "#### 42" below, "#### 42k" and "#### 42 is wrong" are no answer; repeating one answer is allowed. Headings such as
+    "#### Step 1" are not answers.
     """
-    values: set[str] = set()
+    values: set[str | None] = set()
     for line in text.splitlines():
         marked = MARKED.search(line)
-        if marked is None:
-            continue
-        answer = line[marked.end() :]
-        if not answer.isascii() and any(c.isnumeric() and not c.isascii() for c in answer):
-            return None  # 4², 18½: other values than the ASCII digits alone
-        values.update(map(canonical, NUMBER.finditer(answer)))
-        if len(values) > 1:
-            return None
+        if marked is not None:
+            values.add(number(line[marked.end() :]))
+            if len(values) > 1 or None in values:
+                return None
     return values.pop() if values else None
 
 
@@ -74,13 +56,13 @@ ANSWERS = {"strict": strict_answer, "flexible": flexible_answer}
 
 def score(text: str, ground_truth: str, method: str = "strict", format_score: float = 0.0) -> float:
     """Return 1.0 for the right number, `format_score` for one wrong one, 0.0 for none or several. 18 equals 18.00."""
-    truth = NUMBER.fullmatch(ground_truth.strip().rstrip("."))
+    truth = number(ground_truth)
     if truth is None:
         raise ValueError(f"ground truth {ground_truth!r:.80} is not a number")
     answer = ANSWERS[method](text)
     if answer is None:
         return 0.0
-    return 1.0 if answer == canonical(truth) else format_score
+    return 1.0 if answer == truth else format_score
 
 
 def ground_truth_of(extras: Mapping[str, Any]) -> str:

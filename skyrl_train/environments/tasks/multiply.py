@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.graders.boxed import boxed_answer, number
+from skyrl_train.environments.graders.boxed import boxed_answer
+from skyrl_train.environments.graders.numbers import number
 from skyrl_train.environments.tasks.arithmetic import split_of
 from skyrl_train.environments.tasks.gsm8k import ground_truth_of
 from skyrl_train.environments.tasks.gsm8k_multi_turn import turns_of

@@ -7,7 +7,8 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from skyrl_train.environments.tasks.gsm8k import NUMBER, canonical, strict_answer
+from skyrl_train.environments.graders.numbers import NUMBER, canonical, number
+from skyrl_train.environments.tasks.gsm8k import strict_answer
 from skyrl_train.tensordict.envs.base import StepCounter, TensorDictEnv, Transform
 from skyrl_train.tensordict.envs.chat import DatasetChatEnv
 from skyrl_train.tensordict.envs.conversation import last_response, set_texts, text_of
@@ -32,16 +33,16 @@ def given_answer(text: str) -> str | None:
     blocks = answers_in(text)
     if not blocks:
         return strict_answer(text)
-    values = {canonical(number) for block in blocks for number in NUMBER.finditer(block)}
+    values = {canonical(found) for block in blocks for found in NUMBER.finditer(block)}
     return values.pop() if len(values) == 1 else None
 
 
 def true_answer(answer: str) -> str:
     """The number in a row's "answer": after "####", else the whole text. Raises ValueError if that is not a number."""
-    number = NUMBER.fullmatch(answer.rpartition("####")[2].strip().rstrip("."))
-    if number is None:
+    truth = number(answer.rpartition("####")[2])
+    if truth is None:
         raise ValueError(f"the row's answer {answer!r:.80} does not end in '#### <number>' and is no number")
-    return canonical(number)
+    return truth
 
 
 class GSM8KRewardParser(Transform):

@@ -5,7 +5,8 @@ import time
 import pytest
 from hypothesis import given, strategies as st
 
-from skyrl_train.environments.graders.boxed import boxed_answer, boxed_contents, number
+from skyrl_train.environments.graders.boxed import boxed_answer, boxed_contents
+from skyrl_train.environments.graders.numbers import number
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from skyrl_train.environments import registry
-from skyrl_train.environments.tasks.aime import final_integer
+from skyrl_train.environments.tasks.aime import final_answer
 
 
 def step(text: str, truth: Any = "42", spec: str = "reward_spec") -> tuple[float, dict[str, Any]]:
@@ -64,18 +64,26 @@ def test_guesses_and_other_answers_pay_minus_one(text: str):
 @pytest.mark.parametrize("unit", ["9", "Answer: 9\n", "answer", "\\boxed{", "{", "10000000! "])
 def test_only_the_end_of_a_long_text_is_read(unit: str):
     assert step(unit * (2**20 // len(unit)))[0] == -1.0
-    assert final_integer(unit * (2**20 // len(unit)) + "</think>\nAnswer: 42") == "42"
+    assert final_answer(unit * (2**20 // len(unit)) + "</think>\nAnswer: 42") == "42"
 
 
 @given(st.text(max_size=400), st.integers(0, 999))
 def test_every_integer_is_recognised_and_its_neighbour_is_not_it(before: str, number: int):
-    assert final_integer(f"{before}</think>\nAnswer: {number}") == str(number)
-    assert final_integer(f"{before}</think>\nAnswer: {number} or {number + 1}") is None
+    assert final_answer(f"{before}</think>\nAnswer: {number}") == str(number)
+    assert final_answer(f"{before}</think>\nAnswer: {number} or {number + 1}") is None
+
+
+@pytest.mark.parametrize("truth", ["1/2", r"\frac{1}{2}", r"$\dfrac{2}{4}$"])
+def test_where_the_truth_is_a_fraction_answers_are_fractions(truth: str):
+    assert step(r"Answer: \frac{1}{2}", truth)[0] == 1.0
+    assert step("Answer: $-3/-6$", truth)[0] == -1.0
+    for wrong in (r"\frac{1}{3}", "0.5", "1/2 or 1/3", "1/0", "1", "-1/2"):
+        assert step(f"Answer: {wrong}", truth)[0] == -1.0
 
 
 def test_rows_of_dapo_are_read_and_rows_without_an_integer_refused():
     assert step("Answer: 42", 42, "reward_model")[0] == 1.0
-    with pytest.raises(ValueError, match=r"'3\.5' is not an integer"):
-        step("Answer: 3", "3.5")
+    with pytest.raises(ValueError, match=r"'three' is neither a number nor a fraction"):
+        step("Answer: 3", "three")
     with pytest.raises(ValueError, match="reward_spec"):
         registry.make("aime", {}, {})

@@ -28,7 +28,7 @@ from skyrl_train.environments.tasks.gsm8k import GSM8KEnv, flexible_answer, scor
         ("#### -$3", "-3"),
         ("#### $-3", "-3"),
         ("#### -0", "0"),
-        ("9 * 2 = 18\n#### 18 dollars", "18"),
+        ("9 * 2 = 18\n#### **18**", "18"),
         ("#### Step 1: add\n#### 18", "18"),
         ("#### 18\n#### 18.0", "18"),
         ("#### 18", "18.0"),
@@ -152,7 +152,7 @@ def test_any_text_gets_a_score(text: str):
         assert score(text + "\n#### 42\n#### 43", "42", method) == 0.0
 
 
-@given(st.integers(-(10**12), 10**12), st.sampled_from(["{}", "{}.", "{}.00", "${}", "{:,}", "{:,}.0 apples"]))
+@given(st.integers(-(10**12), 10**12), st.sampled_from(["{}", "{}.", "{}.00", "${}", "{:,}", "{:,}.0"]))
 def test_every_integer_is_recognised(number: int, written: str):
     assert score(f"#### {written.format(number)}", str(number)) == 1.0
     assert score(f"#### {written.format(number + 1)}", str(number)) == 0.0
