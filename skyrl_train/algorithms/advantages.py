@@ -96,7 +96,7 @@ def reinforce_pp(
 ) -> TokenAdvantages:
     """`reinforce++`: discounted sum of rewards from each token on, normalised over the batch (arXiv:2501.03262)."""
     returns = _discounted_sums(token_rewards, mask, sequence_ids, gamma)
-    return TokenAdvantages(batch_normalised(returns, mask), returns)
+    return TokenAdvantages(batch_normalised(returns, mask, correction=1), returns)
 
 
 def reinforce_pp_baseline(
@@ -104,7 +104,7 @@ def reinforce_pp_baseline(
 ) -> TokenAdvantages:
     """`reinforce++_baseline`: r - mean(r of its group), normalised over the batch's tokens (arXiv:2501.03262)."""
     centred = _Groups(group_ids, valid).centred(rewards).to(rewards.dtype)
-    return TokenAdvantages(batch_normalised(torch.where(mask, centred[sequence_ids], 0.0), mask))
+    return TokenAdvantages(batch_normalised(torch.where(mask, centred[sequence_ids], 0.0), mask, correction=1))
 
 
 def gae(
@@ -131,7 +131,7 @@ def gae(
     deltas = rewards_BL + gamma * following - values_BL
     advantages = place.flat(_suffix_sums(deltas, gamma * lambd)).to(values.dtype)
     returns = torch.where(mask, advantages + values, 0.0)
-    return TokenAdvantages(batch_normalised(advantages, mask), returns)
+    return TokenAdvantages(batch_normalised(advantages, mask, correction=1), returns)
 
 
 def distillation(
@@ -151,15 +151,17 @@ def distillation(
     return TokenAdvantages(torch.where(mask, ref_logprobs - old_logprobs, 0.0))
 
 
-def batch_normalised(advantages: Tensor, mask: Tensor) -> Tensor:
+def batch_normalised(advantages: Tensor, mask: Tensor, *, correction: int = 0) -> Tensor:
     """(A - mean) / std over the tokens that count (`trainer.algorithm.advantage_batch_normalize`).
 
-    advantages [T], mask [T] bool; 0 outside the mask. The variance is the biased one, at least 1e-8.
+    advantages [T], mask [T] bool; 0 outside the mask. The variance, at least 1e-8, is the sum of squares over
+    n - `correction`: as in SkyRL, 1 where an estimator normalises its own advantages, and 0 for the configuration key.
     """
     count = mask.sum().clamp(min=1)
+    freedom = (count - correction).clamp(min=1)
     wide = torch.where(mask, advantages.double(), 0.0)  # float32 rounding over 1e-4 would be noticeable
     centred = torch.where(mask, wide - wide.sum() / count, 0.0)
-    return (centred * (centred.square().sum() / count).clamp(min=1e-8).rsqrt()).to(advantages.dtype)
+    return (centred * (centred.square().sum() / freedom).clamp(min=1e-8).rsqrt()).to(advantages.dtype)
 
 
 class _Groups:

@@ -82,13 +82,25 @@ class OffPolicyCorrection:
             _count(metrics, "correction/masked_sequences", ~kept[counting])
             keep &= kept
         mask = batch.loss_mask & keep[episodes.of_token]
-        if settings.token_mask_eps_low is not None or settings.token_mask_eps_high is not None:
-            low = None if settings.token_mask_eps_low is None else 1 - settings.token_mask_eps_low
-            high = None if settings.token_mask_eps_high is None else 1 + settings.token_mask_eps_high
+        low, high = token_bounds(settings)
+        if low is not None or high is not None:
             kept = inside(ratios, low, high)
             _count(metrics, "correction/masked_tokens", ~kept[batch.loss_mask])
             mask = mask & kept
         return mask
+
+
+def token_bounds(settings: OffPolicyCorrectionConfig) -> tuple[float | None, float | None]:
+    """Least and greatest ratio of a token that is not masked; None is no bound. Of two ways to write one, both hold."""
+    low, high = [settings.token_mask_is_threshold_low], [settings.token_mask_is_threshold_high]
+    if settings.token_mask_eps_low is not None:
+        low.append(1 - settings.token_mask_eps_low)
+    if settings.token_mask_eps_high is not None:
+        high.append(1 + settings.token_mask_eps_high)
+    return (
+        max((bound for bound in low if bound is not None), default=None),
+        min((bound for bound in high if bound is not None), default=None),
+    )
 
 
 def _counting(batch: TrainBatch) -> Tensor:

@@ -114,6 +114,32 @@ def cispo(
     return _reinforce(weight, logprobs, advantages, mask), (mask & (weight != ratio)).to(logprobs.dtype)
 
 
+def cispo_rollout(
+    logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    rollout_logprobs: Tensor,
+    frozen_logprobs: Tensor,
+    cispo_eps_low: float,
+    cispo_eps_high: float,
+) -> tuple[Tensor, Tensor]:
+    """`cispo` with r = exp(logprobs - rollout_logprobs) (SkyRL's `cispo_anchor: rollout`).
+
+    With one update a step r is 1 against `old_logprobs` and nothing is clipped; against the engine's log-probs it also
+    covers how stale the sample is.
+    """
+    return cispo(
+        logprobs,
+        advantages,
+        mask,
+        old_logprobs=rollout_logprobs,
+        frozen_logprobs=frozen_logprobs,
+        cispo_eps_low=cispo_eps_low,
+        cispo_eps_high=cispo_eps_high,
+    )
+
+
 def rollout_is(
     logprobs: Tensor,
     advantages: Tensor,
@@ -169,15 +195,18 @@ def dppo_tv(
     *,
     frozen_logprobs: Tensor,
     rollout_logprobs: Tensor,
-    dppo_tv_threshold: float,
+    dppo_delta_low: float,
+    dppo_delta_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """-u A, but 0 if |p - q| > threshold and the gradient would widen it; p, q: probabilities of the sampled token.
+    """-u A, but 0 if p - q is not in [-delta_low, delta_high] and the gradient would move it further out.
 
-    DPPO with the binary total variation (arXiv:2602.04879, eq. 12-13): the trust region around the policy that sampled
-    bounds probabilities instead of ratios; u = exp(logprobs - rollout_logprobs).
+    p, q are the trainer's and the engine's probability of the sampled token. DPPO with the binary total variation
+    (arXiv:2602.04879, eq. 12-13, which has one bound): the trust region around the policy that sampled bounds
+    probabilities instead of ratios; u = exp(logprobs - rollout_logprobs).
     """
-    divergence = (frozen_logprobs.exp() - rollout_logprobs.exp()).abs()
-    return _trusted(logprobs, frozen_logprobs, rollout_logprobs, advantages, mask, divergence > dppo_tv_threshold)
+    moved = frozen_logprobs.exp() - rollout_logprobs.exp()
+    outside = (moved < -dppo_delta_low) | (moved > dppo_delta_high)
+    return _trusted(logprobs, frozen_logprobs, rollout_logprobs, advantages, mask, outside)
 
 
 def dppo_kl(

@@ -15,6 +15,7 @@ from skyrl_train.algorithms import policy_objective as policy, sft_objective as 
 from skyrl_train.algorithms.advantage_step import TENSORS as ADVANTAGE_TENSORS, AdvantageStep, KLInReward
 from skyrl_train.algorithms.correction_step import OffPolicyCorrection
 from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController
+from skyrl_train.algorithms.losses import cispo, cispo_rollout
 from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.registry import (
     KLEstimator,
@@ -85,6 +86,8 @@ def build_objective(algorithm: AlgorithmConfig) -> PolicyObjective:
     Raises ConfigError for a name that is not registered, or a function with an argument that does not exist.
     """
     loss = policy_losses.get(algorithm.policy_loss_type)
+    if loss is cispo and algorithm.cispo.cispo_anchor == "rollout":
+        loss = cispo_rollout
     _refuse_twice_corrected(loss, algorithm)
     if is_skyrl_style(loss):
         _log.warning(
@@ -187,6 +190,7 @@ def correction_of(algorithm: AlgorithmConfig) -> OffPolicyCorrectionConfig:
 
 def settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
     """Argument name -> value, for the arguments of functions in `algorithms/` that come from the configuration."""
+    both = algorithm.dppo.tv_threshold
     return {
         "config": algorithm,
         "norm_by_std": algorithm.grpo_norm_by_std,
@@ -204,7 +208,8 @@ def settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
         "kl_cov_coef": algorithm.kl_cov.ppo_kl_coef,
         "cispo_eps_low": algorithm.cispo.cispo_eps_clip_low,
         "cispo_eps_high": algorithm.cispo.cispo_eps_clip_high,
-        "dppo_tv_threshold": algorithm.dppo.tv_threshold,
+        "dppo_delta_low": algorithm.dppo.delta_low if both is None else both,
+        "dppo_delta_high": algorithm.dppo.delta_high if both is None else both,
         "dppo_kl_threshold": algorithm.dppo.kl_threshold,
         "minor_beta": algorithm.sft.minor_beta,
     }
@@ -232,6 +237,8 @@ def corrects(algorithm: AlgorithmConfig) -> bool:
             correction.outlier_token_is_threshold_high,
             correction.token_mask_eps_low,
             correction.token_mask_eps_high,
+            correction.token_mask_is_threshold_low,
+            correction.token_mask_is_threshold_high,
         )
     )
 

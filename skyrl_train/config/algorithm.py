@@ -76,6 +76,10 @@ class OffPolicyCorrectionConfig(Section):
     """A token is masked if its ratio is below 1 minus this; null turns it off."""
     token_mask_eps_high: float | None = key(None, range=NOT_NEGATIVE)
     """A token is masked if its ratio is above 1 plus this; null turns it off."""
+    token_mask_is_threshold_low: float | None = key(None, range=NOT_NEGATIVE)
+    """SkyRL's newer way to write `token_mask_eps_low`: the ratio itself; null turns it off."""
+    token_mask_is_threshold_high: float | None = key(None, range=POSITIVE)
+    """SkyRL's newer way to write `token_mask_eps_high`: the ratio itself; null turns it off."""
 
 
 @dataclass
@@ -136,15 +140,23 @@ class CISPOConfig(Section):
     """The importance weight is at least 1 minus this."""
     cispo_eps_clip_high: float = key(5.0, range=NOT_NEGATIVE, aliases="clip_high")
     """The importance weight is at most 1 plus this."""
+    cispo_anchor: str = key("old", choices=("old", "rollout"), aliases="trainer.algorithm.cispo_anchor")
+    """Which log-probs the importance weight is taken against: the trainer's before the step's first update (`old`), or
+    the engine's (`rollout`)."""
 
 
 @dataclass
 class DPPOConfig(Section):
     """DPPO (`policy_loss_type=dppo_tv` or `dppo_kl`)."""
 
-    tv_threshold: float = key(0.2, range=NOT_NEGATIVE)
-    """`dppo_tv`: a token whose probability differs from the engine's by more than this gets no gradient that would
-    widen the difference."""
+    delta_low: float = key(0.2, range=NOT_NEGATIVE)
+    """`dppo_tv`: a token whose probability is below the engine's by more than this gets no gradient that would lower it
+    further."""
+    delta_high: float = key(0.2, range=NOT_NEGATIVE)
+    """`dppo_tv`: a token whose probability is above the engine's by more than this gets no gradient that would raise it
+    further."""
+    tv_threshold: float | None = key(None, range=NOT_NEGATIVE)
+    """Both bounds at once, instead of `delta_low` and `delta_high`."""
     kl_threshold: float = key(0.05, range=NOT_NEGATIVE)
     """`dppo_kl`: the same for the binary KL divergence (nats) between the two probabilities."""
 

@@ -82,6 +82,8 @@ def _correction_is_on(config: Config) -> bool:
         correction.outlier_token_is_threshold_high,
         correction.token_mask_eps_low,
         correction.token_mask_eps_high,
+        correction.token_mask_is_threshold_low,
+        correction.token_mask_is_threshold_high,
     )
     return algorithm.use_tis or any(switch is not None for switch in switches)
 

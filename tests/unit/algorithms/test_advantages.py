@@ -76,12 +76,12 @@ def optimal_baseline(row: Row, rewards: list[float]) -> float:
     return row.reward - sum(n * r for n, r in zip(lengths, rewards, strict=True)) / sum(lengths)
 
 
-def whitened(rows: list[list[float]]) -> list[list[float]]:
+def whitened(rows: list[list[float]], correction: int = 1) -> list[list[float]]:
     flat = [x for row in rows for x in row]
     if not flat:
         return rows
     mean = fmean(flat)
-    variance = max(fmean((x - mean) ** 2 for x in flat), 1e-8)
+    variance = max(sum((x - mean) ** 2 for x in flat) / max(len(flat) - correction, 1), 1e-8)
     return [[(x - mean) / variance**0.5 for x in row] for row in rows]
 
 
@@ -224,7 +224,7 @@ def test_batch_normalisation_is_the_same_however_much_padding_or_how_many_prompt
     step = step_of("dr_grpo")
     plain = step(batch, Metrics()).advantages
     assert plain is not None
-    (expected,) = whitened([plain[batch.loss_mask].tolist()])
+    (expected,) = whitened([plain[batch.loss_mask].tolist()], correction=0)
     step.normalise_batch = True
     found = step(batch, Metrics()).advantages
     assert found is not None

@@ -82,6 +82,16 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
         lambda rows: [[float(0.7 <= w <= 1.5) for w in row] for row in rows],
         None,
     ),
+    "token mask by the ratio itself": (
+        {"token_mask_is_threshold_low": 0.7, "token_mask_is_threshold_high": 1.5},
+        lambda rows: [[float(0.7 <= w <= 1.5) for w in row] for row in rows],
+        None,
+    ),
+    "both ways to write a bound": (
+        {"token_mask_is_threshold_low": 0.7, "token_mask_eps_low": 0.1, "token_mask_is_threshold_high": 2.0},
+        lambda rows: [[float(0.9 <= w <= 2.0) for w in row] for row in rows],
+        None,
+    ),
     "a mask and TIS": (
         {"token_mask_eps_low": 0.3, "tis_ratio_type": "token", "token_tis_ratio_clip_high": 1.2},
         lambda rows: [[float(w >= 0.7) for w in row] for row in rows],

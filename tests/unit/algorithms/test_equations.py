@@ -23,7 +23,8 @@ SETTINGS = {
     "cispo_eps_high": 0.45,
     "tau_pos": 1.1,
     "tau_neg": 1.7,
-    "dppo_tv_threshold": 0.02,
+    "dppo_delta_low": 0.015,
+    "dppo_delta_high": 0.025,
     "dppo_kl_threshold": 0.004,
     "kl_cov_coef": 0.7,
     "minor_beta": 0.3,
@@ -132,7 +133,9 @@ POLICY: dict[str, Reference] = {
     "importance_sampling": per_token(lambda t: (-t.r * t.adv, -t.r * t.adv)),
     "cross_entropy": per_token(lambda t: (-t.lp, -1.0)),
     "sapo": per_token(sapo),
-    "dppo_tv": per_token(lambda t: trusted(t, abs(exp(t.lp) - exp(t.rollout)) > SET.dppo_tv_threshold)),
+    "dppo_tv": per_token(
+        lambda t: trusted(t, not -SET.dppo_delta_low <= exp(t.lp) - exp(t.rollout) <= SET.dppo_delta_high)
+    ),
     "dppo_kl": per_token(dppo_kl),
     "clip_cov": per_token(lambda t: (0.0, 0.0) if t.selected else surrogate(t.r, t.adv)),
     "kl_cov": per_token(kl_cov),

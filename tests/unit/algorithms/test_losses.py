@@ -17,7 +17,8 @@ SETTINGS = {
     "clip_ratio_c": 1.5,
     "cispo_eps_low": 0.25,
     "cispo_eps_high": 0.45,
-    "dppo_tv_threshold": 0.02,
+    "dppo_delta_low": 0.02,
+    "dppo_delta_high": 0.02,
 }
 
 

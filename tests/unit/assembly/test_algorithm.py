@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from skyrl_train.algorithms.registry import advantage_estimators, policy_losses
+from skyrl_train.algorithms.registry import advantage_estimators, keywords_of, policy_losses
 from skyrl_train.assembly.algorithm import (
     build_advantage_step,
     build_correction_steps,
@@ -16,6 +16,7 @@ from skyrl_train.assembly.algorithm import (
     needs_reference,
     policy_learning,
     read_before_loss,
+    settings,
 )
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
 from skyrl_train.config.hydra import load
@@ -23,6 +24,9 @@ from skyrl_train.config.schema import AlgorithmConfig
 from skyrl_train.errors import ConfigError
 
 BELOW = "trainer.algorithm."
+
+
+ANCHOR = "cispo.cispo_anchor=rollout"
 
 
 def algorithm(*overrides: str) -> AlgorithmConfig:
@@ -71,12 +75,23 @@ def test_a_loss_that_asks_for_what_nobody_has_is_named(own: None):
         build_objective(algorithm("policy_loss_type=asks_too_much"))
 
 
+def test_what_the_keys_of_cispo_and_dppo_choose():
+    against_old = keywords_of(build_objective(algorithm("policy_loss_type=cispo")).policy_loss)
+    against_engine = keywords_of(build_objective(algorithm("policy_loss_type=cispo", ANCHOR)).policy_loss)
+    assert against_old.keys() - against_engine.keys() == {"old_logprobs"}
+    assert against_engine.keys() - against_old.keys() == {"rollout_logprobs"}
+    both = settings(algorithm("dppo.delta_low=0.1", "dppo.delta_high=0.3"))
+    assert (both["dppo_delta_low"], both["dppo_delta_high"]) == (0.1, 0.3)
+    one = settings(algorithm("dppo.tv_threshold=0.05", "dppo.delta_low=0.1"))
+    assert (one["dppo_delta_low"], one["dppo_delta_high"]) == (0.05, 0.05)
+
+
 @pytest.mark.parametrize("name", ["rollout_is", "dppo_tv", "dppo_kl", "like_skyrl"])
 @pytest.mark.parametrize("key", ["off_policy_correction.tis_ratio_type=token", "use_tis=true"])
 def test_what_corrects_for_the_engine_itself_is_not_corrected_again(name: str, key: str, own: None):
-    settings = algorithm(f"policy_loss_type={name}", key, "tis_imp_ratio_cap=2.0")
+    chosen = algorithm(f"policy_loss_type={name}", key, "tis_imp_ratio_cap=2.0")
     with pytest.raises(ConfigError, match=f"must be null with policy_loss_type={name}"):
-        build_objective(settings)
+        build_objective(chosen)
 
 
 def test_older_keys_of_truncated_importance_sampling_mean_the_same():
@@ -99,8 +114,8 @@ def test_older_keys_of_truncated_importance_sampling_mean_the_same():
     ],
 )
 def test_passes_that_nothing_reads_are_not_run(overrides: list[str], reference: bool, old: bool):
-    settings = algorithm(*overrides)
-    assert (needs_reference(settings), read_before_loss(settings)) == (reference, old)
+    chosen = algorithm(*overrides)
+    assert (needs_reference(chosen), read_before_loss(chosen)) == (reference, old)
 
 
 def test_a_correction_is_built_only_where_one_is_asked_for():
@@ -118,6 +133,7 @@ def test_estimators_of_plugins_are_known_after_their_import():
     [
         (["policy_loss_type=regular"], None),
         (["policy_loss_type=dppo_tv"], False),
+        (["policy_loss_type=cispo", ANCHOR], False),
         (["policy_loss_type=cross_entropy"], False),
         (["policy_loss_type=cross_entropy", "use_kl_loss=true", "kl_estimator_type=k3_ratio"], None),
         (["policy_loss_type=cross_entropy", "use_kl_in_reward=true"], True),
