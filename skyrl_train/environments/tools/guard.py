@@ -29,7 +29,18 @@ HOST_PORT = re.compile(r"(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\]):(?P<port>[0-9]{1
 DOMAIN = re.compile(r"(?P<host>[a-z0-9_-]+(\.[a-z0-9_-]+)*)(:(?P<port>[0-9]{1,5}))?")
 NUMBER = re.compile(r"([0-9]+|0x[0-9a-f]*)")
 PORTS = {"http": 80, "https": 443}
-NAT64 = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48"))
+SPECIAL_V4 = """
+    0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.0.2.0/24
+    192.31.196.0/24 192.52.193.0/24 192.88.99.0/24 192.168.0.0/16 192.175.48.0/24 198.18.0.0/15 198.51.100.0/24
+    203.0.113.0/24 240.0.0.0/4
+"""
+SPECIAL_V6 = """
+    ::/128 ::1/128 64:ff9b::/96 64:ff9b:1::/48 100::/64 100:0:0:1::/64 2001::/23 2001:db8::/32 2002::/16
+    2620:4f:8000::/48 3fff::/20 5f00::/16 fc00::/7 fe80::/10 fec0::/10
+"""
+SPECIAL = tuple(ipaddress.ip_network(text) for text in (SPECIAL_V4 + SPECIAL_V6).split())
+"""IANA's registries of special-purpose addresses (RFC 6890), whole, and fec0::/10, which they no longer list. What
+Python calls global leaves out some of them, and differs between its versions."""
 CLOUD_HOSTS = frozenset({ipaddress.ip_address("168.63.129.16")})
 """Public addresses of services of the machine's own host: Azure's."""
 
@@ -131,11 +142,11 @@ def is_public(text: str) -> bool:
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
             return is_public(str(address.ipv4_mapped))
-        carries = address.sixtofour or address.teredo or any(address in network for network in NAT64)
-        if carries or address.is_site_local or address.scope_id is not None:
+        if address.scope_id is not None:
             return False
+    special = any(address in network for network in SPECIAL if network.version == address.version)
     refused = address.is_multicast or address.is_reserved or address.is_unspecified or address in CLOUD_HOSTS
-    return address.is_global and not refused
+    return address.is_global and not special and not refused
 
 
 def _is_number(host: str) -> bool:
