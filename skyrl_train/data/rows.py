@@ -92,7 +92,7 @@ def _parsed(where: str, data: bytes) -> Any:
         return json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: byte {error.start} is not UTF-8 ({error.reason}); convert the file.") from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of more digits than Python converts
         raise DataError(f"{where}: not JSON: {error}.") from error
 
 

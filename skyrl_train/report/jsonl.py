@@ -64,7 +64,7 @@ def read_jsonl(file: Path) -> list[dict[str, Any]]:
     for text in Path(file).read_bytes().splitlines():
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(line, dict) and isinstance(line.get("step"), int):
             lines.append(line)

@@ -123,7 +123,7 @@ class ShardReader:
         path = self.directory / f"shard_{rank}.json"
         try:
             return dict(json.loads(path.read_text()))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} is missing or torn: {error}") from error
 
     def _open(self, rank: int, stack: ExitStack) -> Any:

@@ -31,6 +31,8 @@ RESUME_MODES = ("none", "latest", "from_path")
 
 _COMMITTED = re.compile(r"global_step_(\d+)")
 _TORN = re.compile(r"global_step_(\d+)\.partial")
+_UNREADABLE = (OSError, ValueError, TypeError, RecursionError)
+"""Raised by what is no JSON object: binary, too deep, a number of too many digits."""
 _log = logging.getLogger(__name__)
 
 
@@ -105,17 +107,19 @@ class Checkpoints:
                 "Checkpoint %s is torn: its save was interrupted. It is not loaded.",
                 root / f"global_step_{torn}.partial",
             )
-        steps = [step for step in sorted(_steps(root, _COMMITTED), reverse=True) if newest is None or step <= newest]
-        for step in steps:
-            folder = root / f"global_step_{step}"
+        candidates = _by_recorded_step(root, newest)
+        for step, folder in candidates:
             problem = verify(folder)
             if problem is None:
-                return Checkpoint(folder, step, json.loads((folder / STATE_FILE).read_text()))
+                if folder.name != f"global_step_{step}":
+                    _log.warning("Checkpoint %s is of step %d: its manifest decides, not its name.", folder, step)
+                return Checkpoint(folder, step, _read(folder / STATE_FILE))
             _log.error("CHECKPOINT %s IS DAMAGED: %s. Falling back to the one before it.", folder, problem)
-        if steps:
+        if candidates:
             raise CheckpointError(
-                f"None of the checkpoints of steps {sorted(steps)} in {root} is whole (what is wrong is named above). "
-                "Restore one of them, or start over with trainer.resume_mode=none and another trainer.ckpt_path."
+                f"None of the checkpoints of steps {sorted(step for step, _ in candidates)} in {root} is whole (what "
+                "is wrong is named above). Restore one of them, or start over with trainer.resume_mode=none and "
+                "another trainer.ckpt_path."
             )
         return None
 
@@ -160,10 +164,10 @@ def _out_of_the_way(folder: Path) -> Iterator[None]:
 def verify(folder: Path) -> str | None:
     """Describes the problem with a committed checkpoint; None if every file is present with its size and SHA-256."""
     try:
-        manifest = json.loads((folder / MANIFEST_FILE).read_text())
+        manifest = _read(folder / MANIFEST_FILE)
         files: dict[str, Any] = manifest["files"]
         expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (*_UNREADABLE, KeyError, AttributeError) as error:
         return f"{MANIFEST_FILE} cannot be read ({type(error).__name__}: {error})"
     if STATE_FILE not in expected:
         return f"{MANIFEST_FILE} does not list {STATE_FILE}"
@@ -174,7 +178,36 @@ def verify(folder: Path) -> str | None:
             problem = f"cannot be read ({error})"
         if problem:
             return f"{name} {problem}"
+    try:
+        _read(folder / STATE_FILE)
+    except _UNREADABLE as error:
+        return f"{STATE_FILE} cannot be read ({type(error).__name__}: {error})"
     return None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A JSON object. Raises one of _UNREADABLE."""
+    content = json.loads(file.read_text())
+    if not isinstance(content, dict):
+        raise TypeError(f"a JSON object is expected, not {type(content).__name__}")
+    return content
+
+
+def _by_recorded_step(root: Path, newest: int | None) -> list[tuple[int, Path]]:
+    """(step, folder) of the committed checkpoints, latest step first; starting at the one named so, if it is given."""
+    named = {name: root / f"global_step_{name}" for name in _steps(root, _COMMITTED)}
+    recorded = sorted(((_recorded_step(folder, name), name) for name, folder in named.items()), reverse=True)
+    names = [name for _, name in recorded]
+    return [(step, named[name]) for step, name in recorded[names.index(newest) if newest is not None else 0 :]]
+
+
+def _recorded_step(folder: Path, named: int) -> int:
+    """The step that a checkpoint's manifest says, whatever its folder is called; its name's if that cannot be read."""
+    try:
+        step = _read(folder / MANIFEST_FILE)["global_step"]
+    except (*_UNREADABLE, KeyError):
+        return named
+    return step if isinstance(step, int) and step >= 0 else named
 
 
 def write_durably(path: Path, text: str) -> None:

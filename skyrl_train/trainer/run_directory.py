@@ -106,7 +106,7 @@ class RunDirectory:
             return None
         try:
             kept = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise RunDirectoryError(
                 f"{file} cannot be read ({error}); it says which run the folder belongs to."
             ) from error

@@ -121,6 +121,7 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, suffix: str, bad: di
         (b'{"prompt": ', "not JSON"),
         (b"[1, 2]", "a row is an object of columns, got list"),
         (b"[" * 200_000, "not JSON"),
+        (b'{"prompt": ' + b"7" * 5_000 + b"}", "not JSON: Exceeds the limit"),
         (b'{"prompt": "text"}', "not a list of messages"),
         (b'{"prompt": [{"role": "user", "content": 3}]}', "not a message"),
         (b'{"prompt": [{"role": "user", "content": "a"}], "env_class": 3}', "env_class is 3, not a name"),

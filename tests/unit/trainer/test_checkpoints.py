@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -52,6 +53,50 @@ def test_from_path_loads_that_step_also_from_another_run(tmp_path: Path):
     found = Checkpoints(tmp_path / "mine").load_path("from_path", tmp_path / "other" / "global_step_4")
     assert found is not None
     assert found.step == 4
+
+
+def test_the_manifest_s_step_decides_whatever_the_folder_is_called(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (3, 5):
+        save(checkpoints, step)
+    (tmp_path / "global_step_3").rename(tmp_path / "global_step_20")
+    latest = checkpoints.load_path("latest")
+    assert latest is not None and (latest.step, latest.path.name) == (5, "global_step_5")
+    renamed = checkpoints.load_path("from_path", tmp_path / "global_step_20")
+    assert renamed is not None and (renamed.step, renamed.path.name) == (3, "global_step_20")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "trainer_state.json"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"[]",
+        b"7" * 5_000,
+        pickle.dumps({"files": {}}),
+        b"\xff\xfe",
+        b'{"files": 3}',
+    ],
+    ids=["deep list", "deep object", "list", "number", "pickle", "binary", "no files"],
+)
+def test_what_is_no_json_object_is_damage(tmp_path: Path, name: str, content: bytes):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        save(checkpoints, step)
+    folder = tmp_path / "global_step_2"
+    (folder / name).write_bytes(content)
+    if name == "trainer_state.json":  # as a forger would
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    started = time.monotonic()
+    found = checkpoints.load_path("latest")
+    assert time.monotonic() - started < 3
+    if content == b'{"files": 3}' and name == "trainer_state.json":
+        assert found is not None and found.step == 2  # an object like any other
+    else:
+        assert found is not None and found.step == 1
 
 
 @pytest.mark.parametrize(
