@@ -49,7 +49,15 @@ class WandbTracker:
             print(f"wandb: {self._run.url}", flush=True)
 
     def _open(self, mode: str) -> wandb.Run:
-        settings = wandb.Settings(init_timeout=INIT_TIMEOUT_S, console="off", silent=True)
+        settings = wandb.Settings(
+            init_timeout=INIT_TIMEOUT_S,
+            console="off",
+            silent=True,
+            # Variables of the scheduler (SLURM_JWT), the command line, code and git remotes would be sent as metadata.
+            x_disable_meta=True,
+            disable_code=True,
+            disable_git=True,
+        )
         online = {"resume": "allow"} if mode == "online" else {}
         return wandb.init(mode=mode, settings=settings, **self._options, **online)  # type: ignore[arg-type]
 

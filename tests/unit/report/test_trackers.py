@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -114,10 +115,16 @@ assert "torch" not in sys.modules
 
 def test_wandb_needs_neither_network_nor_account(tmp_path: Path):
     result = subprocess.run(
-        [sys.executable, "-c", WANDB_RUN, str(tmp_path)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", WANDB_RUN, str(tmp_path), "canary-argument"],
+        env=os.environ | {"SLURM_JWT": "canary-variable", "SLURM_JOB_ID": "canary-job"},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert result.returncode == 0, result.stderr
     assert "failed" not in result.stderr
+    for file in (path for path in tmp_path.rglob("*") if path.is_file()):
+        assert b"canary-" not in file.read_bytes(), f"{file} has something of the environment"
     (where,) = [line for line in result.stdout.splitlines() if line.startswith("wandb: ")]
     (kept,) = (tmp_path / "wandb").glob("offline-run-*")
     assert where == f"wandb: offline, `wandb sync {kept}` sends this run"
