@@ -225,6 +225,10 @@ class _Chat:
         return rest[len(answer) :] if rest.startswith(answer) else None
 
     def encode(self, text: str) -> list[int]:
+        try:
+            text.encode()  # tokenizers raise TypeError
+        except UnicodeEncodeError as error:
+            raise DataError(f"half a surrogate pair at character {error.start} of the messages is no text.") from error
         if self.mark is None:
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         ids: list[int] = []

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -100,6 +101,7 @@ def _prompt(where: str, uid: str, row: DatasetRow, default_env_class: str) -> Pr
     messages = _messages(where, row["prompt"])
     extras = {key: value for key, value in row.items() if key not in ("prompt", "env_class")}
     _check_answer(where, extras)
+    max_turns_of(where, extras)
     env_class = row.get("env_class") or default_env_class
     if not isinstance(env_class, str):
         raise DataError(f"{where}: env_class is {env_class!r:.80}, not a name.")
@@ -129,6 +131,17 @@ def _check_answer(where: str, extras: dict[str, Any]) -> None:
     by_rule = isinstance(spec, dict) and spec.get("method", "rule") == "rule"
     if spec is None or (by_rule and spec.get("ground_truth") is None):
         raise DataError(f"{where}: reward_spec has no ground_truth; give every row an answer or remove the row.")
+
+
+def max_turns_of(where: str, extras: Mapping[str, Any]) -> int | None:
+    """A row's own bound on turns; None if it has none. Raises DataError if it is not a whole number of at least 1."""
+    own = extras.get("max_turns")
+    if own is None or (isinstance(own, float) and math.isnan(own)):  # how tables say that a row has none
+        return None
+    whole = isinstance(own, int | float) and not isinstance(own, bool) and math.isfinite(own) and own == int(own)
+    if not whole or own < 1:
+        raise DataError(f"{where}: max_turns={own!r:.80} must be a whole number of at least 1, or null.")
+    return int(own)
 
 
 def _length(where: str, messages: list[Message], length: Callable[[list[Message]], int], limit: int) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from skyrl_train.data.chat import encode_text, is_control, plain_text, render_continuation, render_prompt
+from skyrl_train.data.dataset import max_turns_of
 from skyrl_train.data.trajectory import OK, Message, Prompt, Trajectory, TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.sampling import request_seed
@@ -144,7 +145,12 @@ class ConversationGenerator:
             return
         state.trajectory.messages = list(state.session.messages)
         kwargs = self._settings.chat_template_kwargs
-        state.ledger.open(render_prompt(self._tokenizer, state.session.messages, kwargs))
+        try:
+            state.ledger.open(render_prompt(self._tokenizer, state.session.messages, kwargs))
+        except DataError as error:  # the row's own messages were rendered when it was loaded
+            state.trajectory.fail("chat_template", str(error))
+            await state.close()
+            return
         if len(state.trajectory.prompt_ids) > self._settings.max_prompt_tokens:
             state.trajectory.fail("prompt_too_long", f"{len(state.trajectory.prompt_ids)} tokens")
             await state.close()
@@ -305,12 +311,8 @@ class _RenderedTurn:
 
 def _max_turns(prompt: Prompt, most: int) -> int:
     """The run's bound, or that of the prompt's own `max_turns` if it is lower."""
-    own = prompt.env_extras.get("max_turns")
-    if own is None or (isinstance(own, float) and math.isnan(own)):  # how tables say that a row has none
-        return most
-    if isinstance(own, bool) or not isinstance(own, int | float) or own < 1 or own != int(own):
-        raise DataError(f"row {prompt.uid}: max_turns={own!r} must be a whole number of at least 1, or null.")
-    return min(int(own), most)
+    own = max_turns_of(f"row {prompt.uid}", prompt.env_extras)
+    return most if own is None else min(own, most)
 
 
 def _numbers(metadata: dict[str, object]) -> dict[str, float]:

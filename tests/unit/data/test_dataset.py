@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
+from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset, load_prompts
 from skyrl_train.data.trajectory import Message
 from skyrl_train.errors import DataError
@@ -111,6 +112,28 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, suffix: str, bad: di
     path = write(tmp_path / f"data{suffix}", row(), row(), bad)
     with pytest.raises(DataError, match=rf"data\{suffix}, (row|line) 3: .*{says}"):
         load(path)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+@pytest.mark.parametrize("turns", [0, -1, 2.5, float("inf"), "3", True])
+def test_a_row_s_bound_on_turns_is_checked_when_it_is_loaded(tmp_path: Path, suffix: str, turns: Any):
+    path = write(tmp_path / f"data{suffix}", row(max_turns=turns))
+    with pytest.raises(
+        DataError, match=rf"data\{suffix}, (row|line) 1: max_turns=.* must be a whole number of at least 1"
+    ):
+        load(path)
+
+
+@pytest.mark.parametrize("turns", [None, 3, 3.0, float("nan")])
+def test_tables_write_such_bounds_as_they_can(tmp_path: Path, turns: Any):
+    load(write(tmp_path / "data.parquet", row(max_turns=turns)))
+
+
+def test_half_a_surrogate_pair_in_a_row_is_named(tmp_path: Path):
+    (tmp_path / "data.jsonl").write_text('{"prompt": [{"role": "user", "content": "a \\ud800"}]}\n')
+    tokenizer = byte_tokenizer()
+    with pytest.raises(DataError, match=r"data\.jsonl, line 1: half a surrogate pair at character \d+ of the messages"):
+        load_prompts([str(tmp_path / "data.jsonl")], lambda m: len(render_prompt(tokenizer, m)), 512, "gsm8k")
 
 
 @pytest.mark.fault("F07")

@@ -308,6 +308,44 @@ def test_a_template_that_rewrites_history_after_all_fails_the_episode():
     assert (item.status, item.error) == (FAILED, "history_rewritten")
 
 
+class Opens(Talks):
+    """Environments that begin with a message of their own, those with an odd number only."""
+
+    def __init__(self, message: Message):
+        super().__init__(until(1))
+        self.message = message
+
+    async def start(self, env_class: str, prompt: Prompt) -> Talk:
+        talk = await super().start(env_class, prompt)
+        talk.messages += [self.message] if len(self.episodes) % 2 else []
+        return talk
+
+
+@pytest.mark.fault("F16")
+@pytest.mark.parametrize(
+    "message", [user("a \ud800"), {"role": "user", "content": [3]}, {"role": "nobody", "content": "a"}]
+)
+def test_opening_messages_that_cannot_be_rendered_cost_their_episode(message: Message):
+    picky = byte_tokenizer()
+    picky.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'nobody' or m['content'] is not string %}"
+        "{{ raise_exception('not these') }}{% endif %}{% endfor %}" + picky.chat_template
+    )
+    environments = Opens(message)
+    one, other = play(says("ab"), environments, tokenizer=picky, samples=2)[0].trajectories
+    assert (one.status, one.error, other.status) == (FAILED, "chat_template", OK)
+    assert all(episode.closed for episode in environments.episodes)
+
+
+@pytest.mark.fault("F16")
+def test_half_a_surrogate_pair_in_an_observation_costs_its_episode():
+    def step(turn: int, text: str) -> StepOutput:
+        return StepOutput([user("a \udc00")], 1.0, False)
+
+    (item,) = play(says("ab"), Talks(step))[0].trajectories
+    assert (item.status, item.error) == (FAILED, "chat_template")
+
+
 def test_a_row_that_ends_the_run_leaves_no_environment_behind():
     """Its neighbour is still being opened when the first one is refused."""
     given_up: list[str] = []
@@ -319,10 +357,9 @@ def test_a_row_that_ends_the_run_leaves_no_environment_behind():
                     await asyncio.sleep(3600)
                 finally:
                     given_up.append(prompt.uid)
-            episode = await super().start(env_class, prompt)
+            await super().start(env_class, prompt)
             await asyncio.sleep(0)  # the neighbour has begun
-            episode.messages = [{"role": "user"}]  # no template takes it
-            return episode
+            raise DataError("its columns are not what this environment needs")
 
     environments = Opening(until(2))
 
@@ -331,7 +368,7 @@ def test_a_row_that_ends_the_run_leaves_no_environment_behind():
         options = RolloutSettings(SamplingParams(9), 2, 3, max_prompt_tokens=900, deadline_s=60.0)
         with pytest.raises(DataError):
             await ConversationGenerator(client, environments, TOKENIZER, options).rollout(PROMPT, 0)
-        assert environments.episodes[0].closed and given_up == ["7"]
+        assert given_up == ["7"]
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(run())
