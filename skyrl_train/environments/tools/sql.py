@@ -92,7 +92,7 @@ def query(database: Path, sql: str, limits: QueryLimits | None = None) -> QueryR
     except subprocess.TimeoutExpired:
         raise QueryError("timed out") from None
     except ValueError:
-        if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        if done.returncode in (-signal.SIGALRM, -signal.SIGXCPU, -signal.SIGKILL):
             raise QueryError("timed out") from None
         raise QueryError("the query ended its process: it needs too much memory") from None
     if "error" in answer:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
+import resource
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.environments.tools import sql
 from skyrl_train.environments.tools.base import ToolBox
 from skyrl_train.environments.tools.sql import QueryError, QueryLimits, SQLTool, find_database, query
 from skyrl_train.errors import ConfigError, DataError
@@ -108,16 +107,24 @@ def test_memory_has_a_limit(shop: Path, sql: str):
     assert time.monotonic() - started < 120
 
 
-def test_a_query_that_sqlite_does_not_interrupt_ends_by_the_processors_clock(
-    shop: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Also where the environment that waited for it was killed."""
-    if shutil.which("prlimit") is None:
-        pytest.skip("needs prlimit")
-    monkeypatch.setattr(sql, "CPU_GRACE_S", 1)
-    monkeypatch.setattr(sql, "START_S", 3600.0)
+def seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "select instr(hex(zeroblob(8000000)), hex(zeroblob(4000000)) || '1')",
+        "select instr(printf('%.*c', 8000000, 'a'), printf('%.*c', 4000000, 'a') || 'b')",
+    ],
+)
+def test_a_query_that_sqlite_does_not_interrupt_is_killed_at_its_deadline(shop: Path, sql: str):
+    """By its own process's clock: also where the environment that waited for it was killed."""
+    before = seconds_of_children()
     with pytest.raises(QueryError, match="timed out"):
-        query(shop, "select instr(hex(zeroblob(8000000)), hex(zeroblob(4000000)) || '1')", QueryLimits(wall_s=0.5))
+        query(shop, sql, QueryLimits(wall_s=0.5))
+    assert seconds_of_children() - before < 4.0
 
 
 def test_results_are_cut(shop: Path):
