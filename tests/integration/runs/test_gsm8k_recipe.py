@@ -177,6 +177,7 @@ def test_the_command_of_the_readme_trains(home: Path, model: str, tmp_path: Path
     assert any(line.startswith("wandb: offline, `wandb sync ") for line in lines) is (backend == "vllm")
 
 
+@pytest.mark.filterwarnings("ignore:In 'guide'. Defaults list is missing")  # SkyRL's files have no _self_
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sglang"])
