@@ -28,6 +28,8 @@ PRESETS = Path(__file__).parents[3] / "examples" / "algorithms"
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 ENTRYPOINTS = {"main_base": BasePPOExp, "main_generate": EvaluationExp}
+ONE_PROCESS = "environment.skyrl_gym.max_env_workers=1"
+"""Of environments: each costs a second to start, and there would be two for every core."""
 REGISTRIES = (*vars(algorithms).values(), environments, tools, trackers)
 
 
@@ -119,6 +121,7 @@ def small(arithmetic: Path, tiny_model_path: str) -> Callable[[Path], list[str]]
             "generator.n_samples_per_prompt=4",
             "generator.sampling_params.max_generate_length=16",
             "environment.env_class=arithmetic",
+            ONE_PROCESS,
         ]
 
     return overrides
@@ -152,6 +155,7 @@ def easy(small: Callable[[Path], list[str]], plugins: Path) -> Callable[[Path], 
             f"data.train_data=['{folder / 'rows.jsonl'}']",
             "data.val_data=[]",
             "environment.env_class=lower_case",
+            ONE_PROCESS,
             "trainer.plugins=[lower_case_plugin]",
             "trainer.eval_before_train=false",
             "trainer.eval_interval=0",

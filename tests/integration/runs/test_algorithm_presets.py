@@ -52,7 +52,6 @@ def test_preset_trains(name: str, run: Run, teacher: str, easy: Callable[[Path],
         "trainer.critic_mini_batch_size=2",
         "trainer.gradient_checkpointing=false",
         "trainer.ckpt_interval=0",
-        "environment.skyrl_gym.max_env_workers=1",  # each imports the plugins, and with some of them torch
         *own.get(name, []),
     ]
     run("main_base", "--config-dir", str(PRESETS), "--config-name", name, *overrides)
