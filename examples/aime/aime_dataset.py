@@ -3,8 +3,9 @@
 python examples/aime/aime_dataset.py --output ~/data/aime                    from the hub
 python examples/aime/aime_dataset.py --input FOLDER --output ~/data/aime     from FOLDER/train.parquet, test.parquet
 
-Both repeat their rows (DAPO's file a hundred times): repeated problems are left out, as are those whose answer is no
-integer. Rows are verl's: prompt (messages that ask for "Answer: ..."), reward_model.ground_truth.
+Both repeat their rows (DAPO's file a hundred times): repeated problems are left out, as are those whose answer is
+neither a number nor a fraction. Rows are verl's: prompt (messages that ask for "Answer: ..."),
+reward_model.ground_truth.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SEEN: set[tuple[str, bytes]] = set()
 
 
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any] | None:
-    """A row of the source as one of SkyRL's; None if it is a repetition or its answer is not an integer."""
+    """A row of the source as one of SkyRL's; None for a repetition, and an answer that is no number or fraction."""
     prompt, spec = row.get("prompt"), row.get("reward_model") or row.get("reward_spec")
     if not isinstance(prompt, list) or not isinstance(spec, dict) or spec.get("ground_truth") is None:
         raise DataError(f"{where}: needs prompt (messages) and reward_model.ground_truth, got {row!r:.120}.")

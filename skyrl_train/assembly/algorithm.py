@@ -190,7 +190,7 @@ def correction_of(algorithm: AlgorithmConfig) -> OffPolicyCorrectionConfig:
 
 def settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
     """Argument name -> value, for the arguments of functions in `algorithms/` that come from the configuration."""
-    both = algorithm.dppo.tv_threshold
+    both = algorithm.dppo.tv_threshold  # alone: see config/validate.py
     return {
         "config": algorithm,
         "norm_by_std": algorithm.grpo_norm_by_std,

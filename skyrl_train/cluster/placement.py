@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,7 +54,11 @@ def reserve(
         raise ConfigError(f"{need} ({total_slots} in the whole run); {have}. {advice}")
     bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
     group = placement_group([bundle] * count, strategy="PACK")
-    if not group.wait(deadline_s):  # group.ready() would be a task, which holds a worker that an actor could be
+    deadline = time.monotonic() + deadline_s
+    # group.ready() would be a task, which holds a worker that could be an actor; a wait hears no Ctrl-C before its end.
+    while not (ready := group.wait(1)) and time.monotonic() < deadline:
+        pass
+    if not ready:
         remove_placement_group(group)
         free = ray.available_resources()
         idle = f"{free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are free now"

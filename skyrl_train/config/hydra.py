@@ -31,7 +31,7 @@ import skyrl_train
 from skyrl_train.config.convert import Unfit, build, read
 from skyrl_train.config.inspection import inspect
 from skyrl_train.config.keys import aliases, all_keys, canonical, leaves, spelt
-from skyrl_train.config.preset_files import check_preset
+from skyrl_train.config.preset_files import PresetSource
 from skyrl_train.config.problems import Problem, raise_all
 from skyrl_train.config.safety import foreign_targets, redact
 from skyrl_train.config.schema import Config
@@ -109,18 +109,16 @@ def compose(overrides: Sequence[str], name: str | None = None, directory: str | 
     """The raw configuration, interpolations unresolved. Raises ConfigError for what Hydra cannot compose."""
     if directory is not None and not Path(directory).is_dir():
         raise ConfigError(f"--config-dir={directory}: must be a folder that exists.")
-    if directory is not None:
-        check_preset(Path(directory), name or BASE)
     folders = create_config_search_path(str(presets_dir()))
     if directory is not None:
-        folders.prepend("command-line", f"file://{Path(directory).resolve()}", anchor="schema")
+        folders.prepend("command-line", f"{PresetSource.scheme()}://{Path(directory).resolve()}", anchor="schema")
     try:
         return ConfigLoaderImpl(folders).load_configuration(name or BASE, list(overrides), run_mode=RunMode.RUN)
     except RecursionError as error:
         raise ConfigError(
             f"The configuration {name or BASE} cannot be composed: presets include each other."
         ) from error
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
         text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise ConfigError(f"The configuration {name or BASE} cannot be composed: {text}") from error
 

@@ -1,4 +1,4 @@
-"""The user's YAML files, checked before Hydra reads them: Hydra expands aliases however often, and in circles."""
+"""The user's YAML files, checked before OmegaConf reads them: it expands aliases however often, and in circles."""
 
 from __future__ import annotations
 
@@ -6,45 +6,57 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.plugins.config_source import ConfigResult
 
 from skyrl_train.errors import ConfigError
 
 MAX_BYTES = 2**20
 MAX_NODES = 100_000
 """Values in a file once its aliases are expanded."""
-MAX_DEPTH = 200
+MAX_DEPTH = 50
+"""Levels of a file once its aliases are expanded."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def check_preset(folder: Path, name: str) -> None:
-    """Check `<folder>/<name>.yaml`, and the files of the folder that its defaults list names, if they exist.
+class PresetSource(FileConfigSource):
+    """Hydra's way to files of a folder, `preset://FOLDER`, with `check_preset` in front of every file that it loads."""
 
-    Raises ConfigError for a file that is not UTF-8 or not YAML, too large or too deep, or whose aliases refer to
-    themselves or expand to more than MAX_NODES values.
+    @staticmethod
+    def scheme() -> str:
+        return "preset"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        file = Path(self.path, self._normalize_file_name(config_path))
+        if file.is_file():
+            check_preset(file)
+        try:
+            return super().load_config(config_path)
+        except (ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:  # a tag, a huge number
+            raise ConfigError(f"{file}: has a value that cannot be read: {error}") from error
+
+
+SourcesRegistry.instance().register(PresetSource)
+
+
+def check_preset(file: Path) -> None:
+    """Raise ConfigError for a file that is hostile or broken.
+
+    One that is not UTF-8 or not YAML, too large or too deep, or whose aliases refer to themselves or expand to more
+    than MAX_NODES values.
     """
-    waiting, seen = [folder / f"{name.removesuffix('.yaml')}.yaml"], set[Path]()
-    while waiting:
-        file = waiting.pop()
-        if file in seen or not file.is_file():
-            continue
-        seen.add(file)
-        root = _parsed(file)
-        _expanded_size(file, root, {})
-        waiting += [file.parent / f"{default}.yaml" for default in _defaults(root)]
-
-
-def _parsed(file: Path) -> yaml.Node | None:
     try:
         if file.stat().st_size > MAX_BYTES:
             raise ConfigError(f"{file}: has more than {MAX_BYTES} bytes; a preset is a list of keys.")
         text = file.read_text(encoding="utf-8")
         _refuse_deep(file, text)
-        node: yaml.Node | None = yaml.compose(text, Loader=_LOADER)
+        root: yaml.Node | None = yaml.compose(text, Loader=_LOADER)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: byte {error.start} is not UTF-8 ({error.reason}); a preset is a text.") from error
-    except (OSError, yaml.YAMLError, RecursionError, ValueError) as error:
+    except (OSError, yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read: {' '.join(str(error).split())}") from error
-    return node
+    _extent(file, root, {})
 
 
 def _refuse_deep(file: Path, text: str) -> None:
@@ -53,23 +65,27 @@ def _refuse_deep(file: Path, text: str) -> None:
     for event in yaml.parse(text, Loader=_LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
-            raise ConfigError(f"{file}: is more than {MAX_DEPTH} levels deep.")
+            raise _too_deep(file)
 
 
-def _expanded_size(file: Path, node: yaml.Node | None, sizes: dict[int, int]) -> int:
-    """Values below a node, aliases expanded. `sizes`: by node; -1 is for those above the node."""
+def _extent(file: Path, node: yaml.Node | None, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+    """(values, levels) of a node with aliases expanded. `known`: by node; None is for those above the node."""
     if node is None or isinstance(node, yaml.ScalarNode):
-        return 1
-    size = sizes.get(id(node))
-    if size is None:
-        sizes[id(node)] = -1
-        size = 1 + sum(_expanded_size(file, child, sizes) for child in _children(node))
-        sizes[id(node)] = size
-    if size < 0:
+        return 1, 1
+    if id(node) not in known:
+        known[id(node)] = None
+        extents = [_extent(file, child, known) for child in _children(node)]
+        values = 1 + sum(values for values, _ in extents)
+        levels = 1 + max((levels for _, levels in extents), default=0)
+        if values > MAX_NODES:
+            raise ConfigError(f"{file}: has more than {MAX_NODES} values once its aliases are expanded.")
+        if levels > MAX_DEPTH:
+            raise _too_deep(file)
+        known[id(node)] = values, levels
+    found = known[id(node)]
+    if found is None:
         raise ConfigError(f"{file}, line {node.start_mark.line + 1}: refers to itself through an alias.")
-    if size > MAX_NODES:
-        raise ConfigError(f"{file}: has more than {MAX_NODES} values once its aliases are expanded.")
-    return size
+    return found
 
 
 def _children(node: yaml.Node) -> Iterator[yaml.Node]:
@@ -77,12 +93,5 @@ def _children(node: yaml.Node) -> Iterator[yaml.Node]:
         yield from child if isinstance(child, tuple) else (child,)
 
 
-def _defaults(root: yaml.Node | None) -> Iterator[str]:
-    """Entries of the defaults list: `name`, or `group/option` for `group: option`."""
-    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
-        if key.value == "defaults" and isinstance(value, yaml.SequenceNode):
-            for item in value.value:
-                if isinstance(item, yaml.ScalarNode):
-                    yield item.value
-                elif isinstance(item, yaml.MappingNode):
-                    yield from (f"{group.value}/{option.value}" for group, option in item.value)
+def _too_deep(file: Path) -> ConfigError:
+    return ConfigError(f"{file}: is more than {MAX_DEPTH} levels deep.")

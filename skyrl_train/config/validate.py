@@ -15,7 +15,7 @@ from skyrl_train.config.keys import leaves, value_at
 from skyrl_train.config.problems import Problem, show
 from skyrl_train.config.ranges import LEAST_TEMPERATURE
 from skyrl_train.config.reference import ESTIMATORS, measures_kl
-from skyrl_train.config.schema import Config
+from skyrl_train.config.schema import Config, DPPOConfig
 from skyrl_train.registry import unknown
 
 OPEN_TO_PLUGINS = frozenset(name for name, key in leaves().items() if key.facts.plugins)
@@ -89,6 +89,7 @@ def _is_number(value: Any) -> bool:
 
 def _combinations(config: Config) -> Iterator[Problem]:
     yield from _algorithm(config)
+    yield from _one_way_to_write_bounds(config)
     yield from _batches(config)
     yield from _samplers(config)
     yield from _conversations(config)
@@ -116,6 +117,15 @@ def _combinations(config: Config) -> Iterator[Problem]:
         yield Problem("trainer.export_path", trainer.export_path, allowed, "Both get folders called global_step_N.")
     if not config.data.train_data:
         yield Problem("data.train_data", [], "at least one file or dataset")
+
+
+def _one_way_to_write_bounds(config: Config) -> Iterator[Problem]:
+    dppo, default = config.trainer.algorithm.dppo, DPPOConfig()
+    if dppo.tv_threshold is not None and (dppo.delta_low, dppo.delta_high) != (default.delta_low, default.delta_high):
+        advice = "It stands for delta_low and delta_high at once: give either it or these."
+        yield Problem(
+            "trainer.algorithm.dppo.tv_threshold", dppo.tv_threshold, "null with delta_low or delta_high", advice
+        )
 
 
 def _environment_deadlines(config: Config) -> Iterator[Problem]:

@@ -138,7 +138,7 @@ def max_turns_of(where: str, extras: Mapping[str, Any]) -> int | None:
     own = extras.get("max_turns")
     if own is None or (isinstance(own, float) and math.isnan(own)):  # how tables say that a row has none
         return None
-    whole = isinstance(own, int | float) and not isinstance(own, bool) and math.isfinite(own) and own == int(own)
+    whole = (isinstance(own, int) and not isinstance(own, bool)) or (isinstance(own, float) and own.is_integer())
     if not whole or own < 1:
         raise DataError(f"{where}: max_turns={own!r:.80} must be a whole number of at least 1, or null.")
     return int(own)

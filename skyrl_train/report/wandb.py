@@ -55,6 +55,8 @@ class WandbTracker:
             silent=True,
             # Variables of the scheduler (SLURM_JWT), the command line, code and git remotes would be sent as metadata.
             x_disable_meta=True,
+            x_save_requirements=False,
+            host="-",
             disable_code=True,
             disable_git=True,
         )

@@ -59,7 +59,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, oldest first."""
-        return sorted(_steps(self._root, _COMMITTED))
+        return sorted(step for step, _ in _by_recorded_step(self._root, None))
 
     def begin(self, step: int) -> Path:
         """Create an empty folder for the files of `step`; an interrupted save of the same step is deleted."""
@@ -131,9 +131,8 @@ class Checkpoints:
 
     def _set_later_aside(self, step: int) -> None:
         """Rename later checkpoints: a run resumed from an older step must never resume from them by mistake."""
-        for later in self.steps():
+        for later, old in _by_recorded_step(self._root, None):
             if later > step:
-                old = self._final(later)
                 aside = next(
                     p
                     for n in range(len(os.listdir(self._root)) + 1)
@@ -145,8 +144,8 @@ class Checkpoints:
                 )
 
     def _prune(self) -> None:
-        for step in self.steps()[: -self._keep] if self._keep > 0 else ():
-            with _out_of_the_way(self._final(step)):
+        for _, folder in _by_recorded_step(self._root, None)[self._keep :] if self._keep > 0 else ():
+            with _out_of_the_way(folder):
                 pass
 
 
@@ -207,7 +206,7 @@ def _recorded_step(folder: Path, named: int) -> int:
         step = _read(folder / MANIFEST_FILE)["global_step"]
     except (*_UNREADABLE, KeyError):
         return named
-    return step if isinstance(step, int) and step >= 0 else named
+    return step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else named
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -222,14 +221,14 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def _parse_path(path: str | Path | None) -> tuple[Path, int]:
-    folder = Path(path) if path else None
+    folder = Path(path).resolve() if path else None
     match = _COMMITTED.fullmatch(folder.name) if folder else None
     if folder is None or match is None or not folder.is_dir():
         raise ConfigError(
             f"trainer.resume_path={str(path)!r} is not a checkpoint: "
             "give the folder <ckpt_path>/global_step_<number> of a finished save."
         )
-    return folder.resolve().parent, int(match.group(1))
+    return folder.parent, int(match.group(1))
 
 
 def _steps(root: Path, pattern: re.Pattern[str]) -> Iterator[int]:

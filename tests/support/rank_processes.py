@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -49,7 +50,7 @@ def run_ranks(
         for rank in ranks:
             rank.join(max(1.0, deadline - time.monotonic()))
     finally:
-        for rank in ranks:
+        for rank in (rank for rank in ranks if rank.pid is not None):
             rank.kill()
             rank.join()
     said = "\n".join(log.read_text()[-4000:] for log in logs if log.exists())
@@ -67,6 +68,7 @@ def _logged(log: Path, main: Callable[..., None], *args: Any) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
+        sys.stdout.flush()
         # Past the interpreter's own teardown, which gloo's threads outlive: one that then asks for the interpreter's
         # lock ends the process with SIGABRT, once in some hundred times, after everything was checked.
         os._exit(code)

@@ -43,8 +43,8 @@ HEDGES = (
     r"\\(?:approx|equiv|sim|simeq|cong|neq?|lor|vee|to|implies|iff|pm|mp)(?![A-Za-z])|\\(?:left)?[Rr]ightarrow",
     r"(?<!\\)\$",
     r"[0-9](?:\s|~|\\[,;:! ]|\\q?quad)+[0-9]",
-    r"\\[lcdv]?dots(?![A-Za-z])|\.\.\.|\u2026",
-    r"_|'|\u2032|\\prime(?![A-Za-z])",
+    r"\\[lcdv]?dots[bcimo]?(?![A-Za-z])|\.\.\.|\u2026",
+    r"[0-9}]\s*(?:_|'|\u2032|\^?\s*\\prime(?![A-Za-z]))",
     r"\\(?:text|textrm|textbf|mathrm|mbox)\s*\{[^{}]*[0-9][^{}]*\}",
 )
 HEDGE = [re.compile(pattern, re.IGNORECASE) for pattern in HEDGES]

@@ -11,26 +11,31 @@ import re
 from fractions import Fraction
 
 # ASCII digits only: \d also matches those of other scripts. No repeat can start inside another: searching is linear.
-DIGITS = r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
-NUMBER = re.compile(rf"(?P<sign>[-\u2212]?)\\?[$€£]?(?P<minus>[-\u2212]?){DIGITS}")
+INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+NUMBER = re.compile(rf"(?P<sign>[-\u2212]?)\\?[$€£]?(?P<minus>[-\u2212]?)(?P<digits>{INTEGER}(?:\.[0-9]*)?|\.[0-9]+)")
 """A number in running text."""
-WHOLE = re.compile(rf"(?P<sign>[-+\u2212]?)\\?[$€£]?(?P<minus>[-+\u2212]?){DIGITS}")
+WHOLE = re.compile(
+    rf"(?:(?P<sign>[-+\u2212]?)(?:\\?[$€£] ?)?|\\?[$€£] ?(?P<minus>[-+\u2212]))"
+    rf"(?P<digits>{INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?: ?[€£])?"
+)
 """A field that is a number."""
 FRACTION = re.compile(
-    r"(?P<sign>[-+\u2212]?)(?:\\[dt]?frac\s*\{\s*(?P<above>[0-9]{1,40})\s*\}\s*\{\s*(?P<below>[0-9]{1,40})\s*\}"
+    r"(?P<sign>[-+\u2212]?)(?:\\[dt]?frac\s*(?:\{\s*(?P<minus>[-\u2212]?)(?P<above>[0-9]{1,40})\s*\}\s*"
+    r"\{\s*(?P<below>[0-9]{1,40})\s*\}|(?P<one>[0-9])(?P<other>[0-9]))"
     r"|(?P<over>[0-9]{1,40})\s*/\s*(?P<under>[0-9]{1,40}))"
 )
+COMMANDS = ("boxed", "fbox", "text", "mathbf", "textbf")
 ENCLOSURES = (
     ("(", ")"),
+    ("$$", "$$"),
     ("$", "$"),
     (r"\(", r"\)"),
     (r"\[", r"\]"),
-    (r"\boxed{", "}"),
-    (r"\\boxed{", "}"),
-    (r"\fbox{", "}"),
+    *((f"{slashes}{command}{{", "}") for command in COMMANDS for slashes in ("\\", "\\\\")),
 )
+EMPHASIS = "*_`"
 LAYERS = 8
-MINUS = "-\u2212"
+MINUS = ("-", "\u2212")
 
 
 def canonical(match: re.Match[str]) -> str:
@@ -40,15 +45,17 @@ def canonical(match: re.Match[str]) -> str:
     """
     whole, _, fraction = match["digits"].replace(",", "").partition(".")
     value = (whole.lstrip("0") or "0") + (f".{fraction}" if (fraction := fraction.rstrip("0")) else "")
-    negative = (match["sign"] != "" and match["sign"] in MINUS) != (match["minus"] != "" and match["minus"] in MINUS)
+    negative = (match["sign"] in MINUS) != (match["minus"] in MINUS)
     return f"-{value}" if negative and value != "0" else value
 
 
 def bare(field: str) -> str:
-    """A field without a closing full stop and what encloses all of it: one of ENCLOSURES, asterisks for emphasis."""
+    """A field without emphasis, one closing full stop, and the ENCLOSURES that hold all of it."""
+    field = field.strip().strip(EMPHASIS).strip()
+    if field.endswith(".") and not field.endswith(".."):
+        field = field[:-1]
     for _ in range(LAYERS):
-        field = field.strip().strip("*").strip()
-        field = field.removesuffix(".").rstrip() if field.endswith((").", "$.", "}.", "*.", "].")) else field
+        field = field.strip().strip(EMPHASIS).strip()
         enclosure = next((one for one in ENCLOSURES if field.startswith(one[0]) and field.endswith(one[1])), None)
         if enclosure is None or len(field) < len(enclosure[0]) + len(enclosure[1]):
             break
@@ -58,7 +65,7 @@ def bare(field: str) -> str:
 
 def number(field: str) -> str | None:
     """The number that a field is, in canonical form, or None if it is anything else or more than that."""
-    match = WHOLE.fullmatch(bare(field).removesuffix("."))
+    match = WHOLE.fullmatch(bare(field))
     return canonical(match) if match else None
 
 
@@ -67,7 +74,11 @@ def fraction(field: str) -> Fraction | None:
     match = FRACTION.fullmatch(bare(field))
     if match is None:
         return None
-    above, below = int(match["above"] or match["over"]), int(match["below"] or match["under"])
+    above, below = (
+        int(match["above"] or match["one"] or match["over"]),
+        int(match["below"] or match["other"] or match["under"]),
+    )
     if below == 0:
         return None
-    return Fraction(-above if match["sign"] and match["sign"] in MINUS else above, below)
+    negative = (match["sign"] in MINUS) != (match["minus"] in MINUS)
+    return Fraction(-above if negative else above, below)

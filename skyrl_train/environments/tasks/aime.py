@@ -45,9 +45,16 @@ class AIMEEnv(TextEnv):
         return StepOutput([], 1.0 if right else -1.0, done=True, metadata=metadata)
 
 
+def _without_boxes(field: str) -> str:
+    """A field without the contents of its boxes, which are answers of their own."""
+    for content in boxed_contents(field):
+        field = field.replace(content, "", 1)
+    return field
+
+
 def final_answer(text: str, read: Callable[[str], Any] = number) -> Any:
     """What the end of `text` gives as its answer, as `read` reads a field; None if it gives none, or several."""
     tail = text[-TAIL:].rpartition("</think>")[2]
-    fields = [field for field in (*MARKED.findall(tail), *boxed_contents(tail)) if DIGIT.search(field)]
-    values = {read(field) for field in fields}
+    fields = [*(_without_boxes(field) for field in MARKED.findall(tail)), *boxed_contents(tail)]
+    values = {read(field) for field in fields if DIGIT.search(field)}
     return values.pop() if len(values) == 1 else None

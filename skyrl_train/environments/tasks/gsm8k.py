@@ -3,41 +3,49 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.graders.numbers import NUMBER, canonical, number
 
-MARKED = re.compile(rf"(?<!#)####(?!#)[ \t]*(?=[(+*]*{NUMBER.pattern})")
+MARKED = re.compile(r"(?<!#)####(?!#)(?P<field>[^\n]*)")
+HEADING = re.compile(r"[^0-9A-Za-z\\]*[A-Za-z](?!\s*=)")
+"""Of a field that begins with a word, as "Step 1" does; LaTeX and "x = 42" are no headings."""
 ALTERNATIVES = re.compile(r"(?:[\s,;/|&()\[\]*?!\"']|or|and|either|maybe|perhaps|possibly)*", re.IGNORECASE)
 
 
 def strict_answer(text: str) -> str | None:
     """The number after "####", or None if there is none or more than one.
 
-    The rule: every line with "#### <number>" is an answer, from the marker to the end of the line. It must be a number
-    and nothing else (see graders/numbers.py), and all answers must be equal. So "#### 41 or 42", "#### 41" followed by
-    "#### 42" below, "#### 42k" and "#### 42 is wrong" are no answer; repeating one answer is allowed. Headings such as
-    "#### Step 1" are not answers.
+    The rule: every line with "####" and a digit behind it is an answer, from the marker to the end of the line, but for
+    headings such as "#### Step 1". An answer must be a number and nothing else (see graders/numbers.py), and all
+    answers must be equal. So "#### 41 or 42", "#### 41" followed by "#### 42" below, "#### 42k" and "#### 42 is wrong"
+    are no answer; repeating one answer is allowed.
     """
     values: set[str | None] = set()
-    for line in text.splitlines():
-        marked = MARKED.search(line)
-        if marked is not None:
-            values.add(number(line[marked.end() :]))
-            if len(values) > 1 or None in values:
-                return None
+    for field in _answers(text):
+        values.add(number(field))
+        if len(values) > 1 or None in values:
+            return None
     return values.pop() if values else None
 
 
+def _answers(text: str) -> Iterator[str]:
+    """What stands behind the first "####" of every line, if it has a digit and is no heading."""
+    for line in text.splitlines():
+        marked = MARKED.search(line)
+        if marked and any(map(str.isnumeric, marked["field"])) and not HEADING.match(marked["field"]):
+            yield marked["field"]
+
+
 def flexible_answer(text: str) -> str | None:
-    """The strict answer if "#### <number>" occurs, else the last number; None for no number or for several guesses.
+    """The strict answer if a line has one (see there), else the last number; None for no number or for several guesses.
 
     The rule: the last two numbers are guesses if they differ and only spaces, punctuation other than ".:=#", "or",
     "and", "either", "maybe", "perhaps" or "possibly" are between them: "41 or 42", "41, 42", "41 (42?)".
     """
-    if MARKED.search(text):
+    if any(True for _ in _answers(text)):
         return strict_answer(text)
     last: re.Match[str] | None = None
     before: re.Match[str] | None = None

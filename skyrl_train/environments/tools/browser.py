@@ -53,7 +53,16 @@ READ = """() => {
     };
 }"""
 """Page -> title, text and elements. It runs in the page, so its result is untrusted."""
-OPENS_TAB = "e => !['', '_self', '_parent', '_top'].includes(e.formTarget || (e.closest('a,form') || {}).target || '')"
+OPENS_TAB = """e => {
+    const link = e.closest('a[href],area[href]');
+    const form = ['submit', 'image'].includes(e.type) ? e.form : null;
+    if (!link && !form) return false;
+    const own = link ? link.getAttribute('target') : e.getAttribute('formtarget') || form.getAttribute('target');
+    const base = document.querySelector('base[target]');
+    const name = String(own || (base && base.getAttribute('target')) || '').toLowerCase();
+    const frames = [...document.querySelectorAll('iframe[name],frame[name]')];
+    return !['', '_self', '_parent', '_top', ...frames.map(frame => frame.name.toLowerCase())].includes(name);
+}"""
 """Element -> whether a click on it should open a tab."""
 
 
@@ -138,16 +147,23 @@ class BrowserTool(Tool):
             await page.close()
 
     async def _click(self, element: Any) -> None:
-        """Click and wait for the document that this opens, in this tab or in a new one, if it opens any."""
+        """Click and wait for the document that this opens, in this tab or in a new one, if it opens any.
+
+        What there is after 0.7 of the deadline is shown.
+        """
         opens_tab = await element.evaluate(OPENS_TAB)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + 0.7 * self.deadline_s
         with _Navigations(self._context) as navigations:
             await element.click()
-            await asyncio.sleep(SETTLE_MS / 1000)  # time for a navigation to begin
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(navigations.begun.wait(), NEW_TAB_S if opens_tab else 0)
-            with contextlib.suppress(TimeoutError):  # what there is by then is shown
-                await asyncio.wait_for(navigations.finish(), 0.8 * self.deadline_s)
-        await self._context.pages[-1].wait_for_load_state()
+            with contextlib.suppress(TimeoutError, _library().TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await asyncio.sleep(SETTLE_MS / 1000)  # time for a navigation to begin
+                    if opens_tab:
+                        with contextlib.suppress(TimeoutError):
+                            await asyncio.wait_for(navigations.begun.wait(), min(NEW_TAB_S, 0.2 * self.deadline_s))
+                    await navigations.finish()
+                    await self._context.pages[-1].wait_for_load_state()
 
     async def _shown(self) -> str:
         page = await self._page()

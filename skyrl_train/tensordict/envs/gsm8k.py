@@ -7,7 +7,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from skyrl_train.environments.graders.numbers import NUMBER, canonical, number
+from skyrl_train.environments.graders.numbers import number
 from skyrl_train.environments.tasks.gsm8k import strict_answer
 from skyrl_train.tensordict.envs.base import StepCounter, TensorDictEnv, Transform
 from skyrl_train.tensordict.envs.chat import DatasetChatEnv
@@ -25,6 +25,9 @@ BASE_PROMPT = (
 )
 
 
+SCALES = frozenset({"dozen", "hundred", "thousand", "million", "billion", "k", "m", "percent", "or", "and", "not"})
+
+
 def given_answer(text: str) -> str | None:
     """The number that a response gives, in canonical form; None if there is none, or several that differ.
 
@@ -33,8 +36,14 @@ def given_answer(text: str) -> str | None:
     blocks = answers_in(text)
     if not blocks:
         return strict_answer(text)
-    values = {canonical(found) for block in blocks for found in NUMBER.finditer(block)}
+    values = {number(block) or _with_unit(block) for block in blocks}
     return values.pop() if len(values) == 1 else None
+
+
+def _with_unit(block: str) -> str | None:
+    """The number in front of one word, unless that word is part of the number."""
+    head, _, unit = block.strip().removesuffix(".").rpartition(" ")
+    return number(head) if unit.isalpha() and unit.lower() not in SCALES else None
 
 
 def true_answer(answer: str) -> str:

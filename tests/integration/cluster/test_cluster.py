@@ -62,7 +62,8 @@ def idle_workers() -> set[int]:
 
 
 def test_workers_that_imported_early_become_the_actors(cluster: Cluster):
-    while len(workers := idle_workers()) < CPUS:
+    deadline = time.monotonic() + 60
+    while len(workers := idle_workers()) < CPUS and time.monotonic() < deadline:
         time.sleep(0.1)
     slots = reserve(cluster, count=CPUS, tenants=1, device="cpu", total_slots=CPUS, deadline_s=10, key="test")
     time.sleep(LONGER_THAN_RAY_KEEPS_SPARE_WORKERS_S)

@@ -20,6 +20,7 @@ from skyrl_train.assembly.algorithm import (
 )
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
 from skyrl_train.config.hydra import load
+from skyrl_train.config.prepare import prepare
 from skyrl_train.config.schema import AlgorithmConfig
 from skyrl_train.errors import ConfigError
 
@@ -82,8 +83,10 @@ def test_what_the_keys_of_cispo_and_dppo_choose():
     assert against_engine.keys() - against_old.keys() == {"rollout_logprobs"}
     both = settings(algorithm("dppo.delta_low=0.1", "dppo.delta_high=0.3"))
     assert (both["dppo_delta_low"], both["dppo_delta_high"]) == (0.1, 0.3)
-    one = settings(algorithm("dppo.tv_threshold=0.05", "dppo.delta_low=0.1"))
+    one = settings(algorithm("dppo.tv_threshold=0.05"))
     assert (one["dppo_delta_low"], one["dppo_delta_high"]) == (0.05, 0.05)
+    with pytest.raises(ConfigError, match=r"tv_threshold=0\.05: must be null with delta_low or delta_high"):
+        prepare(["trainer.algorithm.dppo.tv_threshold=0.05", "trainer.algorithm.dppo.delta_low=0.1"])
 
 
 @pytest.mark.parametrize("name", ["rollout_is", "dppo_tv", "dppo_kl", "like_skyrl"])

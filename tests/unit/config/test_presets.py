@@ -139,7 +139,7 @@ def test_missing_preset_is_one_of_the_problems(arguments: list[str], part: str):
 
 
 def test_broken_yaml_is_a_message_and_not_a_traceback(tmp_path: Path):
-    assert "cannot be composed" in refusal(use(tmp_path, "trainer: {epochs: 3\n"))
+    assert "mine.yaml: cannot be read: while parsing" in refusal(use(tmp_path, "trainer: {epochs: 3\n"))
 
 
 def test_saved_configuration_starts_the_same_run_again(tmp_path: Path):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -125,6 +126,8 @@ def test_wandb_needs_neither_network_nor_account(tmp_path: Path):
     assert "failed" not in result.stderr
     for file in (path for path in tmp_path.rglob("*") if path.is_file()):
         assert b"canary-" not in file.read_bytes(), f"{file} has something of the environment"
+        assert socket.gethostname().encode() not in file.read_bytes(), f"{file} has the name of this machine"
+        assert file.name != "requirements.txt"
     (where,) = [line for line in result.stdout.splitlines() if line.startswith("wandb: ")]
     (kept,) = (tmp_path / "wandb").glob("offline-run-*")
     assert where == f"wandb: offline, `wandb sync {kept}` sends this run"

@@ -347,17 +347,19 @@ def test_half_a_surrogate_pair_in_an_observation_costs_its_episode():
 
 
 def test_a_row_that_ends_the_run_leaves_no_environment_behind():
-    """Its neighbour is still being opened when the first one is refused."""
+    """Of three, the first is open and the third is still being opened when the second one is refused."""
     given_up: list[str] = []
 
     class Opening(Talks):
         async def start(self, env_class: str, prompt: Prompt) -> Talk:
-            if self.episodes:
+            if len(self.episodes) == 2:
                 try:
                     await asyncio.sleep(3600)
                 finally:
                     given_up.append(prompt.uid)
-            await super().start(env_class, prompt)
+            episode = await super().start(env_class, prompt)
+            if len(self.episodes) == 1:
+                return episode
             await asyncio.sleep(0)  # the neighbour has begun
             raise DataError("its columns are not what this environment needs")
 
@@ -365,10 +367,10 @@ def test_a_row_that_ends_the_run_leaves_no_environment_behind():
 
     async def run() -> None:
         client = EngineClient([ScriptedEngine(says("ab"))], deadline_s=60.0)
-        options = RolloutSettings(SamplingParams(9), 2, 3, max_prompt_tokens=900, deadline_s=60.0)
+        options = RolloutSettings(SamplingParams(9), 3, 3, max_prompt_tokens=900, deadline_s=60.0)
         with pytest.raises(DataError):
             await ConversationGenerator(client, environments, TOKENIZER, options).rollout(PROMPT, 0)
-        assert given_up == ["7"]
+        assert environments.episodes[0].closed and given_up == ["7"]
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(run())

@@ -66,6 +66,27 @@ def test_the_manifest_s_step_decides_whatever_the_folder_is_called(tmp_path: Pat
     assert renamed is not None and (renamed.step, renamed.path.name) == (3, "global_step_20")
 
 
+def test_going_back_and_pruning_go_by_the_manifest_too(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (50, 100):
+        save(checkpoints, step)
+    (tmp_path / "global_step_100").rename(tmp_path / "global_step_10")
+    save(checkpoints, 60)
+    assert checkpoints.steps() == [50, 60]
+    found = checkpoints.load_path("latest")
+    assert found is not None and found.step == 60
+    (tmp_path / "global_step_60").rename(tmp_path / "global_step_1")
+    save(Checkpoints(tmp_path, keep=2), 70)
+    assert checkpoints.steps() == [60, 70]
+
+
+def test_a_link_to_a_checkpoint_leads_to_it(tmp_path: Path):
+    save(Checkpoints(tmp_path / "there"), 30)
+    (tmp_path / "global_step_40").symlink_to(tmp_path / "there" / "global_step_30")
+    found = Checkpoints(tmp_path / "mine").load_path("from_path", tmp_path / "global_step_40")
+    assert found is not None and found.step == 30
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "trainer_state.json"])
 @pytest.mark.parametrize(
     "content",

@@ -25,6 +25,12 @@ def step(text: str, truth: Any = "42", spec: str = "reward_spec") -> tuple[float
         "Answer: \\boxed{42}\nAnswer: 42",
         r"41 or 43? No: \boxed{42}",
         "Answer: to be found\nAnswer: 42",
+        "Answer: The final answer is $\\boxed{42}$.",
+        "**Final Answer:** The answer is \\boxed{42}.",
+        "Answer: $x = \\boxed{42}$",
+        "__Answer:__ 42",
+        "**Answer: 42**",
+        "Answer: **42**.",
         "<think>Answer: 41</think>Answer: 42",
         "Answer: 41" + " so I try on" * 30 + "\nAnswer: 42",
     ],
@@ -38,6 +44,8 @@ def test_the_integer_of_the_end_is_the_answer(text: str):
     "text",
     [
         "Answer: 41 or 42",
+        "Answer: \\boxed{42} or 41",
+        "Answer: not 42",
         "Answer: 41\nAnswer: 42",
         "Answer: 42\nAnswer: 41\nAnswer: 42",
         r"\boxed{41}\boxed{42}",
@@ -76,7 +84,9 @@ def test_every_integer_is_recognised_and_its_neighbour_is_not_it(before: str, nu
 @pytest.mark.parametrize("truth", ["1/2", r"\frac{1}{2}", r"$\dfrac{2}{4}$"])
 def test_where_the_truth_is_a_fraction_answers_are_fractions(truth: str):
     assert step(r"Answer: \frac{1}{2}", truth)[0] == 1.0
-    assert step("Answer: $-3/-6$", truth)[0] == -1.0
+    for right in ("1/2.", "(1/2)", r"\tfrac12", r"$\frac{1}{2}$.", "**2/4**"):
+        assert step(f"Answer: {right}", truth)[0] == 1.0
+    assert step(r"Answer: \frac{-1}{2}", "-1/2")[0] == 1.0
     for wrong in (r"\frac{1}{3}", "0.5", "1/2 or 1/3", "1/0", "1", "-1/2"):
         assert step(f"Answer: {wrong}", truth)[0] == -1.0
 

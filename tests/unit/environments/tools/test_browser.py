@@ -106,6 +106,9 @@ PAGES = {
     "<a href='/via' target='_blank'>Via</a>"
     "<button onclick='setTimeout(() => { location = \"/late\" }, 20)'>Later</button>",
     "/late": "<title>Late</title>took its time",
+    "/trickle": "<title>Trickle</title><a href='/endless'>Here</a><a href='/endless' target='inside'>Inside</a>"
+    "<a href='/two' target='_blank' onclick='event.preventDefault()'>Nothing</a><iframe name='inside'></iframe>",
+    "/endless": "<title>Endless</title>begun<img src='/never'>",
     "/long": "<p>" + "word " * 100_000,
 }
 
@@ -123,6 +126,8 @@ def pages(inside: WebServer | None = None) -> Any:
             return Response(status=302, headers={"Location": "/late"})
         if path == "/late":
             time.sleep(10 * SETTLE_MS / 1000)
+        if path == "/never":
+            time.sleep(6)
         if path == "/file":
             return Response(status=302, headers={"Location": "file:///etc/passwd"})
         if path == "/download":
@@ -135,8 +140,8 @@ def pages(inside: WebServer | None = None) -> Any:
 
 
 @contextmanager
-def browser(server: WebServer) -> Iterator[tuple[ToolBox, BrowserTool]]:
-    tool = BrowserTool(domains=["wiki.test"], allow_private=[server.at], timeout=120.0)
+def browser(server: WebServer, timeout: float = 120.0) -> Iterator[tuple[ToolBox, BrowserTool]]:
+    tool = BrowserTool(domains=["wiki.test"], allow_private=[server.at], timeout=timeout)
     box = ToolBox([tool])
     try:
         yield box, tool
@@ -154,6 +159,16 @@ def test_a_click_shows_the_document_that_it_opens_however_late_that_arrives(elem
     with web_server(pages()) as server, browser(server) as (box, _):
         do(box, "goto", url=f"{server.url}/slow")
         assert do(box, "click", element=element).text.startswith("Late\n")
+
+
+@needs_chromium
+@pytest.mark.parametrize("element", [1, 2, 3], ids=["a document that never ends", "in a frame", "nothing"])
+def test_a_click_that_leads_to_no_whole_document_keeps_the_browser(element: int):
+    with web_server(pages()) as server, browser(server, timeout=8.0) as (box, tool):
+        do(box, "goto", url=f"{server.url}/trickle")
+        context = tool._context
+        assert do(box, "click", element=element).error is None
+        assert do(box, "read").error is None and tool._context is context
 
 
 @needs_chromium
