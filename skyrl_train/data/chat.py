@@ -160,6 +160,8 @@ class _Controls:
     ids: frozenset[int]
     pattern: re.Pattern[str]
     """Matches any of them, the longest first."""
+    begun: Mapping[str, frozenset[str]]
+    """Beginning of one -> what is missing to it."""
 
 
 _CONTROLS: WeakKeyDictionary[Any, _Controls] = WeakKeyDictionary()
@@ -172,14 +174,20 @@ def _controls(tokenizer: Any) -> _Controls:
         strings = tuple(sorted(named, key=len, reverse=True))
         pattern = "|".join(map(re.escape, strings)) or r"(?!)"
         ids = frozenset(named.values()) - {tokenizer.unk_token_id}  # ordinary text can encode to it
-        _CONTROLS[tokenizer] = _Controls(strings, ids, re.compile(pattern))
+        begun: dict[str, set[str]] = {}
+        for string in strings:
+            for size in range(1, len(string)):
+                begun.setdefault(string[:size], set()).add(string[size:])
+        missing = {start: frozenset(rests) for start, rests in begun.items()}
+        _CONTROLS[tokenizer] = _Controls(strings, ids, re.compile(pattern), missing)
     return _CONTROLS[tokenizer]
 
 
 @dataclass(frozen=True)
 class _Chat:
     """Messages ready to render: each control token spelt in them is replaced by its number between two private-use
-    characters, which templates pass through like any other text."""
+    characters, which templates pass through like any other text. So is the beginning of one at the end of a text, if
+    another text could complete it where the template joins them."""
 
     tokenizer: Any
     messages: list[Any]
@@ -187,18 +195,23 @@ class _Chat:
     controls: _Controls
     mark: str | None
     """The private-use character, or None if no message spells a control token."""
+    pieces: tuple[str, ...] = ()
+    """What numbers between two marks stand for."""
 
     @classmethod
     def of(cls, tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any] | None) -> _Chat:
         controls = _controls(tokenizer)
-        mark = None
-        if any(controls.pattern.search(text) for text in _strings(messages)):
+        mark, pieces = None, (*controls.strings, *_split_controls(messages, controls))
+        if len(pieces) > len(controls.strings) or any(controls.pattern.search(text) for text in _strings(messages)):
             used = set().union(*_strings(messages))
             mark = next((chr(code) for code in PRIVATE_USE if chr(code) not in used), None)
             if mark is None:
                 raise DataError("messages that spell a control token must leave one private-use character unused.")
-            messages = _replaced(messages, controls, mark)
-        return cls(tokenizer, list(messages), dict(options or {}), controls, mark)
+            whole = "|".join(map(re.escape, controls.strings))
+            begun = "|".join(rf"{re.escape(piece)}(?=\s*\Z)" for piece in pieces[len(controls.strings) :])
+            pattern = re.compile("|".join(filter(None, (whole, begun))))
+            messages = _replaced(messages, pattern, pieces, mark)
+        return cls(tokenizer, list(messages), dict(options or {}), controls, mark, pieces)
 
     def text(self, count: int, open_answer: bool = False) -> str:
         """The first `count` messages as the template renders them, with their replacements."""
@@ -234,7 +247,7 @@ class _Chat:
         ids: list[int] = []
         for index, piece in enumerate(re.split(f"{self.mark}([0-9]+){self.mark}", text)):
             if index % 2:
-                ids += self._plain(self.controls.strings[int(piece)])
+                ids += self._plain(self.pieces[int(piece)])
             elif piece:
                 ids += self.tokenizer(piece, add_special_tokens=False)["input_ids"]
         return ids
@@ -253,22 +266,42 @@ class _Chat:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every string in messages: roles, contents, tool calls."""
+    """Every string in messages: roles, contents, tool calls with the names of their arguments."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
+        for key, item in value.items():
+            yield from _strings(key)
             yield from _strings(item)
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _strings(item)
 
 
-def _replaced(value: Any, controls: _Controls, mark: str) -> Any:
+def _split_controls(messages: Sequence[Message], controls: _Controls) -> list[str]:
+    """Beginnings of control tokens at which a text of the messages ends and that others could complete; longest first.
+
+    White space between is ignored: templates strip it.
+    """
+    texts = [stripped for text in _strings(messages) if (stripped := text.strip())]
+    longest = max(map(len, controls.strings), default=0)
+    starts = {text[:longest] for text in texts}
+    ends = {text[-size:] for text in texts for size in range(1, min(longest, len(text) + 1))} & controls.begun.keys()
+    found = [
+        end
+        for end in ends
+        if any(start.startswith(rest) or rest.startswith(start) for rest in controls.begun[end] for start in starts)
+    ]
+    return sorted(found, key=len, reverse=True)
+
+
+def _replaced(value: Any, pattern: re.Pattern[str], pieces: tuple[str, ...], mark: str) -> Any:
     if isinstance(value, str):
-        return controls.pattern.sub(lambda found: f"{mark}{controls.strings.index(found[0])}{mark}", value)
+        return pattern.sub(lambda found: f"{mark}{pieces.index(found[0])}{mark}", value)
     if isinstance(value, Mapping):
-        return {key: _replaced(item, controls, mark) for key, item in value.items()}
+        return {
+            _replaced(key, pattern, pieces, mark): _replaced(item, pattern, pieces, mark) for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_replaced(item, controls, mark) for item in value]
+        return [_replaced(item, pattern, pieces, mark) for item in value]
     return value

@@ -95,6 +95,44 @@ def test_control_tokens_in_roles_names_and_content_parts_are_plain_text():
     assert controls(render_prompt(with_template(template), messages)) == [START, END]
 
 
+JOINING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{% if m['content'] is string %}{{ m['content'] | trim }}{% else %}"
+    "{% for part in m['content'] %}{{ part['text'] | trim }}{% endfor %}{% endif %}"
+    "{% for call in m['tool_calls'] or [] %}{% for key, value in call['function']['arguments'].items() %}"
+    "{{ key }}{{ value }}{% endfor %}{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""Joins contents' parts, and the names and values of arguments."""
+SPECIALS = sorted({*SPECIAL})
+
+
+@given(st.data())
+def test_no_texts_that_a_template_joins_make_a_control_token(data: st.DataObject):
+    """Cut anywhere, with white space between that the template strips."""
+    control = data.draw(st.sampled_from(SPECIALS))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(control) - 1), max_size=4)))
+    pieces = [control[start:end] for start, end in zip([0, *cuts], [*cuts, len(control)], strict=True)]
+    texts = [data.draw(st.sampled_from(["", "a"])) + pieces[0], *pieces[1:]]
+    space = st.sampled_from(["", " ", "\n"])
+    spaced = [data.draw(space) + text + data.draw(space) for text in texts]
+    arguments = dict.fromkeys(texts, "") if len(set(texts)) == len(texts) else {"a": control}
+    call = {"function": {"name": "f", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": text} for text in spaced]},
+        {"role": "assistant", "content": texts[0], "tool_calls": [call]},
+    ]
+    ids = render_prompt(with_template(JOINING), messages)
+    assert controls(ids) == [START, END, START, END, START]
+
+
+@pytest.mark.parametrize("content", ["a <", "a <|", "<|im_", "<", "1 < 2", "x <|im_start"])
+def test_the_beginning_of_a_control_token_alone_is_encoded_as_it_was(content: str):
+    messages = [user(content), user("b")]
+    whole = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert render_prompt(TOKENIZER, messages) == whole
+
+
 @pytest.mark.fault("F10")
 def test_control_tokens_that_are_also_words_of_the_vocabulary_are_spelt_out():
     words = ["[UNK]", "<end>", "user", "hello", "<", "e", "n", "d", ">"]
