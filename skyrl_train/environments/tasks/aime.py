@@ -13,7 +13,6 @@ from skyrl_train.environments.tasks.gsm8k import ground_truth_of
 
 TAIL = 300
 """Number of final characters that are examined, as in SkyRL-Gym: a solution tries many values before it answers."""
-DIGIT = re.compile(r"\d")
 MARKED = re.compile(r"answer[*_]{0,2}[ \t]*:([^\n]+)", re.IGNORECASE)
 
 
@@ -41,7 +40,7 @@ class AIMEEnv(TextEnv):
     def step(self, action: str) -> StepOutput:
         pred = final_answer(action, self.read)
         right = pred == self.ground_truth
-        metadata = {"acc": float(right), "no_answer": float(pred is None), "pred": pred and str(pred)}
+        metadata = {"acc": float(right), "no_answer": float(pred is None), "pred": None if pred is None else str(pred)}
         return StepOutput([], 1.0 if right else -1.0, done=True, metadata=metadata)
 
 
@@ -56,5 +55,5 @@ def final_answer(text: str, read: Callable[[str], Any] = number) -> Any:
     """What the end of `text` gives as its answer, as `read` reads a field; None if it gives none, or several."""
     tail = text[-TAIL:].rpartition("</think>")[2]
     fields = [*(_without_boxes(field) for field in MARKED.findall(tail)), *boxed_contents(tail)]
-    values = {read(field) for field in fields if DIGIT.search(field)}
+    values = {read(field) for field in fields if any(map(str.isnumeric, field))}
     return values.pop() if len(values) == 1 else None

@@ -17,8 +17,6 @@ from skyrl_train.errors import ConfigError, DataError
 
 START_S = 30.0
 """Time for a query's process to start on a busy machine; not counted as the query's time."""
-CPU_GRACE_S = 10
-"""Processor time beyond a query's own, for a query that SQLite does not interrupt."""
 MEMORY_MB = 1024
 _INSIDE = Path(__file__).with_name("sql_inside.py")
 SUFFIXES = (".sqlite", ".sqlite3", ".db")
@@ -75,9 +73,7 @@ def query(database: Path, sql: str, limits: QueryLimits | None = None) -> QueryR
     immutable = not Path(f"{database}-wal").exists()
     request = {"database": str(database), "sql": sql, "immutable": immutable, **vars(limits)}
     limiter = shutil.which("prlimit")
-    # the limit on processor time ends a query whose environment was killed: nothing else would
-    cpu_s = int(limits.wall_s) + CPU_GRACE_S
-    options = [f"--as={MEMORY_MB * 2**20}", f"--cpu={cpu_s}", "--core=0", "--nofile=32", "--"]
+    options = [f"--as={MEMORY_MB * 2**20}", "--core=0", "--nofile=32", "--"]
     limit_command = [limiter, *options] if limiter else []
     try:
         done = subprocess.run(
@@ -92,7 +88,7 @@ def query(database: Path, sql: str, limits: QueryLimits | None = None) -> QueryR
     except subprocess.TimeoutExpired:
         raise QueryError("timed out") from None
     except ValueError:
-        if done.returncode in (-signal.SIGALRM, -signal.SIGXCPU, -signal.SIGKILL):
+        if done.returncode in (-signal.SIGALRM, -signal.SIGKILL):
             raise QueryError("timed out") from None
         raise QueryError("the query ended its process: it needs too much memory") from None
     if "error" in answer:

@@ -23,7 +23,7 @@ MAX_VALUE = 2**24
 def answer(request: dict) -> dict:
     """Run the query; return {"columns", "rows", "more"} or {"error"}."""
     deadline = time.monotonic() + request["wall_s"]
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process, whatever it is busy with
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends this process, busy or orphaned
     signal.setitimer(signal.ITIMER_REAL, request["wall_s"] + OVERTIME_S)
     uri = f"file:{quote(request['database'])}?mode=ro" + ("&immutable=1" if request["immutable"] else "")
     connection = sqlite3.connect(uri, uri=True, isolation_level=None)

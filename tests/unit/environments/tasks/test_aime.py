@@ -46,6 +46,7 @@ def test_the_integer_of_the_end_is_the_answer(text: str):
         "Answer: 41 or 42",
         "Answer: \\boxed{42} or 41",
         "Answer: not 42",
+        "Answer: \u00bd\nAnswer: 42",
         "Answer: 41\nAnswer: 42",
         "Answer: 42\nAnswer: 41\nAnswer: 42",
         r"\boxed{41}\boxed{42}",
@@ -87,6 +88,7 @@ def test_where_the_truth_is_a_fraction_answers_are_fractions(truth: str):
     for right in ("1/2.", "(1/2)", r"\tfrac12", r"$\frac{1}{2}$.", "**2/4**"):
         assert step(f"Answer: {right}", truth)[0] == 1.0
     assert step(r"Answer: \frac{-1}{2}", "-1/2")[0] == 1.0
+    assert step("Answer: 0/2", truth) == (-1.0, {"acc": 0.0, "no_answer": 0.0, "pred": "0"})
     for wrong in (r"\frac{1}{3}", "0.5", "1/2 or 1/3", "1/0", "1", "-1/2"):
         assert step(f"Answer: {wrong}", truth)[0] == -1.0
 
