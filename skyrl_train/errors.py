@@ -11,15 +11,20 @@
     │   └── EnginesLost        no engine is left and none can be restarted; the run saves its weights and stops
     ├── RewardModelLost        a replica of the reward model died or hangs; the run saves its weights and stops
     ├── WeightSyncError        a transfer that is stale, partial or corrupt; names the tensor
+    │   └── NonFiniteWeights   the trainer's own weights are NaN or infinite: there is nothing good to send or to save
     ├── EnvironmentFailure     an episode's environment raised, hung or gave a bad result; the trajectory is masked
     ├── RolloutsFailed         too many episodes of a step failed; the run stops instead of training on zeros
     ├── NonFiniteUpdate        loss or gradient was not finite too many times in a row
-    └── CheckpointError        a checkpoint is torn or corrupt and nothing older can replace it
+    ├── CheckpointError        a checkpoint is corrupt and nothing older can replace it, or saving failed too often
+    ├── ClusterLost            a node of the cluster, or one of Ray's own processes, died; names it
+    └── Stopped                a person or a scheduler asked the run to end, by SIGINT or SIGTERM
 
 Bugs are not here: they stay `assert`, `TypeError`, or whatever the library raised, with their traceback.
 """
 
 from __future__ import annotations
+
+import signal as signals
 
 
 class SkyRLError(Exception):
@@ -74,6 +79,10 @@ class WeightSyncError(SkyRLError):
     """Weights did not arrive intact; the message names the tensor and the difference."""
 
 
+class NonFiniteWeights(WeightSyncError):
+    """The trainer's weights are not finite; the message names a tensor."""
+
+
 class EnvironmentFailure(SkyRLError):
     """An episode that cannot be scored; `kind` is the name under which it is counted."""
 
@@ -95,4 +104,19 @@ class NonFiniteUpdate(SkyRLError):
 
 
 class CheckpointError(SkyRLError):
-    """No checkpoint of the run can be loaded."""
+    """No checkpoint of the run can be loaded, or none can be written any more."""
+
+
+class ClusterLost(SkyRLError):
+    """A node or one of Ray's own processes died; the message names it."""
+
+
+class Stopped(SkyRLError):
+    """The run ended because it got a signal; its exit status is 128 + `signal`."""
+
+    def __init__(self, signal: int):
+        super().__init__(signal)
+        self.signal = signal
+
+    def __str__(self) -> str:
+        return f"ended by {signals.Signals(self.signal).name}"

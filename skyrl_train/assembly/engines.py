@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Any
 from skyrl_train.assembly.layout import RoleSlots
 from skyrl_train.assembly.learner import threads_per_process
 from skyrl_train.cluster.actors import Remote, spawn
-from skyrl_train.cluster.placement import places_of, visible_devices
+from skyrl_train.cluster.placement import places_of, unless_lost, visible_devices
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.choices import ENGINES
 from skyrl_train.config.presence import INSTALL
@@ -27,6 +26,7 @@ from skyrl_train.engines.http.remote import RemoteEngine, has_our_routes
 from skyrl_train.engines.http.wire import API_KEY
 from skyrl_train.engines.sampling import check_supported, normalise
 from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.tasks import gather_all
 
 _NATIVE_SERVERS = {"vllm": VLLMServer, "sglang": SGLangServer}
 """Backends that have a server of their own."""
@@ -49,7 +49,7 @@ async def build_engines(
     starts = (
         build_engine(index, cluster, generator, timeouts, role_slots, device) for index in range(role_slots.count)
     )
-    return list(await asyncio.gather(*starts))
+    return await gather_all(starts)
 
 
 async def build_engine(
@@ -81,7 +81,8 @@ async def build_engine(
         devices=devices,
     )
     try:
-        engine.know(capabilities=await engine.read("capabilities", timeouts.engine_start_s))
+        started = engine.read("capabilities", timeouts.engine_start_s)
+        engine.know(capabilities=await unless_lost(started, role_slots.slots))
     except BaseException:
         engine.kill()  # an engine that has not started still occupies its slot
         raise

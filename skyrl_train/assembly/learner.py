@@ -199,7 +199,7 @@ def _group(
                 name=f"{role} rank {rank}",
                 concurrent=False,
                 deadline_s=timeouts.update_s,
-                deadlines=dict.fromkeys(("save", "load", "export"), timeouts.checkpoint_s),
+                deadlines=dict.fromkeys(("save", "saved", "load", "export"), timeouts.checkpoint_s),
             )
             for rank in range(role_slots.count)
         ],

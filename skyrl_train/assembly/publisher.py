@@ -100,7 +100,8 @@ def supervised_publish(
     base: Services, client: EngineClient, publisher: WeightPublisher
 ) -> Callable[[int], Awaitable[dict[str, float]]]:
     """Publishes weights, and then restarts the engines that died since the last time, with the same weights."""
-    supervisor = _supervisor(base, client, publisher)
+    supervisor, learner = _supervisor(base, client, publisher), base.learner
+    assert learner is not None
 
     async def publish_to_the_living(version: int) -> None:
         """After a failed sync: publish to every living engine in turn; some may still hold rehearsal weights."""
@@ -118,15 +119,15 @@ def supervised_publish(
             before = supervisor.restarts
             async with supervisor.syncing():
                 alive = len(client.engines)
-                try:
-                    if alive:
-                        metrics = await publisher.publish(version)
-                except SkyRLError:
-                    await client.health()  # marks engines that do not answer as dead
-                    if len(client.engines) == alive:
-                        raise
-                    await publish_to_the_living(version)
-                publisher.version = version
+                async with learner.at_rest():
+                    try:
+                        if alive:
+                            metrics = await publisher.publish(version)
+                    except SkyRLError:
+                        await client.health()  # marks engines that do not answer as dead
+                        if len(client.engines) == alive:
+                            raise
+                        await publish_to_the_living(version)
             if base.layout.time_shared and supervisor.restarts > before:
                 await client.sleep()
         return metrics | await client.metrics() | {"engines/restarts": float(supervisor.restarts)}
@@ -134,8 +135,7 @@ def supervised_publish(
     async def revive_while_generating() -> None:
         await supervisor.revive()
         if base.layout.time_shared:
-            assert base.learner is not None
-            await base.learner.offload()
+            await learner.offload()
             await client.wake_up()
 
     client.revive = revive_while_generating
@@ -164,7 +164,8 @@ def _supervisor(base: Services, client: EngineClient, publisher: WeightPublisher
             await engine.sleep()
             await learner.onload()
             await engine.wake_up(["weights"])
-        await publisher.publish_to(engine, publisher.version)
+        async with learner.at_rest() as version:
+            await publisher.publish_to(engine, version)
 
     async def stop(engine: Any) -> None:
         await (engine.close() if role_slots is None else asyncio.to_thread(engine.kill))

@@ -39,6 +39,7 @@ from skyrl_train.learner.reward_worker import RewardModel
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
 from skyrl_train.rollouts.rate_limit import RateLimiter
+from skyrl_train.tasks import gather_all
 from skyrl_train.trainer.evaluation import Evaluator
 from skyrl_train.trainer.residency import AlwaysResident, Residency, TimeShared
 from skyrl_train.trainer.trainer import Trainer
@@ -100,7 +101,7 @@ async def services(
             await client.sleep()
             await start_learner(base.learner, trainer)
         else:
-            started, _ = await asyncio.gather(start_engines(base), start_learner(base.learner, trainer))
+            started, _ = await gather_all([start_engines(base), start_learner(base.learner, trainer)])
             client = get_client(started)
             if base.layout.time_shared:
                 await client.sleep()
@@ -120,7 +121,7 @@ async def start_engines(base: Services) -> Sequence[Any]:
     generator, timeouts, role_slots = engine_settings(base.cfg), base.cfg.trainer.timeouts, base.layout.engines
     if role_slots is not None:
         return await build_engines(base.cluster, generator, timeouts, role_slots, base.cfg.device)
-    return await asyncio.gather(*(connect_engine(url, base.cfg) for url in server_urls(generator)))
+    return await gather_all(connect_engine(url, base.cfg) for url in server_urls(generator))
 
 
 def build_generator(
@@ -207,4 +208,11 @@ def build_evaluator(
 ) -> Evaluator:
     dump_to = Path(cfg.trainer.export_path) / "dumped_evals" if cfg.trainer.dump_eval_results else None
     rollout = judged(cfg, generator, running.reward_model)
-    return Evaluator(rollout, dataset.prompts, cfg.trainer.eval_batch_size, dump_to, cfg.trainer.max_failed_fraction)
+    return Evaluator(
+        rollout,
+        dataset.prompts,
+        cfg.trainer.eval_batch_size,
+        dump_to,
+        cfg.trainer.max_failed_fraction,
+        after=running.client.begin_anew,
+    )

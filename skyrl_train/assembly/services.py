@@ -21,10 +21,10 @@ from skyrl_train.learner.learner import Learner
 from skyrl_train.report.trackers import Trackers, make_trackers
 from skyrl_train.trainer.batch_dump import BatchDump
 from skyrl_train.trainer.checkpoints import Checkpoints
+from skyrl_train.trainer.loop import Intervals
 from skyrl_train.trainer.run_directory import RunDirectory
 from skyrl_train.trainer.run_state import RunState
 from skyrl_train.trainer.schedule import StepSchedule
-from skyrl_train.trainer.trainer import Intervals
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,7 @@ def build_state(base: Services, fingerprints: Mapping[str, str], controllers: Ma
         fingerprints=fingerprints,
         controllers=controllers,
         reference_folder=base.directory / "reference.partial" if trainer.update_ref_every_epoch else None,
+        in_background=trainer.async_checkpoint,
     )
 
 

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_train.cluster.runtime import Cluster
-from skyrl_train.errors import ConfigError, DeadlineExceeded
+from skyrl_train.errors import ClusterLost, ConfigError, DeadlineExceeded
 
+T = TypeVar("T")
+_LOOKS_EVERY_S = 2.0
 _GPU_SHARE = 0.001
 """Share of an accelerator for a task that only finds out which one it is; small enough to fit besides the tenants."""
 
@@ -65,6 +73,19 @@ def reserve(
         raise ConfigError(f"{need}; {have}, {idle}; not placed within {deadline_s:g} s. {advice}")
     cluster.owns_group(group)
     return Slots(group, count, cpus, gpus, tenants)
+
+
+async def unless_lost(work: Awaitable[T], slots: Slots) -> T:
+    """Await `work`, which needs these slots. Raises ClusterLost once a node of theirs has died: it would never end."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait([task], timeout=_LOOKS_EVERY_S))[0]:
+            state = (await asyncio.to_thread(placement_group_table, slots.group))["state"]
+            if state != "CREATED":
+                raise ClusterLost(f"a node with slots of this run died (its placement group is {state.lower()}).")
+        return task.result()
+    finally:
+        task.cancel()
 
 
 async def places_of(slots: Slots, indices: Sequence[int], deadline_s: float) -> list[tuple[str, str]]:

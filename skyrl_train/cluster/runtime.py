@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import gc
 import importlib
@@ -9,6 +10,7 @@ import importlib.util
 import logging
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -30,7 +32,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.cluster.guard import Guard
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ClusterLost, ConfigError, Stopped
 
 log = logging.getLogger(__name__)
 
@@ -161,6 +163,9 @@ _users: weakref.WeakSet[Cluster] = weakref.WeakSet()
 """The Clusters that use this process's connection: the one that made it, and those with actors or slots."""
 _guards: list[Guard] = []
 """The guard of our own Ray, if there is one."""
+_folders: list[str] = []
+"""Its folder for sockets and logs. Ray's own default keeps one of every run there ever was."""
+_LOOKS_EVERY_S = 1.0
 
 
 class Cluster:
@@ -208,6 +213,9 @@ class Cluster:
         else:
             _settle(drivers_python=True)
             os.environ.update({key: os.environ.get(key, value) for key, value in _OWN_CLUSTER_ENV.items()})
+            if "RAY_TMPDIR" not in os.environ and "_temp_dir" not in settings:
+                settings["_temp_dir"] = tempfile.mkdtemp(prefix="ray-")
+                _folders.append(settings["_temp_dir"])
             with _unless_set(self._idle_workers()):
                 _start_own(settings)
             _guards.append(Guard())
@@ -274,19 +282,36 @@ class Cluster:
     ) -> None:
         if not ray.is_initialized():
             return
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
-        for group in self._groups:
-            remove_placement_group(group)
+        dead = any(guard.dead_head() for guard in _guards)
+        if not dead:  # or these calls would wait a minute for an answer
+            for actor in self._actors:
+                ray.kill(actor, no_restart=True)
+            for group in self._groups:
+                remove_placement_group(group)
         self._actors, self._groups = [], []
         if self not in _users:
             return
         _users.discard(self)
         if _users:
             return
+        if dead:
+            for guard in _guards:
+                guard.kill_wards()
         ray.shutdown()
         while _guards:
             _guards.pop().close()
+        while _folders:
+            folder = _folders.pop()
+            if kind is None or issubclass(kind, Stopped):  # else Ray's logs may say why
+                shutil.rmtree(folder, ignore_errors=True)
+
+    async def lost(self) -> ClusterLost:
+        """Returns when a process of the Ray that we started has died without which it cannot go on; else never."""
+        while True:
+            await asyncio.sleep(_LOOKS_EVERY_S)
+            for guard in _guards:
+                if (name := guard.dead_head()) is not None:
+                    return ClusterLost(f"Ray's {name} died: no process can be started or found any more.")
 
     @property
     def connected(self) -> bool:

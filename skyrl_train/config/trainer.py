@@ -14,6 +14,7 @@ from skyrl_train.config.conditions import (
     REFERENCE_APART,
     REWARD_MODEL,
     REWARD_MODEL_APART,
+    only_above,
     only_with,
 )
 from skyrl_train.config.fields import key
@@ -131,6 +132,9 @@ class TrainerConfig(Section):
     ckpt_interval: int = key(10, range=MINUS_ONE_OR_MORE, spellings=NEVER)
     """How many steps apart checkpoints are written; 0 or less writes none. If it is enabled, the last step writes one
     too."""
+    async_checkpoint: bool = key(False, needs=only_above("trainer.ckpt_interval", 0))
+    """Write checkpoints while training goes on, from a copy of weights and optimizer state in host memory, which must
+    have room for it. A save waits for the one before it."""
     hf_save_interval: int = key(-1, range=MINUS_ONE_OR_MORE, spellings=NEVER)
     """How many steps apart the model is exported in Hugging Face format; 0 or less exports nothing. If it is enabled,
     the model is also exported after the last step."""

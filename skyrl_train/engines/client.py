@@ -8,6 +8,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
@@ -31,6 +32,9 @@ class _EngineRecord:
     """Tokens of running requests: their prompts and max_tokens."""
     cause: str | None = None
     """The first error, after which it gets no more requests; None while it is alive."""
+
+    def unload(self, tokens: int, _: object = None) -> None:
+        self.load -= tokens
 
     def mark_dead(self, error: BaseException) -> None:
         self.cause = self.cause or f"{type(error).__name__}: {error}"
@@ -139,7 +143,11 @@ class EngineClient:
             record = self._route(request, avoid)
             parts[record][number] = request
             record.load += _tokens(request)
-        calls = [self._generate(record, list(part.values())) for record, part in parts.items()]
+        calls = []
+        for record, part in parts.items():
+            call = asyncio.ensure_future(self._generate(record, list(part.values())))
+            call.add_done_callback(partial(record.unload, sum(map(_tokens, part.values()))))  # even if it never began
+            calls.append(call)
         results = await asyncio.gather(*calls, return_exceptions=True)
         failed: dict[_EngineRecord, BaseException] = {}
         for (record, part), result in zip(parts.items(), results, strict=True):
@@ -169,7 +177,6 @@ class EngineClient:
             raise
         finally:
             self._count_under_way(-1)
-            record.load -= sum(_tokens(request) for request in requests)
 
     def _count_under_way(self, change: int) -> None:
         now = time.monotonic()
@@ -316,6 +323,11 @@ class EngineClient:
             "engines/dead": float(len(self.dead)),
             **_peaks(every),
         }
+
+    async def begin_anew(self) -> None:
+        """Forget cached prompts and what `metrics` has counted: what ran until now does not show in what follows."""
+        await self.reset_prefix_cache()
+        await self.metrics()
 
     async def _each(self, method: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
         """Make the same call on every living engine concurrently; returns the results of those that do not die in it.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.errors import EnginesLost, SkyRLError
+from skyrl_train.errors import ClusterLost, EnginesLost, SkyRLError
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +61,23 @@ class EngineSupervisor:
                         "generator.max_engine_restarts are spent."
                     )
                 self.restarts += 1
+                begun = time.monotonic()
                 try:
                     await self._restart(name)
+                except ClusterLost as error:
+                    raise EnginesLost(f"{name} died ({cause}) and cannot be restarted: {error}") from error
                 except SkyRLError as error:
                     log.warning("Restart %d of engines failed for %s: %s", self.restarts, name, error)
+                else:
+                    log.warning(
+                        "%s died (%s) and was restarted with the current weights in %.1f s, restart %d of the %d of "
+                        "generator.max_engine_restarts.",
+                        name,
+                        cause,
+                        time.monotonic() - begun,
+                        self.restarts,
+                        self._budget,
+                    )
 
     async def _restart(self, name: str) -> None:
         engine = await self._start(name)

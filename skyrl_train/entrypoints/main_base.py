@@ -6,17 +6,19 @@ Recipes that need a part of their own subclass BasePPOExp and pass the class to 
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from skyrl_train.config.prepare import launch
 from skyrl_train.config.presence import Uses, slots_of
 from skyrl_train.config.schema import Config
-from skyrl_train.errors import SkyRLError
+from skyrl_train.entrypoints.stopping import until_told
+from skyrl_train.errors import SkyRLError, Stopped
 
 if TYPE_CHECKING:
     from skyrl_train.assembly.run import RunningServices
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from skyrl_train.learner.learner import Learner
     from skyrl_train.rollouts.conversation import ConversationGenerator
     from skyrl_train.trainer.trainer import Trainer
+
+T = TypeVar("T")
 
 
 class BasePPOExp:
@@ -116,7 +120,11 @@ class BasePPOExp:
 
     def run(self) -> None:
         """Start everything, train, stop everything."""
-        asyncio.run(self._run())
+        self._until_told(self._run())
+
+    def _until_told(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine of this experiment. A signal or the death of the cluster ends it in good order."""
+        return asyncio.run(until_told(work, self.cluster.lost()))
 
     async def _run(self) -> None:
         async with self.session() as running:
@@ -196,6 +204,11 @@ def start(experiment: type[BasePPOExp], argv: Sequence[str] | None = None, *, ow
     """What `run_experiment` does; the entrypoints of this package bring no code of the user's."""
     try:
         launch(lambda prepared: _run(experiment(prepared.config)), argv, own_code=own_code, uses=used_by(experiment))
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        sys.exit(128 + stopped.signal)
+    except KeyboardInterrupt:  # before the run began
+        sys.exit(128 + signal.SIGINT)
     except SkyRLError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)

@@ -6,7 +6,6 @@ what the assistant says in it is learnt. trainer.train_batch_size counts rows; t
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from skyrl_train.config.presence import Uses
@@ -24,7 +23,7 @@ class SFTExp(BasePPOExp):
     get_eval_dataset = get_train_dataset  # type: ignore[assignment]
 
     def run(self) -> None:
-        folder = asyncio.run(self._train())
+        folder = self._until_told(self._train())
         print(f"exported to {folder}")
 
     async def _train(self) -> Path:
@@ -66,7 +65,7 @@ class SFTExp(BasePPOExp):
                 trackers=base.trackers,
                 batch_dump=build_batch_dump(trainer),
             )
-            return await sft.fit()
+            return await sft.fit_and_export()
 
 
 def main() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from skyrl_train.algorithms.reductions import token_mean, weigh
 from skyrl_train.algorithms.value_objective import explained_variance
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, SkyRLError, WeightSyncError
 from skyrl_train.learner.micro_batches import PassLimits, micro_batches, shares_prompts
 from skyrl_train.learner.worker import LearnerWorker, MiniBatch
 from skyrl_train.metrics import Metrics
@@ -128,6 +129,10 @@ class Learner:
         """
         self.policy = policy
         self.reference = reference
+        self.version = 0
+        """How many steps made the weights that all ranks hold."""
+        self._changing = asyncio.Lock()
+        self._between_versions = False
         self.critic = critic
         self.sizes = sizes
         self.reduction = reduction or partial(token_mean, max_seq_len=1)
@@ -182,6 +187,28 @@ class Learner:
 
         Raises ConfigError if there is a critic but the advantage estimator returned no returns.
         """
+        async with self._changing:
+            self._between_versions = True
+            metrics = await self._take_optimizer_steps(batch)
+            self._between_versions = False
+            self.version += 1
+        return metrics.flush()
+
+    @asynccontextmanager
+    async def at_rest(self) -> AsyncIterator[int]:
+        """Inside, no optimizer step is taken: gives the version of the weights. Waits for the end of an `update`.
+
+        Raises WeightSyncError if an update ended in its middle: what the ranks hold then is no version.
+        """
+        async with self._changing:
+            if self._between_versions:
+                raise WeightSyncError(
+                    f"the trainer's weights are between version {self.version} and {self.version + 1}: an update of "
+                    "theirs did not end. There is nothing that an engine could be given."
+                )
+            yield self.version
+
+    async def _take_optimizer_steps(self, batch: TrainBatch) -> Metrics:
         metrics = Metrics()
         if self.critic is not None:
             await self._update_critic(self.critic, batch, metrics)
@@ -194,7 +221,7 @@ class Learner:
             if self.choose is not None:
                 mini_batch = await self._with_selected_tokens(mini_batch, self.choose, first=index == 0)
             await self._step(self.policy, mini_batch, metrics)
-        return metrics.flush()
+        return metrics
 
     async def _update_critic(self, critic: WorkerGroup, batch: TrainBatch, metrics: Metrics) -> None:
         """The critic's optimizer steps; tokens weigh equally in them, whatever `reduction` the policy's loss has."""
@@ -228,6 +255,15 @@ class Learner:
         assert old is not None and mini_batch.advantages is not None, "a choice of tokens needs old log-probs"
         current = old if first else await self.token_scores(self.policy, mini_batch)
         return mini_batch.with_tokens(selected=choose(current, old, mini_batch.advantages, mini_batch.loss_mask))
+
+    async def answers(self, within_s: float) -> bool:
+        """Whether every rank lives and answers within this time."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._call_all_groups("ping")
+        except (SkyRLError, TimeoutError):
+            return False
+        return True
 
     async def offload(self) -> None:
         await self._call_all_groups("offload")

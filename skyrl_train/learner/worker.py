@@ -7,6 +7,7 @@ import os
 import random
 import socket
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from skyrl_train.cluster.actors import NODE_ADDRESS
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, LoraConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
+from skyrl_train.durable import Written
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.compiled_layers import compile_layers
 from skyrl_train.models.loading import POLICY_PATH, export_hf, load_causal_lm, load_tokenizer
@@ -126,6 +128,9 @@ class LearnerWorker:
         self.world_size = world_size
         self.parallel_group: RankGroup | None = None
         self.record: AllocationRecord | None = None
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[dict[str, Written]] | None = None
+        """The last save, until `saved` has returned it."""
         if spec.threads:
             torch.set_num_threads(spec.threads)
         if spec.device == "cpu":
@@ -212,6 +217,7 @@ class LearnerWorker:
             rank=self.rank,
             only_changed=spec.only_changed,
             adapted=self._adapted_model(),
+            updates=lambda: self.strategy.updates,
         )
         return count
 
@@ -299,9 +305,25 @@ class LearnerWorker:
         """Leave the transfer group after a failure."""
         self.sender.disconnect()
 
-    def save(self, directory: str) -> None:
-        """Save this rank's part of weights and optimizer. There is no other state: updates are not random."""
-        self.strategy.save(Path(directory))
+    def save(self, directory: str, in_background: bool = False) -> None:
+        """Save this rank's part of weights and optimizer. There is no other state: updates are not random.
+
+        `in_background`: returns with a copy of them in memory, which a thread writes while this rank goes on.
+        """
+        if self._writing is not None:
+            wait([self._writing])  # one that was given up, as another rank could not write
+        shard = self.strategy.shard()
+        self._writing = self._writer.submit((shard.copied() if in_background else shard).write, Path(directory))
+        if not in_background:
+            self._writing.result()
+
+    def saved(self) -> dict[str, Written] | None:
+        """File name -> what it holds, of the last `save`; None while it is being written. Raises what went wrong."""
+        assert self._writing is not None, "nothing was saved since the last call"
+        if not self._writing.done():
+            return None
+        writing, self._writing = self._writing, None
+        return writing.result()
 
     def load(self, directory: str) -> None:
         self.strategy.load(Path(directory))
@@ -318,6 +340,9 @@ class LearnerWorker:
         if self.adapters is not None and writes:
             self.adapters.save(adapters, Path(directory) / "adapter")
 
+    def ping(self) -> None:
+        """Answer."""
+
     def offload(self) -> int:
         return self.strategy.offload()
 
@@ -325,6 +350,7 @@ class LearnerWorker:
         self.strategy.onload()
 
     def close(self) -> None:
+        self._writer.shutdown()
         self.sender.close()
         close_process_group()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -14,34 +15,32 @@ from skyrl_train.report.protocol import SampleRow
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+_log = logging.getLogger(__name__)
 
 
 class JsonlTracker:
     """metrics.jsonl: {"step": 3, "time": Unix time, "reward/mean": 0.5, ...}; samples.jsonl: a completion per line."""
 
     def __init__(self, run_dir: Path):
-        self._metrics = Path(run_dir) / METRICS_FILE
-        self._samples = Path(run_dir) / SAMPLES_FILE
+        self._metrics = _LineFile(Path(run_dir) / METRICS_FILE)
+        self._samples = _LineFile(Path(run_dir) / SAMPLES_FILE)
+        self._last_step = -1
 
     def begin(self, step: int, total_steps: int) -> None:
-        self.truncate_after(step if step else -1)
-
-    def truncate_after(self, step: int) -> None:
-        """Drop the lines of later steps, and one that a crash cut off: they will be written again."""
+        self._last_step = step if step else -1
         for file in (self._metrics, self._samples):
-            if file.exists():
-                kept = "".join(json.dumps(line) + "\n" for line in read_jsonl(file) if line["step"] <= step)
-                temporary = file.with_name(f".{file.name}.new")
-                temporary.write_text(kept)
-                temporary.replace(file)
+            file.keep_until(self._last_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add a step's line; a second one replaces the first."""
+        if step <= self._last_step:
+            self._metrics.keep_until(step - 1)
+        self._last_step = step
         values = {name: _number(value) for name, value in metrics.items()}
-        _append(self._metrics, [{"step": step, "time": round(time.time(), 3), **values}])
+        self._metrics.append([{"step": step, "time": round(time.time(), 3), **values}])
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
-        _append(
-            self._samples,
+        self._samples.append(
             [
                 {
                     "step": step,
@@ -55,7 +54,48 @@ class JsonlTracker:
         )
 
     def close(self) -> None:
-        """Does nothing: `log` has already written every line."""
+        for file in (self._metrics, self._samples):
+            file.close()
+
+
+class _LineFile:
+    """A JSONL file. Lines that the disk does not take are kept in memory, and written before the next ones."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._waiting = b""
+
+    def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Append lines, all of them or none, so that readers of the growing file see complete ones.
+
+        ASCII with escapes, so that NUL, control characters and lone surrogates in a model's output stay valid text.
+        """
+        behind = bool(self._waiting)
+        self._waiting += "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode("ascii")
+        try:
+            _append(self._path, self._waiting)
+        except OSError as error:
+            if not behind:
+                _log.warning("%s cannot be written (%s); its lines wait in memory.", self._path, error)
+            return
+        self._waiting = b""
+        if behind:
+            _log.warning("%s can be written again; nothing of it is lost.", self._path)
+
+    def keep_until(self, step: int) -> None:
+        """Drop the lines of later steps, and one that a crash cut off: they will be written again."""
+        if not self._path.exists():
+            return
+        kept = "".join(json.dumps(line) + "\n" for line in read_jsonl(self._path) if line["step"] <= step)
+        temporary = self._path.with_name(f".{self._path.name}.new")
+        temporary.write_text(kept)
+        temporary.replace(self._path)
+
+    def close(self) -> None:
+        if self._waiting:
+            self.append([])
+        if self._waiting:
+            _log.error("%s lacks its last lines: the disk did not take them until the end.", self._path)
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
@@ -77,14 +117,17 @@ def _number(value: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _append(file: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Append all lines in one write call, so that readers of the growing file, and a killed run, see complete lines.
-
-    ASCII with escapes, so that NUL, control characters and lone surrogates in a model's output stay valid text.
-    """
-    data = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode("ascii")
+def _append(file: Path, data: bytes) -> None:
+    """Append all of `data` or, if the disk is full, nothing. Raises OSError."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        os.write(descriptor, data)
+        size = os.fstat(descriptor).st_size
+        try:
+            done = 0
+            while done < len(data):
+                done += os.write(descriptor, data[done:])
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
     finally:
         os.close(descriptor)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from skyrl_train.strategies.shards import Shard
 
 
 class OptimizerSettings(Protocol):
@@ -112,8 +115,15 @@ class Strategy(Protocol):
         With `trained_only` frozen parameters are left out, and not gathered.
         """
 
+    @property
+    def updates(self) -> int:
+        """Optimizer steps since the model was loaded from Hugging Face, skipped ones included."""
+
+    def shard(self) -> Shard:
+        """This rank's part of parameters, optimizer and schedule; all ranks call it. May share the model's memory."""
+
     def save(self, directory: Path) -> None:
-        """Save this rank's part of parameters, optimizer and schedule, as safetensors and JSON; all ranks call it."""
+        """Write `shard` as safetensors and JSON; all ranks call it."""
 
     def load(self, directory: Path) -> None:
         """The inverse of `save`, also for a checkpoint of another world size."""

@@ -14,7 +14,7 @@ from transformers import get_scheduler
 
 from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteUpdate
 from skyrl_train.strategies.base import OptimizerSettings
-from skyrl_train.strategies.shards import Slice, local, open_shards, write_shard
+from skyrl_train.strategies.shards import Shard, Slice, local, open_shards
 
 SCHEDULES = (
     *("constant", "constant_with_warmup", "cosine", "cosine_with_restarts", "inverse_sqrt", "linear", "polynomial"),
@@ -113,7 +113,7 @@ class OptimizedModel:
         if self._skipped_in_a_row >= MAX_SKIPPED:  # the norm is global, so all ranks stop at the same update
             raise NonFiniteUpdate(
                 f"The gradient was not finite in {MAX_SKIPPED} updates in a row, so nothing is learnt any more. Lower "
-                "the learning rate, or look for NaN in rewards and log-probs; the last checkpoint is from before."
+                "the learning rate, or look for NaN in rewards and log-probs."
             )
         return {"grad_norm": float(norm), "lr": lr, "skipped": float(not finite)}
 
@@ -197,8 +197,17 @@ class OptimizedModel:
         """The inverse of `_stored`: this rank's part, in the shape of `like`, from the elements of its slice."""
         return elements.view_as(like)
 
+    @property
+    def updates(self) -> int:
+        """See `Strategy.updates`."""
+        return self._updates
+
     def save(self, directory: Path) -> None:
-        """Write shard_<rank>.safetensors (param, exp_avg, exp_avg_sq, step per parameter) and shard_<rank>.json."""
+        """See `Strategy.save`."""
+        self.shard().write(directory)
+
+    def shard(self) -> Shard:
+        """See `Strategy.shard`: param, exp_avg, exp_avg_sq and step of every parameter."""
         tensors, slices = {}, self._slices()
         for name, piece in slices.items():
             slices[name] = piece if self._writes(name) else replace(piece, stop=piece.start)
@@ -213,7 +222,7 @@ class OptimizedModel:
             "skipped_in_a_row": self._skipped_in_a_row,
             "trained": self._optimizer is not None,
         }
-        write_shard(directory, self.rank, slices, tensors, meta)
+        return Shard(self.rank, slices, tensors, meta)
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:

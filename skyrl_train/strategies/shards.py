@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from skyrl_train.durable import Written, describe
 from skyrl_train.errors import CheckpointError
 from skyrl_train.strategies.base import TensorPart
 
@@ -63,15 +64,32 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def write_shard(
-    directory: Path, rank: int, slices: Mapping[str, Slice], tensors: Mapping[str, Tensor], meta: dict[str, Any]
-) -> None:
-    """Write this rank's two files. `tensors` have names "kind/parameter", and are flattened in the file."""
-    directory.mkdir(parents=True, exist_ok=True)
-    held = {name: tensor.detach().cpu().contiguous().view(-1) for name, tensor in tensors.items()}
-    save_file(held, directory / f"shard_{rank}.safetensors")
-    table = {name: asdict(piece) for name, piece in slices.items()}
-    (directory / f"shard_{rank}.json").write_text(json.dumps({**meta, "rank": rank, "slices": table}) + "\n")
+@dataclass(frozen=True)
+class Shard:
+    """What one rank saves, in host memory."""
+
+    rank: int
+    slices: Mapping[str, Slice]
+    tensors: Mapping[str, Tensor]
+    """"kind/parameter" -> tensor of any shape; flattened in the file."""
+    meta: Mapping[str, Any]
+
+    def copied(self) -> Shard:
+        """The same in memory of its own, which training does not change."""
+        return replace(self, tensors={name: tensor.detach().clone() for name, tensor in self.tensors.items()})
+
+    def write(self, directory: Path) -> dict[str, Written]:
+        """Write this rank's two files durably; file name -> what it holds. Raises OSError."""
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors, table = directory / f"shard_{self.rank}.safetensors", directory / f"shard_{self.rank}.json"
+        flat = {name: tensor.detach().cpu().contiguous().view(-1) for name, tensor in self.tensors.items()}
+        try:
+            save_file(flat, tensors)
+        except SafetensorError as error:  # its own type, whatever the disk said
+            raise OSError(f"{tensors}: {error}") from error
+        slices = {name: asdict(piece) for name, piece in self.slices.items()}
+        table.write_text(json.dumps({**self.meta, "rank": self.rank, "slices": slices}) + "\n")
+        return {file.name: describe(file, sync=True) for file in (tensors, table)}
 
 
 class ShardReader:

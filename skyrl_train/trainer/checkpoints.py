@@ -10,7 +10,6 @@ unpickles or executes file contents: JSON and checksums only.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from skyrl_train.durable import Written, describe, sync_folder, write_durably
 from skyrl_train.errors import CheckpointError, ConfigError
 
 LATEST_FILE = "latest_ckpt_global_step.txt"
@@ -31,6 +31,7 @@ RESUME_MODES = ("none", "latest", "from_path")
 
 _COMMITTED = re.compile(r"global_step_(\d+)")
 _TORN = re.compile(r"global_step_(\d+)\.partial")
+_DELETING = ".deleting"
 _UNREADABLE = (OSError, ValueError, TypeError, RecursionError)
 """Raised by what is no JSON object: binary, too deep, a number of too many digits."""
 _log = logging.getLogger(__name__)
@@ -61,29 +62,44 @@ class Checkpoints:
         """Steps of the committed checkpoints, oldest first."""
         return sorted(step for step, _ in _by_recorded_step(self._root, None))
 
+    def newest(self, before: int) -> Path | None:
+        """The newest committed checkpoint of a step before this one."""
+        return next((folder for step, folder in _by_recorded_step(self._root, None) if step < before), None)
+
     def begin(self, step: int) -> Path:
-        """Create an empty folder for the files of `step`; an interrupted save of the same step is deleted."""
+        """Create an empty folder for the files of `step`; an interrupted save of the same step is deleted.
+
+        So is what is left of checkpoints whose deletion was interrupted. Raises OSError.
+        """
+        for doomed in self._root.glob(f"global_step_*{_DELETING}"):
+            shutil.rmtree(doomed)
         folder = self._partial(step)
         if folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
         return folder
 
-    def commit(self, step: int, state: Mapping[str, Any]) -> Path:
+    def discard(self, step: int) -> None:
+        """Delete the folder of `begin`, as far as that is possible: a failed save must not fill the disk as well."""
+        shutil.rmtree(self._partial(step), ignore_errors=True)
+
+    def commit(self, step: int, state: Mapping[str, Any], files: Mapping[str, Written] | None = None) -> Path:
         """Make the folder of `begin` durable and visible, point `latest` at it, and delete the oldest beyond `keep`.
 
-        Raises OSError if the disk is full or fails; the existing checkpoints then stay as they are.
+        `files` (path inside the folder -> what it holds) are durable already and are not read again. Raises OSError if
+        the disk is full or fails; the existing checkpoints then stay as they are.
         """
-        folder, final = self._partial(step), self._final(step)
+        folder, final, known = self._partial(step), self._final(step), files or {}
         write_durably(folder / STATE_FILE, json.dumps({"global_step": step, **state}, indent=1))
-        entries = {name: _entry(path, sync=True) for name, path in sorted(_files(folder))}
+        found = {name: known.get(name) or describe(path, sync=True) for name, path in sorted(_files(folder))}
+        entries = {name: {"bytes": one.size, "sha256": one.sha256} for name, one in found.items()}
         write_durably(folder / MANIFEST_FILE, json.dumps({"global_step": step, "files": entries}, indent=1))
         for inner in {folder, *(path.parent for _, path in _files(folder))}:
-            _sync_folder(inner)
+            sync_folder(inner)
         self._set_later_aside(step)
         with _out_of_the_way(final):
             folder.rename(final)
-        _sync_folder(self._root)
+        sync_folder(self._root)
         write_durably(self._root / LATEST_FILE, str(step))
         self._prune()
         return final
@@ -152,7 +168,7 @@ class Checkpoints:
 @contextmanager
 def _out_of_the_way(folder: Path) -> Iterator[None]:
     """Rename first, delete afterwards: an interruption never leaves a committed name with half of its files."""
-    doomed = folder.with_name(f"{folder.name}.deleting")
+    doomed = folder.with_name(f"{folder.name}{_DELETING}")
     shutil.rmtree(doomed, ignore_errors=True)
     if folder.exists():
         folder.rename(doomed)
@@ -209,17 +225,6 @@ def _recorded_step(folder: Path, named: int) -> int:
     return step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else named
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Replace a small file atomically: readers see either the old text or the new one, even after a power cut."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    temporary.replace(path)
-    _sync_folder(path.parent)
-
-
 def _parse_path(path: str | Path | None) -> tuple[Path, int]:
     folder = Path(path).resolve() if path else None
     match = _COMMITTED.fullmatch(folder.name) if folder else None
@@ -244,14 +249,6 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
             yield path.relative_to(folder).as_posix(), path
 
 
-def _entry(path: Path, sync: bool) -> dict[str, Any]:
-    with path.open("rb") as handle:
-        if sync:
-            os.fsync(handle.fileno())
-        digest = hashlib.file_digest(handle, "sha256").hexdigest()
-        return {"bytes": os.fstat(handle.fileno()).st_size, "sha256": digest}
-
-
 def _unsafe(folder: Path, name: str) -> str | None:
     """A manifest is untrusted: a name that leaves the folder, by `..` or through a link, is refused before opening."""
     relative = PurePosixPath(name)
@@ -270,14 +267,6 @@ def _differs(path: Path, size: int, digest: str) -> str | None:
         return "is missing"
     if path.stat().st_size != size:
         return f"has {path.stat().st_size} bytes instead of {size}"
-    if _entry(path, sync=False)["sha256"] != digest:
+    if describe(path, sync=False).sha256 != digest:
         return "has another SHA-256 than when it was saved"
     return None
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

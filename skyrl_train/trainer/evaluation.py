@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from skyrl_train.data.trajectory import OK, PASSED, Prompt, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed
+from skyrl_train.tasks import gather_all
+
+_log = logging.getLogger(__name__)
 
 
 class Evaluator:
@@ -22,12 +26,15 @@ class Evaluator:
         batch_size: int,
         dump_to: Path | None,
         max_failed_fraction: float = 1.0,
+        after: Callable[[], Awaitable[None]] | None = None,
     ):
+        """`after` is called once all rollouts have ended: evaluation leaves no trace in what is measured next."""
         self._rollout = rollout
         self._prompts = prompts
         self._batch_size = batch_size
         self._dump_to = dump_to
         self._max_failed_fraction = max_failed_fraction
+        self._after = after
 
     async def run(self, step: int) -> dict[str, float]:
         """Returns eval/<source>/avg_score, pass_at_<n> and num_failed; with several sources also eval/all/...
@@ -39,9 +46,11 @@ class Evaluator:
         groups: list[TrajectoryGroup] = []
         for start in range(0, len(self._prompts), self._batch_size):
             batch = self._prompts[start : start + self._batch_size]
-            groups += await asyncio.gather(*(self._rollout(prompt, start + i) for i, prompt in enumerate(batch)))
+            groups += await gather_all(self._rollout(prompt, start + i) for i, prompt in enumerate(batch))
+        if self._after is not None:
+            await self._after()
         if self._dump_to is not None:
-            self._dump(groups, self._dump_to / f"global_step_{step}_evals")
+            await asyncio.to_thread(self._dump, groups, self._dump_to / f"global_step_{step}_evals")
         failed = Counter(item.error for group in groups for item in group.trajectories if item.status != OK)
         if failed.total() > self._max_failed_fraction * sum(len(group.trajectories) for group in groups):
             raise RolloutsFailed(f"evaluation at step {step}: too many episodes failed: {dict(failed)}.")
@@ -57,8 +66,7 @@ class Evaluator:
         }
 
     def _dump(self, groups: Sequence[TrajectoryGroup], folder: Path) -> None:
-        """Write one JSON line per trajectory, into one file per data source."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write one JSON line per trajectory, into one file per data source. What fails is a warning, not the run."""
         lines: dict[str, list[str]] = defaultdict(list)
         for group in groups:
             for item in group.trajectories:
@@ -73,9 +81,13 @@ class Evaluator:
                     "error": item.error,
                 }
                 lines[group.prompt.data_source].append(json.dumps(row))
-        for source, rows in lines.items():
-            name = "".join(c if c.isalnum() or c in "-_." else "_" for c in source)
-            (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for source, rows in lines.items():
+                name = "".join(c if c.isalnum() or c in "-_." else "_" for c in source)
+                (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+        except OSError as error:
+            _log.warning("trainer.dump_eval_results: %s could not be written (%s).", folder, error)
 
 
 def scores(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:

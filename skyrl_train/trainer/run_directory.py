@@ -11,8 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from skyrl_train.durable import write_durably
 from skyrl_train.errors import RunDirectoryError
-from skyrl_train.trainer.checkpoints import Checkpoints, write_durably
+from skyrl_train.trainer.checkpoints import Checkpoints
 
 IDENTITY_FILE = "run.json"
 LOCK_FILE = ".lock"

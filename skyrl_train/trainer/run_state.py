@@ -1,15 +1,35 @@
-"""A run's checkpoints and exports: what they contain, and how a run resumes from one."""
+"""A run's checkpoints and exports: what they contain, when they are written, and how a run resumes from one."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.errors import CheckpointError
-from skyrl_train.learner.learner import Learner
+from skyrl_train.durable import Written
+from skyrl_train.errors import CheckpointError, SkyRLError
+from skyrl_train.learner.learner import Learner, WorkerGroup
 from skyrl_train.trainer.checkpoints import Checkpoints
+
+MAX_FAILED_SAVES = 3
+"""After this many consecutive checkpoints that could not be written the run stops: all it learns may be lost."""
+_LOOKS_EVERY_S = 0.2
+"""How often the ranks are asked whether they have written their files."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """What was still to be done about the last step when it was saved, because the run had to end."""
+
+    actions: tuple[str, ...] = ()
+    """Of "publish", "evaluate", "export"."""
+    row: dict[str, float] = field(default_factory=dict)
+    """The step's metrics so far, to be completed by what is done."""
 
 
 class RunState:
@@ -30,8 +50,12 @@ class RunState:
         fingerprints: Mapping[str, str],
         controllers: Mapping[str, Any] | None = None,
         reference_folder: Path | None = None,
+        in_background: bool = False,
     ):
-        """`reference_folder`: used to copy the policy to the reference; None for a reference that never changes."""
+        """`reference_folder`: used to copy the policy to the reference; None for a reference that never changes.
+
+        `in_background`: the ranks write checkpoints from a copy in memory while the run goes on.
+        """
         self._checkpoints = checkpoints
         self._learner = learner
         self._export_path = export_path
@@ -40,15 +64,22 @@ class RunState:
         self._fingerprints = dict(fingerprints)
         self._controllers = dict(controllers or {})
         self._reference_folder = None if learner.reference is None else reference_folder
+        self._in_background = in_background
+        self._marked: dict[str, Any] = {}
+        """The controllers' states at the end of the last whole step."""
+        self._writing: asyncio.Task[None] | None = None
+        self._failed_in_a_row = 0
+        self.saved_step = 0
+        """The step of the last checkpoint that was written or resumed from."""
 
-    async def resume(self) -> int:
-        """Load the checkpoint that the configuration asks for; returns the step to continue from, 0 for a fresh run.
+    async def resume(self) -> tuple[int, Unfinished]:
+        """Load the checkpoint that the configuration asks for: the step to continue from, and what it left undone.
 
-        Raises CheckpointError if the data has changed since the checkpoint was written.
+        The step is 0 for a fresh run. Raises CheckpointError if the data has changed since the checkpoint was written.
         """
-        found = self._checkpoints.load_path(self._resume_mode, self._resume_path)
+        found = await asyncio.to_thread(self._checkpoints.load_path, self._resume_mode, self._resume_path)
         if found is None:
-            return 0
+            return 0, Unfinished()
         for name, stored in found.state["fingerprints"].items():
             current = self._fingerprints.get(name)
             if current != stored:
@@ -58,22 +89,58 @@ class RunState:
                 )
         for role, group in self._learner.trained.items():
             await group.all("load", str(found.path / role))
+        self._learner.version = self.saved_step = found.step
         if self._reference_folder is not None and (found.path / "reference").is_dir():
             await self._reference("reload", found.path / "reference")
         for name, controller in self._controllers.items():
             controller.load_state(found.state["controllers"][name])
-        return found.step
+        self.mark()
+        left = found.state.get("unfinished", {})
+        return found.step, Unfinished(tuple(left.get("actions", ())), dict(left.get("row", {})))
 
-    async def save(self, step: int) -> None:
-        """Write a checkpoint atomically: it appears complete or not at all."""
-        folder = self._checkpoints.begin(step)
-        for role, group in self._learner.trained.items():
-            (folder / role).mkdir(parents=True, exist_ok=True)
-            await group.all("save", str(folder / role))
-        if self._reference_folder is not None:
-            await self._reference("export", folder / "reference")
-        controllers = {name: controller.state() for name, controller in self._controllers.items()}
-        self._checkpoints.commit(step, {"fingerprints": self._fingerprints, "controllers": controllers})
+    def mark(self) -> None:
+        """Note the controllers' states: to be called at the end of every step, before the next one changes them."""
+        self._marked = {name: controller.state() for name, controller in self._controllers.items()}
+
+    async def save(self, step: int, unfinished: Unfinished | None = None) -> None:
+        """Write a checkpoint atomically: it appears complete or not at all, even if this call is cancelled.
+
+        A disk that is full or fails costs this checkpoint only: a warning, and the next save tries again. Raises
+        CheckpointError when that has happened MAX_FAILED_SAVES times in a row. In the background it returns once the
+        weights are copied, and what is raised later is raised by the next call or by `written`.
+        """
+        await self.written()
+        copied = asyncio.Event()
+        state = {
+            "fingerprints": self._fingerprints,
+            "controllers": self._marked,
+            "unfinished": asdict(unfinished or Unfinished()),
+        }
+        self._writing = asyncio.create_task(self._write(step, state, copied))
+        if self._in_background:
+            await copied.wait()
+        else:
+            await self.written()
+
+    async def written(self) -> None:
+        """Wait until the last save has ended, and raise what it raised."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    async def finish(self, step: int) -> None:
+        """Wait for the last save; raises CheckpointError if the run ends without a checkpoint of `step`."""
+        await self.written()
+        if self.saved_step != step:
+            await self.save(step)
+            await self.written()
+        if self.saved_step != step:
+            raise CheckpointError(f"the weights of the last step, {step}, could not be saved: see the warnings above.")
+
+    def newest_saved(self, before: int) -> Path | None:
+        """The newest checkpoint of a step before this one."""
+        return self._checkpoints.newest(before)
 
     async def export(self, step: int) -> Path:
         """Write the policy as a Hugging Face folder; returns its path."""
@@ -93,7 +160,58 @@ class RunState:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
+    async def _write(self, step: int, state: Mapping[str, Any], copied: asyncio.Event) -> None:
+        """Write a checkpoint; `copied` is set once the ranks may change their weights again."""
+        try:
+            files = await self._write_files(step, copied)
+            await asyncio.to_thread(self._checkpoints.commit, step, state, files)
+        except OSError as error:
+            if isinstance(error, SkyRLError):  # a deadline is a TimeoutError, which is an OSError
+                raise
+            await asyncio.to_thread(self._checkpoints.discard, step)
+            self._note_failure(step, error)
+        else:
+            self._failed_in_a_row, self.saved_step = 0, step
+        finally:
+            copied.set()
+
+    async def _write_files(self, step: int, copied: asyncio.Event) -> dict[str, Written]:
+        """Have the ranks write their parts; returns what they wrote, by path inside the checkpoint."""
+        folder = await asyncio.to_thread(self._checkpoints.begin, step)
+        trained = self._learner.trained
+        for role, group in trained.items():
+            (folder / role).mkdir(parents=True, exist_ok=True)
+            await group.all("save", str(folder / role), self._in_background)
+        if self._reference_folder is not None:
+            await self._reference("export", folder / "reference")
+        copied.set()
+        files = {role: await _files_of(group) for role, group in trained.items()}
+        return {f"{role}/{name}": held for role, of_role in files.items() for name, held in of_role.items()}
+
+    def _note_failure(self, step: int, error: OSError) -> None:
+        self._failed_in_a_row += 1
+        tried = f"Checkpoint of step {step} COULD NOT BE WRITTEN ({type(error).__name__}: {error})."
+        if self._failed_in_a_row >= MAX_FAILED_SAVES:
+            raise CheckpointError(
+                f"{tried} This is failure {self._failed_in_a_row} in a row: make room at trainer.ckpt_path and resume."
+            ) from error
+        _log.warning(
+            "%s Training goes on, and the next save tries again; after %d failures in a row the run ends.",
+            tried,
+            MAX_FAILED_SAVES,
+        )
+
     async def _reference(self, method: str, folder: Path) -> None:
         """Export or reload the reference as a Hugging Face folder: its ranks and dtype may not be the policy's."""
         assert self._learner.reference is not None
         await self._learner.reference.all(method, str(folder))
+
+
+async def _files_of(group: WorkerGroup) -> dict[str, Written]:
+    """What all ranks of a model have written, once they have."""
+    found: dict[str, Written] = {}
+    for worker in group.workers:
+        while (files := await worker.saved()) is None:
+            await asyncio.sleep(_LOOKS_EVERY_S)
+        found |= files
+    return found

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from skyrl_train.data.sft import Demonstration, demonstration_batch
-from skyrl_train.learner.learner import Learner
-from skyrl_train.metrics import Metrics
-from skyrl_train.report.trackers import Trackers
 from skyrl_train.trainer.batch_dump import BatchDump
-from skyrl_train.trainer.run_state import RunState
-from skyrl_train.trainer.schedule import StepSchedule
-from skyrl_train.trainer.trainer import Intervals
+from skyrl_train.trainer.loop import TrainingLoop
 
 
-class SFTTrainer:
+class SFTTrainer(TrainingLoop):
     """Minimises the negative log-likelihood of demonstrations.
 
     `index_at` maps a position in the run to the index of the demonstration trained on there.
@@ -27,45 +23,41 @@ class SFTTrainer:
         *,
         demonstrations: Sequence[Demonstration],
         index_at: Callable[[int], int],
-        schedule: StepSchedule,
-        intervals: Intervals,
-        learner: Learner,
-        state: RunState,
-        trackers: Trackers,
         batch_dump: BatchDump | None = None,
+        **parts: Any,
     ):
+        """`parts`: those of every TrainingLoop."""
+        super().__init__(**parts)
         self.demonstrations = demonstrations
         self.index_at = index_at
-        self.schedule = schedule
-        self.intervals = intervals
-        self.learner = learner
-        self.state = state
-        self.trackers = trackers
         self.batch_dump = batch_dump
+        self._step_tokens = 0
 
-    async def fit(self) -> Path:
-        """Train up to the last step, resuming if there is a checkpoint; returns the exported Hugging Face folder."""
-        step = await self.state.resume()
-        total = self.schedule.total_steps
-        self.trackers.begin(step, total)
-        metrics = Metrics()
-        while step < total:
-            with metrics.timed("step"):
-                start = self.schedule.prompts_before(step)
-                positions = range(start, start + self.schedule.prompts_of_step(step))
-                rows = [self.index_at(position) for position in positions]
-                batch = demonstration_batch([self.demonstrations[row] for row in rows])
-                batch = await self.learner.with_reference(batch)
-                if self.batch_dump is not None:
-                    await asyncio.to_thread(self.batch_dump.write, step + 1, batch, [str(row) for row in rows])
-                for name, value in (await self.learner.update(batch)).items():
-                    metrics.add(name, value)
-            step += 1
-            if self.schedule.ends_epoch(step):
-                await self.state.update_reference()
-            values = metrics.flush()
-            values["throughput/tokens_per_s"] = len(batch.input_ids) / values["timing/step_s"]
-            self.trackers.log(values, step)
-            if self.intervals.due(self.intervals.checkpoint, step):
-                await self.state.save(step)
-        return await self.state.export(step)
+    async def fit_and_export(self) -> Path:
+        """Train up to the last step; returns the exported Hugging Face folder."""
+        await self.fit()
+        return await self.state.export(self.step)
+
+    async def _start(self) -> None:
+        self.step, _ = await self.state.resume()
+        self.trackers.begin(self.step, self.schedule.total_steps)
+
+    async def _step(self) -> None:
+        with self.metrics.timed("step"):
+            start = self.schedule.prompts_before(self.step)
+            positions = range(start, start + self.schedule.prompts_of_step(self.step))
+            rows = [self.index_at(position) for position in positions]
+            batch = demonstration_batch([self.demonstrations[row] for row in rows])
+            batch = await self.learner.with_reference(batch)
+            if self.batch_dump is not None:
+                await asyncio.to_thread(self.batch_dump.write, self.step + 1, batch, [str(row) for row in rows])
+            self._step_tokens = len(batch.input_ids)
+            await self._update(batch)
+        self._log_step()
+        await self._export_and_save()
+
+    def _num_tokens(self, values: Mapping[str, float]) -> float:
+        return float(self._step_tokens)
+
+    def _due(self) -> list[str]:
+        return ["log"]  # the model is exported when the run ends

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
-from skyrl_train.errors import DeadlineExceeded, EngineError, WeightSyncError
+from skyrl_train.errors import DeadlineExceeded, EngineError, NonFiniteWeights, WeightSyncError
+from skyrl_train.tasks import gather_all
 from skyrl_train.weight_sync.buckets import buckets, num_bytes
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
@@ -106,6 +107,8 @@ class WeightPublisher:
         self._phase = ""
         self.version = 0
         """The version last published completely."""
+        self._made_by: tuple[int, int] | None = None
+        """A version that was announced, and the optimizer steps that made it."""
 
     async def publish(self, version: int) -> dict[str, float]:
         """Sync the weights as `version`; returns metrics.
@@ -181,7 +184,7 @@ class WeightPublisher:
 
     async def _check(self, version: int, engines: Sequence[WeightTarget]) -> float | None:
         self._phase = "engines naming their version"
-        health = await _gather_all(engine.health() for engine in engines)
+        health = await gather_all(engine.health() for engine in engines)
         for one in health:
             if one.torn or one.version != version:
                 state = "is torn" if one.torn else f"serves version {one.version}"
@@ -207,21 +210,35 @@ class WeightPublisher:
         await self._connect(engines)
         self._phase = "the trainer's manifest"
         manifest: Manifest = (await self._trainer.all("manifest", version, rehearsal))[0]
+        self._check_trainer(manifest)
         self._phase = "engines checking the manifest"
-        await _gather_all(engine.begin_weights(manifest) for engine in engines)
+        await gather_all(engine.begin_weights(manifest) for engine in engines)
         cut = buckets(manifest)
         await (self._broadcast(cut, engines) if self._route == "broadcast" else self._hand_over(cut, engines))
         self._phase = "engines checking what they hold"
-        await _gather_all(engine.commit_weights(version) for engine in engines)
+        await gather_all(engine.commit_weights(version) for engine in engines)
         await self._trainer.all("weights_delivered", version)
         return manifest, len(cut)
+
+    def _check_trainer(self, manifest: Manifest) -> None:
+        """Raises WeightSyncError for weights that are not finite, or not those that this version had before."""
+        version, updates = manifest.version, manifest.updates
+        if manifest.non_finite:
+            names = ", ".join(manifest.non_finite[:3]) + (", ..." if len(manifest.non_finite) > 3 else "")
+            raise NonFiniteWeights(f"{names} holds NaN or infinity in version {version} of the trainer's weights.")
+        if self._made_by is not None and self._made_by[0] == version and self._made_by[1] != updates:
+            raise WeightSyncError(
+                f"the trainer's weights were changed while they were called version {version}: {updates} optimizer "
+                f"steps made them, {self._made_by[1]} when that version was first sent. No engine was given them."
+            )
+        self._made_by = version, updates
 
     async def _broadcast(self, cut: Sequence[Bucket], engines: Sequence[WeightTarget]) -> None:
         """Trainer and engines take part in a collective for every bucket."""
         for bucket in cut:
             self._name_bucket(bucket, cut)
             sending = self._trainer.all("send_weights", bucket.index)
-            await _gather_all([sending, *(engine.receive_weights(bucket) for engine in engines)])
+            await gather_all([sending, *(engine.receive_weights(bucket) for engine in engines)])
 
     async def _hand_over(self, cut: Sequence[Bucket], engines: Sequence[WeightTarget]) -> None:
         """The trainer's answer contains a bucket or its location; it prepares the next one while engines load it."""
@@ -232,7 +249,7 @@ class WeightPublisher:
                 assert offers is not None
                 offered = await offers
                 offers = asyncio.ensure_future(self._offer(following)) if following else None
-                await _gather_all(engine.receive_weights(offered) for engine in engines)
+                await gather_all(engine.receive_weights(offered) for engine in engines)
         finally:
             if offers is not None:
                 offers.cancel()
@@ -254,7 +271,7 @@ class WeightPublisher:
             host, port = (await self._trainer.all("address"))[0]
             address = f"{host}:{port}"
         timeout = self._deadline_s
-        await _gather_all(
+        await gather_all(
             [
                 self._trainer.all("connect_weights", self._route, address, world_size, timeout, self._adapter_only),
                 *(
@@ -276,8 +293,8 @@ class WeightPublisher:
     async def _probe_gaps(self, probe: Probe, engines: Sequence[WeightTarget]) -> dict[str, float]:
         """Name of an engine -> largest difference (nats) of its log-probs from the trainer's."""
         self._phase = "the log-prob probe"
-        names = [one.name for one in await _gather_all(engine.health() for engine in engines)]
-        wanted, *answers = await _gather_all(
+        names = [one.name for one in await gather_all(engine.health() for engine in engines)]
+        wanted, *answers = await gather_all(
             [probe.trainer_score(probe.token_ids), *(engine.score(probe.token_ids) for engine in engines)]
         )
         return {name: _largest_difference(wanted, answer) for name, answer in zip(names, answers, strict=True)}
@@ -300,13 +317,3 @@ def _largest_difference(wanted: list[list[float]], got: list[list[float]]) -> fl
         abs(a - b) for mine, theirs in zip(wanted, got, strict=True) for a, b in zip(mine, theirs, strict=True)
     ]
     return math.nan if any(map(math.isnan, differences)) else max(differences)
-
-
-async def _gather_all(calls: Any) -> list[Any]:
-    """Await all calls concurrently; raises the first failure at once and cancels the other calls."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()

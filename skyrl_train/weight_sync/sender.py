@@ -81,17 +81,20 @@ class WeightSender:
         rank: int,
         only_changed: bool = False,
         adapted: AdaptedModel | None = None,
+        updates: Callable[[], int] = lambda: 0,
     ):
         """`parameters` yields (Hugging Face name, full tensor) in a fixed order; a collective of all ranks.
 
         Floating-point tensors are sent as `wire_dtype` ("bfloat16", "float32"), others in their own dtype. With
         `only_changed` a sync after a complete one leaves out tensors with unchanged bits. `adapted` is read instead of
-        `parameters` if `connect` gets `adapter_only`: first the model once, then only the adapter.
+        `parameters` if `connect` gets `adapter_only`: first the model once, then only the adapter. `updates` counts
+        the optimizer steps that made the parameters.
         """
         self._parameters = parameters
         self._wire_dtype = dtype_of(wire_dtype)
         self._bucket_bytes = bucket_bytes
         self._rank = rank
+        self._updates = updates
         self._only_changed = only_changed
         self._route = "in_process"
         self._device = "cpu"
@@ -164,7 +167,9 @@ class WeightSender:
         on_cpu = self._device == "cpu" and self._route in ("broadcast", "ipc")
         bucket_bytes = min(self._bucket_bytes, CPU_BUCKET) if on_cpu else self._bucket_bytes
         adapter = self._separate.adapter if self._separate is not None else None
-        manifest = Manifest(version, tuple(specs), tuple(non_finite), bucket_bytes, base, rehearsal, adapter)
+        manifest = Manifest(
+            version, tuple(specs), tuple(non_finite), bucket_bytes, base, rehearsal, adapter, self._updates()
+        )
         by_name = {spec.name: spec for spec in specs}
         stream = self._stream(follows is not None)
         self._sync = _Sync(manifest, buckets(manifest), by_name, stream, self._buffers)

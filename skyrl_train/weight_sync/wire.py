@@ -61,6 +61,8 @@ class Manifest:
     """The weights are altered on purpose, to test the probe; the true weights of the same version follow."""
     adapter: AdapterSpec | None = None
     """The adapter whose tensors are among those sent, besides its model's. None: no adapter is to be served."""
+    updates: int = 0
+    """The optimizer steps that made these weights: the same for one version, whoever sends it, and whenever."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "skyrl_train"
 LAYERS = (
     "errors",
-    "lazy registry metrics",
+    "durable tasks lazy registry metrics",
     "config",
     "cluster",
     "data",

@@ -34,8 +34,14 @@ class LocalTrainer:
         adapted: AdaptedModel | None = None,
     ):
         self.model = model
+        self.updates = 0
         self.sender = WeightSender(
-            self.parameters, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, rank=0, adapted=adapted
+            self.parameters,
+            wire_dtype=wire_dtype,
+            bucket_bytes=bucket_bytes,
+            rank=0,
+            adapted=adapted,
+            updates=lambda: self.updates,
         )
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:

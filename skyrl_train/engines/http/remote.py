@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from skyrl_train.engines.http.wire import (
     raised,
 )
 from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
+from skyrl_train.tasks import gather_all
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 _ENVELOPE_BYTES = 64
@@ -73,15 +73,15 @@ class RemoteEngine:
         known = [request.deadline_s for request in requests if request.deadline_s is not None]
         limit = max(known) if requests and len(known) == len(requests) else self._deadline_s
         parts = [self._call("generate", part, deadline_s=limit + 2 * GRACE_S) for part in self._parts(requests)]
-        return [completion for part in await _gather_all(parts) for completion in part]
+        return [completion for part in await gather_all(parts) for completion in part]
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         rows = [list(ids) for ids in token_ids]
         parts = [self._call("score", part, temperature) for part in self._parts(rows)]
-        return [logprobs for part in await _gather_all(parts) for logprobs in part]
+        return [logprobs for part in await gather_all(parts) for logprobs in part]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        await _gather_all(self._call("abort", part) for part in self._parts(list(request_ids)))
+        await gather_all(self._call("abort", part) for part in self._parts(list(request_ids)))
 
     # -- traffic -----------------------------------------------------------------------------------------------------
 
@@ -211,13 +211,3 @@ async def has_our_routes(connection: Connection, deadline_s: float) -> bool:
         return await connection.until_there(status, deadline_s) != 404
     finally:
         await connection.close()
-
-
-async def _gather_all(calls: Any) -> list[Any]:
-    """Await all calls concurrently; raises the first failure and cancels the other calls."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()

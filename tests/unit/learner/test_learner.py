@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from skyrl_train.algorithms.reductions import sequence_mean, token_mean, weigh
 from skyrl_train.algorithms.selections import choose_clip_cov, choose_kl_cov
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
+from skyrl_train.errors import WeightSyncError
 from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
 from skyrl_train.learner.worker import LearnerWorker, MiniBatch
 from skyrl_train.metrics import Metrics
@@ -305,3 +307,60 @@ def test_an_update_that_fails_leaves_its_record_of_allocations(tmp_path: Path):
     with pytest.raises(AttributeError, match="scorer"):
         worker.update(MiniBatch([], 0, 0))
     assert (tmp_path / "policy_rank_0.pickle").exists()
+
+
+@pytest.mark.defect("half-updated-weights-under-an-old-version")
+def test_weights_are_given_out_at_the_end_of_a_step_and_under_its_version(tiny_model_path: str):
+    worker = LearnerWorker(tiny_spec(tiny_model_path), 0, 1)
+    learner = Learner(WorkerGroup([LocalWorker(worker)]), None, BatchSizes(1))  # an optimizer step for every prompt
+    seen: list[tuple[int, int]] = []
+
+    async def restart() -> None:
+        while not worker.strategy.updates:
+            await asyncio.sleep(0)
+        async with learner.at_rest() as version:
+            seen.append((version, worker.strategy.updates))
+
+    async def run() -> None:
+        await learner.setup()
+        async with learner.at_rest() as version:
+            assert version == 0
+        await asyncio.gather(learner.update(policy_batch()), restart())
+        await learner.close()
+
+    asyncio.run(run())
+    assert seen == [(1, 4)]
+
+
+def test_weights_between_two_versions_are_given_to_nobody(tiny_model_path: str):
+    learner = Learner(WorkerGroup([LocalWorker(LearnerWorker(tiny_spec(tiny_model_path), 0, 1))]), None, BatchSizes(1))
+
+    async def broken(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    async def run() -> None:
+        await learner.setup()
+        learner._step = broken  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await learner.update(policy_batch())
+        with pytest.raises(WeightSyncError, match="between version 0 and 1"):
+            async with learner.at_rest():
+                pass
+        await learner.close()
+
+    asyncio.run(run())
+
+
+def test_a_learner_answers_while_its_ranks_live(tiny_model_path: str):
+    worker = LearnerWorker(tiny_spec(tiny_model_path), 0, 1)
+    learner = Learner(WorkerGroup([LocalWorker(worker)]), None, BatchSizes(1))
+
+    def hang() -> None:
+        time.sleep(0.3)
+
+    async def run() -> None:
+        assert await learner.answers(5)
+        worker.ping = hang  # type: ignore[method-assign]
+        assert not await learner.answers(0.05)
+
+    asyncio.run(run())

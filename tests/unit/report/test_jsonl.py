@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 
 from skyrl_train.report.jsonl import JsonlTracker, read_jsonl
 from skyrl_train.report.protocol import SampleRow
+from tests.support.full_disk import disk_full_after
 
 
 def strict(text: str) -> dict:
@@ -52,3 +53,44 @@ def test_a_run_that_starts_anew_forgets_the_attempt_before_it(tmp_path: Path):
     JsonlTracker(tmp_path).log({"x": 1.0}, 0)
     JsonlTracker(tmp_path).begin(0, 10)
     assert read_jsonl(tmp_path / "metrics.jsonl") == []
+
+
+@pytest.mark.fault("F39")
+@pytest.mark.defect("C6-torn-line-and-nothing-after-it")
+def test_a_full_disk_costs_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    tracker = JsonlTracker(tmp_path)
+    tracker.begin(0, 9)
+    tracker.log({"a": 1.0}, 0)
+    with disk_full_after(tmp_path / "metrics.jsonl", 5):
+        for step in (1, 2):
+            tracker.log({"a": 1.0}, step)
+            assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [0]
+            assert (tmp_path / "metrics.jsonl").read_text().endswith("}\n")
+    tracker.log({"a": 1.0}, 3)
+    tracker.close()
+    assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert caplog.text.count("cannot be written") == 1
+    assert "nothing of it is lost" in caplog.text
+
+
+def test_the_last_lines_of_a_run_are_missed_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    tracker = JsonlTracker(tmp_path)
+    tracker.log({"a": 1.0}, 0)
+    with disk_full_after(tmp_path / "metrics.jsonl", 5):
+        tracker.log({"a": 1.0}, 1)
+        tracker.close()
+    assert "lacks its last lines" in caplog.text
+
+
+def test_a_step_that_is_logged_again_replaces_its_line(tmp_path: Path):
+    tracker = JsonlTracker(tmp_path)
+    tracker.begin(0, 9)
+    for step in (0, 1, 2):
+        tracker.log({"a": float(step)}, step)
+    again = JsonlTracker(tmp_path)
+    again.begin(2, 9)
+    again.log({"a": 2.0, "eval/x/avg_score": 1.0}, 2)
+    again.log({"a": 3.0}, 3)
+    lines = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert lines[2]["eval/x/avg_score"] == 1.0

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from skyrl_train.errors import CheckpointError
-from skyrl_train.strategies.shards import Slice, open_shards, write_shard
+from skyrl_train.strategies.shards import Shard, Slice, open_shards
 
 WHOLE = torch.arange(14.0)
 META = {"world_size": 3, "updates": 5, "trained": True}
@@ -20,7 +20,7 @@ def piece(start: int, stop: int) -> Slice:
 def write(directory: Path, cuts: list[tuple[int, int]]) -> None:
     for rank, (start, stop) in enumerate(cuts):
         meta = {**META, "world_size": len(cuts)}
-        write_shard(directory, rank, {"w": piece(start, stop)}, {"param/w": WHOLE[start:stop]}, meta)
+        Shard(rank, {"w": piece(start, stop)}, {"param/w": WHOLE[start:stop]}, meta).write(directory)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_elements_come_from_whichever_ranks_saved_them(
 
 
 def test_a_tensor_is_flat_in_the_file_whatever_its_layout(tmp_path: Path) -> None:
-    write_shard(tmp_path, 0, {"w": piece(0, 14)}, {"param/w": WHOLE.view(2, 7).T}, {**META, "world_size": 1})
+    Shard(0, {"w": piece(0, 14)}, {"param/w": WHOLE.view(2, 7).T}, {**META, "world_size": 1}).write(tmp_path)
     with open_shards(tmp_path) as reader:
         assert torch.equal(reader.elements("param/w", piece(0, 14)).view(7, 2), WHOLE.view(2, 7).T)
 

@@ -8,107 +8,11 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.errors import RolloutsFailed, WeightSyncError
 from skyrl_train.metrics import Metrics
-from skyrl_train.report.trackers import Trackers
-from skyrl_train.rollouts.collector import RolloutCollector
 from skyrl_train.trainer.batch_dump import BatchDump, read_batch
-from skyrl_train.trainer.residency import AlwaysResident, TimeShared
-from skyrl_train.trainer.schedule import StepSchedule
-from skyrl_train.trainer.trainer import Intervals, Trainer
-
-
-class Fakes:
-    """Learner, engines, state and tracker in one; `events` says what was asked of them."""
-
-    def __init__(self, resumed_at: int = 0):
-        self.events: list[str] = []
-        self.logged: dict[int, dict[str, float]] = {}
-        self.version = -1
-        self.resumed_at = resumed_at
-        self.fail_at_version: int | None = None
-
-    async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
-        turn = Turn(0, 1, 1.0, "stop", self.version, self.version)
-        rows = [Trajectory(prompt, n, [1], [2], [1], [-1.0], [turn], float(n), "stop", 1.0) for n in range(2)]
-        return TrajectoryGroup(prompt, rows)
-
-    async def score(self, batch: Any) -> Any:
-        self.events.append("score")
-        return batch
-
-    async def update(self, batch: Any) -> dict[str, float]:
-        self.events.append(f"update {len(batch)}")
-        return {"policy/loss": 0.5}
-
-    async def publish(self, version: int) -> dict[str, float]:
-        if version == self.fail_at_version:
-            raise WeightSyncError("torn")
-        self.version = version
-        self.events.append(f"publish {version}")
-        return {"weights/version": float(version)}
-
-    async def run(self, step: int) -> dict[str, float]:
-        self.events.append(f"evaluate {step}")
-        return {"eval/x/avg_score": 0.5}
-
-    async def resume(self) -> int:
-        return self.resumed_at
-
-    async def save(self, step: int) -> None:
-        self.events.append(f"save {step}")
-
-    async def export(self, step: int) -> None:
-        self.events.append(f"export {step}")
-
-    async def update_reference(self) -> None:
-        """There is none."""
-
-    async def offload(self) -> None:
-        self.events.append("offload")
-
-    async def onload(self) -> None:
-        self.events.append("onload")
-
-    async def wake_up(self, tags: Any = None) -> None:
-        self.events.append(f"wake {tags[0] if tags else 'all'}")
-
-    async def sleep(self) -> None:
-        self.events.append("sleep")
-
-    def begin(self, step: int, total: int) -> None:
-        self.events.append(f"begin {step}/{total}")
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        self.logged[step] = dict(metrics)
-
-    def samples(self, rows: Any, step: int) -> None:
-        """Not looked at here."""
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
-def trainer_of(
-    fakes: Any, max_staleness: int = 0, residency: Any = None, evaluator: Any = "fakes", batch_dump: Any = None
-) -> Trainer:
-    schedule = StepSchedule(num_prompts=5, batch_size=2, epochs=1)
-    return Trainer(
-        schedule=schedule,
-        intervals=Intervals(evaluate=2, checkpoint=2, export=0, evaluate_before=True, total_steps=3),
-        collector=RolloutCollector(
-            fakes.rollout, lambda i: Prompt(str(i), [], "x"), schedule.prompts_of_step, max_staleness, 0.5
-        ),
-        learner=fakes,
-        batch_steps=[lambda batch, metrics: batch.with_tokens(advantages=batch.token_rewards)],
-        publish=fakes.publish,
-        residency=residency or AlwaysResident(),
-        evaluator=fakes if evaluator == "fakes" else evaluator,
-        state=fakes,
-        trackers=Trackers({"fake": fakes}),
-        batch_dump=batch_dump,
-    )
+from skyrl_train.trainer.residency import TimeShared
+from tests.support.trainer_fakes import Fakes, trainer_of
 
 
 def test_a_run_is_publish_evaluate_then_rollouts_update_and_publish_of_every_step():
@@ -190,7 +94,7 @@ def test_a_sync_that_fails_stops_the_run_before_anything_is_sampled_from_old_wei
     fakes.fail_at_version = 1
     with pytest.raises(WeightSyncError):
         asyncio.run(trainer_of(fakes).fit())
-    assert fakes.events[-1] == "update 4"
+    assert fakes.events[-2:] == ["update 4", "save 1"]
     assert fakes.version == 0
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from skyrl_train.errors import WeightSyncError
+from skyrl_train.errors import NonFiniteWeights, WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.weight_sync.publish import Probe, WeightPublisher
 from tests.support.weight_targets import LocalTrainer, ModelTarget, score
@@ -154,3 +154,29 @@ def test_a_version_going_backwards_is_raised():
     with pytest.raises(WeightSyncError, match="engine only: version 4 is stale"):
         asyncio.run(publisher.publish(4))
     assert engine.receiver.version == 5
+
+
+@pytest.mark.defect("half-updated-weights-under-an-old-version")
+def test_an_engine_that_comes_back_never_gets_other_weights_under_a_version_that_others_have():
+    left, right = engine_named("left"), engine_named("right")
+    trainer, publisher = in_process(left)
+    asyncio.run(publisher.publish(1))
+    nudge(trainer.model)
+    trainer.updates += 1
+    before = {name: tensor.clone() for name, tensor in right.model.named_parameters()}
+    with pytest.raises(WeightSyncError, match=r"version 1: 1 optimizer steps made them, 0 when"):
+        asyncio.run(publisher.publish_to(right, 1))
+    assert all(torch.equal(right.model.get_parameter(name), tensor) for name, tensor in before.items())
+    asyncio.run(publisher.publish_to(right, 2))
+    asyncio.run(publisher.publish(2))
+
+
+@pytest.mark.fault("F30")
+def test_weights_that_are_not_finite_are_the_trainer_s_fault_and_no_engine_s():
+    engine = engine_named("left")
+    trainer, publisher = in_process(engine)
+    with torch.no_grad():
+        trainer.model.get_parameter("model.norm.weight")[0] = torch.inf
+    with pytest.raises(NonFiniteWeights, match=r"model\.norm\.weight holds NaN .* version 1 of the trainer's"):
+        asyncio.run(publisher.publish(1))
+    assert not engine.receiver.torn

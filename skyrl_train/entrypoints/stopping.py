@@ -1,0 +1,51 @@
+"""How a run ends before its time: by a signal, or because its cluster died."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
+
+from skyrl_train.errors import SkyRLError, Stopped
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+async def until_told(work: Coroutine[Any, Any, T], lost: Awaitable[SkyRLError]) -> T:
+    """Await `work`, unless SIGINT, SIGTERM or `lost` end it: it is then cancelled, and the reason raised once it ended.
+
+    A second signal leaves at once, with nothing closed: the kernel and Ray's guard end our processes. `lost` returns
+    the error to end with. Replaces Ray's own handler of SIGTERM.
+    """
+    loop = asyncio.get_running_loop()
+    told: asyncio.Future[SkyRLError] = loop.create_future()
+
+    def on_signal(number: int) -> None:
+        if told.done():
+            os._exit(128 + number)
+        _log.warning(
+            "%s: saving the last whole step, then leaving. Again: leaving at once.", signal.Signals(number).name
+        )
+        told.set_result(Stopped(number))
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(lost)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        ends: list[asyncio.Future[Any]] = [task, told, watch]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        reason = told.result() if told.done() else watch.result()
+        task.cancel()
+        await asyncio.wait([task])
+        raise reason from (None if task.cancelled() else task.exception())
+    finally:
+        for unfinished in (task, watch):
+            unfinished.cancel()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

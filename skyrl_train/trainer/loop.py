@@ -1,0 +1,197 @@
+"""What every training loop does: steps that are whole, recorded once, and saved whatever ends the run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.errors import NonFiniteUpdate, NonFiniteWeights, SkyRLError
+from skyrl_train.learner.learner import Learner
+from skyrl_train.metrics import Metrics
+from skyrl_train.report.protocol import SampleRow
+from skyrl_train.report.trackers import Trackers
+from skyrl_train.trainer.run_state import RunState, Unfinished
+from skyrl_train.trainer.schedule import StepSchedule
+
+SKIPPED = "policy/skipped"
+"""The share of a step's updates that were skipped, as the gradient was not finite."""
+_ANSWER_S = 30.0
+"""Within this time every rank that lives and is not hung answers a call that does nothing."""
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """How many steps apart each action is; 0 or less disables it. Enabled actions also run after the last step."""
+
+    evaluate: int
+    checkpoint: int
+    export: int
+    evaluate_before: bool
+    total_steps: int
+
+    def due(self, interval: int, step: int) -> bool:
+        """Whether an action with this interval runs after `step` finished steps."""
+        return interval > 0 and (step % interval == 0 or step == self.total_steps)
+
+
+class TrainingLoop(ABC):
+    """Takes steps until there are no more, and leaves in good order.
+
+    `step` is the number of finished steps: of updates whose weights all ranks hold. A step is logged exactly once.
+    Whatever ends the run, the last whole step is recorded and saved, unless its weights are lost: an update ended in
+    its middle, they are not finite, or a rank that holds them died or hangs. What was still to be done about that step
+    is saved with it, and done first when the run is resumed.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: StepSchedule,
+        intervals: Intervals,
+        learner: Learner,
+        state: RunState,
+        trackers: Trackers,
+    ):
+        self.schedule = schedule
+        self.intervals = intervals
+        self.learner = learner
+        self.state = state
+        self.trackers = trackers
+        self.metrics = Metrics()
+        self.step = 0
+        self._whole = True
+        """Whether the ranks hold the weights of `step`; False during an update."""
+        self._to_do: list[str] = []
+        """What is still to be done about `step`: "publish", "evaluate", "log", "export", in this order."""
+        self._samples: Sequence[SampleRow] = ()
+        self._unhealthy_since: int | None = None
+        """The first of the latest consecutive steps with skipped updates."""
+
+    async def fit(self) -> None:
+        """Train up to the last step, from the checkpoint to resume or else from the start."""
+        await self._start()
+        started_at = self.step
+        try:
+            while self.step < self.schedule.total_steps:
+                await self._step()
+            if self.intervals.checkpoint > 0 and self.step > started_at:
+                await self.state.finish(self.step)
+        except BaseException as error:
+            await self._leave(error, started_at)
+            raise
+
+    @abstractmethod
+    async def _start(self) -> None:
+        """Resume."""
+
+    @abstractmethod
+    async def _step(self) -> None:
+        """Take one step."""
+
+    @abstractmethod
+    def _num_tokens(self, values: Mapping[str, float]) -> float:
+        """The tokens of the step with these metrics."""
+
+    async def _update(self, batch: TrainBatch) -> None:
+        """Take a step's optimizer steps, after which it counts; to its end, even if the run is asked to stop."""
+        with self.metrics.timed("update"):
+            await _to_its_end(self._take_updates(batch))
+
+    async def _take_updates(self, batch: TrainBatch) -> None:
+        self._whole = False
+        try:
+            values = await self.learner.update(batch)
+            if self.schedule.ends_epoch(self.step + 1):
+                await self.state.update_reference()
+        except NonFiniteUpdate as error:
+            first = self.step + 1 if self._unhealthy_since is None else self._unhealthy_since
+            raise NonFiniteUpdate(f"{error} {self._last_good(first)}") from error
+        self.step += 1
+        self.state.mark()
+        self._whole = True
+        self._to_do = self._due()
+        self._add(values)
+        if not values.get(SKIPPED):
+            self._unhealthy_since = None
+        elif self._unhealthy_since is None:
+            self._unhealthy_since = self.step
+
+    def _due(self) -> list[str]:
+        """What is to be done about a step that was just learnt."""
+        exports = self.intervals.due(self.intervals.export, self.step)
+        return ["log", *(["export"] if exports else [])]
+
+    def _last_good(self, first_bad: int) -> str:
+        """Names the newest checkpoint whose weights are known to be good: an update of theirs was finite."""
+        found = self.state.newest_saved(first_bad - 1)
+        if found is None:
+            return "There is no checkpoint from before that."
+        return f"The newest checkpoint from before that is {found}: resume from it with trainer.resume_mode=from_path."
+
+    def _log_step(self) -> None:
+        """Give the step's numbers and completions to the trackers."""
+        values = self.metrics.flush()
+        values["throughput/tokens_per_s"] = self._num_tokens(values) / values["timing/step_s"]
+        self._record(values)
+
+    def _record(self, values: Mapping[str, float]) -> None:
+        self.trackers.log(values, self.step)
+        self.trackers.samples(self._samples, self.step)
+        self._done("log")
+
+    async def _export_and_save(self) -> None:
+        """Export first: a run killed in between does it again, while one that saved its last step has nothing to do."""
+        if "export" in self._to_do:
+            await _to_its_end(self.state.export(self.step))
+            self._done("export")
+        if self.intervals.due(self.intervals.checkpoint, self.step):
+            await self.state.save(self.step)
+
+    def _done(self, action: str) -> None:
+        if action in self._to_do:
+            self._to_do.remove(action)
+
+    async def _leave(self, error: BaseException, started_at: int) -> None:
+        """Record and save the last whole step of a run that ends early."""
+        try:
+            await self.state.written()
+        except SkyRLError as failure:
+            _log.error("%s", failure)
+        row: dict[str, float] = {}
+        if "log" in self._to_do:
+            row = self.metrics.flush()
+            self._record(row)
+        if self.step == started_at or (self.step == self.state.saved_step and not self._to_do):
+            return
+        if not self._whole or isinstance(error, NonFiniteWeights):
+            return  # nobody has the weights of this step
+        if not isinstance(error, asyncio.CancelledError) and not await self.learner.answers(_ANSWER_S):
+            _log.error("Step %d is not saved: a rank of the trainer does not answer.", self.step)
+            return
+        try:
+            await self.state.save(self.step, Unfinished(tuple(self._to_do), row))
+            await self.state.written()
+        except Exception as failure:
+            _log.error("Step %d, the last whole one, could not be saved: %s", self.step, failure)
+
+    def _add(self, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self.metrics.add(name, value)
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, also to its end if this is cancelled meanwhile, which is raised afterwards."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if not task.cancelled():
+            await task
+        raise

@@ -1,0 +1,128 @@
+"""The parts of a training loop as one object that only notes what was asked of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup, Turn
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.report.trackers import Trackers
+from skyrl_train.rollouts.collector import RolloutCollector
+from skyrl_train.trainer.loop import Intervals
+from skyrl_train.trainer.residency import AlwaysResident
+from skyrl_train.trainer.run_state import Unfinished
+from skyrl_train.trainer.schedule import StepSchedule
+from skyrl_train.trainer.trainer import Trainer
+
+
+class Fakes:
+    """Learner, engines, state and tracker in one; `events` says what was asked of them."""
+
+    def __init__(self, resumed_at: int = 0):
+        self.events: list[str] = []
+        self.logged: dict[int, dict[str, float]] = {}
+        self.version = -1
+        self.resumed_at = resumed_at
+        self.fail_at_version: int | None = None
+        self.saved_step = 0
+        self.marked = 0
+        self.unfinished = Unfinished()
+        self.saved_with: Unfinished | None = None
+
+    async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
+        turn = Turn(0, 1, 1.0, "stop", self.version, self.version)
+        rows = [Trajectory(prompt, n, [1], [2], [1], [-1.0], [turn], float(n), "stop", 1.0) for n in range(2)]
+        return TrajectoryGroup(prompt, rows)
+
+    async def score(self, batch: Any) -> Any:
+        self.events.append("score")
+        return batch
+
+    async def update(self, batch: Any) -> dict[str, float]:
+        self.events.append(f"update {len(batch)}")
+        return {"policy/loss": 0.5}
+
+    async def publish(self, version: int) -> dict[str, float]:
+        if version == self.fail_at_version:
+            raise WeightSyncError("torn")
+        self.version = version
+        self.events.append(f"publish {version}")
+        return {"weights/version": float(version)}
+
+    async def run(self, step: int) -> dict[str, float]:
+        self.events.append(f"evaluate {step}")
+        return {"eval/x/avg_score": 0.5}
+
+    async def resume(self) -> tuple[int, Unfinished]:
+        return self.resumed_at, self.unfinished
+
+    def mark(self) -> None:
+        self.marked += 1
+
+    async def save(self, step: int, unfinished: Unfinished | None = None) -> None:
+        self.events.append(f"save {step}")
+        self.saved_step, self.saved_with = step, unfinished
+
+    async def written(self) -> None:
+        """A save is written when it returns."""
+
+    async def finish(self, step: int) -> None:
+        assert self.saved_step == step
+
+    def newest_saved(self, before: int) -> Path | None:
+        return Path(f"global_step_{self.saved_step}") if 0 < self.saved_step < before else None
+
+    async def answers(self, within_s: float) -> bool:
+        return True
+
+    async def export(self, step: int) -> None:
+        self.events.append(f"export {step}")
+
+    async def update_reference(self) -> None:
+        """There is none."""
+
+    async def offload(self) -> None:
+        self.events.append("offload")
+
+    async def onload(self) -> None:
+        self.events.append("onload")
+
+    async def wake_up(self, tags: Any = None) -> None:
+        self.events.append(f"wake {tags[0] if tags else 'all'}")
+
+    async def sleep(self) -> None:
+        self.events.append("sleep")
+
+    def begin(self, step: int, total: int) -> None:
+        self.events.append(f"begin {step}/{total}")
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.logged[step] = dict(metrics)
+
+    def samples(self, rows: Any, step: int) -> None:
+        """Not looked at here."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def trainer_of(
+    fakes: Any, max_staleness: int = 0, residency: Any = None, evaluator: Any = "fakes", batch_dump: Any = None
+) -> Trainer:
+    schedule = StepSchedule(num_prompts=5, batch_size=2, epochs=1)
+    return Trainer(
+        schedule=schedule,
+        intervals=Intervals(evaluate=2, checkpoint=2, export=0, evaluate_before=True, total_steps=3),
+        collector=RolloutCollector(
+            fakes.rollout, lambda i: Prompt(str(i), [], "x"), schedule.prompts_of_step, max_staleness, 0.5
+        ),
+        learner=fakes,
+        batch_steps=[lambda batch, metrics: batch.with_tokens(advantages=batch.token_rewards)],
+        publish=fakes.publish,
+        residency=residency or AlwaysResident(),
+        evaluator=fakes if evaluator == "fakes" else evaluator,
+        state=fakes,
+        trackers=Trackers({"fake": fakes}),
+        batch_dump=batch_dump,
+    )

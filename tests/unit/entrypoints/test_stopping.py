@@ -1,0 +1,93 @@
+"""How a run ends before its time; signals are real ones, to this process or to one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from skyrl_train.entrypoints.stopping import until_told
+from skyrl_train.errors import ClusterLost, SkyRLError, Stopped
+
+
+async def never() -> SkyRLError:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def soon(error: SkyRLError) -> SkyRLError:
+    await asyncio.sleep(0.01)
+    return error
+
+
+@pytest.mark.fault("F39")
+@pytest.mark.defect("C3-signals-lose-the-run")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_cancels_the_work_and_is_the_reason_once_it_has_ended(number: int):
+    done: list[str] = []
+
+    async def work() -> None:
+        os.kill(os.getpid(), number)
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.01)
+            done.append("saved")
+            raise
+
+    before = signal.getsignal(number)
+    with pytest.raises(Stopped) as stopped:
+        asyncio.run(until_told(work(), never()))
+    assert (stopped.value.signal, done) == (number, ["saved"])
+    assert signal.getsignal(number) in (before, signal.SIG_DFL)
+
+
+def test_work_that_ends_by_itself_gives_its_result_or_its_error():
+    async def result() -> int:
+        return 7
+
+    async def error() -> int:
+        raise KeyError("a bug")
+
+    assert asyncio.run(until_told(result(), never())) == 7
+    with pytest.raises(KeyError, match="a bug"):
+        asyncio.run(until_told(error(), never()))
+
+
+def test_the_death_of_the_cluster_ends_it_for_that_reason_whatever_closing_raises():
+    async def work() -> None:
+        try:
+            await asyncio.sleep(30)
+        finally:
+            raise ConnectionError("closing failed, too")
+
+    with pytest.raises(ClusterLost, match="gcs_server") as lost:
+        asyncio.run(until_told(work(), soon(ClusterLost("gcs_server"))))
+    assert isinstance(lost.value.__cause__, ConnectionError)
+
+
+@pytest.mark.fault("F39")
+def test_a_second_signal_leaves_at_once():
+    program = """
+import asyncio
+from skyrl_train.entrypoints.stopping import until_told
+async def work():
+    try:
+        print("running", flush=True)
+        await asyncio.sleep(60)
+    finally:
+        print("saving", flush=True)
+        await asyncio.sleep(60)
+asyncio.run(until_told(work(), asyncio.Event().wait()))
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == b"running\n"
+        run.send_signal(signal.SIGINT)
+        assert run.stdout.readline() == b"saving\n"
+        run.send_signal(signal.SIGINT)
+        assert run.wait(10) == 130

@@ -1,0 +1,224 @@
+"""Whatever ends a run, its last whole step is recorded once and saved, unless nobody has its weights."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.errors import (
+    ClusterLost,
+    DataError,
+    DeadlineExceeded,
+    EngineError,
+    EnginesLost,
+    NonFiniteUpdate,
+    NonFiniteWeights,
+    RewardModelLost,
+    RolloutsFailed,
+    WeightSyncError,
+    WorkerDied,
+)
+from skyrl_train.metrics import Metrics
+from skyrl_train.trainer.run_state import Unfinished
+from tests.support.trainer_fakes import Fakes, trainer_of
+
+ENDS = [
+    EnginesLost("none"),
+    EngineError("one"),
+    RewardModelLost("gone"),
+    RolloutsFailed("too many"),
+    WeightSyncError("torn"),
+    DataError("row 7"),
+    WorkerDied("rank 0"),
+    ClusterLost("gcs_server"),
+    DeadlineExceeded("it", 3.0),
+    KeyError("a bug"),
+    OSError(28, "no space"),
+    asyncio.CancelledError(),
+]
+
+
+def fails_at(trainer: Any, part: str, method: str, step: int, error: BaseException) -> None:
+    """Have a method of a part raise when `step` steps are finished."""
+    owner = getattr(trainer, part) if part else trainer
+    original = getattr(owner, method)
+
+    async def failing(*args: Any) -> Any:
+        if trainer.step == step:
+            raise error
+        return await original(*args)
+
+    setattr(owner, method, failing)
+
+
+@pytest.mark.defect("only-three-errors-saved")
+@pytest.mark.parametrize("error", ENDS, ids=lambda error: type(error).__name__)
+def test_whatever_ends_a_rollout_the_steps_before_it_are_saved(error: BaseException):
+    fakes = Fakes()
+    trainer = trainer_of(fakes)
+    fails_at(trainer, "collector", "next_groups", 1, error)
+    with pytest.raises(type(error)):
+        asyncio.run(trainer.fit())
+    assert fakes.events[-1] == "save 1"
+    assert fakes.saved_with == Unfinished()
+    assert set(fakes.logged) == {0, 1}
+
+
+@pytest.mark.defect("C1-step-saved-and-never-logged")
+def test_a_step_whose_publish_failed_is_recorded_once_and_completed_when_the_run_is_resumed():
+    fakes = Fakes()
+    fakes.fail_at_version = 2
+    with pytest.raises(WeightSyncError):
+        asyncio.run(trainer_of(fakes).fit())
+    assert fakes.events[-1] == "save 2"
+    assert fakes.saved_with is not None
+    assert fakes.saved_with.actions == ("publish", "evaluate")
+    assert fakes.logged[2]["reward/mean"] == 0.5
+    assert "weights/version" not in fakes.logged[2]
+    again = Fakes(resumed_at=2)
+    again.unfinished = fakes.saved_with
+    asyncio.run(trainer_of(again).fit())
+    assert again.events[:4] == ["publish 2", "begin 2/3", "evaluate 2", "save 2"]
+    assert set(again.logged) == {2, 3}
+    assert again.logged[2].items() >= {"reward/mean": 0.5, "weights/version": 2.0, "eval/x/avg_score": 0.5}.items()
+    assert again.saved_with is None or again.saved_with.actions == ()
+
+
+@pytest.mark.defect("C1-step-saved-and-never-logged")
+@pytest.mark.parametrize("step", [2, 3])
+def test_an_evaluation_that_failed_is_made_up_for_even_after_the_last_step(step: int):
+    fakes = Fakes()
+    trainer = trainer_of(fakes)
+    fails_at(trainer, "evaluator", "run", step, EnginesLost("none"))
+    with pytest.raises(EnginesLost):
+        asyncio.run(trainer.fit())
+    assert (fakes.events[-1], set(fakes.logged)) == (f"save {step}", set(range(step + 1)))
+    again = Fakes(resumed_at=step)
+    again.unfinished = fakes.saved_with or Unfinished()
+    assert again.unfinished.actions == ("evaluate",)
+    asyncio.run(trainer_of(again).fit())
+    assert again.logged[step]["eval/x/avg_score"] == 0.5
+    assert again.logged[step]["weights/version"] == step
+    assert again.logged[step].keys() >= fakes.logged[step].keys()
+
+
+@pytest.mark.parametrize("error", [WorkerDied("rank 1"), NonFiniteUpdate("nan"), RuntimeError("out of memory")])
+def test_weights_between_two_steps_are_never_saved(error: Exception):
+    fakes = Fakes()
+    trainer = trainer_of(fakes)
+    fails_at(trainer, "learner", "update", 1, error)
+    with pytest.raises(type(error)):
+        asyncio.run(trainer.fit())
+    assert not any(event.startswith("save") for event in fakes.events)
+    assert set(fakes.logged) == {0, 1}
+
+
+def test_a_rank_that_does_not_answer_is_not_waited_for():
+    fakes = Fakes()
+    trainer = trainer_of(fakes)
+
+    async def silent(within_s: float) -> bool:
+        return False
+
+    fakes.answers = silent  # type: ignore[method-assign]
+    fails_at(trainer, "learner", "score", 1, DeadlineExceeded("rank 0.score", 3.0))
+    with pytest.raises(DeadlineExceeded):
+        asyncio.run(trainer.fit())
+    assert not any(event.startswith("save") for event in fakes.events)
+
+
+def test_a_save_that_fails_does_not_hide_what_ended_the_run(caplog: pytest.LogCaptureFixture):
+    fakes = Fakes()
+    trainer = trainer_of(fakes)
+    fails_at(trainer, "collector", "next_groups", 1, EnginesLost("engine 0 died"))
+    fails_at(trainer, "state", "save", 1, WorkerDied("rank 0"))
+    with pytest.raises(EnginesLost, match="engine 0 died"):
+        asyncio.run(trainer.fit())
+    assert "could not be saved: rank 0" in caplog.text
+
+
+def test_a_run_asked_to_stop_in_an_update_takes_it_to_its_end_and_saves_it():
+    fakes = Fakes()
+    trainer = trainer_of(fakes)
+    original, begun = fakes.update, asyncio.Event()
+
+    async def slow(batch: Any) -> dict[str, float]:
+        if trainer.step == 0:
+            begun.set()
+            await asyncio.sleep(0.05)
+        return await original(batch)
+
+    fakes.update = slow  # type: ignore[method-assign]
+
+    async def run() -> None:
+        fit = asyncio.ensure_future(trainer.fit())
+        await begun.wait()
+        fit.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fit
+
+    asyncio.run(run())
+    assert fakes.events[-2:] == ["update 4", "save 1"]
+    assert fakes.saved_with is not None and fakes.saved_with.actions == ("publish",)
+    assert set(fakes.logged) == {0, 1}
+
+
+@pytest.mark.defect("C9-destroyed-checkpoint-named-as-good")
+def test_an_update_that_is_not_finite_names_a_checkpoint_whose_weights_still_gave_a_finite_one():
+    fakes = Fakes()
+    trainer = trainer_of(fakes)
+    fails_at(trainer, "learner", "update", 2, NonFiniteUpdate("5 in a row"))
+    with pytest.raises(NonFiniteUpdate, match="no checkpoint from before"):  # that of step 2 is what gave no finite one
+        asyncio.run(trainer.fit())
+    fakes = Fakes()
+    trainer = trainer_of(fakes)
+    fakes.newest_saved = lambda before: Path("global_step_1") if before > 1 else None  # type: ignore[method-assign]
+    fails_at(trainer, "learner", "update", 2, NonFiniteUpdate("5 in a row"))
+    with pytest.raises(NonFiniteUpdate, match="global_step_1"):
+        asyncio.run(trainer.fit())
+
+
+def test_weights_that_are_not_finite_are_not_saved_and_the_one_before_is_named():
+    fakes = Fakes()
+    trainer = trainer_of(fakes)
+    fails_at(trainer, "", "publish", 3, NonFiniteWeights("NaN in lm_head"))
+    with pytest.raises(NonFiniteWeights, match=r"NaN in lm_head.*global_step_2"):
+        asyncio.run(trainer.fit())
+    assert fakes.saved_step == 2
+    assert set(fakes.logged) == {0, 1, 2, 3}
+
+
+@pytest.mark.defect("state-of-the-next-step-saved")
+def test_controllers_are_noted_at_the_end_of_a_step_not_when_it_is_saved():
+    fakes = Fakes()
+    trainer = trainer_of(fakes)
+    marked: list[int] = []
+    fakes.mark = lambda: marked.append(trainer.collector.consumed)  # type: ignore[method-assign]
+    fails_at(trainer, "learner", "score", 1, EnginesLost("none"))
+    with pytest.raises(EnginesLost):
+        asyncio.run(trainer.fit())
+    assert (marked, trainer.collector.consumed) == ([2], 4)
+
+
+@pytest.mark.defect("first-probe-gap-thrown-away")
+def test_what_the_first_publish_measured_is_in_the_row_of_step_0():
+    fakes = Fakes()
+    asyncio.run(trainer_of(fakes, evaluator=None).fit())
+    assert fakes.logged[0].items() >= {"weights/version": 0.0}.items()
+
+
+def test_metrics_of_a_step_that_never_ended_are_in_no_row():
+    fakes = Fakes()
+    trainer = trainer_of(fakes)
+
+    async def half(step: int, metrics: Metrics) -> Any:
+        metrics.add("reward/mean", 99.0)
+        raise RolloutsFailed("none")
+
+    trainer.collector.next_groups = half  # type: ignore[method-assign]
+    with pytest.raises(RolloutsFailed):
+        asyncio.run(trainer.fit())
+    assert fakes.logged.keys() == {0}

@@ -1,0 +1,189 @@
+"""Checkpoints of a real learner: in the background, on a full disk, and with what a step left undone."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.errors import CheckpointError
+from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
+from skyrl_train.learner.worker import LearnerWorker
+from skyrl_train.strategies.shards import Shard
+from skyrl_train.trainer.checkpoints import Checkpoints, verify
+from skyrl_train.trainer.run_state import RunState, Unfinished
+from tests.support.full_disk import disk_full_after
+from tests.support.learner_specs import policy_batch, tiny_spec
+
+
+class Position:
+    """A controller."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+Steps = Callable[[RunState, Learner, Position], Awaitable[None]]
+
+
+def with_state(model: str, root: Path, steps: Steps, **options: Any) -> None:
+    """Run `steps` with a learner of one rank and the state of its run."""
+
+    async def run() -> None:
+        worker = LearnerWorker(tiny_spec(model), 0, 1)
+        learner, position = Learner(WorkerGroup([LocalWorker(worker)]), None, BatchSizes(100)), Position()
+        state = RunState(
+            Checkpoints(root),
+            learner,
+            root / "exports",
+            resume_mode="latest",
+            resume_path=None,
+            fingerprints={"data": "abc"},
+            controllers={"position": position},
+            **options,
+        )
+        await learner.setup()
+        try:
+            await steps(state, learner, position)
+        finally:
+            await learner.close()
+
+    asyncio.run(run())
+
+
+def digest(folder: Path) -> str:
+    return hashlib.sha256((folder / "policy" / "shard_0.safetensors").read_bytes()).hexdigest()
+
+
+def test_a_run_goes_on_with_the_step_the_version_and_what_was_left_undone(tiny_model_path: str, tmp_path: Path):
+    async def first(state: RunState, learner: Learner, position: Position) -> None:
+        assert await state.resume() == (0, Unfinished())
+        await learner.update(policy_batch())
+        position.at = 3
+        state.mark()
+        position.at = 5  # of the next step
+        await state.save(1, Unfinished(("evaluate",), {"reward/mean": 0.5}))
+        assert (state.saved_step, learner.version) == (1, 1)
+
+    async def second(state: RunState, learner: Learner, position: Position) -> None:
+        assert await state.resume() == (1, Unfinished(("evaluate",), {"reward/mean": 0.5}))
+        assert (position.at, learner.version, state.saved_step) == (3, 1, 1)
+
+    with_state(tiny_model_path, tmp_path, first)
+    with_state(tiny_model_path, tmp_path, second)
+
+
+@pytest.mark.defect("hashing-blocks-the-loop")
+def test_the_ranks_say_what_they_wrote_and_it_is_what_is_there(tiny_model_path: str, tmp_path: Path):
+    async def save(state: RunState, learner: Learner, position: Position) -> None:
+        await state.save(1)
+
+    with_state(tiny_model_path, tmp_path, save)
+    assert verify(tmp_path / "global_step_1") is None
+    files = json.loads((tmp_path / "global_step_1" / "manifest.json").read_text())["files"]
+    assert set(files) == {"policy/shard_0.json", "policy/shard_0.safetensors", "trainer_state.json"}
+    assert files["policy/shard_0.safetensors"]["sha256"] == digest(tmp_path / "global_step_1")
+
+
+@pytest.fixture
+def slow_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Shards are written once this is set."""
+    may_write, write = threading.Event(), Shard.write
+
+    def waiting(self: Shard, directory: Path) -> Any:
+        assert may_write.wait(30)
+        return write(self, directory)
+
+    monkeypatch.setattr(Shard, "write", waiting)
+    return may_write
+
+
+def test_a_save_in_the_background_holds_the_weights_of_its_step_while_training_goes_on(
+    tiny_model_path: str, tmp_path: Path, slow_writes: threading.Event
+):
+    async def in_background(state: RunState, learner: Learner, position: Position) -> None:
+        await learner.update(policy_batch())
+        await state.save(1)
+        assert not (tmp_path / "background" / "global_step_1").exists()
+        await learner.update(policy_batch(seed=1))  # changes them in place
+        slow_writes.set()
+        await state.save(2)  # waits for the one before
+        assert (tmp_path / "background" / "global_step_1").exists()
+        await state.finish(2)
+
+    async def in_foreground(state: RunState, learner: Learner, position: Position) -> None:
+        for seed, step in ((0, 1), (1, 2)):
+            await learner.update(policy_batch(seed=seed))
+            await state.save(step)
+
+    with_state(tiny_model_path, tmp_path / "background", in_background, in_background=True)
+    with_state(tiny_model_path, tmp_path / "foreground", in_foreground)
+    for step in (1, 2):
+        found, expected = (tmp_path / kind / f"global_step_{step}" for kind in ("background", "foreground"))
+        assert verify(found) is None
+        assert digest(found) == digest(expected)
+    assert digest(found) != digest(tmp_path / "background" / "global_step_1")
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.fault("F36")
+@pytest.mark.defect("C5-full-disk-ends-the-run")
+def test_a_full_disk_costs_a_checkpoint_and_three_in_a_row_the_run(
+    tiny_model_path: str, tmp_path: Path, in_background: bool, caplog: pytest.LogCaptureFixture
+):
+    async def steps(state: RunState, learner: Learner, position: Position) -> None:
+        await state.save(1)
+        await state.written()
+        with disk_full_after(None, 1000):
+            for step in (2, 3):
+                await state.save(step)
+                await state.written()
+        assert state.saved_step == 1
+        assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]  # and nothing half written
+        await state.save(4)
+        await state.finish(4)
+        with disk_full_after(None, 1000):
+            for step in (5, 6):
+                await state.save(step)
+                await state.written()
+            with pytest.raises(CheckpointError, match=r"step 7 COULD NOT BE WRITTEN.*failure 3 in a row"):
+                await state.finish(7)
+        await state.finish(4)
+
+    with_state(tiny_model_path, tmp_path, steps, in_background=in_background)
+    assert caplog.text.count("COULD NOT BE WRITTEN") >= 4
+    assert verify(tmp_path / "global_step_4") is None
+
+
+def test_a_cancelled_save_is_written_to_its_end(tiny_model_path: str, tmp_path: Path, slow_writes: threading.Event):
+    async def steps(state: RunState, learner: Learner, position: Position) -> None:
+        saving = asyncio.ensure_future(state.save(1))
+        await asyncio.sleep(0.1)
+        saving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+        slow_writes.set()
+        await state.written()
+        assert state.saved_step == 1
+
+    with_state(tiny_model_path, tmp_path, steps)
+    assert verify(tmp_path / "global_step_1") is None
+
+
+@pytest.mark.defect("C9-folders-being-deleted-stay")
+def test_what_is_left_of_an_interrupted_deletion_goes_with_the_next_save(tmp_path: Path):
+    (tmp_path / "global_step_1.deleting" / "policy").mkdir(parents=True)
+    Checkpoints(tmp_path).begin(2)
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_2.partial"]
