@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -77,6 +78,7 @@ async def build_engine(
         name=engine_name(generator, index),
         concurrent=True,
         deadline_s=timeouts.rollout_s + timeouts.weight_sync_s,
+        deadlines={"generate": math.inf},  # the client watches its progress
         died=EngineError,
         devices=devices,
     )

@@ -65,7 +65,7 @@ class Remote:
         died: type[SkyRLError] = WorkerDied,
         deadlines: Mapping[str, float] | None = None,
     ):
-        """`deadlines`: method -> deadline, for methods that do not have `deadline_s`."""
+        """`deadlines`: method -> deadline (infinity for none), for methods that do not have `deadline_s`."""
         self._deadlines = dict(deadlines or {})
         self._handle = handle
         self._name = name
@@ -105,7 +105,7 @@ class Remote:
     async def _wait(self, reference: Any, method: str, deadline_s: float) -> Any:
         future = asyncio.wrap_future(reference.future())
         try:
-            return await asyncio.wait_for(future, deadline_s)
+            return await asyncio.wait_for(future, deadline_s if deadline_s < math.inf else None)
         except RayTaskError as error:
             raise error.cause from error
         except RayActorError as error:

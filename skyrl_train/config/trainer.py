@@ -79,7 +79,8 @@ class TimeoutsConfig(Section):
     rendezvous_s: float = key(120.0, range=POSITIVE)
     """For ranks and engines to find each other for collectives."""
     rollout_s: float = key(1800.0, range=POSITIVE)
-    """For one group of rollouts, all turns included."""
+    """For all turns of one episode, while they run in an engine's batch: waiting for room in it does not count. An
+    episode that is cut is masked, and counted in `rollouts/failed/deadline`."""
     environment_step_s: float = key(60.0, range=POSITIVE)
     """For one call of an environment; its process is killed afterwards."""
     weight_sync_s: float = key(600.0, range=POSITIVE)

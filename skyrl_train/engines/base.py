@@ -54,7 +54,8 @@ class SampleRequest:
     group: str = ""
     """Requests of one group share a prompt and go to one engine, which prefills it once."""
     deadline_s: float | None = None
-    """Seconds after which the engine aborts the request; None for no deadline."""
+    """Seconds of running after which the engine aborts the request; None for no deadline. Waiting until the engine has
+    room for it does not count (see run_clock.py), unless a server of another project does not tell."""
     adapter: str | None = None
     """A name given to `load_adapter`. None: the weights of the last sync, including the adapter that came with it."""
 
@@ -83,6 +84,8 @@ class Completion:
     versions: list[VersionSpan]
     stop_text: str | None = None
     """The text of the stop string or token that ended it, if one did."""
+    running_s: float = field(default=0.0, compare=False)
+    """Seconds that it ran, of those that its deadline allows."""
 
 
 @dataclass(frozen=True, slots=True)

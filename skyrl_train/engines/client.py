@@ -12,12 +12,11 @@ from functools import partial
 from typing import Any
 
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
+from skyrl_train.engines.progress import GRACE_S, Progress
 from skyrl_train.errors import DeadlineExceeded, EngineError, UnsupportedParameter, WorkerDied
 
 _REMEMBERED = 1 << 16
 """How many sessions and groups, the latest ones, have their engine remembered."""
-_GRACE_S = 30.0
-"""How long an engine may take beyond a request's deadline, or for a health check, before it counts as dead."""
 
 _DEATHS = (EngineError, WorkerDied, DeadlineExceeded, ConnectionError)
 
@@ -28,6 +27,7 @@ class _EngineRecord:
 
     engine: Any
     name: str
+    progress: Progress
     load: int = 0
     """Tokens of running requests: their prompts and max_tokens."""
     cause: str | None = None
@@ -50,7 +50,7 @@ class EngineClient:
 
     def __init__(self, engines: Sequence[Any], *, deadline_s: float):
         """`deadline_s`: of requests that have none of their own, and of all other calls."""
-        self._all = [_EngineRecord(one, getattr(one, "name", f"engine {index}")) for index, one in enumerate(engines)]
+        self._all = [_record(one, getattr(one, "name", f"engine {index}")) for index, one in enumerate(engines)]
         self._deadline_s = deadline_s
         self._homes: OrderedDict[tuple[str, str], int] = OrderedDict()
         """("session" or "group", its name) -> index of its engine."""
@@ -86,11 +86,11 @@ class EngineClient:
         if hasattr(engine, "kill"):
             engine.kill()
         else:
-            self._in_background(asyncio.wait_for(engine.close(), _GRACE_S))
+            self._in_background(asyncio.wait_for(engine.close(), GRACE_S))
 
     def replace(self, name: str, engine: Any) -> None:
         """Replace the engine called `name` by a new one, which must already have the current weights."""
-        self._all[self._all.index(self._named(name))] = _EngineRecord(engine, name)
+        self._all[self._all.index(self._named(name))] = _record(engine, name)
 
     def _named(self, name: str) -> _EngineRecord:
         return next(record for record in self._all if record.name == name)
@@ -167,10 +167,10 @@ class EngineClient:
 
     async def _generate(self, record: _EngineRecord, requests: list[SampleRequest]) -> list[Completion]:
         deadlines = [request.deadline_s for request in requests if request.deadline_s is not None]
-        limit = max(deadlines) + _GRACE_S if len(deadlines) == len(requests) else self._deadline_s
+        limit = max(deadlines) + GRACE_S if len(deadlines) == len(requests) else self._deadline_s
         self._count_under_way(1)
         try:
-            return await self._within(record, "generate", record.engine.generate(requests), limit)  # type: ignore[no-any-return]
+            return await record.progress.until_done(record.engine.generate(requests), limit)
         except (asyncio.CancelledError, DeadlineExceeded):
             # A remote engine does not notice that its caller has gone.
             self._in_background(self._abort_quietly(record, [request.request_id for request in requests]))
@@ -215,14 +215,14 @@ class EngineClient:
     async def _serves(self, record: _EngineRecord) -> bool:
         """Whether an engine that failed a call is still healthy: then only these requests are lost, not the engine."""
         try:
-            health = await asyncio.wait_for(record.engine.health(), _GRACE_S)
+            health = await asyncio.wait_for(record.engine.health(), GRACE_S)
         except (*_DEATHS, TimeoutError):
             return False
         return not health.torn
 
     async def _abort_quietly(self, record: _EngineRecord, request_ids: list[str]) -> None:
         try:
-            await asyncio.wait_for(record.engine.abort(request_ids), _GRACE_S)
+            await asyncio.wait_for(record.engine.abort(request_ids), GRACE_S)
         except Exception as error:
             record.mark_dead(error)
 
@@ -292,7 +292,7 @@ class EngineClient:
         await self._each("reset_prefix_cache")
 
     async def health(self) -> list[EngineHealth]:
-        return await self._each("health", deadline_s=_GRACE_S)
+        return await self._each("health", deadline_s=GRACE_S)
 
     async def close(self) -> None:
         """Close every living engine; raises the first error after it has tried all."""
@@ -356,6 +356,10 @@ class EngineClient:
             if deadline.expired():
                 raise DeadlineExceeded(f"{record.name}.{method}", seconds) from error
             raise
+
+
+def _record(engine: Any, name: str) -> _EngineRecord:
+    return _EngineRecord(engine, name, Progress(name, lambda: engine.health()))
 
 
 def _peaks(every: Sequence[EngineHealth]) -> dict[str, float]:

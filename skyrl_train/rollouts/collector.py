@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -14,9 +15,11 @@ from skyrl_train.data.trajectory import FAILED, OK, Prompt, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.admission import RolloutQueue
+from skyrl_train.rollouts.conversation import CUT
 from skyrl_train.rollouts.dynamic_sampling import Curriculum, DynamicSampling, has_variance, is_useful
 from skyrl_train.rollouts.reward_shaping import RewardShaping, mask_group
 
+_log = logging.getLogger(__name__)
 Rollout = Callable[[Prompt, int], Awaitable[TrajectoryGroup]]
 """(prompt, position in the run's order of prompts) -> the prompt's group."""
 
@@ -66,10 +69,14 @@ class RolloutCollector:
         assert not (self._samplers.over_provisioning and max_staleness), "cutting the slow ones is synchronous"
         self._queue: RolloutQueue[_Drawn] = RolloutQueue()
         self._admitted = self._left_out = 0
+        self._pass_rates: dict[str, float] = {}
+        self._decided_ahead: list[tuple[int, bool]] = []
+        """The curriculum's state and decisions at the end of the last step."""
+        self._decided: dict[int, bool] = {}
+        """Position -> whether the curriculum left it out, of those admitted since `consumed`: decided once, even if the
+        run is resumed in between, as what is learnt of other prompts meanwhile would decide otherwise."""
         self.consumed = 0
         """Position in the run's order at which the step after the last finished one begins."""
-        self._pass_rates: dict[str, float] = {}
-        """The curriculum's state at that position."""
 
     def start(self, step: int) -> None:
         """Begin at `step`, whose weights are live; prompts continue from position `consumed`."""
@@ -82,12 +89,14 @@ class RolloutCollector:
 
     def state(self) -> dict[str, Any]:
         """State from which a resumed run draws the same prompts, as of the last finished step."""
-        return {"consumed": self.consumed, "pass_rates": self._pass_rates}
+        return {"consumed": self.consumed, "pass_rates": self._pass_rates, "decided": self._decided_ahead}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.consumed, self._pass_rates = state["consumed"], state["pass_rates"]
+        self._decided_ahead = [(position, left_out) for position, left_out in state["decided"]]
         if self._samplers.curriculum is not None:
             self._samplers.curriculum.load_state(self._pass_rates)
+            self._decided = dict(self._decided_ahead)
 
     async def next_groups(self, step: int, metrics: Metrics) -> list[TrajectoryGroup]:
         """The groups of `step`, in admission order.
@@ -124,10 +133,15 @@ class RolloutCollector:
         while self._queue.free_slots:
             position = self._admitted
             self._admitted += 1
-            if curriculum is not None and curriculum.leaves_out(self._prompt_at(position).uid):
+            if curriculum is not None and self._leaves_out(curriculum, position):
                 self._left_out += 1
             else:
                 self._queue.submit(partial(self._begin, position))
+
+    def _leaves_out(self, curriculum: Curriculum, position: int) -> bool:
+        if position not in self._decided:
+            self._decided[position] = curriculum.leaves_out(self._prompt_at(position).uid)
+        return self._decided[position]
 
     async def close(self) -> None:
         await self._queue.close()
@@ -202,6 +216,13 @@ class RolloutCollector:
         metrics.count("rollouts/failed", errors.total())
         for kind, number in errors.items():
             metrics.count(f"rollouts/failed/{kind}", number)
+        if errors[CUT]:
+            _log.warning(
+                "%d of %d episodes were cut after trainer.timeouts.rollout_s and are masked: what is learnt lacks long "
+                "answers. Raise it, or lower sampling_params.max_generate_length.",
+                errors[CUT],
+                sum(len(one.group.trajectories) for one in seen),
+            )
 
     def _describe(self, drawn: list[_Drawn], groups: list[TrajectoryGroup], metrics: Metrics) -> None:
         """With dynamic sampling, add metrics of the groups drawn, dropped and repeated."""
@@ -225,6 +246,8 @@ class RolloutCollector:
         self.consumed = drawn[-1].position + 1 if len(self._queue) else self._admitted
         if self._samplers.curriculum is not None:
             self._pass_rates = self._samplers.curriculum.state()
+            self._decided = {at: out for at, out in self._decided.items() if at >= self.consumed}
+            self._decided_ahead = sorted(self._decided.items())
             metrics.count("sampling/left_out", self._left_out)
             self._left_out = 0
 

@@ -28,6 +28,9 @@ from skyrl_train.errors import (
 from skyrl_train.rollouts.ledger import Ledger
 from skyrl_train.rollouts.rate_limit import RateLimiter
 
+CUT = "deadline"
+"""The kind of failure of an episode that an engine ended at its deadline."""
+_LEAST_S = 1e-3
 log = logging.getLogger(__name__)
 
 
@@ -71,7 +74,7 @@ class RolloutSettings:
     max_prompt_tokens: int
     """Limit for the whole conversation before each turn is sampled."""
     deadline_s: float
-    """For all turns of a group, counted from when its environments have started. Environment steps have their own."""
+    """For all turns of an episode while they run in an engine's batch. Environment steps have their own."""
     chat_template_kwargs: dict[str, object] = field(default_factory=dict)
     max_turns: int = 1
     one_message: bool = False
@@ -118,9 +121,8 @@ class ConversationGenerator:
             async with self._sampler.episode():
                 tasks += [asyncio.create_task(self._start(state)) for state in states]
                 await asyncio.gather(*tasks)
-                began = asyncio.get_running_loop().time()
-                first = await self._sample([state for state in states if state.session is not None], position, began)
-                tasks += [asyncio.create_task(self._play(state, done, position, began)) for state, done in first]
+                first = await self._sample([state for state in states if state.session is not None], position)
+                tasks += [asyncio.create_task(self._play(state, done, position)) for state, done in first]
                 await asyncio.sleep(0)  # lets every task enter its own `episode()`, in this order
             await asyncio.gather(*tasks)
         finally:
@@ -155,13 +157,13 @@ class ConversationGenerator:
             state.trajectory.fail("prompt_too_long", f"{len(state.trajectory.prompt_ids)} tokens")
             await state.close()
 
-    async def _play(self, state: _EpisodeState, completion: Completion, position: int, began: float) -> None:
+    async def _play(self, state: _EpisodeState, completion: Completion, position: int) -> None:
         """Run one episode from the first completion to its end, independently of the others."""
         item = state.trajectory
         async with self._later_turns.episode():
             try:
                 while await self._answered(state, completion) and self._goes_on(state):
-                    sampled = await self._sample([state], position, began)
+                    sampled = await self._sample([state], position)
                     if not sampled:
                         break
                     completion = sampled[0][1]
@@ -181,8 +183,9 @@ class ConversationGenerator:
         state.answers.append(len(item.messages))
         item.messages.append({"role": "assistant", "content": text})
         item.text = text if len(state.answers) == 1 else _transcript(item.messages[state.answers[0] :])
+        state.running_s += completion.running_s
         if completion.stop_reason == "abort":
-            raise EnvironmentFailure("timeout", "the engine did not finish it in time")
+            raise EnvironmentFailure(CUT, f"its turns ran for {state.running_s:.3g} s in the engine without an end")
         output = await state.session.step(text)
         state.ledger.reward(output.reward)
         item.env_metrics |= _numbers(output.metadata)
@@ -237,18 +240,13 @@ class ConversationGenerator:
             [id for text in texts for id in encode_text(self._tokenizer, text)], drops_last_token=ended
         )
 
-    async def _sample(
-        self, states: list[_EpisodeState], position: int, began: float
-    ) -> list[tuple[_EpisodeState, Completion]]:
+    async def _sample(self, states: list[_EpisodeState], position: int) -> list[tuple[_EpisodeState, Completion]]:
         """The episodes with their completions: all of them, or none if the engine failed."""
         if not states:
             return []
         sampler = self._later_turns if states[0].answers else self._sampler
-        left = self._settings.deadline_s - (asyncio.get_running_loop().time() - began)
         try:
-            if left <= 0:
-                raise EnvironmentFailure("timeout", f"not done after {self._settings.deadline_s:g} s")
-            completions = await sampler.generate([self._request(state, position, left) for state in states])
+            completions = await sampler.generate([self._request(state, position) for state in states])
             return list(zip(states, completions, strict=True))
         except (UnsupportedParameter, EnginesLost):
             raise  # every later request would fail in the same way
@@ -258,7 +256,7 @@ class ConversationGenerator:
                 state.trajectory.fail("engine", str(error))
             return []
 
-    def _request(self, state: _EpisodeState, position: int, deadline_s: float) -> SampleRequest:
+    def _request(self, state: _EpisodeState, position: int) -> SampleRequest:
         item, uid, turn = state.trajectory, state.trajectory.prompt.uid, len(state.answers)
         session = f"{position}.{uid}.{item.sample}"
         return SampleRequest(
@@ -268,7 +266,7 @@ class ConversationGenerator:
             seed=request_seed(self._settings.seed, uid, item.sample, turn, position),
             session=session,
             group=f"{position}.{uid}",
-            deadline_s=deadline_s,
+            deadline_s=max(self._settings.deadline_s - state.running_s, _LEAST_S),
         )
 
 
@@ -284,6 +282,8 @@ class _EpisodeState:
     """Indices of the model's messages in the trajectory's messages."""
     by_stop_string: bool = False
     """Whether a stop string ended the last turn."""
+    running_s: float = 0.0
+    """Seconds that its turns have run in an engine's batch."""
 
     @classmethod
     def empty(cls, prompt: Prompt, sample: int, temperature: float) -> _EpisodeState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -77,6 +78,7 @@ class ScriptedEngine:
     async def _complete(self, request: SampleRequest) -> Completion:
         aborted = self._aborted[request.request_id]
         delay = self._delay_s(request) if callable(self._delay_s) else self._delay_s
+        begun = time.monotonic()
         work = asyncio.ensure_future(self._work(delay))
         stop = asyncio.ensure_future(aborted.wait())
         try:
@@ -90,7 +92,8 @@ class ScriptedEngine:
         self._generated_tokens += len(ids)
         logprobs = [-1.0] * len(ids)
         spans = [VersionSpan(0, len(ids), self.version)] if ids else []
-        return Completion(request.request_id, ids, logprobs, list(logprobs), reason, spans)
+        running_s = time.monotonic() - begun
+        return Completion(request.request_id, ids, logprobs, list(logprobs), reason, spans, running_s=running_s)
 
     async def _work(self, delay: float) -> None:
         await asyncio.sleep(delay)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -93,7 +94,7 @@ class Connection:
     async def within(self, what: str, seconds: float, work: Awaitable[T]) -> T:
         """Await `work` for at most `seconds`. Raises DeadlineExceeded naming engine and `what`."""
         try:
-            async with asyncio.timeout(seconds) as deadline:
+            async with asyncio.timeout(seconds if seconds < math.inf else None) as deadline:
                 return await work
         except TimeoutError as error:
             if deadline.expired() and not isinstance(error, SkyRLError):

@@ -8,6 +8,7 @@ request runs at the server when its weights change, so the version of every toke
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,7 @@ class _NativeRequest:
         self.ended = asyncio.Event()
         """Set if it was aborted, by its caller or its deadline: it is not sent again."""
         self.retracted = False
+        self.begun = time.monotonic()
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[VersionSpan] = []
@@ -274,6 +276,7 @@ class NativeEngine:
             stop_reason=reason,
             versions=entry.versions,
             stop_text=text,
+            running_s=time.monotonic() - entry.begun,
         )
 
     def _first_end(self, entry: _NativeRequest) -> tuple[int | None, str | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from skyrl_train.engines.http.wire import (
     check_route,
     raised,
 )
+from skyrl_train.engines.progress import Progress
 from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.tasks import gather_all
 from skyrl_train.weight_sync.wire import Bucket, Manifest
@@ -43,6 +45,7 @@ class RemoteEngine:
         self._connection = Connection(url, token, name)
         self.name = self._connection.name
         self._deadline_s = deadline_s
+        self._progress = Progress(name or url, self.health)
         self._limits = Limits()
 
     async def connect(self, deadline_s: float) -> RemoteEngine:
@@ -72,7 +75,10 @@ class RemoteEngine:
         """See InferenceEngine. Cancelling the call closes its connection, upon which the server aborts its requests."""
         known = [request.deadline_s for request in requests if request.deadline_s is not None]
         limit = max(known) if requests and len(known) == len(requests) else self._deadline_s
-        parts = [self._call("generate", part, deadline_s=limit + 2 * GRACE_S) for part in self._parts(requests)]
+        parts = [
+            self._progress.until_done(self._call("generate", part, deadline_s=math.inf), limit + 2 * GRACE_S)
+            for part in self._parts(requests)
+        ]
         return [completion for part in await gather_all(parts) for completion in part]
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:

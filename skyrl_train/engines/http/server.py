@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from aiohttp import HttpVersion11, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from skyrl_train.engines.base import Completion, SampleRequest
+from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
 from skyrl_train.engines.http.codec import Malformed, decode, read_json, write_json
 from skyrl_train.engines.http.openai import CompletionCall, Translator
 from skyrl_train.engines.http.wire import (
@@ -45,6 +45,7 @@ from skyrl_train.engines.http.wire import (
     error_body,
     failure,
 )
+from skyrl_train.engines.progress import COUNTERS, Progress
 from skyrl_train.errors import ConfigError, DeadlineExceeded, EngineError, SkyRLError
 
 log = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ class HttpEndpoint:
         self.token_file: Path | None = None
         self._makes_token_file = token is None
         self._engine = engine
+        self._progress = Progress("engine", self._health_of_all)
         self.model_name = model_name
         self._host, self._port = host, port
         self._limits = limits or (Limits() if control else SAMPLING_LIMITS)
@@ -274,7 +276,8 @@ class HttpEndpoint:
         own = [self._owned(request, prefix) for request in requests]
         longest = max(request.deadline_s or self._deadline_s for request in own)
         try:
-            completions: list[Completion] = await self._ask("generate", [own], longest + GRACE_S)
+            work = self._attribute("generate")(own)
+            completions: list[Completion] = await self._progress.until_done(work, longest + GRACE_S)
         except (asyncio.CancelledError, DeadlineExceeded):
             # The client is gone, or the engine does not respond; an engine in another process would continue.
             task = asyncio.ensure_future(self._abort_quietly([request.request_id for request in own]))
@@ -292,6 +295,13 @@ class HttpEndpoint:
             session=request.session and self._sessions + request.session,  # goes on in later calls
             deadline_s=min(request.deadline_s or self._deadline_s, self._deadline_s),
         )
+
+    async def _health_of_all(self) -> EngineHealth:
+        """The counters of all engines that are served."""
+        found = await self._attribute("health")()
+        every = found if isinstance(found, list) else [found]
+        totals = {one: sum(getattr(health, one) for health in every) for one in COUNTERS}
+        return EngineHealth("all", 0, **totals)
 
     async def _abort_quietly(self, request_ids: list[str]) -> None:
         try:

@@ -110,6 +110,7 @@ class SGLangEngine:
             name=name,
             max_model_len=longest,
             on_cpu=device == "cpu",
+            slots=max_num_seqs,
         )
         store = SGLangWeights(skeleton, self._host.manager, self._wait, self._traffic.halt, ranks=tensor_parallel_size)
         self._receiver = self._traffic.receiver = WeightReceiver(store, name, torch.device(device), slot)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 
 from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
 from skyrl_train.engines.checks import check_logprobs, check_new_ids
+from skyrl_train.engines.run_clock import RunClock
 from skyrl_train.errors import EngineError
 from skyrl_train.weight_sync.receiver import WeightReceiver
 
@@ -26,7 +30,6 @@ class _SGLangRequest:
         self.rid = rid
         """SGLang's id of the request; it is no prefix of another one."""
         self.done: asyncio.Future[Completion] = loop.create_future()
-        self.timer: asyncio.TimerHandle | None = None
         self.aborted = False
 
 
@@ -34,9 +37,17 @@ class Traffic:
     """Sends requests to SGLang, but none while paused, asleep, or from a weight sync's first tensor to its end."""
 
     def __init__(
-        self, manager: Any, tokenizer: Any, eos: frozenset[int], *, name: str, max_model_len: int, on_cpu: bool
+        self,
+        manager: Any,
+        tokenizer: Any,
+        eos: frozenset[int],
+        *,
+        name: str,
+        max_model_len: int,
+        on_cpu: bool,
+        slots: int,
     ):
-        """`manager` is SGLang's TokenizerManager."""
+        """`manager` is SGLang's TokenizerManager; `slots`: how many requests it runs at a time."""
         self.receiver: WeightReceiver
         """To be set before the first request."""
         self.adapters: dict[str, str] = {}
@@ -54,6 +65,9 @@ class Traffic:
         self._entries: dict[str, _SGLangRequest] = {}
         self._waiting: list[_SGLangRequest] = []
         """The requests in `_entries` that were not sent yet."""
+        self._clock = RunClock(slots)
+        self._timer: asyncio.TimerHandle | None = None
+        """For the next deadline."""
         self._numbers = count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._drained: list[asyncio.Future[None]] = []
@@ -90,8 +104,8 @@ class Traffic:
         for entry in entries:
             self._entries[entry.request.request_id] = entry
             self._waiting.append(entry)
-            if entry.request.deadline_s is not None:
-                entry.timer = loop.call_later(entry.request.deadline_s, self._expire, entry)
+        self._clock.add((request.request_id, request.deadline_s) for request in requests)
+        self._set_timer()
         self._settle()
         try:
             return list(await asyncio.gather(*(asyncio.shield(entry.done) for entry in entries)))
@@ -116,8 +130,19 @@ class Traffic:
             self._end(entry, error)
         self._notify_drained()
 
-    def _expire(self, entry: _SGLangRequest) -> None:
-        self._begin(self.abort([entry.request.request_id]))
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        left = self._clock.next_deadline() - time.monotonic()
+        self._timer = asyncio.get_running_loop().call_later(left, self._expire) if left < math.inf else None
+
+    def _expire(self) -> None:
+        """End the requests that are late; their ends set the next timer."""
+        late = self._clock.late()
+        if late:
+            self._begin(self.abort(late))
+        else:  # woken a little early
+            self._set_timer()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -138,11 +163,11 @@ class Traffic:
     def _end(self, entry: _SGLangRequest, outcome: Completion | EngineError) -> None:
         if self._entries.pop(entry.request.request_id, None) is None:
             return
-        if entry.timer is not None:
-            entry.timer.cancel()
+        running_s = self._clock.remove(entry.request.request_id)
+        self._set_timer()
         if not entry.done.done():
             if isinstance(outcome, Completion):
-                entry.done.set_result(outcome)
+                entry.done.set_result(replace(outcome, running_s=running_s))
             else:
                 entry.done.set_exception(outcome)
                 entry.done.exception()  # marks it as retrieved: it may have no awaiter any more

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -53,8 +51,6 @@ class TrackedRequest:
     stops: StopStrings | None = None
     seen: Tensor | None = None
     """bool [V], the tokens in it so far, if there is a repetition penalty."""
-    expires: float = math.inf
-    """time.monotonic()"""
     page: int = -1
     """Its page in the Transcript."""
     slot: int = -1
@@ -64,10 +60,6 @@ class TrackedRequest:
     changes: list[tuple[int, int]] = field(default_factory=list)
     """(first token, version) of every change of weights, the first ones included."""
     completion: Completion | None = None
-
-    def set_deadline(self) -> None:
-        if self.request.deadline_s is not None:
-            self.expires = time.monotonic() + self.request.deadline_s
 
     @property
     def reread(self) -> int:
@@ -86,7 +78,7 @@ class TrackedRequest:
         sampled, _, _ = transcript.read(self.page, self.generated)
         self.key = self.key._replace(token_ids=(*self.request.token_ids, *sampled))
 
-    def finish(self, transcript: Transcript, reason: str) -> None:
+    def finish(self, transcript: Transcript, reason: str, running_s: float) -> None:
         ids, logprobs, full = transcript.read(self.page, self.generated) if self.page >= 0 else ([], [], [])
         starts = [start for start, _ in self.changes[1:]] + [self.generated]
         spans = [
@@ -94,7 +86,8 @@ class TrackedRequest:
             for (start, version), stop in zip(self.changes, starts, strict=False)
             if stop > start
         ]
-        self.completion = Completion(self.request.request_id, ids, logprobs, full, reason, spans, self.stop_text)
+        request_id = self.request.request_id
+        self.completion = Completion(request_id, ids, logprobs, full, reason, spans, self.stop_text, running_s)
         if self.page >= 0:
             transcript.free(self.page)
 

@@ -6,8 +6,6 @@ to an idle engine takes the same steps and gives bit-identical results.
 
 from __future__ import annotations
 
-import math
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.engines.checks import check_logprobs, check_new_ids
+from skyrl_train.engines.run_clock import RunClock
 from skyrl_train.engines.stop_strings import StopStrings
 from skyrl_train.engines.token_sampler import RowSampler, uniforms
 from skyrl_train.engines.transformers.adapters import adapted_rows
@@ -59,7 +58,7 @@ class Scheduler:
         self._finished: list[TrackedRequest] = []
         self._calls: set[GenerateCall] = set()
         """Calls that have not got their completions yet."""
-        self._earliest = math.inf
+        self._clock = RunClock(max_num_seqs)
         self.version = 0
         self.admitting = True
         self.generated_tokens = self.prefilled_tokens = self.cached_tokens = 0
@@ -79,7 +78,7 @@ class Scheduler:
     @property
     def next_deadline(self) -> float:
         """time.monotonic() at which `expire` may have something to do."""
-        return self._earliest
+        return self._clock.next_deadline()
 
     def submit(self, call: GenerateCall) -> None:
         """Queue the requests of a call, in order.
@@ -91,14 +90,13 @@ class Scheduler:
         for row in call.requests:
             self._prepare(row)
         self._queue.extend(call.requests)
+        self._clock.add((row.request.request_id, row.request.deadline_s) for row in call.requests)
         self._calls.add(call)
 
     def _prepare(self, row: TrackedRequest) -> None:
         params = row.request.sampling
         row.key = Key(row.request.token_ids, self._served.adapters.get(row.request.adapter))
         row.limit = min(params.max_tokens, self._max_model_len - len(row.request.token_ids))
-        row.set_deadline()
-        self._earliest = min(self._earliest, row.expires)
         eos = frozenset() if params.ignore_eos else self._eos
         row.stop_ids = eos | frozenset(params.stop_token_ids)
         if params.min_tokens and row.stop_ids:
@@ -120,10 +118,8 @@ class Scheduler:
 
     def expire(self) -> None:
         """End requests whose deadline has passed."""
-        now = time.monotonic()
-        if self._earliest <= now:
-            self._end(lambda row: row.expires <= now)
-            self._earliest = min((row.expires for row in (*self._rows, *self._queue)), default=math.inf)
+        if late := self._clock.late():
+            self.abort(late)
 
     def retract(self) -> None:
         """Put running rows back at the head of the queue; their tokens so far are prefilled when they are admitted."""
@@ -137,7 +133,7 @@ class Scheduler:
         """Drop all running and queued requests: their callers get `error`."""
         self._rows, self._batch = [], None
         self._queue.clear()
-        self._transcript = Transcript()
+        self._transcript, self._clock = Transcript(), RunClock(self._max_num_seqs)
         self.forget()
         self._deliver()
         calls, self._calls = self._calls, set()
@@ -177,7 +173,7 @@ class Scheduler:
         self._settle()
 
     def _finish(self, row: TrackedRequest, reason: str) -> None:
-        row.finish(self._transcript, reason)
+        row.finish(self._transcript, reason, self._clock.remove(row.request.request_id))
         self._finished.append(row)
 
     def _deliver(self) -> None:

@@ -25,6 +25,7 @@ from skyrl_train.engines.base import (
     SampleRequest,
 )
 from skyrl_train.engines.checks import SLEEPING, Checks, check_new_ids
+from skyrl_train.engines.run_clock import RunClock
 from skyrl_train.engines.step_thread import StepThread
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.report.memory import peak_memory
@@ -110,6 +111,7 @@ class VLLMEngine:
         self._entries: dict[str, VLLMRequest] = {}
         self._waiting: list[VLLMRequest] = []
         """Requests not passed to vLLM yet, as they came while new requests had to wait."""
+        self._clock = RunClock(max_num_seqs)
         self._version = 0
         self._generation = 0
         """Incremented with every reset of the prompt cache."""
@@ -304,11 +306,10 @@ class VLLMEngine:
         return not self._halted() and bool(self._core.scheduler.has_unfinished_requests() or self._drained)
 
     def wakes_at(self) -> float:
-        return math.inf if self._closed else min((entry.expires for entry in self._all_entries()), default=math.inf)
+        return math.inf if self._closed else self._clock.next_deadline()
 
     def tick(self) -> None:
-        late = [entry.id for entry in self._all_entries() if entry.expires <= time.monotonic()]
-        if late:
+        if late := self._clock.late():
             self._abort(late)
         if not self._halted() and self._core.scheduler.has_unfinished_requests():
             try:
@@ -333,6 +334,7 @@ class VLLMEngine:
         for entry in entries:  # all before any is queued: an invalid request must refuse the whole call
             entry.built = self._build(entry.request)
         self._waiting.extend(entries)
+        self._clock.add((entry.id, entry.request.deadline_s) for entry in entries)
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:
@@ -342,6 +344,7 @@ class VLLMEngine:
         entries, self._waiting = self._waiting, []
         for entry in entries:
             if entry.call.future.done():  # with the error of another entry of its call
+                self._clock.remove(entry.id)
                 continue
             try:
                 if entry.built.cache_salt != self._salt(self._lora(entry.request)):
@@ -382,6 +385,8 @@ class VLLMEngine:
         """Fail a call whose requests vLLM refused when they were to begin."""
         failed = EngineError(f"Engine {self.name!r} failed: {type(error).__name__}: {error}")
         call.future.set_exception(error if isinstance(error, EngineError) else failed)
+        for entry in call.entries:
+            self._clock.remove(entry.id)
         self._engine.abort_request([entry.id for entry in call.entries])
         self._entries = {one: entry for one, entry in self._entries.items() if entry.call is not call}
 
@@ -400,6 +405,7 @@ class VLLMEngine:
         self._waiting = [entry for entry in self._waiting if entry.id not in ids]
         self._engine.abort_request([one for one in request_ids if one in self._entries])
         for entry in unread:
+            entry.running_s = self._clock.remove(entry.id)
             entry.put_nothing()
             entry.call.entry_done()
         self._deliver()
@@ -409,6 +415,7 @@ class VLLMEngine:
         done = [entry for entry in self._entries.values() if entry.output is not None]
         for entry in done:
             del self._entries[entry.id]
+            entry.running_s = self._clock.remove(entry.id)
             self._count(entry)
         self._adapters.forget_unused(entry.built.lora_request for entry in self._entries.values())
         for entry in done:  # last, so that callers see the current state of the engine
@@ -417,6 +424,7 @@ class VLLMEngine:
     def _fail(self, error: EngineError) -> None:
         """Drop all requests: their callers get `error`."""
         for entry in self._all_entries():
+            self._clock.remove(entry.id)
             if not entry.call.future.done():
                 entry.call.future.set_exception(error)
         self._waiting = []

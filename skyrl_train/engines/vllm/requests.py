@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -37,7 +35,8 @@ class VLLMRequest:
         self.built: EngineCoreRequest
         """The request as vLLM takes it; set on submission."""
         self.output: RequestOutput | None = None
-        self.expires = math.inf if request.deadline_s is None else time.monotonic() + request.deadline_s
+        self.running_s = 0.0
+        """Seconds that it ran; set when it is finished."""
 
     def put(self, output: RequestOutput) -> None:
         """Called by vLLM with the final output."""
@@ -68,6 +67,7 @@ class VLLMRequest:
             stop_reason=sampled.finish_reason or "abort",
             versions=[VersionSpan(span.start, span.end, int(span.version)) for span in sampled.weight_versions or ()],
             stop_text=stop_text,
+            running_s=self.running_s,
         )
 
 

@@ -99,7 +99,8 @@ def test_requests_of_a_dead_engine_go_to_another_once(death):
 
 @pytest.mark.fault("F29")
 def test_an_engine_that_hangs_is_left_after_the_requests_deadline(monkeypatch):
-    monkeypatch.setattr("skyrl_train.engines.client._GRACE_S", 1.0)
+    monkeypatch.setattr("skyrl_train.engines.progress.GRACE_S", 1.0)
+    monkeypatch.setattr("skyrl_train.engines.client.GRACE_S", 1.0)
     hung, sound = _engines(2)
     hung.abort = hung.generate = _never  # type: ignore[method-assign,assignment]
 

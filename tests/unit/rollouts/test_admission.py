@@ -140,7 +140,7 @@ def test_resuming_goes_on_at_the_next_prompt():
 
     async def run() -> None:
         collector = RolloutCollector(rollout, prompt, lambda step: 2, 0, 0.5)
-        collector.load_state({"consumed": 6, "pass_rates": {}})
+        collector.load_state({"consumed": 6, "pass_rates": {}, "decided": []})
         collector.start(step=3)
         await collector.next_groups(3, Metrics())
         assert collector.state()["consumed"] == 8

@@ -42,14 +42,23 @@ class Run:
     """Synchronous steps of one collector; `begun` has the positions in the order in which rollouts began."""
 
     def __init__(
-        self, rewards: Rewards, samplers: Samplers, size: int = 4, failed_fraction: float = 0.5, **kwargs: Any
+        self,
+        rewards: Rewards,
+        samplers: Samplers,
+        size: int = 4,
+        failed_fraction: float = 0.5,
+        max_staleness: int = 0,
+        **kwargs: Any,
     ):
         self.begun: list[int] = []
         self.metrics: dict[str, float] = {}
         self.groups: list[TrajectoryGroup] = []
+        self.left_out: list[int] = []
         self._rewards = rewards
         prompts = kwargs.pop("prompt_at", prompt_at)
-        self.collector = RolloutCollector(self._rollout, prompts, lambda step: size, 0, failed_fraction, samplers)
+        self.collector = RolloutCollector(
+            self._rollout, prompts, lambda step: size, max_staleness, failed_fraction, samplers
+        )
 
     async def _rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
         self.begun.append(position)
@@ -68,6 +77,7 @@ class Run:
                 add_rollout_metrics(self.groups, step, metrics)
                 self.metrics = metrics.flush()
                 uids.append([group.prompt.uid for group in self.groups])
+                self.left_out.append(int(self.metrics.get("sampling/left_out", 0)))
                 self.collector.weights_live(step + 1)
             return uids
 
@@ -362,14 +372,14 @@ def test_the_limits_of_a_curriculum_belong_to_its_range():
     assert not curriculum.leaves_out("0")
 
 
-def toy(samplers: Callable[[], Samplers], size: int = 3, rows: int = 7) -> Run:
+def toy(samplers: Callable[[], Samplers], size: int = 3, rows: int = 7, **kwargs: Any) -> Run:
     """Rewards that depend on the place as well as on the row, over a dataset of a few rows."""
     order = PromptOrder(rows, seed=5)
 
     def rewards(position: int) -> Sequence[float]:
         return (MIXED, WRONG, RIGHT)[random.Random(position * 31 + order.row(position)).randrange(3)]
 
-    return Run(rewards, samplers(), size, prompt_at=lambda position: prompt_at(order.row(position)))
+    return Run(rewards, samplers(), size, prompt_at=lambda position: prompt_at(order.row(position)), **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -393,6 +403,23 @@ def test_a_resumed_run_gets_the_same_prompts_over_several_epochs(samplers: Calla
     assert len(straight.begun) > 2 * 7, "several epochs"
 
 
+@pytest.mark.fault("F37")
+@pytest.mark.defect("curriculum-decided-twice")
+@pytest.mark.parametrize("max_staleness", [1, 2])
+@pytest.mark.parametrize("stopped_after", range(1, 9))
+def test_a_resumed_run_leaves_out_what_was_left_out_ahead_of_the_step_it_stopped_at(
+    stopped_after: int, max_staleness: int
+):
+    straight, killed, resumed = (
+        toy(lambda: Samplers(curriculum=Curriculum(0.2, 0.8)), max_staleness=max_staleness) for _ in range(3)
+    )
+    expected = straight.steps(0, 12)
+    before = killed.steps(0, stopped_after)
+    resumed.collector.load_state(json.loads(json.dumps(killed.collector.state())))
+    first = resumed.steps(stopped_after, stopped_after + max_staleness)  # admitted before the run stopped
+    assert before + first == expected[: stopped_after + max_staleness]
+
+
 def test_a_curriculum_over_a_whole_run_draws_right_and_wrong_prompts_half_as_often():
     order = PromptOrder(6, seed=1)
     run = Run(
@@ -411,4 +438,4 @@ def test_a_step_that_was_not_finished_leaves_no_trace_in_the_state():
     with pytest.raises(RolloutsFailed):
         run.steps(0, 1)
     assert len(run.begun) == 3
-    assert run.collector.state() == {"consumed": 0, "pass_rates": {}}
+    assert run.collector.state() == {"consumed": 0, "pass_rates": {}, "decided": []}
