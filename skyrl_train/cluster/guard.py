@@ -74,18 +74,19 @@ def _first_death(heads: dict[int, str]) -> str | None:
     """Wait for the driver's end; the name of one of Ray's own processes that died before it, if one did."""
     first: str | None = None
     poll = select.poll()
-    driver = sys.stdin.fileno()
-    poll.register(driver, select.POLLIN | select.POLLHUP)
+    pipe = sys.stdin.fileno()
+    poll.register(pipe, select.POLLIN | select.POLLHUP)
     names: dict[int, str] = {}
     if hasattr(os, "pidfd_open"):  # Linux
-        for pid, name in heads.items():
+        # The driver, too: another child of its may hold its end of the pipe open for a moment.
+        for pid, name in {**heads, os.getppid(): ""}.items():
             with suppress(ProcessLookupError):
                 names[os.pidfd_open(pid)] = name
     for descriptor in names:
         poll.register(descriptor, select.POLLIN)
     while True:
         ready = [descriptor for descriptor, _ in poll.poll()]
-        if driver in ready:  # its children die with it
+        if pipe in ready or "" in (names[descriptor] for descriptor in ready):  # Ray's processes die with the driver
             return first
         for descriptor in ready:
             poll.unregister(descriptor)

@@ -12,7 +12,9 @@ from skyrl_train.engines.base import EngineHealth
 from skyrl_train.errors import DeadlineExceeded
 
 GRACE_S = 30.0
-"""How long an engine may take to answer a health check, and how often one that works is asked."""
+"""How long an engine may take to answer a health check."""
+LOOK_S = 5.0
+"""How often one that works is asked."""
 COUNTERS = ("generated_tokens", "prefilled_tokens", "cached_tokens", "running")
 """What moves while an engine works."""
 T = TypeVar("T")
@@ -38,7 +40,7 @@ class Progress:
         The call is then cancelled, as it is if this is cancelled.
         """
         task, begun = asyncio.ensure_future(call), time.monotonic()
-        look_s = min(GRACE_S, stalls_s)
+        look_s = min(LOOK_S, stalls_s)
         try:
             while not (await asyncio.wait([task], timeout=look_s))[0]:
                 await self._look(look_s)

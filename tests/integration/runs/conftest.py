@@ -169,11 +169,10 @@ def metrics_of(folder: Path) -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     for line in (folder / "ckpts" / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
-        found.setdefault(row["step"], {}).update(
-            {
-                k: v
-                for k, v in row.items()
-                if not k.startswith(("timing/", "throughput/", "engines/tokens_per_s", "time", "memory/"))
-            }
-        )
+        assert row["step"] not in found, f"step {row['step']} is recorded twice"
+        found[row["step"]] = {
+            k: v
+            for k, v in row.items()
+            if not k.startswith(("timing/", "throughput/", "engines/tokens_per_s", "time", "memory/"))
+        }
     return found
