@@ -130,6 +130,62 @@ attempt("programs", lambda: open("/usr/bin/python3", "w"))
     assert set(lines.values()) <= {"OSError", "PermissionError"} and len(lines) == 6
 
 
+# Writes machine code over the one that the first process waits in, and wakes that by an orphan's end.
+INTO_THE_FIRST_PROCESS = """
+import os, time
+forks_40_times_and_waits = bytes.fromhex("bb28000000 b839000000 0f05 85c0 7404 ffcb 75f1 b822000000 0f05 ebf7")
+where = int(open("/proc/1/syscall").read().split()[-1], 16)
+with open("/proc/1/mem", "r+b", 0) as memory:
+    memory.seek(where)
+    memory.write(forks_40_times_and_waits)
+if os.fork() == 0:
+    os.fork()
+    os._exit(0)
+time.sleep(0.5)
+print(sum(map(str.isdigit, os.listdir("/proc"))), flush=True)
+"""
+
+
+@pytest.mark.fault("F18")
+@pytest.mark.defect("limits-left-through-the-first-process")
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="has machine code of x86-64")
+def test_code_that_takes_over_the_first_process_stays_within_the_limits(sandbox: Sandbox):
+    outcome = run(sandbox, INTO_THE_FIRST_PROCESS, Limits(wall_s=5))  # which cannot end any more
+    assert outcome.stderr == ""
+    assert 8 < int(outcome.stdout) <= PATIENT.processes
+
+
+@pytest.mark.fault("F18")
+@pytest.mark.defect("memory-of-many-processes")
+@pytest.mark.parametrize(("shared_mb", "own_mb", "killed_by"), [(0, 100, "memory"), (100, 0, None)])
+def test_memory_of_all_processes_together_is_limited_and_what_they_share_counts_once(
+    sandbox: Sandbox, shared_mb: int, own_mb: int, killed_by: str | None
+):
+    code = f"""
+import os, time
+shared = b"x" * ({shared_mb} << 20)
+for _ in range(4):
+    if os.fork() == 0:
+        own = b"x" * ({own_mb} << 20)
+        time.sleep(1000)
+time.sleep(1 if shared else 1000)
+"""
+    assert run(sandbox, code, replace(PATIENT, memory_mb=256)).killed_by == killed_by
+
+
+@pytest.mark.fault("F18")
+@pytest.mark.defect("many-empty-files")
+def test_files_and_folders_have_a_limit_of_their_number(sandbox: Sandbox):
+    code = """
+import os
+{streams}
+for number in range(100_000):
+    os.mkdir(f"/tmp/{number}")
+"""
+    for streams in ("pass", "os.close(1); os.close(2)"):
+        assert run(sandbox, code.replace("{streams}", streams)).killed_by == "files"
+
+
 @pytest.mark.fault("F18")
 def test_endless_output_is_cut_and_our_memory_stays_flat(sandbox: Sandbox):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -338,19 +394,23 @@ def test_without_bubblewrap_it_refuses_and_says_what_to_install(monkeypatch: pyt
 
 @pytest.mark.fault("F22")
 @pytest.mark.parametrize(
-    ("script", "reason"),
+    ("name", "script", "reason"),
     [
-        ("echo 'No permissions to create new namespace' >&2; exit 1", "No permissions to create new namespace"),
-        ('while [ "$1" != -- ]; do shift; done; exec "$@"', "cannot run programs here"),
+        ("bwrap", "echo 'No permissions to create new namespace' >&2; exit 1", "No permissions to create new name"),
+        ("bwrap", 'while [ "$1" != -- ]; do shift; done; exec "$@"', "cannot run programs here"),
+        ("prlimit", "echo 'Operation not permitted' >&2; exit 1", "no limits could be set: Operation not permitted"),
+        ("prlimit", "exit 0", "open: limits"),
     ],
 )
-def test_a_bubblewrap_that_does_not_box_in_is_refused(monkeypatch: pytest.MonkeyPatch, script: str, reason: str):
-    """The second one is a bubblewrap that runs the program and does nothing else."""
+def test_a_bubblewrap_that_does_not_box_in_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, script: str, reason: str
+):
+    """The second one is a bubblewrap that runs the program and does nothing else, the last one sets no limits."""
     import tempfile
 
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o755)
-        program = Path(folder, "bwrap")
+        program = Path(folder, name)
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
