@@ -13,7 +13,8 @@ from skyrl_train.environments.tools.sandbox import END_S, PYTHON, START_S, Limit
 class PythonTool(Tool):
     """Runs each call as a separate program or, with `persistent`, as the next block of the episode's session.
 
-    A block that exceeds its time, prints too much or exits ends the session; the next call starts a new one.
+    A block that exceeds a limit or exits ends the session; the next call starts a new one. Processes that a block
+    started end with it, threads stop until the next one.
     """
 
     name = "python"

@@ -411,7 +411,8 @@ def _bubblewrap(
         *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv"),
         *("--cap-drop", "ALL", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--ro-bind", "/usr", "/usr"),
         *(word for link in links for word in link),
-        *("--proc", "/proc", "--dev", "/dev", "--size", str(limits.file_mb * 2**20), "--tmpfs", "/tmp", *copies),
+        *("--proc", "/proc", "--dev", "/dev", "--dev-bind", "/dev/full", "/dev/zero"),  # as endless, not to be mapped
+        *("--size", str(limits.file_mb * 2**20), "--tmpfs", "/tmp", *copies),
         # both are in memory and have no size limit
         *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"),
         *(word for name, value in _ENVIRONMENT.items() for word in ("--setenv", name, value)),

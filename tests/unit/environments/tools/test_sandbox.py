@@ -174,6 +174,26 @@ time.sleep(1 if shared else 1000)
 
 
 @pytest.mark.fault("F18")
+@pytest.mark.defect("memory-that-is-not-mapped")
+def test_there_is_no_memory_that_stays_when_it_is_unmapped(sandbox: Sandbox):
+    code = """
+import mmap, os
+for fd in (-1, os.open("/dev/zero", os.O_RDWR)):
+    try:
+        mmap.mmap(fd, 4096, mmap.MAP_SHARED | (mmap.MAP_ANONYMOUS if fd < 0 else 0))
+        print("mapped")
+    except OSError:
+        print("refused")
+print(open("/dev/zero", "rb").read(2), len(mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)))
+with open("file", "w+b") as file:
+    file.write(b"kept")
+    file.flush()
+    print(mmap.mmap(file.fileno(), 4)[:])
+"""
+    assert run(sandbox, code).stdout.splitlines() == ["refused", "refused", "b'\\x00\\x00' 4096", "b'kept'"]
+
+
+@pytest.mark.fault("F18")
 @pytest.mark.defect("many-empty-files")
 def test_files_and_folders_have_a_limit_of_their_number(sandbox: Sandbox):
     code = """
@@ -310,7 +330,8 @@ NEWUSER = 0x10000000
 print(dict(unshare=call(272, NEWUSER), mount=call(165, 0, 0, 0, 0, 0), ptrace=call(101, 0, 0, 0, 0),
     bpf=call(321, 0, 0, 0), keyctl=call(250, 0, 0), io_uring=call(425, 1, 0), userfaultfd=call(323, 0),
     perf=call(298, 0, 0, 0, 0, 0),
-    clone=call(56, NEWUSER | 17, 0, 0, 0, 0), setns=call(308, 0, 0), shmget=call(29, 0, 4096, 0o1600)))
+    clone=call(56, NEWUSER | 17, 0, 0, 0, 0), setns=call(308, 0, 0), shmget=call(29, 0, 4096, 0o1600),
+    vmsplice=call(278, 1, 0, 0, 0)))
 try:
     open("/proc/sys/kernel/core_pattern", "w")
     print("core pattern written")
