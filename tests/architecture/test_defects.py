@@ -61,4 +61,6 @@ def test_few_are_about_parts_that_are_not_offered_and_those_have_a_reason():
 
 
 def test_ids_are_those_of_the_page():
-    assert [id for id in all_claims(TESTS, "defect") if id not in rows(PAGE)] == []
+    """Defects of this project's own have words for ids (CONTRIBUTING.md), and stand on no page."""
+    numbered = [id for id in all_claims(TESTS, "defect") if re.fullmatch(r"D\d+", id)]
+    assert [id for id in numbered if id not in rows(PAGE)] == []
