@@ -199,7 +199,7 @@ class BrowserTool(Tool):
                 await page.evaluate("0")
         except TimeoutError:
             return False
-        except _library().Error as error:  # on its way to another document, or
+        except _library().Error as error:  # or it is on its way to another document
             return "crashed" not in str(error)
         return True
 
