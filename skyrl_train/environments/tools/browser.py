@@ -34,6 +34,9 @@ FLAGS = (
 MAX_TABS = 5
 CLOSE_S = 1.5
 SETTLE_MS = 100
+ANSWER_S = 5.0
+"""Time for a page's process to answer on a busy machine; one that does not is stuck in a script."""
+LOST = "the page did not answer any more, so it was closed; goto opens another one."
 NEW_TAB_S = 5.0
 ATTEMPTS = 10
 NAVIGATION_ERRORS = ("interrupted by another navigation", "Execution context was destroyed")
@@ -73,8 +76,9 @@ class BrowserTool(Tool):
     `timeout` seconds for a call, `max_bytes` of traffic in an episode.
 
     Every episode has its own browser with one context, started by the first call. A call that exceeds its deadline ends
-    the browser, and the next call starts a new one. Every connection, including redirects and everything that a page
-    loads, goes through `CheckingProxy`. Downloads, service workers and non-http(s) addresses are disabled.
+    the browser, and the next call starts a new one. A page whose script does not end, or whose process crashed, is
+    closed. Every connection, including redirects and everything that a page loads, goes through `CheckingProxy`.
+    Downloads, service workers and non-http(s) addresses are disabled.
     """
 
     name = "browser"
@@ -110,24 +114,30 @@ class BrowserTool(Tool):
         self._context: Any = None
         self._open: AsyncExitStack | None = None
         self._interrupted = False
-        """Whether a call was cut off: the browser may still be busy with it."""
+        """Whether a call was cut off, which ends the browser's processes."""
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        if self._interrupted:
+        if self._interrupted or (self._context is not None and not self._context.browser.is_connected()):
             await self.close()
         self._interrupted = True
         try:
+            if await self._close_lost() and arguments["action"] != "goto":
+                raise ToolError(LOST)
             page = await self._page()
             await self._act(page, arguments)
             shown = await self._shown()
+            self._interrupted = False
+            return shown
         except _library().Error as error:  # Playwright's own errors, including timeouts
+            reason = LOST if await self._close_lost() else str(error).splitlines()[0][:300]
             self._interrupted = self._context is None
-            raise ToolError(f"{arguments['action']} failed: {str(error).splitlines()[0][:300]}") from error
+            raise ToolError(f"{arguments['action']} failed: {reason}") from error
         except ToolError:
             self._interrupted = False
             raise
-        self._interrupted = False
-        return shown
+        finally:
+            if self._interrupted and self._proxy is not None:
+                _kill(self._proxy)
 
     async def _act(self, page: Any, arguments: dict[str, Any]) -> None:
         action = arguments["action"]
@@ -175,6 +185,24 @@ class BrowserTool(Tool):
         listing = "\n".join(["", "Elements:", *elements]) if elements else ""
         return f"{seen['title']}\n{page.url}\n\n{seen['text']}{listing}"
 
+    async def _close_lost(self) -> bool:
+        """Close tabs that no navigation can leave, and return whether the newest was one."""
+        tabs = list(self._context.pages) if self._context is not None else []
+        answers = await asyncio.gather(*map(self._answers, tabs))
+        async with asyncio.timeout(CLOSE_S):
+            await asyncio.gather(*(tab.close() for tab, answer in zip(tabs, answers, strict=True) if not answer))
+        return bool(tabs) and not answers[-1]
+
+    async def _answers(self, page: Any) -> bool:
+        try:
+            async with asyncio.timeout(min(ANSWER_S, 0.2 * self.deadline_s)):
+                await page.evaluate("0")
+        except TimeoutError:
+            return False
+        except _library().Error as error:  # or it is on its way to another document
+            return "crashed" not in str(error)
+        return True
+
     async def _page(self) -> Any:
         """The newest tab: a link may have opened it."""
         if self._context is None:
@@ -198,7 +226,7 @@ class BrowserTool(Tool):
             handle_sighup=False,
         )
         context = await browser.new_context(accept_downloads=False, service_workers="block")
-        context.set_default_timeout(800 * self.deadline_s)
+        context.set_default_timeout(700 * self.deadline_s)
         context.on("page", self._limit_tabs)
         self._context = context
 
@@ -216,9 +244,7 @@ class BrowserTool(Tool):
         with contextlib.suppress(Exception):
             if context is not None:
                 await asyncio.wait_for(context.browser.close(), CLOSE_S)
-        for process in _processes(f"127.0.0.1:{proxy.port}"):  # a browser that did not close
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        _kill(proxy)  # if it did not close
         with contextlib.suppress(Exception):
             await asyncio.wait_for(opened.aclose(), CLOSE_S)
 
@@ -281,14 +307,13 @@ async def _retried(page: Any, attempt: Callable[[], Awaitable[Any]]) -> Any:
     return await attempt()
 
 
-def _processes(mark: str) -> list[psutil.Process]:
-    """Browser processes among this process's descendants that use this proxy."""
-    found = []
+def _kill(proxy: CheckingProxy) -> None:
+    """Kill the browser among this process's descendants that uses `proxy`."""
+    mark = f"127.0.0.1:{proxy.port}"
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if any(mark in argument for argument in process.cmdline()):
-                found.append(process)
-    return found
+                process.kill()
 
 
 def _needed(arguments: dict[str, Any], name: str) -> Any:

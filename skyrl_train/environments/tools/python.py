@@ -13,7 +13,8 @@ from skyrl_train.environments.tools.sandbox import END_S, PYTHON, START_S, Limit
 class PythonTool(Tool):
     """Runs each call as a separate program or, with `persistent`, as the next block of the episode's session.
 
-    A block that exceeds its time, prints too much or exits ends the session; the next call starts a new one.
+    A block that exceeds a limit or exits ends the session; the next call starts a new one. Processes that a block
+    started end with it, threads stop until the next one.
     """
 
     name = "python"
@@ -64,8 +65,8 @@ class PythonTool(Tool):
         parts = [text.rstrip("\n") for text in (outcome.stdout, outcome.stderr) if text.strip("\n")]
         if outcome.timed_out:
             parts.append(f"[timed out after {self._sandbox.limits.wall_s:g} s]")
-        elif outcome.killed_by == "output":
-            parts.append(f"[stopped: it printed more than {self._sandbox.limits.output} bytes]")
+        elif outcome.killed_by is not None:
+            parts.append(f"[stopped: {_excess(outcome.killed_by, self._sandbox.limits)}]")
         elif outcome.returncode and not outcome.stderr:
             parts.append(f"[exit status {outcome.returncode}]")
         if not parts:
@@ -73,3 +74,11 @@ class PythonTool(Tool):
         if self._session is not None and not self._session.alive:
             parts.append("[the Python process has ended: its variables are gone]")
         return "\n".join(parts)
+
+
+def _excess(killed_by: str, limits: Limits) -> str:
+    return {
+        "output": f"it printed more than {limits.output} bytes",
+        "memory": f"its processes used more than {limits.memory_mb} MB together",
+        "files": f"it made more than {limits.files} files and folders",
+    }[killed_by]

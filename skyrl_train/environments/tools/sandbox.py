@@ -1,8 +1,9 @@
 """Runs programs that a model wrote, isolated from this machine's files, networks and resources (Linux).
 
 A run is a separate process tree, with these layers: an unprivileged user (bubblewrap started as root is no boundary);
-bubblewrap with new namespaces of every kind, a read-only /usr, a small /tmp and an empty environment; resource limits;
-a seccomp filter (`syscalls`). None of its processes is alive when `run` returns.
+bubblewrap with new namespaces of every kind, a read-only /usr, a small /tmp and an empty environment; limits of each
+process, bubblewrap's own inside included, and of all together (`sandbox_view`); a seccomp filter (`syscalls`). None of
+its processes is alive when `run` returns, and none runs between two blocks of a session.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import json
 import logging
 import os
 import random
+import secrets
 import select
-import selectors
 import shutil
 import signal
 import socket
@@ -29,6 +30,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 from skyrl_train.config.environment import SandboxConfig
+from skyrl_train.environments.tools.sandbox_streams import WATCH_S, Block, Streams
+from skyrl_train.environments.tools.sandbox_view import SandboxView
 from skyrl_train.environments.tools.syscalls import denied_program
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 
@@ -42,7 +45,8 @@ CONSENT = "i_know_this_runs_model_code_on_this_machine"
 END_S = 10.0
 """Time for a killed process tree to end."""
 START_S = 60.0
-"""Time for bubblewrap to report its first process on a busy machine; not counted as the program's time."""
+"""Time for bubblewrap to make a sandbox on a busy machine; not counted as the program's time."""
+TOKEN_BYTES = 16
 _SCRATCH_UID = 2_000_000_000
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
 _INSIDE = Path(__file__).with_name("sandbox_inside.py")
@@ -56,11 +60,13 @@ class Limits:
     cpu_s: float = 10.0
     """Processor time of one process, rounded up to whole seconds."""
     memory_mb: int = 1024
-    """Address space of one process."""
+    """Address space of one process, and memory of all of them together."""
     processes: int = 16
     """Concurrent processes, including threads."""
     file_mb: int = 64
     """Size of one file, and total size of /tmp."""
+    files: int = 10_000
+    """Files, folders and links in /tmp."""
     open_files: int = 64
     output: int = 65536
     """Bytes of stdout and of stderr, each; a program that writes more is killed."""
@@ -77,7 +83,7 @@ class Outcome:
     timed_out: bool = False
     """Whether the limit on wall time or on processor time was exceeded."""
     killed_by: str | None = None
-    """The limit for which it was killed: "wall", "cpu" or "output"; else None."""
+    """The limit for which it was killed: "wall", "cpu", "memory" (of all processes), "files" or "output"; else None."""
 
 
 class Sandbox:
@@ -122,10 +128,15 @@ class Sandbox:
             planted = Path(folder, "planted")
             planted.write_text("here")
             port = server.getsockname()[1]
+            limits = Limits(wall_s=60.0, files=8)
+            probe = [PYTHON, "-I", "-c", _PROBE, str(planted), str(port), str(limits.processes)]
             try:
-                found = self.run({}, [PYTHON, "-I", "-c", _PROBE, str(planted), str(port)], limits=Limits(wall_s=60.0))
+                found = self.run({}, probe, limits=limits)
+                crowd = self.run({}, [PYTHON, "-I", "-c", _CROWD], limits=limits)
             except (EnvironmentFailure, OSError) as error:
                 raise ConfigError(_refusal(f"it does not start: {error}")) from error
+        if crowd.killed_by != "files":
+            raise ConfigError(_refusal("its number of files is not limited"))
         if found.returncode != 0 or found.stdout != "closed\n":
             raise ConfigError(
                 _refusal(f"a probe inside it ended with {found.returncode}: {found.stdout}{found.stderr}")
@@ -181,11 +192,16 @@ class Session:
         return self._running is not None
 
     def execute(self, code: str) -> Outcome:
-        """Run one block. If it exceeds a limit or exits the process, the session ends."""
+        """Run one block. What it started ends with it; if it exceeds a limit or exits the process, so does the session.
+
+        The end of a block is told by a token that is drawn for it: what earlier blocks wrote cannot end a later one.
+        """
         assert self._running is not None, "the session has ended"
         body = code.encode("utf-8", "replace")
-        deadline = time.monotonic() + self._limits.wall_s
-        outcome = self._running.outcome(deadline, len(body).to_bytes(8, "big") + body, self._code, self._done)
+        token = secrets.token_bytes(TOKEN_BYTES)
+        block = Block(len(body).to_bytes(8, "big") + token + body, token, self._code, self._done)
+        self._running.resume()
+        outcome = self._running.outcome(time.monotonic() + self._limits.wall_s, block)
         if self._running.ended:
             self.close()
         return outcome
@@ -227,13 +243,17 @@ class _Running:
         self._boxed = kind == "bubblewrap"
         self._report = b""
         """What bubblewrap reported about its first process and, at the end, about the program's exit."""
+        self._init = -1
+        """A descriptor of the first process inside, with which all others end; -1 if it did not start."""
+        self._view: SandboxView | None = None
         with ExitStack() as stack, ExitStack() as at_end:
             source = _memory_file(stdin, stack) if isinstance(stdin, bytes) else stdin
             if self._boxed:
                 self._status, status = os.pipe()
-                at_end.callback(os.close, self._status)
-                stack.callback(os.close, status)
-                arguments, fds = _bubblewrap(files, command, limits, status, stack)
+                held, self._release = os.pipe()
+                for fd, owner in ((self._status, at_end), (status, stack), (held, stack), (self._release, at_end)):
+                    owner.callback(os.close, fd)
+                arguments, fds = _bubblewrap(files, command, limits, status, held, stack)
                 options: dict[str, Any] = {"cwd": "/", "env": {}, **_unprivileged_user()}
             else:
                 folder = at_end.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
@@ -252,37 +272,63 @@ class _Running:
         assert self._process.stdout is not None and self._process.stderr is not None
         self._at_end.enter_context(self._process.stdout)
         self._at_end.enter_context(self._process.stderr)
-        self._init = self._first_process() if self._boxed else -1
+        if self._boxed:
+            try:
+                self._start(options)
+            except BaseException:
+                self.end()
+                raise
 
-    def _first_process(self) -> int:
-        """A descriptor of the first process inside, with which all others end; -1 if it did not start."""
+    def _start(self, options: Mapping[str, Any]) -> None:
+        """Limit the first process inside, from which all others inherit, and let it start the program.
+
+        If bubblewrap fails before, `outcome` tells why.
+        """
+        if (pid := self._first_process()) is None:
+            return
+        try:
+            self._init = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        self._at_end.callback(os.close, self._init)
+        self._view = SandboxView.wait_for(pid, self._init, START_S, self._at_end)
+        if self._view is None:
+            return
+        limiter = [_installed("prlimit"), "--pid", str(pid), *_prlimit(self._limits)]
+        # as the sandbox's own user, who needs no capability for it
+        limited = subprocess.run(limiter, stdin=subprocess.DEVNULL, capture_output=True, text=True, **options)
+        if limited.returncode:
+            raise EnvironmentFailure("sandbox", f"no limits could be set: {limited.stderr.strip()}")
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._release, b".")
+
+    def _first_process(self) -> int | None:
         deadline = time.monotonic() + START_S
         while b"\n" not in self._report:
             if not select.select([self._status], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                break
+                return None
             if not (piece := os.read(self._status, 4096)):
-                break
+                return None
             self._report += piece
-        try:
-            init = os.pidfd_open(json.loads(self._report.partition(b"\n")[0])["child-pid"])
-        except (OSError, ValueError):
-            return -1
-        self._at_end.callback(os.close, init)
-        return init
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return int(json.loads(self._report.partition(b"\n")[0])["child-pid"])
+        return None
 
-    def outcome(self, deadline: float, code: bytes = b"", write_to: int = -1, done: int = -1) -> Outcome:
-        """Read until the program ends or must be killed, or until `done` is readable, which leaves it running."""
-        streams = _Streams(self._process, self._limits.output)
-        killed_by = streams.read(deadline, code, write_to, done)
+    def outcome(self, deadline: float, block: Block | None = None) -> Outcome:
+        """Read until the program ends or must be killed, or until `block` is done, which leaves it frozen."""
+        streams = Streams(self._process, self._limits.output)
+        killed_by = streams.read(deadline, self._exceeded, block)
         if streams.done:
+            frozen = self._view is None or self._view.freeze()
+            streams.drain()
+            if not frozen:
+                self.end()
             return Outcome(*streams.texts(), 0)
-        if killed_by is None:
-            try:
-                self._process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                killed_by = "wall"
+        killed_by = killed_by or self._wait(deadline)
         returncode = self.end()
         stdout, stderr = streams.texts()
+        if self._boxed and self._view is None:
+            raise EnvironmentFailure("sandbox", stderr.strip() or "bubblewrap made no sandbox")
         if killed_by is not None:
             return Outcome(stdout, stderr, -signal.SIGKILL, killed_by == "wall", killed_by)
         if self._boxed and b"exit-code" not in self._report:
@@ -291,6 +337,28 @@ class _Running:
         if returncode == 128 + signal.SIGXCPU:
             return Outcome(stdout, stderr, returncode, True, "cpu")
         return Outcome(stdout, stderr, returncode)
+
+    def resume(self) -> None:
+        """Let a program go on that a finished block left frozen."""
+        if self._view is not None:
+            self._view.resume()
+
+    def _exceeded(self) -> str | None:
+        """The limit on all processes together for which the program must be killed now, if any."""
+        if self._view is None:
+            return None
+        return self._view.exceeds(self._limits.memory_mb * 2**20, self._limits.files)
+
+    def _wait(self, deadline: float) -> str | None:
+        """Wait for the process's end: None; or the limit for which it must be killed."""
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(max(0.0, min(WATCH_S, deadline - time.monotonic())))
+                return None
+            if time.monotonic() > deadline:
+                return "wall"
+            if exceeded := self._exceeded():
+                return exceeded
 
     def end(self) -> int:
         """Kill all processes that are left, wait for their end and return the exit status. Safe to call twice."""
@@ -324,88 +392,13 @@ class _Running:
         self.end()
 
 
-class _Streams:
-    """The stdout and stderr of a process, at most `limit` bytes of each."""
-
-    def __init__(self, process: subprocess.Popen[bytes], limit: int):
-        assert process.stdout is not None and process.stderr is not None
-        self._texts = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
-        self._limit = limit
-        self.done = False
-        for fd in self._texts:
-            os.set_blocking(fd, False)
-
-    def texts(self) -> tuple[str, str]:
-        stdout, stderr = (bytes(text).decode("utf-8", "replace") for text in self._texts.values())
-        return stdout, stderr
-
-    def read(self, deadline: float, code: bytes = b"", write_to: int = -1, done: int = -1) -> str | None:
-        """Read until both streams end or `done` is readable: None; "wall" or "output" if the process must be killed."""
-        with selectors.DefaultSelector() as selector:
-            for fd in self._texts:
-                selector.register(fd, selectors.EVENT_READ)
-            if code:
-                os.set_blocking(write_to, False)
-                selector.register(write_to, selectors.EVENT_WRITE)
-            if done >= 0:
-                selector.register(done, selectors.EVENT_READ)
-            open_streams = set(self._texts)
-            while open_streams:
-                if (left := deadline - time.monotonic()) <= 0:
-                    return "wall"
-                for key, _ in selector.select(left):
-                    fd = key.fd
-                    if fd == write_to:
-                        code = _write_some(fd, code)
-                    elif fd == done:
-                        self.done = bool(os.read(done, 1))
-                    elif not self._read_some(fd):
-                        open_streams.discard(fd)
-                    if (fd == write_to and not code) or fd == done or fd in self._texts.keys() - open_streams:
-                        selector.unregister(fd)
-                if self.done:  # everything that it wrote is in the pipes by now
-                    for fd in open_streams:
-                        while self._read_some(fd, finished=True):
-                            pass
-                    open_streams.clear()
-                if any(len(text) > self._limit for text in self._texts.values()):
-                    self._cut()
-                    return None if self.done else "output"
-        return None
-
-    def _cut(self) -> None:
-        for text in self._texts.values():
-            del text[self._limit :]
-
-    def _read_some(self, fd: int, finished: bool = False) -> bool:
-        """False at the end of the stream; if the program has finished, also when nothing can be read now."""
-        try:
-            piece = os.read(fd, 65536)
-        except BlockingIOError:
-            return not finished
-        self._texts[fd] += piece
-        return bool(piece)
-
-
-def _write_some(fd: int, data: bytes) -> bytes:
-    """Write some of `data` and return the rest; nothing if the other end is closed."""
-    try:
-        return data[os.write(fd, data[:65536]) :]
-    except BlockingIOError:
-        return data
-    except BrokenPipeError:
-        return b""
-
-
 def _bubblewrap(
-    files: Mapping[str, str | bytes], command: Sequence[str], limits: Limits, status: int, stack: ExitStack
+    files: Mapping[str, str | bytes], command: Sequence[str], limits: Limits, status: int, held: int, stack: ExitStack
 ) -> tuple[list[str], tuple[int, ...]]:
-    """The command line, and the descriptors that it uses."""
-    program = shutil.which("bwrap")
-    if sys.platform != "linux" or program is None:
-        raise ConfigError(_refusal("the program bwrap is not installed"))
+    """The command line, and the descriptors that it uses: on `status` it reports, on `held` it waits for a byte."""
+    program = _installed("bwrap")
     rules = _memory_file(denied_program(), stack)
-    fds = [status, rules]
+    fds = [status, held, rules]
     links = [
         ["--symlink", f"usr/{name}", f"/{name}"] for name in ("bin", "lib", "lib64") if Path("/usr", name).exists()
     ]
@@ -418,14 +411,21 @@ def _bubblewrap(
         *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv"),
         *("--cap-drop", "ALL", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--ro-bind", "/usr", "/usr"),
         *(word for link in links for word in link),
-        *("--proc", "/proc", "--dev", "/dev", "--size", str(limits.file_mb * 2**20), "--tmpfs", "/tmp", *copies),
+        *("--proc", "/proc", "--dev", "/dev", "--dev-bind", "/dev/full", "/dev/zero"),  # as endless, not to be mapped
+        *("--size", str(limits.file_mb * 2**20), "--tmpfs", "/tmp", *copies),
         # both are in memory and have no size limit
         *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"),
         *(word for name, value in _ENVIRONMENT.items() for word in ("--setenv", name, value)),
-        *("--seccomp", str(rules), "--json-status-fd", str(status), "--", "/usr/bin/prlimit"),
-        *_prlimit(limits),
+        *("--seccomp", str(rules), "--json-status-fd", str(status), "--block-fd", str(held), "--"),
         *command,
     ], tuple(fds)
+
+
+def _installed(name: str) -> str:
+    program = shutil.which(name)
+    if sys.platform != "linux" or program is None:
+        raise ConfigError(_refusal(f"the program {name} is not installed"))
+    return program
 
 
 def _local(folder: str, files: Mapping[str, str | bytes], command: Sequence[str], limits: Limits) -> list[str]:
@@ -437,7 +437,7 @@ def _local(folder: str, files: Mapping[str, str | bytes], command: Sequence[str]
     limiter = shutil.which("prlimit")
     # this limit would count all processes of the user, so it is left out
     options = [option for option in _prlimit(limits) if not option.startswith("--nproc")]
-    return [limiter, *options, *program] if limiter else program
+    return [limiter, *options, "--", *program] if limiter else program
 
 
 def _prlimit(limits: Limits) -> list[str]:
@@ -449,7 +449,6 @@ def _prlimit(limits: Limits) -> list[str]:
         f"--fsize={limits.file_mb * 2**20}",
         f"--nofile={limits.open_files}",
         "--core=0",
-        "--",
     ]
 
 
@@ -499,7 +498,7 @@ def _refusal(reason: str) -> str:
 
 
 _PROBE = """
-import os, socket, sys
+import os, resource, socket, sys
 out = [name for name in (sys.argv[1], "/etc/shadow", "/root", "/home") if os.path.exists(name)]
 try:
     socket.create_connection(("127.0.0.1", int(sys.argv[2])), 5)
@@ -508,7 +507,18 @@ except OSError:
     pass
 if os.getuid() == 0 or len(os.listdir("/proc/self/fd")) > 4 or open("/proc/1/environ").read():
     out.append("uid, descriptors or environment")
+if resource.getrlimit(resource.RLIMIT_NPROC)[1] != int(sys.argv[3]):
+    out.append("limits")
+if open("/proc/1/limits").read() != open("/proc/self/limits").read():
+    out.append("limits of the first process")
 print("open: " + ", ".join(out) if out else "closed")
+"""
+
+_CROWD = """
+import os, time
+for number in range(100):
+    os.mkdir(f"/tmp/{number}")
+time.sleep(60)
 """
 
 _BANNER = f"""

@@ -1,4 +1,4 @@
-"""Runs inside a session's sandbox, with the system's Python: reads blocks of code, and writes a byte after each one."""
+"""Runs inside a session's sandbox, with the system's Python: reads blocks of code, and answers each with its token."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import traceback
 
 
 def main() -> None:
-    """Read frames (8 bytes of length, then the code) from standard input, which is empty for the code itself."""
+    """Read frames (8 bytes of length, 16 of a token, the code) from standard input, which the code finds empty."""
     source, control = os.fdopen(os.dup(0), "rb"), int(sys.argv[1])
+    os.set_inheritable(control, False)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     scope = {"__name__": "__main__"}
     number = 0
     while header := source.read(8):
+        token = source.read(16)
         code = source.read(int.from_bytes(header, "big")).decode("utf-8", "replace")
         number += 1
         name = f"<block {number}>"
@@ -27,7 +29,7 @@ def main() -> None:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:
                 stream.flush()
-        os.write(control, b".")
+        os.write(control, token)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import socket
 from functools import cache
@@ -16,12 +17,14 @@ DENIED = (
     "keyctl add_key request_key bpf perf_event_open userfaultfd fanotify_init "
     "unshare setns mount umount umount2 pivot_root chroot mount_setattr "
     "move_mount open_tree fsopen fsmount fsconfig fspick name_to_handle_at open_by_handle_at "
-    "memfd_create memfd_secret shmget shmat shmctl msgget semget mq_open "
+    "memfd_create memfd_secret vmsplice shmget shmat shmctl msgget semget mq_open "
     "init_module finit_module delete_module kexec_load kexec_file_load reboot swapon swapoff acct quotactl "
     "settimeofday clock_settime clock_adjtime adjtimex stime sethostname setdomainname syslog "
     "iopl ioperm modify_ldt lookup_dcookie vhangup nfsservctl uselib personality "
 )
 """Networks, other processes, kernel keys and programs, namespaces, and memory that escapes the limits of a process."""
+SHARED_MEMORY = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
+"""Flags of `mmap` for memory that stays when it is unmapped but for one page: no limit of a process counts it."""
 NAMESPACES = 0x7E020080
 """The CLONE_NEW* flags of `clone`."""
 TIOCSTI = 0x5412
@@ -50,6 +53,7 @@ def denied_program() -> bytes:
             continue  # a call that this machine, or this version of libseccomp, does not have
     rules.add_rule(refuse, "socketpair", pyseccomp.Arg(0, pyseccomp.NE, socket.AF_UNIX))
     rules.add_rule(refuse, "ioctl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xFFFFFFFF, TIOCSTI))
+    rules.add_rule(refuse, "mmap", pyseccomp.Arg(3, pyseccomp.MASKED_EQ, SHARED_MEMORY, SHARED_MEMORY))
     for bit in range(32):
         if NAMESPACES & (flag := 1 << bit):
             rules.add_rule(refuse, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, flag, flag))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -102,6 +103,8 @@ PAGES = {
     "/two": "<title>Two</title>second page",
     "/new": "<title>New</title>in a tab of its own",
     "/loop": "<title>Loop</title><button onclick='for (;;) {}'>Go</button>",
+    "/spin": "<title>Spin</title><script>for (;;) {}</script>",
+    "/spin-later": "<title>Spin later</title><script>setTimeout(() => { for (;;) {} }, 300)</script>",
     "/slow": "<title>Slow</title><a href='/late'>Here</a><a href='/late' target='_blank'>New</a>"
     "<a href='/via' target='_blank'>Via</a>"
     "<button onclick='setTimeout(() => { location = \"/late\" }, 20)'>Later</button>",
@@ -221,13 +224,72 @@ def test_a_real_browser_reads_pages_and_is_refused_everything_else():
 
 @needs_chromium
 @pytest.mark.defect("D37")
+@pytest.mark.defect("loops-after-their-call")
 def test_a_page_that_never_lets_go_costs_the_browser_and_not_the_episode():
     with web_server(pages()) as server, browser(server) as (box, tool):
         assert do(box, "goto", url=f"{server.url}/loop").text.startswith("Loop\n")
         tool.deadline_s = 3.0
         assert do(box, "click", element=1).error == "timeout"
+        waited = time.monotonic() + 60
+        while chromium():
+            assert time.monotonic() < waited
+            time.sleep(0.05)
         tool.deadline_s = 120.0
         assert do(box, "goto", url=f"{server.url}/two").text.startswith("Two\n")
+
+
+@needs_chromium
+@pytest.mark.defect("pages-that-spin")
+def test_a_page_that_spins_or_crashed_is_closed_and_the_next_call_works():
+    with web_server(pages()) as server, browser(server) as (box, tool):
+        do(box, "goto", url=f"{server.url}/two")
+        context = tool._context
+        tool.deadline_s = 15.0
+        context.set_default_timeout(2000)
+        spun = do(box, "goto", url=f"{server.url}/spin")
+        assert spun.error == "tool_error" and "did not answer any more, so it was closed" in spun.text
+        context.set_default_timeout(60_000)
+        before = seconds()
+        time.sleep(0.5)
+        assert seconds() - before < 0.25
+        assert do(box, "goto", url=f"{server.url}/two").text.startswith("Two\n")
+
+        do(box, "goto", url=f"{server.url}/spin-later")
+        time.sleep(0.5)
+        assert do(box, "goto", url=f"{server.url}/two").text.startswith("Two\n")
+
+        for then, error in (("read", "tool_error"), ("goto", None)):
+            do(box, "goto", url=f"{server.url}/two")
+            kill("--type=renderer")  # as the kernel does when memory is short
+            time.sleep(0.5)
+            assert do(box, then, url=f"{server.url}/two").error == error
+        assert tool._context is context
+
+        tool.deadline_s = 120.0
+        kill("--proxy-server")
+        time.sleep(0.5)
+        assert do(box, "goto", url=f"{server.url}/two").text.startswith("Two\n")
+
+
+def chromium(mark: str = "") -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            command = " ".join(process.cmdline())
+            if "chrom" in command and mark in command and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def kill(mark: str) -> None:
+    for process in chromium(mark):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def seconds() -> float:
+    """Processor time of the browser's processes."""
+    return sum(sum(process.cpu_times()[:2]) for process in chromium())
 
 
 KILLED = """

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
+import psutil
 import pytest
 
 from skyrl_train.environments.tools.base import ToolBox
@@ -76,6 +78,57 @@ def test_a_session_bears_whatever_its_code_does_to_it(sandbox: Sandbox):
         assert session.execute("print('\ud800')").killed_by is None
         assert session.execute("import os; os.write(4, b'..'); os.write(5, b'..')").killed_by is None
         session.close()
+
+
+@pytest.mark.defect("loops-after-their-call")
+def test_what_a_block_started_ends_with_it_and_its_threads_wait_for_the_next_block(sandbox: Sandbox):
+    code = """
+import os, subprocess, threading
+ticks = 0
+def tick():
+    global ticks
+    while True:
+        ticks += 1
+threading.Thread(target=tick, daemon=True).start()
+for _ in range(3):
+    if os.fork() == 0:
+        os.setsid()
+        while True:
+            pass
+sleeper = subprocess.Popen(["/usr/bin/sleep", "1000"])
+"""
+    with sandbox.session(Limits(wall_s=60.0)) as session:
+        assert session.execute(code).killed_by is None
+        assert session._running is not None
+        processes = psutil.Process(session._running._process.pid).children(recursive=True)
+        before = [process.cpu_times() for process in processes]
+        time.sleep(0.5)
+        assert [process.cpu_times() for process in processes] == before
+        assert session.execute("print(sleeper.wait()); before = ticks").stdout == "-9\n"
+        assert session.execute("import time; time.sleep(0.1); print(ticks > before)").stdout == "True\n"
+
+
+@pytest.mark.defect("forged-end-of-a-block")
+def test_only_the_end_of_a_block_ends_it(sandbox: Sandbox):
+    forge = """
+import os, time
+for fd in range(3, 64):
+    try:
+        os.write(fd, b"." * 64)
+    except OSError:
+        continue
+"""
+    with sandbox.session(Limits(wall_s=60.0)) as session:
+        assert session.execute(forge + "time.sleep(0.3); print('late')").stdout == "late\n"
+        assert session.execute("print('next')").stdout == "next\n"
+        assert session.execute("os.close(1); os.close(2)").killed_by is None
+    with sandbox.session(Limits(wall_s=60.0)) as session:
+        assert session.execute(forge.replace("os.write", "while True: os.write")).killed_by == "output"
+
+
+def test_the_model_is_told_for_what_its_program_was_stopped(sandbox: Sandbox):
+    (text,) = answers("import os\nfor number in range(10**6): os.mkdir(str(number))", persistent=True)
+    assert text.startswith("[stopped: it made more than 10000 files and folders]\n[the Python process has ended")
 
 
 def test_the_sandbox_is_checked_when_a_run_starts(sandbox: Sandbox):

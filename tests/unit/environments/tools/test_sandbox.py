@@ -130,6 +130,82 @@ attempt("programs", lambda: open("/usr/bin/python3", "w"))
     assert set(lines.values()) <= {"OSError", "PermissionError"} and len(lines) == 6
 
 
+# Writes machine code over the one that the first process waits in, and wakes that by an orphan's end.
+INTO_THE_FIRST_PROCESS = """
+import os, time
+forks_40_times_and_waits = bytes.fromhex("bb28000000 b839000000 0f05 85c0 7404 ffcb 75f1 b822000000 0f05 ebf7")
+where = int(open("/proc/1/syscall").read().split()[-1], 16)
+with open("/proc/1/mem", "r+b", 0) as memory:
+    memory.seek(where)
+    memory.write(forks_40_times_and_waits)
+if os.fork() == 0:
+    os.fork()
+    os._exit(0)
+time.sleep(0.5)
+print(sum(map(str.isdigit, os.listdir("/proc"))), flush=True)
+"""
+
+
+@pytest.mark.fault("F18")
+@pytest.mark.defect("limits-left-through-the-first-process")
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="has machine code of x86-64")
+def test_code_that_takes_over_the_first_process_stays_within_the_limits(sandbox: Sandbox):
+    outcome = run(sandbox, INTO_THE_FIRST_PROCESS, Limits(wall_s=5))  # which cannot end any more
+    assert outcome.stderr == ""
+    assert 8 < int(outcome.stdout) <= PATIENT.processes
+
+
+@pytest.mark.fault("F18")
+@pytest.mark.defect("memory-of-many-processes")
+@pytest.mark.parametrize(("shared_mb", "own_mb", "killed_by"), [(0, 100, "memory"), (100, 0, None)])
+def test_memory_of_all_processes_together_is_limited_and_what_they_share_counts_once(
+    sandbox: Sandbox, shared_mb: int, own_mb: int, killed_by: str | None
+):
+    code = f"""
+import os, time
+shared = b"x" * ({shared_mb} << 20)
+for _ in range(4):
+    if os.fork() == 0:
+        own = b"x" * ({own_mb} << 20)
+        time.sleep(1000)
+time.sleep(1 if shared else 1000)
+"""
+    assert run(sandbox, code, replace(PATIENT, memory_mb=256)).killed_by == killed_by
+
+
+@pytest.mark.fault("F18")
+@pytest.mark.defect("memory-that-is-not-mapped")
+def test_there_is_no_memory_that_stays_when_it_is_unmapped(sandbox: Sandbox):
+    code = """
+import mmap, os
+for fd in (-1, os.open("/dev/zero", os.O_RDWR)):
+    try:
+        mmap.mmap(fd, 4096, mmap.MAP_SHARED | (mmap.MAP_ANONYMOUS if fd < 0 else 0))
+        print("mapped")
+    except OSError:
+        print("refused")
+print(open("/dev/zero", "rb").read(2), len(mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)))
+with open("file", "w+b") as file:
+    file.write(b"kept")
+    file.flush()
+    print(mmap.mmap(file.fileno(), 4)[:])
+"""
+    assert run(sandbox, code).stdout.splitlines() == ["refused", "refused", "b'\\x00\\x00' 4096", "b'kept'"]
+
+
+@pytest.mark.fault("F18")
+@pytest.mark.defect("many-empty-files")
+def test_files_and_folders_have_a_limit_of_their_number(sandbox: Sandbox):
+    code = """
+import os
+{streams}
+for number in range(100_000):
+    os.mkdir(f"/tmp/{number}")
+"""
+    for streams in ("pass", "os.close(1); os.close(2)"):
+        assert run(sandbox, code.replace("{streams}", streams)).killed_by == "files"
+
+
 @pytest.mark.fault("F18")
 def test_endless_output_is_cut_and_our_memory_stays_flat(sandbox: Sandbox):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -254,7 +330,8 @@ NEWUSER = 0x10000000
 print(dict(unshare=call(272, NEWUSER), mount=call(165, 0, 0, 0, 0, 0), ptrace=call(101, 0, 0, 0, 0),
     bpf=call(321, 0, 0, 0), keyctl=call(250, 0, 0), io_uring=call(425, 1, 0), userfaultfd=call(323, 0),
     perf=call(298, 0, 0, 0, 0, 0),
-    clone=call(56, NEWUSER | 17, 0, 0, 0, 0), setns=call(308, 0, 0), shmget=call(29, 0, 4096, 0o1600)))
+    clone=call(56, NEWUSER | 17, 0, 0, 0, 0), setns=call(308, 0, 0), shmget=call(29, 0, 4096, 0o1600),
+    vmsplice=call(278, 1, 0, 0, 0)))
 try:
     open("/proc/sys/kernel/core_pattern", "w")
     print("core pattern written")
@@ -338,19 +415,23 @@ def test_without_bubblewrap_it_refuses_and_says_what_to_install(monkeypatch: pyt
 
 @pytest.mark.fault("F22")
 @pytest.mark.parametrize(
-    ("script", "reason"),
+    ("name", "script", "reason"),
     [
-        ("echo 'No permissions to create new namespace' >&2; exit 1", "No permissions to create new namespace"),
-        ('while [ "$1" != -- ]; do shift; done; exec "$@"', "cannot run programs here"),
+        ("bwrap", "echo 'No permissions to create new namespace' >&2; exit 1", "No permissions to create new name"),
+        ("bwrap", 'while [ "$1" != -- ]; do shift; done; exec "$@"', "cannot run programs here"),
+        ("prlimit", "echo 'Operation not permitted' >&2; exit 1", "no limits could be set: Operation not permitted"),
+        ("prlimit", "exit 0", "open: limits"),
     ],
 )
-def test_a_bubblewrap_that_does_not_box_in_is_refused(monkeypatch: pytest.MonkeyPatch, script: str, reason: str):
-    """The second one is a bubblewrap that runs the program and does nothing else."""
+def test_a_bubblewrap_that_does_not_box_in_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, script: str, reason: str
+):
+    """The second one is a bubblewrap that runs the program and does nothing else, the last one sets no limits."""
     import tempfile
 
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o755)
-        program = Path(folder, "bwrap")
+        program = Path(folder, name)
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")

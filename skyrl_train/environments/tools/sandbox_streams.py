@@ -1,0 +1,106 @@
+"""What a program in a sandbox writes, read by its parent until it ends or exceeds a limit."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+WATCH_S = 0.05
+"""Time between two looks at what all processes of a sandbox occupy together."""
+MAX_PIPE = 2**20
+"""Bytes that an unprivileged user's pipe can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of a session: what is written to its process, and what that answers at the end, on two descriptors."""
+
+    frame: bytes
+    token: bytes
+    write_to: int
+    done: int
+
+
+class Streams:
+    """The stdout and stderr of a process, at most `limit` bytes of each."""
+
+    def __init__(self, process: subprocess.Popen[bytes], limit: int):
+        assert process.stdout is not None and process.stderr is not None
+        self._texts = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
+        self._limit = limit
+        self.done = False
+        """Whether the block is done: the process waits for the next one."""
+        for fd in self._texts:
+            os.set_blocking(fd, False)
+
+    def texts(self) -> tuple[str, str]:
+        stdout, stderr = (bytes(text[: self._limit]).decode("utf-8", "replace") for text in self._texts.values())
+        return stdout, stderr
+
+    def read(self, deadline: float, exceeded: Callable[[], str | None], block: Block | None = None) -> str | None:
+        """Read until all streams end or `block` is done: None; or the limit for which the process must be killed.
+
+        `exceeded` is asked for limits every `WATCH_S`.
+        """
+        buffers = dict(self._texts)
+        frame = block.frame if block else b""
+        with selectors.DefaultSelector() as selector:
+            for fd in self._texts:
+                selector.register(fd, selectors.EVENT_READ)
+            if block:
+                buffers[block.done] = bytearray()
+                os.set_blocking(block.done, False)
+                os.set_blocking(block.write_to, False)
+                selector.register(block.done, selectors.EVENT_READ)
+                selector.register(block.write_to, selectors.EVENT_WRITE)
+            open_streams = set(buffers)
+            while open_streams:
+                if (left := deadline - time.monotonic()) <= 0:
+                    return "wall"
+                for key, _ in selector.select(min(left, WATCH_S)):
+                    if block and key.fd == block.write_to:
+                        frame = _write_some(key.fd, frame)
+                        closed = not frame
+                    else:
+                        closed = not _read_some(key.fd, buffers[key.fd])
+                    if closed:
+                        selector.unregister(key.fd)
+                        open_streams.discard(key.fd)
+                if block and block.token in buffers[block.done]:
+                    self.done = True
+                    return None
+                if any(len(buffer) > self._limit for buffer in buffers.values()):
+                    return "output"
+                if limit := exceeded():
+                    return limit
+        return None
+
+    def drain(self) -> None:
+        """Take what is in the pipes of a process that has stopped."""
+        for fd, text in self._texts.items():
+            while len(text) <= self._limit + MAX_PIPE and _read_some(fd, text, finished=True):
+                pass
+
+
+def _read_some(fd: int, buffer: bytearray, finished: bool = False) -> bool:
+    """False at the end of the stream; if the process has `finished`, also when nothing can be read now."""
+    try:
+        piece = os.read(fd, 65536)
+    except BlockingIOError:
+        return not finished
+    buffer += piece
+    return bool(piece)
+
+
+def _write_some(fd: int, data: bytes) -> bytes:
+    """Write some of `data` and return the rest; nothing if the other end is closed."""
+    try:
+        return data[os.write(fd, data[:65536]) :]
+    except BlockingIOError:
+        return data
+    except BrokenPipeError:
+        return b""
