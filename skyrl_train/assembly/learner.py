@@ -199,7 +199,8 @@ def _group(
                 name=f"{role} rank {rank}",
                 concurrent=False,
                 deadline_s=timeouts.update_s,
-                deadlines=dict.fromkeys(("save", "saved", "load", "export"), timeouts.checkpoint_s),
+                deadlines=dict.fromkeys(("save", "saved", "load", "export"), timeouts.checkpoint_s)
+                | dict.fromkeys(("address", "setup", "reload"), timeouts.engine_start_s),
             )
             for rank in range(role_slots.count)
         ],

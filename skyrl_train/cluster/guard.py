@@ -1,4 +1,4 @@
-"""A process that briefly outlives a killed driver, to kill the driver's processes: both ends of its pipe.
+"""A process that briefly outlives a killed driver, to kill the driver's Ray: both ends of its pipe.
 
 Ray's head ends with its driver, but its agents go on looking for the head for a minute, and keep memory and ports. And
 the driver ends with its raylet, without a word of its own: then it is the guard that says what happened.
@@ -10,35 +10,52 @@ import os
 import select
 import subprocess
 import sys
-from contextlib import suppress
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import psutil
 
 HEADS = ("gcs_server", "raylet")
 """Ray's processes without which a run cannot go on."""
+_MARK = "SKYRL_GUARDED_BY"
+"""Environment variable that Ray's processes inherit, from the first one on: no list of them is ever complete."""
 
 
 class Guard:
-    """Kills the current descendants of this process if it dies; `close` ends the guard without that."""
+    """Kills all processes that are started inside `marking`, and theirs, if this process dies."""
 
     def __init__(self) -> None:
-        wards = [ward for ward in psutil.Process().children(recursive=True) if ward.is_running()]
-        self._wards = wards
-        self._heads = [(ward.name(), ward) for ward in wards if ward.name() in HEADS]
-        arguments = [f"{ward.pid}:{ward.create_time()}:{ward.name()}" for ward in wards]
-        command = [sys.executable, "-m", __name__, *arguments]
+        self._mark = uuid.uuid4().hex
+        self._heads: list[psutil.Process] = []
+        self._names: dict[int, str] = {}
+        command = [sys.executable, "-m", __name__, self._mark, str(os.getpid())]
         # In a new session: a signal to the driver's process group must not end its guard.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
+    @contextmanager
+    def marking(self) -> Iterator[None]:
+        """Processes that are started inside are guarded."""
+        os.environ[_MARK] = self._mark
+        try:
+            yield
+        finally:
+            del os.environ[_MARK]
+        self._heads = [child for child in psutil.Process().children() if child.name() in HEADS]
+        self._names = {head.pid: head.name() for head in self._heads}
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write("".join(f"{pid} {name}\n" for pid, name in self._names.items()).encode())
+            self._process.stdin.flush()
+
     def dead_head(self) -> str | None:
         """The first of Ray's own processes that has died, by name and process id."""
-        return next((f"{name} (process {one.pid})" for name, one in self._heads if not _lives(one)), None)
+        dead = (head.pid for head in self._heads if not _lives(head))
+        return next((f"{self._names[pid]} (process {pid})" for pid in dead), None)
 
     def kill_wards(self) -> None:
-        """Kill them now."""
-        for ward in self._wards:
-            with suppress(psutil.NoSuchProcess):
-                ward.kill()
+        """Kill the guarded processes now."""
+        _kill(self._mark)
 
     def close(self) -> None:
         """End the guard; the processes live on."""
@@ -53,45 +70,61 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def main(arguments: list[str]) -> None:
-    """Wait until the driver ends, which closes its end of the pipe; then kill those of its children that remain."""
-    wards: list[tuple[psutil.Process, str]] = []
-    for argument in arguments:
-        pid, created, name = argument.split(":", 2)
-        with suppress(psutil.NoSuchProcess):
-            ward = psutil.Process(int(pid))
-            if ward.create_time() == float(created):  # the process id may have been reused
-                wards.append((ward, name))
-    first = _first_death({ward.pid: name for ward, name in wards if name in HEADS})
+def _kill(mark: str) -> None:
+    """Kill every process with this mark, until there is none: one that is killed may just have started another."""
+    while found := [process for process in psutil.process_iter() if _has(process, mark)]:
+        for process in found:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(found, timeout=1)
+
+
+def _has(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, OSError):  # gone, or another user's
+        return False
+
+
+def main(mark: str, driver: int) -> None:
+    """Wait until the driver ends, which closes its end of the pipe; then kill what is left of its Ray."""
+    first = _first_death(driver)
     if first is not None:
         print(f"Ray's {first} died, and with it the run: see the logs of Ray's session.", file=sys.stderr)
-    for ward, _ in wards:
-        with suppress(psutil.NoSuchProcess):
-            ward.kill()
+    _kill(mark)
 
 
-def _first_death(heads: dict[int, str]) -> str | None:
+def _first_death(driver: int) -> str | None:
     """Wait for the driver's end; the name of one of Ray's own processes that died before it, if one did."""
     first: str | None = None
     poll = select.poll()
     pipe = sys.stdin.fileno()
     poll.register(pipe, select.POLLIN | select.POLLHUP)
-    names: dict[int, str] = {}
-    if hasattr(os, "pidfd_open"):  # Linux
-        # The driver, too: another child of its may hold its end of the pipe open for a moment.
-        for pid, name in {**heads, os.getppid(): ""}.items():
-            with suppress(ProcessLookupError):
-                names[os.pidfd_open(pid)] = name
-    for descriptor in names:
-        poll.register(descriptor, select.POLLIN)
+    watched: dict[int, str] = {}
+
+    def watch(pid: int, name: str) -> None:
+        if not hasattr(os, "pidfd_open"):  # macOS: the pipe's end tells of the driver's
+            return
+        with suppress(ProcessLookupError):
+            watched[os.pidfd_open(pid)] = name
+            poll.register(next(reversed(watched)), select.POLLIN)
+
+    watch(driver, "")  # another child of its may hold its end of the pipe open for a moment
     while True:
         ready = [descriptor for descriptor, _ in poll.poll()]
-        if pipe in ready or "" in (names[descriptor] for descriptor in ready):  # Ray's processes die with the driver
+        if any(watched.get(descriptor) == "" for descriptor in ready):  # Ray's processes die with the driver
             return first
         for descriptor in ready:
-            poll.unregister(descriptor)
-            first = first or names[descriptor]
+            if descriptor != pipe:
+                poll.unregister(descriptor)
+                first = first or watched[descriptor]
+            elif not (lines := os.read(pipe, 1 << 16)):
+                return first
+            else:
+                for line in lines.decode().splitlines():
+                    pid, name = line.split()
+                    watch(int(pid), name)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1], int(sys.argv[2]))

@@ -11,8 +11,10 @@ import logging
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
 import weakref
@@ -112,7 +114,7 @@ def _start_own(settings: Mapping[str, Any]) -> None:
 def _start(settings: Mapping[str, Any]) -> Exception | None:
     """Start Ray; returns its exception if it fails, without frames that would keep the started processes' handles."""
     try:
-        with _one_at_a_time():
+        with _one_at_a_time(), _own_handlers():
             ray.init(address="local", **(_OWN_SETTINGS | dict(settings)))
     except Exception as error:
         return error.with_traceback(None)
@@ -130,6 +132,15 @@ def _kill_started_processes(before: Sequence[psutil.Process]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # from Ray's handles to these processes
         gc.collect()
+
+
+@contextmanager
+def _own_handlers() -> Iterator[None]:
+    """A program's own handler of SIGTERM stays: Ray sets one that exits with 1."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if handler not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager
@@ -216,9 +227,15 @@ class Cluster:
             if "RAY_TMPDIR" not in os.environ and "_temp_dir" not in settings:
                 settings["_temp_dir"] = tempfile.mkdtemp(prefix="ray-")
                 _folders.append(settings["_temp_dir"])
-            with _unless_set(self._idle_workers()):
-                _start_own(settings)
-            _guards.append(Guard())
+            guard = Guard()
+            try:
+                with _unless_set(self._idle_workers()), guard.marking():
+                    _start_own(settings)
+            except BaseException:
+                guard.kill_wards()
+                guard.close()
+                raise
+            _guards.append(guard)
         _users.add(self)
 
     def _idle_workers(self) -> dict[str, str]:

@@ -6,7 +6,6 @@ Recipes that need a part of their own subclass BasePPOExp and pass the class to 
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from skyrl_train.config.prepare import launch
 from skyrl_train.config.presence import Uses, slots_of
 from skyrl_train.config.schema import Config
-from skyrl_train.entrypoints.stopping import until_told
+from skyrl_train.entrypoints.stopping import signals_raise, until_told
 from skyrl_train.errors import SkyRLError, Stopped
 
 if TYPE_CHECKING:
@@ -203,12 +202,12 @@ def run_experiment(experiment: type[BasePPOExp], argv: Sequence[str] | None = No
 def start(experiment: type[BasePPOExp], argv: Sequence[str] | None = None, *, own_code: bool = False) -> None:
     """What `run_experiment` does; the entrypoints of this package bring no code of the user's."""
     try:
-        launch(lambda prepared: _run(experiment(prepared.config)), argv, own_code=own_code, uses=used_by(experiment))
+        with signals_raise():
+            uses = used_by(experiment)
+            launch(lambda prepared: _run(experiment(prepared.config)), argv, own_code=own_code, uses=uses)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         sys.exit(128 + stopped.signal)
-    except KeyboardInterrupt:  # before the run began
-        sys.exit(128 + signal.SIGINT)
     except SkyRLError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)

@@ -6,13 +6,34 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Coroutine
+import threading
+from collections.abc import Awaitable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from skyrl_train.errors import SkyRLError, Stopped
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+@contextmanager
+def signals_raise() -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM raise Stopped: in a start, when there is nothing yet to be saved."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise Stopped(number)
+
+    before = {number: signal.signal(number, stop) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 async def until_told(work: Coroutine[Any, Any, T], lost: Awaitable[SkyRLError]) -> T:
@@ -33,7 +54,7 @@ async def until_told(work: Coroutine[Any, Any, T], lost: Awaitable[SkyRLError]) 
         told.set_result(Stopped(number))
 
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(lost)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
     try:
         ends: list[asyncio.Future[Any]] = [task, told, watch]
@@ -47,5 +68,5 @@ async def until_told(work: Coroutine[Any, Any, T], lost: Awaitable[SkyRLError]) 
     finally:
         for unfinished in (task, watch):
             unfinished.cancel()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _SIGNALS:
             loop.remove_signal_handler(number)

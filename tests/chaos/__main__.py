@@ -1,0 +1,46 @@
+"""`scripts/chaos`: see tests/chaos/campaign.py."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from skyrl_train.environments.tasks.arithmetic import generate
+from skyrl_train.testing.tiny_models import save_tiny_model
+from tests.chaos.campaign import Campaign, Miss
+from tests.chaos.faults import named
+from tests.chaos.runs import KINDS, overrides_of
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--faults", type=int, help="stop after so many")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--kind", choices=sorted(KINDS), default="two_engines", help="of runs")
+    parser.add_argument("--only", help="faults whose names contain one of these, separated by commas")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        root = Path(name)
+        rows = [row | {"env_class": "mischievous"} for row in generate(24, 2, 9, 0, "train")]
+        (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        model = save_tiny_model(root / "model")
+        overrides = overrides_of(given.kind, root / "train.jsonl", model)
+        campaign = Campaign(root / "runs", overrides, list(named(given.only)), given.seed)
+        print(f"seed {given.seed}, runs of {given.kind}")
+        try:
+            campaign.go(given.minutes * 60, given.faults)
+        except Miss as miss:
+            print(f"MISS: {miss}")
+            return 1
+        finally:
+            print(f"{campaign.struck.total()} faults: {dict(campaign.struck)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

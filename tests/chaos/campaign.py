@@ -1,0 +1,174 @@
+"""Random faults against tiny runs: each ends as the undisturbed run does, or says why it does not, and nothing is left.
+
+A run is started, hit, started again where a fault ended it, and hit again, until it has taken all of its steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from safetensors.torch import load_file
+
+from skyrl_train.report.jsonl import read_jsonl
+from skyrl_train.trainer.checkpoints import Checkpoints, verify
+from tests.chaos.faults import ENVIRONMENT_CODE, MISCHIEF, Fault, Victim
+
+STEPS = 10
+SAVED_EVERY = 3
+FAULTS_PER_RUN = 8
+"""After so many a run may go to its end."""
+WITHIN_S = 240.0
+"""Every run has ended, or taken its next step, within this time."""
+_CLOCKS = ("timing/", "throughput/", "memory/", "engines/", "time")
+"""What a clock decides, or which engines have died."""
+_ENDED = re.compile(r"^(\w+: .+|ended by SIG\w+|Ray's \w+ died.*)$", re.MULTILINE)
+
+
+class Miss(AssertionError):
+    """A fault after which something did not hold."""
+
+
+@dataclass
+class Campaign:
+    """Runs of one configuration, in folders below `root`; `overrides` are those of a run of tests."""
+
+    root: Path
+    overrides: Callable[[Path], list[str]]
+    faults: Sequence[Fault]
+    seed: int
+    say: Callable[[str], None] = print
+    struck: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.seed)
+        (self.root / "plugins").mkdir(parents=True, exist_ok=True)
+        (self.root / "plugins" / "chaos_plugin.py").write_text(ENVIRONMENT_CODE)
+
+    def go(self, seconds: float, faults: int | None = None) -> None:
+        """Hit runs until the time is over or so many faults have struck. Raises Miss."""
+        until = time.monotonic() + seconds
+        straight = self.root / "straight"
+        self._attempt(straight, [])
+        if (code := self._code) != 0:
+            raise Miss(f"the undisturbed run exits with {code}: {_tail(straight)}")
+        number = 0
+        while time.monotonic() < until and (faults is None or self.struck.total() < faults):
+            self._run(self.root / f"run_{number}", straight, until)
+            number += 1
+
+    def _run(self, folder: Path, straight: Path, until: float) -> None:
+        """One run with its faults, from its start to its end."""
+        struck: list[Fault] = []
+        while True:
+            over = len(struck) >= FAULTS_PER_RUN or time.monotonic() > until
+            self._attempt(folder, struck, hits=not over)
+            if self._code == 0:
+                break
+        if not any(fault.masks for fault in struck):
+            _compare(folder, straight)
+        elif not any(row.get("rollouts/failed") for row in _rows(folder).values()):
+            names = [fault.name for fault in struck]
+            self.say(f"no episode was masked, though there were {names}")
+        shutil.rmtree(folder)
+
+    def _attempt(self, folder: Path, struck: list[Fault], hits: bool = False) -> None:
+        """Start the run, or go on with it, and hit it until it ends; check how it ended. Sets `_code`."""
+        folder.mkdir(exist_ok=True)
+        env = os.environ | {
+            "SKYRL_CHAOS": str(folder / MISCHIEF),
+            "PYTHONPATH": os.pathsep.join([str(self.root / "plugins"), os.environ.get("PYTHONPATH", "")]),
+        }
+        before = len(_rows(folder))
+        with (folder / "log").open("w") as log:
+            command = [sys.executable, "-m", "skyrl_train.entrypoints.main_base", *self.overrides(folder)]
+            driver = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+        victim, known, last = Victim(driver, folder, self.chance), set[psutil.Process](), None
+        moved_at, seen, next_at = time.monotonic(), before, self._soon()
+        try:
+            while driver.poll() is None:
+                time.sleep(0.05)
+                known |= set(victim.family())
+                now = time.monotonic()
+                if len(_rows(folder)) != seen:
+                    seen, moved_at = len(_rows(folder)), now
+                if now - moved_at > WITHIN_S:
+                    raise Miss(f"nothing happens after {last and last.name}: {_tail(folder)}")
+                if hits and now >= next_at and (last is None or not last.ends) and len(struck) < FAULTS_PER_RUN:
+                    fault = self.chance.choice(list(self.faults))
+                    if fault.strike(victim):
+                        last = fault
+                        struck.append(fault)
+                        self.struck[fault.name] += 1
+                        self.say(f"{sum(self.struck.values()):4} {folder.name} step {seen - 1}: {fault.name}")
+                    next_at = self._soon() + fault.settles_s
+        finally:
+            driver.kill()
+            driver.wait()
+        self._code = driver.returncode
+        self._check_end(folder, last, known)
+
+    def _soon(self) -> float:
+        return time.monotonic() + self.chance.uniform(0.5, 6.0)
+
+    def _check_end(self, folder: Path, last: Fault | None, known: set[psutil.Process]) -> None:
+        name = last.name if last else "nothing"
+        _, left = psutil.wait_procs([one for one in known if one.is_running()], timeout=60)
+        left = [one for one in left if one.status() != psutil.STATUS_ZOMBIE]
+        if left:
+            raise Miss(f"after {name} there is still {[(one.pid, one.name()) for one in left]}")
+        steps = [row["step"] for row in read_jsonl(folder / "ckpts" / "metrics.jsonl")] if _rows(folder) else []
+        if len(set(steps)) != len(steps):
+            raise Miss(f"after {name} a step is recorded twice: {steps}")
+        if self._code == 0:
+            return
+        if last is None or not last.ends or self._code not in last.codes:
+            raise Miss(f"{name} ended the run with {self._code}: {_tail(folder)}")
+        said = _ENDED.findall((folder / "log").read_text()[-6000:])
+        if last.says and not any(re.search(last.says, line) for line in said):
+            raise Miss(f"after {name} the run says {said or 'nothing'}, not {last.says}: {_tail(folder)}")
+        checkpoints = Checkpoints(folder / "ckpts")
+        saved = [step for step in checkpoints.steps() if verify(folder / "ckpts" / f"global_step_{step}") is None]
+        done = max(steps, default=0)
+        least = done if last.saves else done // SAVED_EVERY * SAVED_EVERY - SAVED_EVERY * (last.name == "driver killed")
+        if max(saved, default=0) < least:
+            raise Miss(f"after {name} at step {done} the checkpoints are {saved}: {_tail(folder)}")
+
+
+def _rows(folder: Path) -> dict[int, dict[str, Any]]:
+    file = folder / "ckpts" / "metrics.jsonl"
+    return {row["step"]: row for row in read_jsonl(file)} if file.exists() else {}
+
+
+def _compare(folder: Path, straight: Path) -> None:
+    """Raises Miss unless metrics and weights are bit for bit those of the undisturbed run."""
+    found, expected = _rows(folder), _rows(straight)
+    if found.keys() != expected.keys():
+        raise Miss(f"steps {sorted(found)} are recorded, not {sorted(expected)}")
+    for step, row in expected.items():
+        names = [name for name in row.keys() | found[step].keys() if not name.startswith(_CLOCKS)]
+        differ = {
+            name: (row.get(name), found[step].get(name)) for name in names if row.get(name) != found[step].get(name)
+        }
+        if differ:
+            raise Miss(f"step {step} differs (undisturbed, hit): {differ}")
+    weights = f"exports/global_step_{STEPS}/policy/model.safetensors"
+    ours, theirs = load_file(folder / weights), load_file(straight / weights)
+    if not all(bool((ours[name] == tensor).all()) for name, tensor in theirs.items()):
+        raise Miss("the weights are not those of the undisturbed run")
+
+
+def _tail(folder: Path) -> str:
+    return json.dumps((folder / "log").read_text()[-3000:])[:3000]

@@ -1,0 +1,56 @@
+"""The runs that are hit: seconds long, saved every few steps, with deadlines of seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.chaos.campaign import SAVED_EVERY, STEPS
+
+KINDS = {
+    "two_engines": ["generator.num_inference_engines=2"],
+    "two_ranks": ["trainer.placement.policy_num_gpus_per_node=2", "generator.num_inference_engines=2"],
+    "async_checkpoint": ["trainer.async_checkpoint=true"],
+    "vllm": ["generator.backend=vllm", "trainer.timeouts.engine_start_s=300"],
+    "sglang": ["generator.backend=sglang", "trainer.timeouts.engine_start_s=300"],
+}
+
+
+def overrides_of(kind: str, data: Path, model: str) -> Callable[[Path], list[str]]:
+    """The overrides of a run of this kind in a folder."""
+
+    def overrides(folder: Path) -> list[str]:
+        return [
+            f"data.train_data=['{data}']",
+            f"data.val_data=['{data}']",
+            f"trainer.policy.model.path={model}",
+            f"trainer.ckpt_path={folder / 'ckpts'}",
+            f"trainer.export_path={folder / 'exports'}",
+            "trainer.logger=console",
+            "trainer.plugins=[chaos_plugin]",
+            "trainer.train_batch_size=4",
+            "trainer.policy_mini_batch_size=2",
+            "trainer.max_tokens_per_microbatch=2048",
+            "trainer.policy.optimizer_config.lr=1e-3",
+            "trainer.algorithm.use_kl_loss=false",
+            f"trainer.ckpt_interval={SAVED_EVERY}",
+            f"trainer.max_steps={STEPS}",
+            f"trainer.hf_save_interval={STEPS}",
+            "trainer.epochs=20",
+            "trainer.eval_interval=4",
+            "trainer.eval_before_train=false",
+            "trainer.max_failed_fraction=0.9",
+            "trainer.timeouts.rollout_s=10",
+            "trainer.timeouts.environment_step_s=5",
+            "trainer.timeouts.update_s=30",
+            "trainer.timeouts.weight_sync_s=30",
+            "generator.max_engine_restarts=20",
+            "generator.n_samples_per_prompt=4",
+            "generator.eval_n_samples_per_prompt=1",
+            "generator.sampling_params.max_generate_length=16",
+            "environment.env_class=mischievous",
+            "environment.skyrl_gym.max_env_workers=1",
+            *KINDS[kind],
+        ]
+
+    return overrides
