@@ -156,13 +156,14 @@ class GSM8KPrepareQuestion(Transform):
     """
 
     def __init__(self, in_keys: Sequence[str] | None = None, out_keys: Sequence[str] | None = None):
-        self.in_keys = list(in_keys or ["text"])
-        self.out_keys = list(out_keys or self.in_keys)
-        if len(self.in_keys) != len(self.out_keys):
-            raise ValueError(f"in_keys={self.in_keys} and out_keys={self.out_keys} must be as many")
+        sources = list(in_keys or ["text"])
+        outs = list(out_keys or sources)
+        if len(sources) != len(outs):
+            raise ValueError(f"in_keys={sources} and out_keys={outs} must be as many")
+        self.keys = list(zip(sources, outs, strict=True))
 
     def before_reset(self, given: TensorDictBase) -> TensorDictBase:
-        for source, out in zip(self.in_keys, self.out_keys, strict=True):
+        for source, out in self.keys:
             questions = [text_of(row, source) for row in given.unbind(0)]
             if None in questions:
                 raise KeyError(f"GSM8KPrepareQuestion: there is no text under {source!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
@@ -133,9 +134,11 @@ class GroupTransform(ABC):
             return tuple(value.shape), tuple(value.reshape(-1).tolist())
         if isinstance(value, str):
             return value
+        if isinstance(value, list):  # messages
+            return json.dumps(value, sort_keys=True, default=repr)
         if value is None:
             raise KeyError(f"No prompt at {self.prompt_key!r}; prompt_key names another entry.")
-        raise TypeError(f"{self.prompt_key!r} holds {type(value).__name__}; a prompt must be a str or a tensor.")
+        raise TypeError(f"{self.prompt_key!r} holds {type(value).__name__}; a prompt must be a str, messages or a tensor.")
 
     def _is_late(self, version: int | None) -> bool:
         """Whether a trajectory is too old; if it is the newest so far, drop the groups that have become too old."""
