@@ -28,6 +28,8 @@ from skyrl_train.tensordict.envs.primer import DataLoadingPrimer, batches
 from skyrl_train.tensordict.envs.text import IncrementalTokenizer
 
 QUESTION_KEYS = ("query", "text")
+OF_THE_CLASS: Any = object()
+"""Stands for the class's SYSTEM_PROMPT; None is no system prompt."""
 
 
 class ChatEnv(TensorDictEnv):
@@ -179,7 +181,10 @@ class DatasetChatEnv(ChatEnv):
         batch_size_dl: Number of rows drawn at a time; `collate_fn` gets a list of them and returns the rows to use.
         group_repeats: Accepted without effect: repeats are always consecutive.
         apply_template: Accepted without effect, as in TorchRL.
+        system_prompt: By default the class's SYSTEM_PROMPT.
     """
+
+    SYSTEM_PROMPT: str | None = None
 
     def __init__(
         self,
@@ -201,7 +206,7 @@ class DatasetChatEnv(ChatEnv):
         input_mode: str = "history",
         data_key: str | None = None,
         primers: Any = None,
-        system_prompt: str | None = None,
+        system_prompt: str | None = OF_THE_CLASS,
         system_role: str = "system",
         user_role: str = "user",
         policy_role: str = "assistant",
@@ -218,7 +223,7 @@ class DatasetChatEnv(ChatEnv):
             template_kwargs=template_kwargs,
             input_mode=input_mode,
             data_key=data_key,
-            system_prompt=system_prompt,
+            system_prompt=self.SYSTEM_PROMPT if system_prompt is OF_THE_CLASS else system_prompt,
             system_role=system_role,
             user_role=user_role,
             policy_role=policy_role,

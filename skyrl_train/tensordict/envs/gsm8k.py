@@ -152,13 +152,14 @@ class GSM8KEnv(DatasetChatEnv):
     Rows have "question" and "answer" ("... #### 72"); the arguments are DatasetChatEnv's.
     """
 
+    SYSTEM_PROMPT = SYSTEM_PROMPT
+
     def __init__(
         self,
         *,
         dataset: str | Sequence[Mapping[str, Any]] | Iterable[Mapping[str, Any]] = "openai/gsm8k",
         name: str | None = None,
         split: str | None = None,
-        system_prompt: str | None = SYSTEM_PROMPT,
         compute_reward: bool = True,
         max_steps: int = 1,
         **settings: Any,
@@ -166,7 +167,7 @@ class GSM8KEnv(DatasetChatEnv):
         if dataset == "openai/gsm8k":
             name, split = name or "main", split or "train"
         settings.setdefault("data_key", "question")
-        super().__init__(dataset=dataset, name=name, split=split, system_prompt=system_prompt, **settings)
+        super().__init__(dataset=dataset, name=name, split=split, **settings)
         self.append_transform(StepCounter(max_steps))
         if compute_reward:
             self.append_transform(GSM8KRewardParser(tokenizer=self.tokenizer))

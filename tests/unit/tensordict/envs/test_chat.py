@@ -281,3 +281,15 @@ def test_environments_are_made_from_a_loader_or_with_a_tokenizer_as_in_torchrl()
     kept = ChatEnv.with_tokenizer(tokenizer, system_prompt="s")
     root = kept.reset(TensorDict(query=["a"], batch_size=[1]))
     assert root[0]["tokens"].prompt.tolist() == render_prompt(tokenizer, messages_of(root[0]["history"].prompt))
+
+
+class Brief(DatasetChatEnv):
+    SYSTEM_PROMPT = "Be brief."
+
+
+@pytest.mark.defect("chat-constructors")
+def test_a_class_of_ones_own_may_have_its_system_prompt():
+    rows = [{"query": "a"}]
+    for made, wanted in ((Brief(dataset=rows), 2), (Brief(dataset=rows, system_prompt=None), 1)):
+        assert len(prompts(made.reset())[0]) == wanted
+    assert prompts(Brief.from_dataloader([rows]).reset())[0][0] == ("system", "Be brief.")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import multiprocessing
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +14,6 @@ from tensordict import TensorDict, TensorDictBase
 from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.envs.base import StepCounter, TensorDictEnv, Transform
 from skyrl_train.tensordict.envs.chat import ChatEnv
-
-needs_torchrl = pytest.mark.skipif(importlib.util.find_spec("torchrl") is None, reason="needs the extra torchrl")
 
 
 class Counting(TensorDictEnv):
@@ -150,20 +146,8 @@ def quietly() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def theirs() -> Any:
-    """torchrl's transforms. Importing it chooses how processes start."""
-    method = multiprocessing.get_start_method(allow_none=True)
-    with quietly():
-        import torchrl.envs.llm.transforms
-        import torchrl.envs.transforms
-    multiprocessing.set_start_method(method, force=True)
-    return torchrl.envs
-
-
-@needs_torchrl
-def test_transforms_of_torchrl_run_here(theirs: Any):
-    made = theirs.transforms
+def test_transforms_of_torchrl_run_here(torchrl: Any):
+    made = torchrl.envs.transforms
     with quietly():
         both = made.Compose(made.RewardScaling(loc=1.0, scale=2.0), made.RewardClipping(0, 2.5))
         assert played(both)["next", "reward"].flatten().tolist() == [2.5] * 4
@@ -179,11 +163,10 @@ def test_transforms_of_torchrl_run_here(theirs: Any):
             Counting(2).append_transform(doubles)
         shifted = made.UnaryTransform(in_keys=["observation"], out_keys=["shifted"], fn=lambda value: value + 5)
         assert played(shifted)["shifted"][0, :, 0].tolist() == [5, 6]
-        assert "policy_version" in played(theirs.llm.transforms.PolicyVersion()).keys()  # noqa: SIM118 - a tensordict
+        assert "policy_version" in played(torchrl.envs.llm.transforms.PolicyVersion()).keys()  # noqa: SIM118 - a tensordict
 
 
-@needs_torchrl
 @pytest.mark.parametrize("name", ["StepCounter", "RewardSum", "InitTracker", "TrajCounter"])
-def test_transforms_of_torchrl_that_need_specs_are_refused(theirs: Any, name: str):
+def test_transforms_of_torchrl_that_need_specs_are_refused(torchrl: Any, name: str):
     with quietly(), pytest.raises(ConfigError, match=f"{name}.*environments here"):
-        ChatEnv().append_transform(getattr(theirs.transforms, name)())
+        ChatEnv().append_transform(getattr(torchrl.envs.transforms, name)())
