@@ -78,8 +78,8 @@ if TYPE_CHECKING:
     )
     from skyrl_train.tensordict.losses.grpo import (
         CISPO as CISPO,
-        CISPOLoss as CISPOLoss,
         DAPO as DAPO,
+        CISPOLoss as CISPOLoss,
         GRPOLoss as GRPOLoss,
         GRPOLossOutput as GRPOLossOutput,
     )

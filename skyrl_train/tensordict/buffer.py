@@ -14,7 +14,6 @@ from torch import Tensor
 
 from skyrl_train.tensordict.ragged import rows_of, stacked
 
-
 Transform = Any
 """What data goes through: an object with `inv(tensordict)` for what is written (None: nothing to store yet), with
 `forward(tensordict)` for what is read, or both; or a function, for what is read."""
@@ -57,7 +56,7 @@ class ReplayBuffer:
         Args:
             max_size: How many rows are kept; or `storage` says it, as in TorchRL: also an empty one of torchrl's, or a
                 function that makes one. Rows are kept here whatever it is.
-            sampler: TorchRL's place for `shuffle` and `drop_last`, whose values it replaces; also torchrl's of this name.
+            sampler: TorchRL's place for `shuffle` and `drop_last`, whose values it replaces; also torchrl's own.
             batch_size: Rows per `sample()` and per batch of an iteration.
             transform: What rows go through when they are written and read; see `append_transform`.
             drop_last: Drop a smaller last batch.
@@ -169,7 +168,7 @@ class ReplayBuffer:
                 yield self._read(stacked(rows[start : start + size]))
 
     def empty(self, empty_write_count: bool = True) -> None:
-        """Remove all rows, but not the groups that a transform still holds back; count from 0 again, unless told not to."""
+        """Remove all rows, but not the groups that a transform still holds back; `write_count` begins at 0 again."""
         with self._lock:
             self._rows.clear()
             self._unseen.clear()

@@ -36,8 +36,9 @@ class ChatEnv(TensorDictEnv):
     """A conversation without a reward of its own: transforms add rewards, tools and an end.
 
     `reset` reads a question from `data_key` ("query"; "text" is also accepted, and stored under "query") and writes
-    (input_mode, "prompt"). A question is a string, or a conversation that goes on: a History [turns], or messages. An action is (input_mode, "full"), or "response" of the same container, or a
-    string "text_response" ("tokens_response" in tokens mode). `step` appends it to form the next prompt.
+    (input_mode, "prompt"). A question is a string, or a conversation that goes on: a History [turns], or messages. An
+    action is (input_mode, "full"), or "response" of the same container, or a string "text_response" ("tokens_response"
+    in tokens mode). `step` appends it to form the next prompt.
 
     Modes "text" and "tokens" render the prompt with the tokenizer's chat template. Without a tokenizer, a text prompt
     consists of the messages' contents, separated by blank lines.

@@ -118,9 +118,10 @@ class GSM8KRewardParser(Transform):
     def _scores(self, text: str, answer: str) -> tuple[float, float, float, float, float]:
         text = text.removesuffix(self.eos_token) if self.eos_token else text
         thought = float(len(thoughts_in(text)) == 1)
+        given: str | None
         if self._own_rules:
-            thoughts, given = self.extract_tags(text)
-            thought, given = float(bool(thoughts)), self.normalize_answer(given) if given else None
+            thoughts, said = self.extract_tags(text)
+            thought, given = float(bool(thoughts)), self.normalize_answer(said) if said else None
             truth = self.normalize_answer(answer.rpartition("####")[2])
         else:
             given, truth = given_answer(text), true_answer(answer)
@@ -141,7 +142,7 @@ class GSM8KRewardParser(Transform):
 
     @staticmethod
     def normalize_answer(answer: str) -> str:
-        """A number without commas, $, %, a full stop at its end, and zeros after the decimal point ("120.0" is "120")."""
+        """A number without commas, $, %, a full stop at its end, and zeros at the end of a decimal: 120.0 is 120."""
         plain = answer.strip().translate(str.maketrans("", "", ",$%")).rstrip(".")
         return plain.rstrip("0").rstrip(".") if "." in plain else plain
 

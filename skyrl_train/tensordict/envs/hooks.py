@@ -117,7 +117,7 @@ class Parent:
 
 
 def check_hooks(transform: Any, base: type, environment: Any) -> None:
-    """Raise ConfigError for a transform that defines hooks which nothing calls, or asks for what no environment here has.
+    """Raise ConfigError for a transform with hooks that nothing calls, or that asks for what no environment here has.
 
     `base` is the class whose own hooks do nothing.
     """
@@ -146,7 +146,7 @@ def hooks_base(transform: Any) -> type | None:
 
 
 def _asked(methods: Mapping[str, FunctionType]) -> set[str]:
-    """What the hooks among `methods`, and the methods that these use, read from `self.parent` or a variable `parent`."""
+    """What the hooks among `methods`, and the methods that they use, read from `self.parent` or a variable `parent`."""
     asked: set[str] = set()
     seen: set[str] = set()
     waiting = {*HOOKS, "_apply_transform", "_inv_apply_transform"} & methods.keys()

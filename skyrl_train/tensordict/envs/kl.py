@@ -77,7 +77,7 @@ class RetrieveLogProb(_Scores):
         self.assistant_only, self.detach, self.device = assistant_only, detach, device
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Like a step of the environment, [B] or [B, T]; without "next", the log-probs are written beside the tokens."""
+        """Like a step of the environment, [B] or [B, T]; without "next", log-probs are written beside the tokens."""
         if "next" in keys_of(tensordict):
             return super().forward(tensordict)
         container = self.log_probs_full_key[0]

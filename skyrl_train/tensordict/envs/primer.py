@@ -151,7 +151,9 @@ class _Batches:
 
 def as_nested_tensor(list_of_tensordicts: list[TensorDictBase]) -> TensorDictBase:
     """Stack rows [..., L_i] into one tensordict [N]; tensors of different lengths become nested (jagged)."""
-    return _stacked_rows(list_of_tensordicts, lambda tensors: torch.nested.as_nested_tensor(tensors, layout=torch.jagged))
+    return _stacked_rows(
+        list_of_tensordicts, lambda tensors: torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
+    )
 
 
 def as_padded_tensor(list_of_tensordicts: list[TensorDictBase], dim: int = 0, stack_dim: int = 0) -> TensorDictBase:

@@ -200,7 +200,9 @@ class GroupTransform(ABC):
             return json.dumps(value, sort_keys=True, default=repr)
         if value is None:
             raise KeyError(f"No prompt at {self.prompt_key!r}; prompt_key names another entry.")
-        raise TypeError(f"{self.prompt_key!r} holds {type(value).__name__}; a prompt must be a str, messages or a tensor.")
+        raise TypeError(
+            f"{self.prompt_key!r} holds {type(value).__name__}; a prompt must be a str, messages or a tensor."
+        )
 
     def _is_late(self, version: int | None) -> bool:
         """Whether a trajectory is too old; if it is the newest so far, drop the groups that have become too old."""

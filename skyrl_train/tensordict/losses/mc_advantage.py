@@ -70,7 +70,7 @@ class MCAdvantage(GroupTransform):
             raise ValueError(f"keep_return_bounds={keep_return_bounds!r} must be (low, high), the lower one first.")
         if not callable(self.candidate_selector):
             raise ValueError(
-                f"candidate_selector={candidate_selector!r:.80} must be a function (returns [N], group_size) -> indices."
+                f"candidate_selector={candidate_selector!r:.80} must be a function: (returns, group_size) -> indices."
             )
         if not grpo_size <= self.candidate_selection_min_size <= self.candidate_group_size:
             raise ValueError(

@@ -128,9 +128,7 @@ class TransformersWrapper(_MadeWrapper):
         from skyrl_train.engines.transformers.engine import TransformersEngine
 
         if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"TransformersWrapper takes a model, its path or an engine, got {type(model).__name__}."
-            )
+            raise ConfigError(f"TransformersWrapper takes a model, its path or an engine, got {type(model).__name__}.")
         own = sharing_weights(model)
         device = next(model.parameters()).device
         return _Owned(TransformersEngine(own, tokenizer, device=device, **options), tokenizer, None, (model, own))

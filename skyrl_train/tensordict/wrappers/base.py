@@ -67,7 +67,12 @@ class LLMWrapperBase(TensorDictModuleBase):
     """
 
     _reads_rectangles = False
-    generate_kwargs, tokenizer_kwargs, prefer_tokens, attention_mask_key = _Setting(), _Setting(), _Setting(), _Setting()
+    generate_kwargs, tokenizer_kwargs, prefer_tokens, attention_mask_key = (
+        _Setting(),
+        _Setting(),
+        _Setting(),
+        _Setting(),
+    )
     return_text, return_tokens, return_masks, return_history = _Setting(), _Setting(), _Setting(), _Setting()
     min_batch_size, max_batch_size, batching_timeout = _Setting(), _Setting(), _Setting()
 

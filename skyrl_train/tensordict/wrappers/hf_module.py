@@ -65,7 +65,9 @@ def load_module(
 
 def sharing_weights(module: nn.Module) -> Any:
     """A copy of a module that shares its tensors; mode, attention, hooks and requires_grad are the copy's own."""
-    shared: dict[int, Any] = {id(each): nn.Parameter(each.detach(), requires_grad=False) for each in module.parameters()}
+    shared: dict[int, Any] = {
+        id(each): nn.Parameter(each.detach(), requires_grad=False) for each in module.parameters()
+    }
     shared |= {id(each): each for each in module.buffers()}
     return copy.deepcopy(module, shared)
 

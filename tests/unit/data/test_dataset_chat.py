@@ -195,7 +195,9 @@ def test_control_tokens_in_messages_leave_the_mask_where_it_was():
     assert TOKENIZER.decode(ids) == TOKENIZER.apply_chat_template(messages, tokenize=False)
 
 
-DEFAULTING = "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nbe kind<|im_end|>\n' }}{% endif %}" + CHATML
+DEFAULTING = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nbe kind<|im_end|>\n' }}{% endif %}" + CHATML
+)
 """Adds a system message to conversations without one, and cannot render an empty one."""
 HEADLESS = (
     "{{ '<|endoftext|>' }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
@@ -221,7 +223,9 @@ def test_a_conversation_may_begin_with_the_assistant(template: str):
 
 @pytest.mark.defect("assistant-first")
 def test_a_template_that_loses_a_first_answer_is_refused():
-    tokenizer = with_template("{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}")
+    tokenizer = with_template(
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
     with pytest.raises(DataError, match="with which the conversation begins"):
         render_conversation(tokenizer, [assistant("hello"), user("hi")])
 

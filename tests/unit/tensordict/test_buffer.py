@@ -124,7 +124,9 @@ def test_rows_can_be_read_by_place():
     buffer.extend(rows(1, 2, 3, 4))
     assert numbers(buffer[:]) == [2, 3, 4]
     assert int(buffer[-1]["tokens", "full"][0]) == 4
-    assert numbers(buffer[1:]) == numbers(buffer[torch.tensor([1, 2])]) == numbers(buffer[[False, True, True]]) == [3, 4]
+    assert (
+        numbers(buffer[1:]) == numbers(buffer[torch.tensor([1, 2])]) == numbers(buffer[[False, True, True]]) == [3, 4]
+    )
     assert [len(row) for row in buffer[:].get(("tokens", "full"), as_list=True)] == [2, 3, 4]
     buffer.empty(empty_write_count=False)
     assert len(buffer) == 0 and buffer.write_count == 4
@@ -156,7 +158,7 @@ def test_a_storage_says_how_many_rows_are_kept():
     endless.extend(rows(*range(1, 20)))
     assert len(endless) == 19
     for wrong in ({"storage": ListStorage(2, held=1)}, {"storage": 3}, {"max_size": 2, "sampler": object()}):
-        with pytest.raises(ValueError, match="storage|sampler"):
+        with pytest.raises(ValueError, match=r"storage|sampler"):
             ReplayBuffer(**wrong)
 
 

@@ -113,7 +113,7 @@ def test_a_rendered_text_is_read_with_its_blanks_and_its_open_turn():
 @pytest.mark.defect("unread-templates")
 @pytest.mark.parametrize("name", ["chatml_format", "qwen", "llama", "llama3", "llama4"])
 def test_what_a_named_template_renders_is_read_again(name: str):
-    plain = CHAT[:1] + [{"role": "assistant", "content": "yes"}]
+    plain = [*CHAT[:1], {"role": "assistant", "content": "yes"}]
     history = History.from_chats(plain)
     text = history.apply_chat_template(tokenizer=TOKENIZER, chat_template_name=name, add_generation_prompt=False)
     for given in (name, None):

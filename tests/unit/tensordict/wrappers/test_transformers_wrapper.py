@@ -201,8 +201,8 @@ def test_one_row_without_the_assistant_is_refused(model: Any):
 def test_there_is_no_distribution_without_logits(wrapper: Any):
     with pytest.raises(NotImplementedError, match="generate"):
         wrapper.get_dist(chats())
+    bare = LLMWrapperBase(wrapper.engine, tokenizer=TOKENIZER, generate=False, input_mode="tokens")
     with pytest.raises(NotImplementedError, match="logits"):
-        bare = LLMWrapperBase(wrapper.engine, tokenizer=TOKENIZER, generate=False, input_mode="tokens")
         bare.get_dist(TensorDict(tokens=torch.tensor([1, 2])))
 
 
