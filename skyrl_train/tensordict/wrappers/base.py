@@ -114,11 +114,9 @@ class LLMWrapperBase(TensorDictModuleBase):
     ):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "model")}
         super().__init__()
-        for name in ("generate_kwargs", "tokenizer_kwargs"):
-            given[name] = dict(given[name] or {})
+        given |= {"generate_kwargs": dict(generate_kwargs or {}), "tokenizer_kwargs": dict(tokenizer_kwargs or {})}
         self._given = given
-        self._engine = model
-        self.model = model
+        self._engine = self.model = model
         self.history_key, self.text_key, self.tokens_key = history_key, text_key, tokens_key
         self.masks_key, self.log_probs_key, self._device = masks_key, log_probs_key, device
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
@@ -134,8 +132,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         self._collector: Any = None
         self.in_keys = [self._reader.key]
         self.out_keys = self._written(given)
-        sizes = min_batch_size is not None or max_batch_size is not None
-        self.batching = sizes if batching is None else batching
+        self.batching = (min_batch_size, max_batch_size) != (None, None) if batching is None else batching
         self._dispatcher = (
             Dispatcher(self._answer, min_batch_size, max_batch_size, batching_timeout) if self.batching else None
         )

@@ -214,7 +214,7 @@ def test_a_conversation_may_begin_with_the_assistant(template: str):
     messages = [assistant("hello<|im_end|>"), user("hi"), assistant("yes")]
     ids, mask = render_conversation(tokenizer, messages)
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
-    learnt = tokenizer.decode([token for token, learn in zip(ids, mask, strict=True) if learn])
+    learnt = str(tokenizer.decode([token for token, learn in zip(ids, mask, strict=True) if learn]))
     assert learnt.replace(" ", "") == "hello<|im_end|><|im_end|>yes<|im_end|>"
     if template != HEADLESS:
         between = render_continuation(tokenizer, messages[:2], [0])
