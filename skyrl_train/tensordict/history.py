@@ -96,12 +96,14 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return self.extend(history.unsqueeze(dim), inplace, dim)
 
     def extend(self, history: History, inplace: bool = True, dim: int = 0) -> History:
-        """Append another History along `dim`.
+        """Append another History, or one of torchrl's, along `dim`.
 
         Raises RuntimeError unless both have the same number of dimensions, at least 1.
         """
         if not self.ndim or history.ndim != self.ndim:
             raise RuntimeError(f"extend: {self.ndim} and {history.ndim} dimensions; both need the same, above 0.")
+        if not isinstance(history, History):
+            history = converted(history, History)
         if history.device != self.device:
             history = history.copy().clear_device_() if self.device is None else history.to(self.device)
         joined = _joined(self, history, dim % self.ndim)
@@ -209,6 +211,20 @@ def template_options(tokenizer: Any, template: str | None, name: str | None) -> 
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("the tokenizer has no chat template: pass chat_template_name or chat_template.")
     return {}
+
+
+def converted(history: Any, kind: type) -> Any:
+    """Convert conversations [..., turns] to another History class, without entries that only pad a stack.
+
+    Both classes have role, content, is_complete, tool_calls and tool_responses.
+    """
+    if history.ndim > 1:
+        return lazy_stack([converted(row, kind) for row in history.unbind(0)])
+    turns = []
+    for message in History.to_chats(history):
+        fields = {k: v if isinstance(v, str | bool) else NonTensorData(v) for k, v in message.items()}
+        turns.append(kind(**fields, batch_size=()))
+    return lazy_stack(turns)
 
 
 def _plain(value: Any) -> Any:

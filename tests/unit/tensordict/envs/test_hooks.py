@@ -170,3 +170,13 @@ def test_transforms_of_torchrl_run_here(torchrl: Any):
 def test_transforms_of_torchrl_that_need_specs_are_refused(torchrl: Any, name: str):
     with quietly(), pytest.raises(ConfigError, match=f"{name}.*environments here"):
         ChatEnv().append_transform(getattr(torchrl.envs.transforms, name)())
+
+
+def test_transforms_of_torchrl_may_add_to_conversations(torchrl: Any):
+    with quietly():
+        env = ChatEnv().append_transform(torchrl.envs.llm.transforms.AddThinkingPrompt(cond=lambda _: True))
+        root = env.reset(TensorDict(query=["What?"], batch_size=[1]))
+        root["text_response"] = ["<think>a</think><answer>2</answer>"]
+        messages = env.step(root)["next"][0]["history"].prompt.to_chats()
+    assert [message["role"] for message in messages][:2] == ["user", "assistant"]
+    assert "2" not in messages[-1]["content"]  # the answer is withdrawn, and thinking goes on
