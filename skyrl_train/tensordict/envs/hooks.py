@@ -128,8 +128,8 @@ def check_hooks(transform: Any, base: type, environment: Any) -> None:
         methods |= {key: function for key, function in found.items() if isinstance(function, FunctionType)}
     if dead := sorted(methods.keys() & set(NOT_CALLED)):
         raise ConfigError(
-            f"{name} defines {dead}, which environments here do not call: use {list(HOOKS)}, or the transform of its name "
-            "in skyrl_train.tensordict."
+            f"{name} defines {dead}, which environments here do not call: use {list(HOOKS)}, or the transform of its "
+            "name in skyrl_train.tensordict."
         )
     asked = sorted(wanted for wanted in _asked(methods) if not hasattr(parent, wanted))
     if asked:
