@@ -125,7 +125,7 @@ def render_conversation(
     for index, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
-        before, after = chat.text(index, open_answer=True), chat.text(index + 1)
+        before, after = chat.before_answer(index), chat.text(index + 1)
         if not (whole.startswith(after) and after.startswith(before)):
             raise DataError(
                 f"the chat template renders message {index} differently once other messages follow it; "
@@ -138,7 +138,8 @@ def render_conversation(
         mask += [False] * len(header) + [True] * learnt + [False] * (len(answer) - learnt)
         done = len(after)
     rest = chat.encode(whole[done:])
-    return ids + rest, mask + [False] * len(rest)
+    ids, mask = ids + rest, mask + [False] * len(rest)
+    return ids, [False, *mask[1:]] if mask else mask  # nothing precedes the first token
 
 
 def render_header(
@@ -215,12 +216,32 @@ class _Chat:
 
     def text(self, count: int, open_answer: bool = False) -> str:
         """The first `count` messages as the template renders them, with their replacements."""
+        return self._rendered(self.messages[:count], open_answer)
+
+    def _rendered(self, messages: list[Any], open_answer: bool) -> str:
         try:
             return self.tokenizer.apply_chat_template(
-                self.messages[:count], tokenize=False, add_generation_prompt=open_answer, **self.options
+                messages, tokenize=False, add_generation_prompt=open_answer, **self.options
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise DataError(f"the chat template does not take these messages: {error}") from error
+
+    def before_answer(self, place: int) -> str:
+        """The rendered text before the answer at `place`, which ends with its header.
+
+        Templates cannot open an answer to nothing: the header of a first message is that of an answer to a question
+        or, where the template writes another or none, what precedes the answer's text.
+        """
+        if place:
+            return self.text(place, open_answer=True)
+        question = [{"role": "user", "content": "?"}]
+        closed, opened, whole = self._rendered(question, False), self._rendered(question, True), self.text(1)
+        header, said = opened[len(closed) :], plain_text(self.messages[0]).strip()
+        if opened.startswith(closed) and header and header in whole:
+            return whole.partition(header)[0] + header
+        if not said or said not in whole:
+            raise DataError("the chat template does not render the answer with which the conversation begins.")
+        return whole.partition(said)[0]
 
     def after_answer(self, place: int) -> str | None:
         """The rendered text after the answer at `place`, with a header for the next; None if the rest has changed.
@@ -228,7 +249,7 @@ class _Chat:
         White space around an answer is ignored: templates may insert or strip it.
         """
         answer = self.messages[place]["content"]
-        before, after = self.text(place, open_answer=True), self.text(len(self.messages), open_answer=True)
+        before, after = self.before_answer(place), self.text(len(self.messages), open_answer=True)
         if not after.startswith(before):
             return None
         rest = after[len(before) :]

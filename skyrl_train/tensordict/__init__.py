@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from skyrl_train.tensordict.losses.grpo import (
         CISPO as CISPO,
         DAPO as DAPO,
+        CISPOLoss as CISPOLoss,
         GRPOLoss as GRPOLoss,
         GRPOLossOutput as GRPOLossOutput,
     )
@@ -200,6 +201,7 @@ if not TYPE_CHECKING:  # else every misspelt name would pass
                 "GRPOLoss",
                 "DAPO",
                 "CISPO",
+                "CISPOLoss",
                 "GRPOLossOutput",
             ),
             "skyrl_train.tensordict.losses.mc_advantage": ("MCAdvantage",),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -14,20 +14,16 @@ from torch import Tensor
 
 from skyrl_train.tensordict.ragged import rows_of, stacked
 
-
-class WriteTransform(Protocol):
-    """A transform between `extend` and the store: advantages, selections."""
-
-    def inv(self, tensordict: TensorDictBase) -> TensorDictBase | None:
-        """Return the rows to store, among those written now or held back earlier; None: nothing yet."""
-        ...
+Transform = Any
+"""What data goes through: an object with `inv(tensordict)` for what is written (None: nothing to store yet), with
+`forward(tensordict)` for what is read, or both; or a function, for what is read."""
 
 
 @dataclass(frozen=True)
 class LazyStackStorage:
-    """TorchRL's name for a store of `max_size` ragged rows, for `ReplayBuffer(storage=...)`."""
+    """TorchRL's name for a store of `max_size` ragged rows (None: any number), for `ReplayBuffer(storage=...)`."""
 
-    max_size: int
+    max_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -48,39 +44,43 @@ class ReplayBuffer:
         self,
         max_size: int | None = None,
         *,
-        storage: LazyStackStorage | None = None,
-        sampler: SamplerWithoutReplacement | None = None,
+        storage: LazyStackStorage | Any = None,
+        sampler: SamplerWithoutReplacement | Any = None,
         batch_size: int | None = None,
-        transform: WriteTransform | None = None,
+        transform: Transform | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
         seed: int | None = None,
     ):
         """
         Args:
-            max_size: How many rows are kept; or `storage` says it, as in TorchRL.
-            sampler: TorchRL's place for `shuffle` and `drop_last`, whose values it replaces.
+            max_size: How many rows are kept; or `storage` says it, as in TorchRL: also an empty one of torchrl's, or a
+                function that makes one. Rows are kept here whatever it is.
+            sampler: TorchRL's place for `shuffle` and `drop_last`, whose values it replaces; also torchrl's own.
             batch_size: Rows per `sample()` and per batch of an iteration.
-            transform: What rows go through when they are written.
+            transform: What rows go through when they are written and read; see `append_transform`.
             drop_last: Drop a smaller last batch.
 
-        Raises ValueError unless exactly one of `max_size` and `storage` is given.
+        Raises ValueError unless exactly one of `max_size` and `storage` is given, and for other samplers.
         """
         if (max_size is None) == (storage is None):
             raise ValueError(f"max_size={max_size}, storage={storage}: give one of the two.")
-        max_size = storage.max_size if storage is not None else max_size
-        assert max_size is not None
         if sampler is not None:
+            if type(sampler).__name__ != SamplerWithoutReplacement.__name__:
+                raise ValueError(f"sampler={sampler!r:.80}: only SamplerWithoutReplacement; every row is sampled once.")
             shuffle, drop_last = sampler.shuffle, sampler.drop_last
-        if max_size < 1:
-            raise ValueError(f"max_size={max_size} must be at least 1.")
-        self.max_size = max_size
+        self.max_size = max_size if storage is None else _size_of(storage)
+        """None: rows are never dropped."""
+        if self.max_size is not None and self.max_size < 1:
+            raise ValueError(f"max_size={self.max_size} must be at least 1.")
         self.batch_size = batch_size
         self.write_count = 0
-        """Total number of rows stored so far."""
+        """Total number of rows stored so far, since the buffer was emptied."""
         self._shuffle, self._drop_last = shuffle, drop_last
         self._random = random.Random(seed)
-        self._transforms: list[WriteTransform] = [] if transform is None else [transform]
+        self._transforms: list[_ReadAndWrite] = []
+        if transform is not None:
+            self.append_transform(transform)
         self._rows: dict[int, TensorDictBase] = {}  # by write number: the oldest is first
         self._unseen: list[int] = []
         self._lock = threading.RLock()
@@ -88,9 +88,16 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def append_transform(self, transform: WriteTransform) -> ReplayBuffer:
-        """Add a transform. As in TorchRL, written rows go through the one added last first."""
-        self._transforms.append(transform)
+    def append_transform(self, transform: Transform, *, invert: bool = False) -> ReplayBuffer:
+        """Add a transform: `inv` for rows that are written, through the one added last first, `forward` for those read.
+
+        A function is for rows that are read. `invert` exchanges the two. Raises TypeError for something else.
+        """
+        return self.insert_transform(len(self._transforms), transform, invert=invert)
+
+    def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> ReplayBuffer:
+        """Like `append_transform`, at a place among the transforms."""
+        self._transforms.insert(index, _ReadAndWrite.of(transform, invert))
         return self
 
     def add(self, row: TensorDictBase) -> Tensor:
@@ -102,13 +109,13 @@ class ReplayBuffer:
         with self._lock:
             found: TensorDictBase | None = tensordict
             for transform in reversed(self._transforms):
-                found = None if found is None else transform.inv(found)
+                found = None if found is None else transform.write(found)
             rows = [] if found is None else rows_of(found)
             numbers = list(range(self.write_count, self.write_count + len(rows)))
             self.write_count += len(rows)
             self._rows.update((number, row.copy()) for number, row in zip(numbers, rows, strict=True))
             self._unseen += numbers
-            surplus = list(self._rows)[: max(len(self._rows) - self.max_size, 0)]
+            surplus = list(self._rows)[: max(len(self._rows) - (self.max_size or len(self._rows)), 0)]
             for number in surplus:
                 del self._rows[number]
             if surplus:
@@ -129,7 +136,25 @@ class ReplayBuffer:
                 taken = set(chosen)
                 self._unseen = [number for number in self._rows if number not in taken]
                 chosen += self._take(size - len(chosen))
-            return stacked([self._rows[number] for number in chosen])
+            rows = [self._rows[number] for number in chosen]
+        return self._read(stacked(rows))
+
+    def __getitem__(self, index: Any) -> Any:
+        """Rows by place, the oldest first: one for an int, several for a slice, list or tensor. A key: of all rows."""
+        if isinstance(index, str) or (isinstance(index, tuple) and all(isinstance(part, str) for part in index)):
+            return self[:][index]
+        with self._lock:
+            rows = list(self._rows.values())
+        if isinstance(index, int):
+            return self._read(stacked([rows[index]]))[0]
+        if not isinstance(index, slice):
+            places = torch.arange(len(rows))[torch.as_tensor(index)].reshape(-1).tolist()
+            chosen = [rows[place] for place in places]
+        else:
+            chosen = rows[index]
+        if not chosen:
+            raise IndexError(f"no row at {index!r} of {len(rows)}.")
+        return self._read(stacked(chosen))
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """One pass over the rows stored now, in batches of `batch_size`."""
@@ -140,13 +165,20 @@ class ReplayBuffer:
             self._random.shuffle(rows)
         for start in range(0, len(rows), size):
             if start + size <= len(rows) or not self._drop_last:
-                yield stacked(rows[start : start + size])
+                yield self._read(stacked(rows[start : start + size]))
 
-    def empty(self) -> None:
-        """Remove all rows, but not the groups that a transform still holds back."""
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Remove all rows, but not the groups that a transform still holds back; `write_count` begins at 0 again."""
         with self._lock:
             self._rows.clear()
             self._unseen.clear()
+            if empty_write_count:
+                self.write_count = 0
+
+    def _read(self, batch: TensorDictBase) -> TensorDictBase:
+        for transform in self._transforms:
+            batch = transform.read(batch)
+        return batch
 
     def _size(self, asked: int | None) -> int:
         size = self.batch_size if asked is None else asked
@@ -159,3 +191,35 @@ class ReplayBuffer:
             self._random.shuffle(self._unseen)
         taken, self._unseen = self._unseen[:number], self._unseen[number:]
         return taken
+
+
+@dataclass(frozen=True)
+class _ReadAndWrite:
+    """The two directions of a transform."""
+
+    read: Callable[[TensorDictBase], TensorDictBase]
+    write: Callable[[TensorDictBase], TensorDictBase | None]
+
+    @classmethod
+    def of(cls, transform: Transform, invert: bool) -> _ReadAndWrite:
+        read, write = getattr(transform, "forward", None), getattr(transform, "inv", None)
+        if isinstance(transform, type) or not (callable(transform) or callable(read) or callable(write)):
+            raise TypeError(f"transform {transform!r:.80} has no `inv` and no `forward`, and is no function.")
+        if read is None:
+            read = _unchanged if write is not None else transform
+        pair = read, write or _unchanged
+        return cls(*(reversed(pair) if invert else pair))
+
+
+def _unchanged(tensordict: TensorDictBase) -> TensorDictBase:
+    return tensordict
+
+
+def _size_of(storage: Any) -> int | None:
+    """The size that a storage, or a function that makes one, says."""
+    storage = storage if hasattr(storage, "max_size") or not callable(storage) else storage()
+    if not hasattr(storage, "max_size"):
+        raise ValueError(f"storage={storage!r:.80} has no max_size: give LazyStackStorage(n).")
+    if not isinstance(storage, LazyStackStorage) and len(storage):
+        raise ValueError(f"storage={storage!r:.80} holds {len(storage)} rows: write them with extend().")
+    return storage.max_size  # type: ignore[no-any-return]

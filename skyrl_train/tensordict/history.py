@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorClass, lazy_stack
+from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict, lazy_stack
 
 from skyrl_train.data.chat import render_conversation, render_header, render_messages, render_prompt
 from skyrl_train.data.chat_templates import TEMPLATES
@@ -16,6 +16,15 @@ from skyrl_train.errors import ConfigError, DataError
 NO_MESSAGE = "<none>"
 """The role of an entry that only pads a stack."""
 Parser = Callable[[str], list[dict[str, Any]]]
+_OTHER_NAMES = {
+    "chatml_format": TEMPLATES["chatml"],
+    "qwen": TEMPLATES["chatml"],
+    "llama": TEMPLATES["llama3"],
+    "llama4": TEMPLATES["llama3"]
+    .replace("<|start_header_id|>", "<|header_start|>")
+    .replace("<|end_header_id|>", "<|header_end|>")
+    .replace("<|eot_id|>", "<|eot|>"),
+}
 _ADDED: dict[str, str] = {}
 _PARSERS: dict[str, Parser] = {}
 
@@ -87,12 +96,14 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return self.extend(history.unsqueeze(dim), inplace, dim)
 
     def extend(self, history: History, inplace: bool = True, dim: int = 0) -> History:
-        """Append another History along `dim`.
+        """Append another History, or one of torchrl's, along `dim`.
 
         Raises RuntimeError unless both have the same number of dimensions, at least 1.
         """
         if not self.ndim or history.ndim != self.ndim:
             raise RuntimeError(f"extend: {self.ndim} and {history.ndim} dimensions; both need the same, above 0.")
+        if not isinstance(history, History):
+            history = converted(history, History)
         if history.device != self.device:
             history = history.copy().clear_device_() if self.device is None else history.to(self.device)
         joined = _joined(self, history, dim % self.ndim)
@@ -117,16 +128,18 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return_assistant_tokens_mask: bool = False,
         **template_kwargs: Any,
     ) -> Any:
-        """Return text, ids, or with `return_dict` or a mask {"input_ids", "attention_mask", "assistant_masks"}.
+        """Return text; with `tokenize` or `return_tensors` ids [1, L]; with `return_dict` or a mask a TensorDict.
 
-        [turns] gives one result, [B, turns] a list of them (padded on the left with `padding`). Control tokens come
-        only from the template; if a message spells one, it is encoded as plain characters. Masks need no
+        The TensorDict has "input_ids", "attention_mask" and "assistant_masks", int64 [L]. [turns] gives one result,
+        [B, turns] a list of texts or ids, or a lazy stack of TensorDicts (padded on the left with `padding`). Control
+        tokens come only from the template; if a message spells one, it is encoded as plain characters. Masks need no
         {% generation %} blocks; the token that ends an answer belongs to it. Raises ConfigError for a missing template,
         DataError if the template rejects the messages.
         """
         options = template_options(tokenizer, chat_template, chat_template_name) | template_kwargs
-        tensors = return_tensors is not None
-        if not (tokenize or (tokenize is None and (return_assistant_tokens_mask or tensors or return_dict))):
+        if return_tensors not in (None, "pt"):
+            raise ConfigError(f"return_tensors={return_tensors!r} is not 'pt' or None: ids are tensors of torch.")
+        if not (tokenize or (tokenize is None and (return_assistant_tokens_mask or return_tensors or return_dict))):
             return _texts(self, tokenizer, add_generation_prompt, continue_final_message, options)
         if truncation:
             raise ConfigError("truncation=True would cut a conversation silently; shorten the messages instead.")
@@ -136,10 +149,11 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         if self.ndim > 2:
             raise ConfigError(f"apply_chat_template takes [turns] or [B, turns], got {tuple(self.batch_size)}.")
         rows = [_encoded(tokenizer, c, options, add_generation_prompt, return_assistant_tokens_mask) for c in chats]
-        columns = _columns(rows, tokenizer, padding, tensors, return_assistant_tokens_mask)
-        if self.ndim == 1:
-            columns = {name: values[0] for name, values in columns.items()}
-        return columns if return_dict or return_assistant_tokens_mask else columns["input_ids"]
+        found = _tensors(rows, tokenizer, padding, return_assistant_tokens_mask)
+        if return_dict or return_assistant_tokens_mask:
+            return found[0] if self.ndim == 1 else lazy_stack(found)
+        ids = [row["input_ids"].unsqueeze(0) for row in found]
+        return ids[0] if self.ndim == 1 else ids
 
     @classmethod
     def from_text(
@@ -151,17 +165,17 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     ) -> History:
         """Parse a rendered text into a conversation, for inspecting texts; wrappers never need it.
 
-        A last turn without an end is not complete. Raises ConfigError for a template without a parser, RuntimeError if
-        nothing is recognised.
+        Without a name the control tokens tell ChatML from Llama 3 and 4. A last turn without an end is not complete.
+        Raises ConfigError for a template without a parser, RuntimeError if nothing is recognised.
         """
         if isinstance(text, list):
             return lazy_stack([cls.from_text(one, chat_template_name, chat_template, tokenizer) for one in text])  # type: ignore[no-any-return]
-        name = chat_template_name or "chatml"
-        if name not in _PARSERS:
+        name = chat_template_name
+        if name is not None and name not in _PARSERS:
             raise ConfigError(f"chat_template_name={name!r} has no parser; known: {sorted(_PARSERS)}.")
-        messages = _PARSERS[name](text)
+        messages = _PARSERS[name](text) if name else _PARSERS["chatml"](text) or _PARSERS["llama"](text)
         if not messages:
-            raise RuntimeError(f"no turn of template {name!r} was found in {text[:80]!r}.")
+            raise RuntimeError(f"no turn of {name or 'a known template'!r} was found in {text[:80]!r}.")
         return cls.from_chats(messages)
 
 
@@ -178,7 +192,7 @@ def add_chat_template(
     """
     if model_family_keywords:
         raise ConfigError("model_family_keywords: a path says nothing about a model; pass chat_template_name instead.")
-    if template_name in TEMPLATES or _ADDED.get(template_name, template) != template:
+    if template_name in {**TEMPLATES, **_OTHER_NAMES} or _ADDED.get(template_name, template) != template:
         raise ConfigError(f"template_name={template_name!r} stands for another template; choose a new name.")
     _ADDED[template_name] = template
     if inverse_parser is not None:
@@ -190,13 +204,27 @@ def template_options(tokenizer: Any, template: str | None, name: str | None) -> 
     if template is not None:
         return {"chat_template": template}
     if name is not None:
-        known = {**TEMPLATES, **_ADDED, "qwen": TEMPLATES["chatml"], "llama": TEMPLATES["llama3"]}
+        known = {**TEMPLATES, **_OTHER_NAMES, **_ADDED}
         if name not in known:
             raise ConfigError(f"chat_template_name={name!r} is not one of {sorted(known)}; see add_chat_template.")
         return {"chat_template": known[name]}
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("the tokenizer has no chat template: pass chat_template_name or chat_template.")
     return {}
+
+
+def converted(history: Any, kind: type) -> Any:
+    """Convert conversations [..., turns] to another History class, without entries that only pad a stack.
+
+    Both classes have role, content, is_complete, tool_calls and tool_responses.
+    """
+    if history.ndim > 1:
+        return lazy_stack([converted(row, kind) for row in history.unbind(0)])
+    turns = []
+    for message in History.to_chats(history):
+        fields = {k: v if isinstance(v, str | bool) else NonTensorData(v) for k, v in message.items()}
+        turns.append(kind(**fields, batch_size=()))
+    return lazy_stack(turns)
 
 
 def _plain(value: Any) -> Any:
@@ -254,16 +282,16 @@ def _encoded(
     return ids + header, mask + [False] * len(header)
 
 
-def _columns(rows: Any, tokenizer: Any, padding: bool, tensors: bool, masked: bool) -> dict[str, list[Any]]:
+def _tensors(rows: Any, tokenizer: Any, padding: bool, masked: bool) -> list[TensorDict]:
     width = max(len(ids) for ids, _ in rows) if padding else 0
-    out: dict[str, list[Any]] = {"input_ids": [], "attention_mask": []} | ({"assistant_masks": []} if masked else {})
+    out = []
     for ids, mask in rows:
         pad = max(0, width - len(ids))
-        out["input_ids"].append([pad_id(tokenizer)] * pad + ids)
-        out["attention_mask"].append([0] * pad + [1] * len(ids))
+        columns = {"input_ids": [pad_id(tokenizer)] * pad + ids, "attention_mask": [0] * pad + [1] * len(ids)}
         if masked:
-            out["assistant_masks"].append([0] * pad + [int(one) for one in mask])
-    return {name: [torch.tensor(row) for row in value] for name, value in out.items()} if tensors else out
+            columns["assistant_masks"] = [0] * pad + [int(one) for one in mask]
+        out.append(TensorDict({name: torch.tensor(values) for name, values in columns.items()}))
+    return out
 
 
 def pad_id(tokenizer: Any) -> int:
@@ -274,8 +302,9 @@ def pad_id(tokenizer: Any) -> int:
     return 0
 
 
-_CHATML_TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(<\|im_end\|>|\Z)", re.DOTALL)
-_LLAMA_TURN = re.compile(r"<\|start_header_id\|>(\w+)<\|end_header_id\|>\n\n(.*?)(<\|eot_id\|>|\Z)", re.DOTALL)
+_CHATML_TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(<\|im_end\|>|<\|endoftext\|>|\Z)", re.DOTALL)
+_LLAMA3_TURN = re.compile(r"<\|start_header_id\|>(\w+)<\|end_header_id\|>\n\n(.*?)(<\|eot_id\|>|\Z)", re.DOTALL)
+_LLAMA4_TURN = re.compile(r"<\|header_start\|>(\w+)<\|header_end\|>\n\n(.*?)(<\|eot\|>|\Z)", re.DOTALL)
 
 
 def _parser(turn: re.Pattern[str]) -> Parser:
@@ -286,5 +315,6 @@ def _parser(turn: re.Pattern[str]) -> Parser:
     return parse
 
 
-_PARSERS |= {name: _parser(_CHATML_TURN) for name in ("chatml", "qwen", "qwen3_with_thinking")}
-_PARSERS |= {name: _parser(_LLAMA_TURN) for name in ("llama3", "llama")}
+_PARSERS |= {name: _parser(_CHATML_TURN) for name in ("chatml", "chatml_format", "qwen", "qwen3_with_thinking")}
+_PARSERS |= {"llama3": _parser(_LLAMA3_TURN), "llama4": _parser(_LLAMA4_TURN)}
+_PARSERS["llama"] = lambda text: _PARSERS["llama3"](text) or _PARSERS["llama4"](text)

@@ -6,10 +6,14 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
+from torch import nn
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.tensordict.envs.hooks import Hooks, Parent, check_hooks, hooks_base
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 DONE_KEYS = ("done", "terminated", "truncated")
@@ -25,10 +29,12 @@ def keys_of(tensordict: TensorDictBase) -> set[str]:
     return set(tensordict.keys())
 
 
-class Transform:
+class Transform(Hooks):
     """Transforms the data between an environment and its policy. Every method takes and returns tensordicts [B].
 
-    `environment` is the one to which the transform was appended; a transform can belong to only one.
+    Subclasses define `before_reset`, `after_reset`, `before_step` or `after_step`, or TorchRL's hooks, which these call
+    unless they are defined. `environment` is the one to which the transform was appended; a transform can belong to
+    only one.
     """
 
     last: bool = False
@@ -41,23 +47,30 @@ class Transform:
         """Called by `append_transform`. Raises if the transform cannot work with the environment."""
         if self.environment is not None:
             raise RuntimeError(f"{type(self).__name__} belongs to an environment already; make another one.")
+        check_hooks(self, Transform, environment)
         self.environment = environment
+
+    @property
+    def parent(self) -> Parent | None:
+        """The environment, by TorchRL's names."""
+        return None if self.environment is None else Parent(self.environment)
 
     def before_reset(self, given: TensorDictBase) -> TensorDictBase:
         """Transform the input of the environment's reset."""
-        return given
+        return self._reset_env_preprocess(given)
 
     def after_reset(self, given: TensorDictBase, root: TensorDictBase) -> TensorDictBase:
         """Transform the first observation."""
-        return root
+        return self._reset(given, root)
 
     def before_step(self, root: TensorDictBase) -> TensorDictBase:
-        """Transform the observation and action that the environment receives."""
-        return root
+        """Transform the observation and action that the environment receives; those of a copy are not stored."""
+        inverts = self.in_keys_inv or type(self)._inv_call is not Hooks._inv_call
+        return self._inv_call(root.copy()) if inverts else root
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         """Transform the data stored under "next"."""
-        return following
+        return self._step(root, following)
 
     def end_episodes(self, episodes: Sequence[int] | None) -> None:
         """Release what is held for these episodes; None: for all."""
@@ -65,6 +78,65 @@ class Transform:
     def close(self) -> None:
         """Called once, when the environment is closed."""
         self.end_episodes(None)
+
+
+class _Theirs(Transform):
+    """A transform of torchrl's, by its hooks."""
+
+    def __init__(self, transform: Any, base: type):
+        super().__init__()
+        self.transform, self.base = transform, base
+
+    def attach(self, environment: TensorDictEnv) -> None:
+        check_hooks(self.transform, self.base, environment)
+        if self.transform.parent is not None:
+            raise RuntimeError(f"{type(self.transform).__name__} belongs to an environment already; clone() it.")
+        super().attach(environment)
+        self.transform.__dict__["_parent"] = self.parent  # where torchrl keeps it, and looks first
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return self.transform._step(tensordict, next_tensordict)  # type: ignore[no-any-return]
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return self.transform._reset(tensordict, tensordict_reset)  # type: ignore[no-any-return]
+
+    def _reset_env_preprocess(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self.transform._reset_env_preprocess(tensordict)  # type: ignore[no-any-return]
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self.transform._inv_call(tensordict)  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        self.transform.close()
+
+
+class _Function(Transform):
+    """A function of a tensordict, applied to first observations and to the data under "next"."""
+
+    def __init__(self, function: Callable[[TensorDictBase], TensorDictBase]):
+        super().__init__()
+        self.function = function
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return self.function(next_tensordict)
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return self.function(tensordict_reset)
+
+
+def _transforms(given: Any) -> list[Transform]:
+    """What to append for a transform, one of torchrl's or a composition of those, or a function."""
+    if isinstance(given, Transform):
+        return [given]
+    if (base := hooks_base(given)) is not None:
+        parts = getattr(given, "transforms", None)
+        return [_Theirs(given, base)] if parts is None else [one for part in parts for one in _transforms(part)]
+    if callable(given) and not isinstance(given, type | nn.Module):
+        return [_Function(given)]
+    raise ConfigError(
+        f"append_transform got {given!r:.80}; give a skyrl_train.tensordict.Transform, one of torchrl's, or a function "
+        "of a tensordict."
+    )
 
 
 class StepCounter(Transform):
@@ -125,11 +197,15 @@ class TensorDictEnv(ABC):
 
     # ---------------------------------------------------------------------------------------------- for users
 
-    def append_transform(self, transform: Transform) -> Self:
-        """Add `transform` around the earlier ones; return the environment."""
-        transform.attach(self)
-        self._of_one_step.update(transform.of_one_step)
-        self.transforms.append(transform)
+    def append_transform(self, transform: Transform | Any) -> Self:
+        """Add `transform` around the earlier ones; return the environment.
+
+        It may also be one of torchrl's or a function of a tensordict. Raises ConfigError for one that would not work.
+        """
+        for each in _transforms(transform):
+            each.attach(self)
+            self._of_one_step.update(each.of_one_step)
+            self.transforms.append(each)
         self.transforms.sort(key=lambda each: each.last)
         return self
 
@@ -161,11 +237,14 @@ class TensorDictEnv(ABC):
             raise ValueError(f"step needs one batch dimension, got batch_size={tuple(tensordict.batch_size)}")
         lazy = isinstance(tensordict, LazyStackedTensorDict)
         root: TensorDictBase = tensordict if lazy else lazy_stack(list(tensordict.unbind(0)))
+        received = root
         for transform in reversed(self.transforms):
-            root = transform.before_step(root)
-        following = self._stacked([self._completed(row, self._step_row(row)) for row in root.unbind(0)])
+            received = transform.before_step(received)
+        if "_step" in keys_of(received):
+            raise ConfigError('a transform set "_step", but environments here do not skip the steps of some rows.')
+        following = self._stacked([self._completed(row, self._step_row(row)) for row in received.unbind(0)])
         for transform in self.transforms:
-            following = transform.after_step(root, following)
+            following = transform.after_step(received, following)
         if over := following["episode"][following["done"].reshape(len(following), -1).any(-1)].tolist():
             self.end_episodes(over)
         if root is not tensordict:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorData, TensorDict, TensorDictBase
 
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.rows import read_hub, read_rows
@@ -20,6 +20,7 @@ from skyrl_train.tensordict.envs.conversation import (
     full_messages,
     history_of,
     part,
+    question_of,
     text_of,
     unpadded,
 )
@@ -27,14 +28,17 @@ from skyrl_train.tensordict.envs.primer import DataLoadingPrimer, batches
 from skyrl_train.tensordict.envs.text import IncrementalTokenizer
 
 QUESTION_KEYS = ("query", "text")
+OF_THE_CLASS: Any = object()
+"""Stands for the class's SYSTEM_PROMPT; None is no system prompt."""
 
 
 class ChatEnv(TensorDictEnv):
     """A conversation without a reward of its own: transforms add rewards, tools and an end.
 
-    `reset` reads a question from `data_key` ("query"; a string under "text" is also accepted, and stored under "query")
-    and writes (input_mode, "prompt"). An action is (input_mode, "full"), or "response" of the same container, or a
-    string "text_response" ("tokens_response" in tokens mode). `step` appends it to form the next prompt.
+    `reset` reads a question from `data_key` ("query"; "text" is also accepted, and stored under "query") and writes
+    (input_mode, "prompt"). A question is a string, or a conversation that goes on: a History [turns], or messages. An
+    action is (input_mode, "full"), or "response" of the same container, or a string "text_response" ("tokens_response"
+    in tokens mode). `step` appends it to form the next prompt.
 
     Modes "text" and "tokens" render the prompt with the tokenizer's chat template. Without a tokenizer, a text prompt
     consists of the messages' contents, separated by blank lines.
@@ -79,10 +83,20 @@ class ChatEnv(TensorDictEnv):
         if with_tokenizer:
             self.append_transform(IncrementalTokenizer(tokenizer, template_kwargs=template_kwargs))
 
-    def opening(self, question: str) -> list[Message]:
+    @classmethod
+    def with_tokenizer(cls, tokenizer: Any, **settings: Any) -> Self:
+        """Make an environment that also keeps ("tokens", "prompt"), like the argument of this name."""
+        return cls(tokenizer=tokenizer, with_tokenizer=True, **settings)
+
+    @classmethod
+    def from_dataloader(cls, dataloader: Iterable[Any], **settings: Any) -> DatasetChatEnv:
+        """Make a DatasetChatEnv over a loader of rows; see there."""
+        return DatasetChatEnv.from_dataloader(dataloader, **settings)
+
+    def opening(self, question: str | Sequence[Message]) -> list[Message]:
         """The messages with which a conversation begins."""
-        asked = {"role": self.user_role, "content": question}
-        return [asked] if self.system_prompt is None else [self._system(), asked]
+        asked = [{"role": self.user_role, "content": question}] if isinstance(question, str) else list(question)
+        return asked if self.system_prompt is None else [self._system(), *asked]
 
     def _system(self) -> Message:
         return {"role": self.system_role, "content": self.system_prompt}
@@ -92,17 +106,17 @@ class ChatEnv(TensorDictEnv):
         messages = self.opening(question)
         row = TensorDict({}, batch_size=[])
         for key in {self.kept_key, QUESTION_KEYS[0]}:  # grouping of episodes by question reads the second
-            row.set_non_tensor(key, question)
+            row.set(key, NonTensorData(question))
         return row.set(self.input_mode, self._prompt(messages))
 
-    def _question(self, given: TensorDictBase) -> str:
+    def _question(self, given: TensorDictBase) -> str | list[Message]:
         for key in dict.fromkeys((self.data_key, *QUESTION_KEYS)):
-            question = text_of(given, key)
+            question = question_of(given, key)
             if question is not None:
                 return question
         raise RuntimeError(
-            f"ChatEnv.reset expects a tensordict with a string under {self.data_key!r} (or 'text'), got the keys "
-            f"{sorted(map(str, given.keys()))}."
+            f"ChatEnv.reset expects a tensordict with a string, a History or messages under {self.data_key!r} (or "
+            f"'text'), got the keys {sorted(map(str, given.keys()))}."
         )
 
     def _prompt(self, messages: list[Message]) -> Any:
@@ -168,7 +182,10 @@ class DatasetChatEnv(ChatEnv):
         batch_size_dl: Number of rows drawn at a time; `collate_fn` gets a list of them and returns the rows to use.
         group_repeats: Accepted without effect: repeats are always consecutive.
         apply_template: Accepted without effect, as in TorchRL.
+        system_prompt: By default the class's SYSTEM_PROMPT.
     """
+
+    SYSTEM_PROMPT: str | None = None
 
     def __init__(
         self,
@@ -190,7 +207,7 @@ class DatasetChatEnv(ChatEnv):
         input_mode: str = "history",
         data_key: str | None = None,
         primers: Any = None,
-        system_prompt: str | None = None,
+        system_prompt: str | None = OF_THE_CLASS,
         system_role: str = "system",
         user_role: str = "user",
         policy_role: str = "assistant",
@@ -207,7 +224,7 @@ class DatasetChatEnv(ChatEnv):
             template_kwargs=template_kwargs,
             input_mode=input_mode,
             data_key=data_key,
-            system_prompt=system_prompt,
+            system_prompt=self.SYSTEM_PROMPT if system_prompt is OF_THE_CLASS else system_prompt,
             system_role=system_role,
             user_role=user_role,
             policy_role=policy_role,
@@ -228,18 +245,27 @@ class DatasetChatEnv(ChatEnv):
         *,
         tokenizer: Any = None,
         repeats: int | None = None,
-        num_envs: int = 1,
+        num_envs: int | None = None,
+        batch_size: Sequence[int] | int | None = None,
         **settings: Any,
     ) -> Self:
         """Make an environment over a loader of rows (mappings, lists of them, or batched mappings), repeated endlessly.
 
-        `settings` are the constructor's; those that say how rows are read raise TypeError.
+        `num_envs`, or TorchRL's `batch_size`: rows of the environment (1). `settings` are the constructor's; those that
+        say how rows are read raise TypeError.
         """
+        if num_envs is not None and batch_size is not None:
+            raise ValueError(f"num_envs={num_envs}, batch_size={batch_size}: give one of them, the environment's rows")
+        if batch_size is not None:
+            size = torch.Size([batch_size] if isinstance(batch_size, int) else batch_size)
+            if len(size) != 1:
+                raise ValueError(f"batch_size={tuple(size)} must have one dimension, e.g. (1,)")
+            num_envs = size[0]
         if of_rows := sorted(
             {"dataset", "name", "split", "shuffle", "seed", "batch_size_dl", "collate_fn"} & set(settings)
         ):
             raise TypeError(f"{cls.__name__}.from_dataloader takes no {of_rows}: the loader says it")
-        given: dict[str, Any] = {"tokenizer": tokenizer, "repeats": repeats, "num_envs": num_envs, **settings}
+        given: dict[str, Any] = {"tokenizer": tokenizer, "repeats": repeats, "num_envs": num_envs or 1, **settings}
         return cls(dataset=_Loader(dataloader), **given)
 
     def reset_dataloader(self) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
 
 from skyrl_train.data.chat import plain_text
 from skyrl_train.data.trajectory import Message
@@ -21,6 +21,22 @@ def text_of(given: TensorDictBase, key: Any) -> str | None:
     value = given.get(key, None)
     value = getattr(value, "data", value)
     return value if isinstance(value, str) else None
+
+
+def question_of(given: TensorDictBase, key: Any) -> str | list[Message] | None:
+    """The string under `key` of a row, or the messages of a History or list there; None if there is neither."""
+    value = given.get(key, None)
+    value = value.data if isinstance(value, NonTensorData) else value
+    if isinstance(value, str):
+        return value
+    if all(hasattr(value, name) for name in ("role", "content", "batch_size")):  # a History, also torchrl's
+        return list(History.to_chats(value if value.ndim else lazy_stack([value])))
+    messages = value.tolist() if isinstance(value, NonTensorStack) else value
+    messages = [messages] if isinstance(messages, Mapping) else messages
+    if not isinstance(messages, list | tuple) or not messages:
+        return None
+    fit = all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages)
+    return [dict(message) for message in messages] if fit else None
 
 
 def set_texts(tensordict: TensorDictBase, key: Any, texts: Sequence[str]) -> None:

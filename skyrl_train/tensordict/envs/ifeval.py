@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from tensordict import TensorClass, TensorDictBase, lazy_stack
 from skyrl_train.environments.tasks.ifeval import score
 from skyrl_train.tensordict.envs.base import StepCounter, Transform
 from skyrl_train.tensordict.envs.chat import QUESTION_KEYS, ChatEnv, DatasetChatEnv
-from skyrl_train.tensordict.envs.conversation import last_response, text_of, value_of
+from skyrl_train.tensordict.envs.conversation import full_messages, last_response, text_of, value_of
 from skyrl_train.tensordict.envs.rewards import add_rewards, answers_in, end, thoughts_in
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,8 @@ class IFEvalScoreData(TensorClass["nocast"]):  # type: ignore[name-defined]
     inst_level_loose_acc: torch.Tensor
 
 
-Aggregate = Callable[[IFEvalScoreData], float]
+Aggregate = Callable[..., Any]
+"""Of the scores of one row and, if it takes them, think_blocks=, answer_blocks= (list[str]) and complete= (bool)."""
 
 
 class IfEvalScorer(Transform):
@@ -44,8 +46,7 @@ class IfEvalScorer(Transform):
             keys of ChatEnv.
         id_key: A column that identifies the row in errors and in the scores that `verbose` logs.
         response_column: Only "text_response": the policy's text is scored, under whatever key it is.
-        aggregate_reward: False for no reward, or a function from the scores of one row to the number that replaces the
-            weighted sum.
+        aggregate_reward: False for no reward, or a function that replaces `default_reward_aggregator`: see `Aggregate`.
         set_done_if_answer: Terminate the episode if the response has exactly one <answer>.
     """
 
@@ -91,7 +92,7 @@ class IfEvalScorer(Transform):
             found = self._score(row, blocks[0] if len(blocks) == 1 else text.rpartition("</think>")[2])
             scores.append(found)
             answered.append(len(blocks) == 1)
-            rewards.append(self._reward(found, len(blocks) == 1, thoughts_in(text) == 1))
+            rewards.append(self._reward(row, found, thoughts_in(text), blocks))
             if self.verbose:
                 log.info("row %s: reward %.3f", value_of(row, self.id_key), rewards[-1])
         following.set(self.score_key, lazy_stack(scores))
@@ -111,17 +112,36 @@ class IfEvalScorer(Transform):
         metrics = score(names, kwargs, prompt, text).metrics()
         return IFEvalScoreData(**{name: torch.tensor([value]) for name, value in metrics.items()}, batch_size=[])
 
-    def _reward(self, found: IFEvalScoreData, one_answer: bool, one_thought: bool) -> float:
-        if callable(self.aggregate_reward):
-            return float(self.aggregate_reward(found))
+    def default_reward_aggregator(
+        self,
+        score: IFEvalScoreData,
+        think_blocks: Sequence[str] | None = None,
+        answer_blocks: Sequence[str] | None = None,
+        complete: bool | None = None,
+    ) -> torch.Tensor:
+        """The reward [..., 1] of scores, see the class; `complete` has no effect."""
         parts = (
-            found.prompt_level_strict_acc,
-            found.inst_level_strict_acc,
-            found.prompt_level_loose_acc,
-            found.inst_level_loose_acc,
+            score.prompt_level_strict_acc.sum(-1, keepdim=True),
+            score.inst_level_strict_acc.mean(-1, keepdim=True),
+            score.prompt_level_loose_acc.sum(-1, keepdim=True),
+            score.inst_level_loose_acc.mean(-1, keepdim=True),
         )
-        weighted = sum(weight * float(value) for weight, value in zip(self.weights, parts, strict=True))
-        return weighted + ONE_ANSWER * one_answer + ONE_THOUGHT * one_thought
+        weighted = sum(weight * part for weight, part in zip(self.weights, parts, strict=True))
+        bonus = ONE_ANSWER * (len(answer_blocks or ()) == 1) + ONE_THOUGHT * (len(think_blocks or ()) == 1)
+        return torch.as_tensor(weighted) + bonus
+
+    def _reward(
+        self, row: TensorDictBase, found: IFEvalScoreData, think_blocks: list[str], answer_blocks: list[str]
+    ) -> float:
+        if not callable(self.aggregate_reward):
+            return float(self.default_reward_aggregator(found, think_blocks, answer_blocks))
+        complete = full_messages(row)[-1].get("is_complete", True)  # type: ignore[index]
+        more = {"think_blocks": think_blocks, "answer_blocks": answer_blocks, "complete": complete}
+        try:
+            inspect.signature(self.aggregate_reward).bind(found, **more)
+        except TypeError:
+            more = {}
+        return float(self.aggregate_reward(found, **more))
 
 
 class IFEvalEnv(DatasetChatEnv):

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from skyrl_train.tensordict.containers import LogProbs
-from skyrl_train.tensordict.envs.base import Transform
+from skyrl_train.tensordict.envs.base import Transform, keys_of
 
 FullKey = tuple[str, str]
 
@@ -25,16 +25,15 @@ def check_scores(model: Any, what: str) -> None:
 class _Scores(Transform):
     """Common base of both transforms: a model scores whole sequences, row by row."""
 
-    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Apply the transform to data that already has "next", [B] or [B, T], as in a step of the environment."""
-        return tensordict.set("next", self._following(tensordict))
+        return tensordict.set("next", self._following(tensordict, tensordict["next"]))
 
-    def _following(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def _following(self, tensordict: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         if tensordict.batch_dims > 1:
-            return lazy_stack([self._following(part) for part in tensordict.unbind(0)])
-        return self.after_step(tensordict, lazy_stack(list(tensordict["next"].unbind(0))))
-
-    forward = __call__
+            parts = zip(tensordict.unbind(0), following.unbind(0), strict=True)
+            return lazy_stack([self._following(*part) for part in parts])
+        return self.after_step(tensordict, lazy_stack([row.copy() for row in following.unbind(0)]))
 
 
 class RetrieveLogProb(_Scores):
@@ -77,6 +76,13 @@ class RetrieveLogProb(_Scores):
         self.of_one_step = (self.log_probs_full_key[0],)
         self.assistant_only, self.detach, self.device = assistant_only, detach, device
 
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Like a step of the environment, [B] or [B, T]; without "next", log-probs are written beside the tokens."""
+        if "next" in keys_of(tensordict):
+            return super().forward(tensordict)
+        container = self.log_probs_full_key[0]
+        return tensordict.set(container, self._following(tensordict, tensordict).get(container))
+
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         sampled = [_has_tokens(row) for row in root.unbind(0)]
         model, mode = (self._of_tokens, "tokens") if all(sampled) else (self.model, self.mode)
@@ -93,7 +99,9 @@ class RetrieveLogProb(_Scores):
                 raise ValueError("detach=False: the model's log-probs have no gradient; use its get_dist in a loss")
             values = values.detach() if self.detach else values
             values = values if self.device is None else values.to(self.device)
-            out.set(self.log_probs_full_key[0], LogProbs(full=values, batch_size=[]))
+            if out.get(self.log_probs_full_key[0], None) is None:
+                out.set(self.log_probs_full_key[0], LogProbs(batch_size=[]))
+            out.set(self.log_probs_full_key, values)
         return following
 
 

@@ -149,12 +149,14 @@ class _Batches:
             yield batch if self._collate is None else self._collate(batch)
 
 
-def as_nested_tensor(list_of_tds: list[TensorDictBase]) -> TensorDictBase:
+def as_nested_tensor(list_of_tensordicts: list[TensorDictBase]) -> TensorDictBase:
     """Stack rows [..., L_i] into one tensordict [N]; tensors of different lengths become nested (jagged)."""
-    return _stacked_rows(list_of_tds, lambda tensors: torch.nested.as_nested_tensor(tensors, layout=torch.jagged))
+    return _stacked_rows(
+        list_of_tensordicts, lambda tensors: torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
+    )
 
 
-def as_padded_tensor(list_of_tds: list[TensorDictBase], dim: int = 0, stack_dim: int = 0) -> TensorDictBase:
+def as_padded_tensor(list_of_tensordicts: list[TensorDictBase], dim: int = 0, stack_dim: int = 0) -> TensorDictBase:
     """Stack rows into one tensordict [N]; tensors are padded to the longest with zeros on the left of `dim`.
 
     Raises ValueError for a negative `dim`, or for a `stack_dim` other than 0: a tensordict's batch comes first.
@@ -166,7 +168,7 @@ def as_padded_tensor(list_of_tds: list[TensorDictBase], dim: int = 0, stack_dim:
         longest = max(tensor.shape[dim] for tensor in tensors)
         return torch.stack([_left_padded(tensor, dim, longest) for tensor in tensors])
 
-    return _stacked_rows(list_of_tds, padded)
+    return _stacked_rows(list_of_tensordicts, padded)
 
 
 def _left_padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
+THINK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 
 def answers_in(text: str) -> list[str]:
@@ -17,9 +17,9 @@ def answers_in(text: str) -> list[str]:
     return [found.strip() for found in ANSWER.findall(text.rpartition("</think>")[2])]
 
 
-def thoughts_in(text: str) -> int:
-    """The number of closed <think> blocks."""
-    return len(THINK.findall(text))
+def thoughts_in(text: str) -> list[str]:
+    """The contents of closed <think> blocks."""
+    return [found.strip() for found in THINK.findall(text)]
 
 
 def column(values: Sequence[float]) -> torch.Tensor:

@@ -90,8 +90,6 @@ class Tokenizer(Transform):
                 _set_rows(tensordict, (*root, "attention_mask"), mask)
         return tensordict
 
-    __call__ = forward
-
     def before_reset(self, given: TensorDictBase) -> TensorDictBase:
         return self.forward(given) if self.call_before_reset else given
 

@@ -189,7 +189,7 @@ class _BlockTools(ToolTransform):
         self.describe = describe
 
     def calls(self, text: str) -> list[ParsedCall]:
-        return [self._call(*match.group(1, 2)) for match in self.pattern.finditer(text)]
+        return [self._parsed(*match.group(1, 2)) for match in self.pattern.finditer(text)]
 
     @abstractmethod
     def named(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
@@ -199,7 +199,7 @@ class _BlockTools(ToolTransform):
         how = "executed successfully" if result.error is None else "failed"
         return f"Tool {call.shown_as} {how}:\n{result.text}"
 
-    def _call(self, name: str, body: str) -> ParsedCall:
+    def _parsed(self, name: str, body: str) -> ParsedCall:
         try:
             arguments = json.loads(body) if body.strip() else {}
         except (ValueError, RecursionError):

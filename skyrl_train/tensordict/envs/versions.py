@@ -34,6 +34,8 @@ class PolicyVersion(Transform):
     Call `increment_version` when the policy's weights change, between a step and the next action.
     """
 
+    last = True  # so that it writes to what is stored, not to a copy that another transform makes for the environment
+
     def __init__(self, version_type: type | str = "int"):
         if version_type not in (int, "int", str, "uuid"):
             raise ValueError(f"version_type={version_type!r} is not one of int, 'int', str, 'uuid'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
@@ -16,6 +17,25 @@ from skyrl_train.tensordict.ragged import Key, rows_of, stacked
 log = logging.getLogger(__name__)
 EPISODE: Key = "episode"
 """Key of the number that environments give an episode; steps with different numbers are not one trajectory."""
+
+
+STATISTICS = (
+    "completed_trajectories",
+    "completed_decisions",
+    "trajectory_return_sum",
+    "trajectory_return_max",
+    "successful_trajectories",
+    "completed_groups",
+    "written_groups",
+    "dropped_groups",
+    "rescued_groups",
+    "selected_trajectories",
+    "unselected_trajectories",
+    "queued_groups",
+    "queued_trajectories",
+    "max_queued_trajectories_per_group",
+    "abandoned",
+)
 
 
 @dataclass(frozen=True)
@@ -56,8 +76,36 @@ class GroupTransform(ABC):
         self.newest: int | None = None
         """The newest policy version seen; `flush` forgets it."""
         self._waiting = 0
+        self.reset_stats()
+
+    def reset_stats(self) -> None:
+        """Set the counters of `get_stats` to 0, and the largest return to -inf; waiting groups stay."""
         self.abandoned = 0
         """Number of dropped trajectories: too old, or in a group that was never completed."""
+        self.completed_trajectories = self.completed_decisions = self.successful_trajectories = 0
+        self.completed_groups = self.written_groups = self.dropped_groups = self.rescued_groups = 0
+        self.selected_trajectories = self.unselected_trajectories = 0
+        self.trajectory_return_sum, self.trajectory_return_max = 0.0, float("-inf")
+
+    def get_stats(self) -> dict[str, float | int]:
+        """What arrived, what was written and what waits, under TorchRL's names; all are attributes too.
+
+        A decision is a step, a return the sum of a trajectory's rewards, a success a return above 0. A group is
+        completed when it is written or dropped, and rescued if its first trajectories alone would have been dropped.
+        """
+        return {name: getattr(self, name) for name in STATISTICS}
+
+    @property
+    def queued_groups(self) -> int:
+        return len(self.queues)
+
+    @property
+    def queued_trajectories(self) -> int:
+        return self._waiting
+
+    @property
+    def max_queued_trajectories_per_group(self) -> int:
+        return max(map(len, self.queues.values()), default=0)
 
     @abstractmethod
     def finish(self, group: list[CompleteTrajectory]) -> list[CompleteTrajectory] | None:
@@ -72,6 +120,7 @@ class GroupTransform(ABC):
         """
         kept: list[TensorDictBase] = []
         for prompt, trajectory in list(self._trajectories(tensordict)):
+            self._count(trajectory)
             if self._is_late(trajectory.version):
                 self.abandoned += 1
                 continue
@@ -83,6 +132,9 @@ class GroupTransform(ABC):
                 self._bound_pending()
                 continue
             self._waiting -= len(self.queues.pop(prompt))
+            self.completed_groups += 1
+            self.written_groups += bool(chosen)
+            self.dropped_groups += not chosen
             if self.verbose:
                 log.info("group of %d trajectories: %d kept", len(group), len(chosen))
             kept += [step for trajectory in chosen for step in trajectory.steps]
@@ -92,6 +144,14 @@ class GroupTransform(ABC):
         """Return `tensordict` unchanged: reading needs no transform."""
         return tensordict
 
+    def _count(self, trajectory: CompleteTrajectory) -> None:
+        value = sum(trajectory.rewards)
+        self.completed_trajectories += 1
+        self.completed_decisions += len(trajectory.steps)
+        self.successful_trajectories += value > 0
+        self.trajectory_return_sum += value
+        self.trajectory_return_max = max(self.trajectory_return_max, value)
+
     def flush(self) -> int:
         """Drop all waiting groups and forget the newest version; return how many trajectories were dropped."""
         given_up = self._waiting
@@ -99,6 +159,9 @@ class GroupTransform(ABC):
             self._abandon(prompt)
         self.newest = None
         return given_up
+
+    clear_queues = flush
+    """TorchRL's name."""
 
     def _trajectories(self, tensordict: TensorDictBase) -> Iterator[tuple[Hashable, CompleteTrajectory]]:
         if tensordict.ndim > 1:
@@ -133,9 +196,13 @@ class GroupTransform(ABC):
             return tuple(value.shape), tuple(value.reshape(-1).tolist())
         if isinstance(value, str):
             return value
+        if isinstance(value, list):  # messages
+            return json.dumps(value, sort_keys=True, default=repr)
         if value is None:
             raise KeyError(f"No prompt at {self.prompt_key!r}; prompt_key names another entry.")
-        raise TypeError(f"{self.prompt_key!r} holds {type(value).__name__}; a prompt must be a str or a tensor.")
+        raise TypeError(
+            f"{self.prompt_key!r} holds {type(value).__name__}; a prompt must be a str, messages or a tensor."
+        )
 
     def _is_late(self, version: int | None) -> bool:
         """Whether a trajectory is too old; if it is the newest so far, drop the groups that have become too old."""

@@ -103,7 +103,10 @@ class GRPOLoss(TensorDictModuleBase):
         device: torch.device | str | None = None,
         masking_strategy: str = "sft",
     ):
-        """Raises ValueError for a value out of range, and for `gamma` and `clip_value`: GRPO has no critic."""
+        """kl_to_ref_coeff: None and 0 are off, and need no reference.
+
+        Raises ValueError for a value out of range, and for `gamma` and `clip_value`: GRPO has no critic.
+        """
         super().__init__()
         low, high = (clip_epsilon, clip_epsilon) if isinstance(clip_epsilon, int | float) else clip_epsilon
         _check(low >= 0 and high >= 0, "clip_epsilon", clip_epsilon, "a number, or two, not below 0")
@@ -126,7 +129,7 @@ class GRPOLoss(TensorDictModuleBase):
         self.masking_strategy = masking_strategy
         self.out_keys = ["loss_objective", "clip_fraction", "kl_approx", "ESS"]
         self.out_keys += ["entropy", "loss_entropy"] if entropy_bonus else []
-        self.out_keys += ["loss_kl_to_ref", "kl_to_ref"] if kl_to_ref_coeff is not None else []
+        self.out_keys += ["loss_kl_to_ref", "kl_to_ref"] if kl_to_ref_coeff else []
         self.out_keys += ["loss_kl_to_inference", "kl_to_inference"] if kl_to_inference_coeff is not None else []
         self.set_keys()
         if device is not None:
@@ -137,7 +140,7 @@ class GRPOLoss(TensorDictModuleBase):
         self.tensor_keys = replaced_keys(getattr(self, "tensor_keys", GRPOKeys()), keys)
         masks = {"sft": [PROMPT, ATTENTION], "rlhf": [ASSISTANT], "generic": [ATTENTION]}[self.masking_strategy]
         names = self.tensor_keys
-        reference = [] if self.kl_to_ref_coeff is None else [names.ref_log_probs]
+        reference = [names.ref_log_probs] if self.kl_to_ref_coeff else []
         self.in_keys = [names.action, names.sample_log_prob, names.advantage, *reference, *masks]
 
     def policy_loss(self, logprobs: Tensor, advantages: Tensor, mask: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,7 +170,7 @@ class GRPOLoss(TensorDictModuleBase):
         advantage = layout.spread(advantages, names.advantage).to(scored.logprobs.device)
         inference = constant(layout.flat(old, names.sample_log_prob), names.sample_log_prob)
         reference = None
-        if self.kl_to_ref_coeff is not None:
+        if self.kl_to_ref_coeff:
             values = read(rows, names.ref_log_probs, "log-probs of the reference", KeyError)
             reference = constant(layout.flat(values, names.ref_log_probs), names.ref_log_probs)
         return self._output(scored, advantage, inference, reference)

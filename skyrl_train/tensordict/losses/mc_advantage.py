@@ -47,7 +47,8 @@ class MCAdvantage(GroupTransform):
         max_pending: int = 65536,
     ):
         """trajectory_return: "sum" (also None), "max" or "mean" of the steps' rewards.
-        keep_return_bounds: groups with a mean return outside these bounds are not stored (dynamic sampling).
+        keep_return_bounds: (low, high); only groups with a mean return between the two, neither of them included, are
+        stored (dynamic sampling).
         candidate_group_size: number of trajectories of a prompt to wait for at most. Once there are
         `candidate_selection_min_size` (default: grpo_size), `candidate_selector` (default: `most_different`) picks
         grpo_size of them; the group is stored if their returns differ and are within bounds. If that is not so even
@@ -65,6 +66,12 @@ class MCAdvantage(GroupTransform):
             raise ValueError(f"grpo_size={grpo_size} must be at least 1.")
         if self.trajectory_return not in RETURNS:
             raise ValueError(f"trajectory_return={trajectory_return!r} must be one of {', '.join(RETURNS)} or None.")
+        if keep_return_bounds is not None and not keep_return_bounds[0] < keep_return_bounds[1]:
+            raise ValueError(f"keep_return_bounds={keep_return_bounds!r} must be (low, high), the lower one first.")
+        if not callable(self.candidate_selector):
+            raise ValueError(
+                f"candidate_selector={candidate_selector!r:.80} must be a function: (returns, group_size) -> indices."
+            )
         if not grpo_size <= self.candidate_selection_min_size <= self.candidate_group_size:
             raise ValueError(
                 f"grpo_size={grpo_size}, candidate_selection_min_size={self.candidate_selection_min_size} and "
@@ -75,19 +82,33 @@ class MCAdvantage(GroupTransform):
         if len(group) < self.candidate_selection_min_size:
             return None
         returns = torch.tensor([RETURNS[self.trajectory_return](e.rewards) for e in group], dtype=torch.float32)
-        last = len(group) >= self.candidate_group_size
-        if self.candidate_group_size > self.grpo_size:
-            picked = self.candidate_selector(returns, self.grpo_size)
-            useful = picked is not None and bool((returns[list(picked)] != returns[picked[0]]).any())
-            if picked is None or not useful:
-                return [] if last else None
-            group, returns = [group[index] for index in picked], returns[list(picked)]
-        if self.keep_return_bounds is not None:
-            low, high = self.keep_return_bounds
-            if not low <= float(returns.mean()) <= high:
-                return [] if last else None
-        self._write(group, returns)
-        return group
+        picked = self._picked(returns)
+        if picked is None:
+            return [] if len(group) >= self.candidate_group_size else None
+        if len(group) > self.grpo_size:
+            self.rescued_groups += not self._accepted(returns[: self.grpo_size])
+        self.selected_trajectories += len(picked)
+        self.unselected_trajectories += len(group) - len(picked)
+        chosen = [group[index] for index in picked]
+        self._write(chosen, returns[picked])
+        return chosen
+
+    def _picked(self, returns: Tensor) -> list[int] | None:
+        """The indices of a group that is worth storing among the trajectories so far, or None."""
+        if self.candidate_group_size == self.grpo_size:
+            return list(range(len(returns))) if self._within_bounds(returns) else None
+        found = self.candidate_selector(returns, self.grpo_size)
+        picked = None if found is None else list(found)
+        return picked if picked is not None and self._accepted(returns[picked]) else None
+
+    def _accepted(self, returns: Tensor) -> bool:
+        return bool((returns != returns[0]).any()) and self._within_bounds(returns)
+
+    def _within_bounds(self, returns: Tensor) -> bool:
+        if self.keep_return_bounds is None:
+            return True
+        low, high = self.keep_return_bounds
+        return low < float(returns.mean()) < high
 
     def _write(self, group: list[CompleteTrajectory], returns: Tensor) -> None:
         """Write advantages in the shape of the rewards."""

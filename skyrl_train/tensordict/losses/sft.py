@@ -69,7 +69,10 @@ class SFTLoss(TensorDictModuleBase):
         beta: float = 0.1,
         device: torch.device | str | None = None,
     ):
-        """reduction over sequences: "mean", "sum" or "none". Raises ValueError for another one, or an unknown loss."""
+        """reduction over sequences: "mean", "sum" or "none". kl_to_ref_coeff: None and 0 are off.
+
+        Raises ValueError for another reduction, or an unknown loss.
+        """
         super().__init__()
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction={reduction!r} must be one of {', '.join(REDUCTIONS)}.")
@@ -84,7 +87,7 @@ class SFTLoss(TensorDictModuleBase):
         self.kl_to_ref_coeff = kl_to_ref_coeff
         self.loss_function = loss_function
         self.beta = beta
-        of_kl = [] if kl_to_ref_coeff is None else ["loss_kl_to_ref", "kl_to_ref"]
+        of_kl = ["loss_kl_to_ref", "kl_to_ref"] if kl_to_ref_coeff else []
         self.out_keys = ["loss_sft", *of_kl]
         self.set_keys()
         if device is not None:
@@ -92,7 +95,7 @@ class SFTLoss(TensorDictModuleBase):
 
     @property
     def reads_reference(self) -> bool:
-        return self.kl_to_ref_coeff is not None or self.loss_function == "minor_sft"
+        return bool(self.kl_to_ref_coeff) or self.loss_function == "minor_sft"
 
     def set_keys(self, **keys: Key) -> None:
         """Set the keys to read, by the names in SFTKeys. Raises ValueError for another name."""
@@ -120,7 +123,7 @@ class SFTLoss(TensorDictModuleBase):
             values = read(rows, key, "log-probs of the reference", KeyError)
             reference = constant(layout.flat(values, key), key)
         found = {"loss_sft": self._loss(logprobs, reference, mask, ids, lengths)}
-        if self.kl_to_ref_coeff is not None and reference is not None:
+        if self.kl_to_ref_coeff and reference is not None:
             kl = k3(logprobs, reference, mask)
             found["kl_to_ref"] = mean_over(kl.detach(), mask)
             found["loss_kl_to_ref"] = self.kl_to_ref_coeff * (kl * token_mean(mask, ids, ids, max_seq_len=1)).sum()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,15 +15,23 @@ from skyrl_train.models.loading import load_config, load_tokenizer
 from skyrl_train.tensordict.wrappers.base import SETTINGS, LLMWrapperBase
 from skyrl_train.tensordict.wrappers.engine_view import EngineView
 from skyrl_train.tensordict.wrappers.event_loop import call
-from skyrl_train.tensordict.wrappers.hf_module import ModuleScorer
+from skyrl_train.tensordict.wrappers.hf_module import ModuleScorer, check_shared, load_module, sharing_weights
+from skyrl_train.tensordict.wrappers.inputs import EngineInput
+from skyrl_train.tensordict.wrappers.parameters import Generation
 
 
 class _Owned:
     """An engine that a wrapper made and shares with its versions; closed once."""
 
-    def __init__(self, engine: Any, tokenizer: Any, closing: Callable[[], None] | None = None):
-        """`closing` releases the resources on which the engine runs."""
-        self.engine, self.tokenizer, self.closing = engine, tokenizer, closing
+    def __init__(
+        self,
+        engine: Any,
+        tokenizer: Any,
+        closing: Callable[[], None] | None = None,
+        shared: tuple[nn.Module, nn.Module] | None = None,
+    ):
+        """`closing` releases the resources on which the engine runs; `shared`: the user's module, and the engine's."""
+        self.engine, self.tokenizer, self.closing, self.shared = engine, tokenizer, closing, shared
         self.closed = False
 
     def close(self) -> None:
@@ -78,7 +86,7 @@ class _MadeWrapper(LLMWrapperBase):
         raise NotImplementedError
 
     def _model_of_versions(self) -> Any:
-        return self.model if self._owned is None else self._owned
+        return self._engine if self._owned is None else self._owned
 
     def close(self) -> None:
         if self._owned is not None:
@@ -86,42 +94,62 @@ class _MadeWrapper(LLMWrapperBase):
 
 
 class TransformersWrapper(_MadeWrapper):
-    """Transformers in this process; also takes a Hugging Face model.
+    """Transformers in this process: a model's path, or a Hugging Face model.
 
-    With `generate`, the engine owns the model, and no other code may run it. With `generate=False` you can still train
-    it: log-probs are those of its current weights, and `get_dist` has a gradient.
+    `model` is the Hugging Face model, which stays as it is and yours: other wrappers can take it too, and you can run
+    and train it. With `generate`, an engine samples from the same weights in a module of its own. With `generate=False`
+    log-probs are the model's own as it is now (in its training mode), and `get_dist` has a gradient.
     """
 
     _reads_rectangles = True
 
     def __init__(self, model: Any, *, generate: bool = True, pad_model_input: bool | None = None, **options: Any):
-        """`pad_model_input`: whether a module reads rows in `get_dist` as one padded rectangle (True, the default) or
-        each in a separate forward; engines read their input without padding."""
-        model = _engine_of(model)
-        if isinstance(model, nn.Module) and not generate:
-            model = ModuleScorer(model)
+        """`device` is where a path is loaded, in `dtype`; a model keeps its own.
+
+        `pad_model_input`: whether a module reads rows in `get_dist` as one padded rectangle (True, the default) or
+        each in a separate forward; engines read their input without padding.
+        """
+        if isinstance(model, str):
+            options["tokenizer"] = options.get("tokenizer") or load_tokenizer(model)
+            loading = {name: options.pop(name) for name in _OF_LOADING & set(options)}
+            model = load_module(model, options.get("device"), **loading)
+        elif isinstance(model, nn.Module) and not isinstance(model, LLMWrapperBase):
+            if given := sorted(_OF_LOADING & set(options)):
+                raise ConfigError(f"{given}: a model that is loaded already has its own; leave them out.")
+            model = model if generate else ModuleScorer(model)
+        module, model = _module_of(model), _engine_of(model)
         super().__init__(model, generate=generate, pad_model_input=pad_model_input, **options)
-        if isinstance(model, ModuleScorer):
-            self.network = model.module  # makes its parameters this module's
+        if module is None and self._owned is not None and self._owned.shared is not None:
+            module = self._owned.shared[0]
+        if module is not None:
+            self.model = module  # makes its parameters this module's
 
     def _made(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> _Owned:
-        if isinstance(model, nn.Module):
-            return _Owned(self._start(model, tokenizer, options), tokenizer)
-        return super()._made(model, tokenizer, options)
-
-    def _logits(self, rows: list[list[int]]) -> Tensor:
-        if not isinstance(self.model, ModuleScorer):
-            return super()._logits(rows)
-        if self.pad_model_input is not False:
-            return self.model.logits(rows)
-        length = max(map(len, rows))
-        alone = [self.model.logits([row])[0] for row in rows]
-        return torch.stack([torch.nn.functional.pad(one, (0, 0, length - len(one), 0)) for one in alone])
-
-    def _start(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> InferenceEngine:
         from skyrl_train.engines.transformers.engine import TransformersEngine
 
-        return TransformersEngine(model, tokenizer, **options)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"TransformersWrapper takes a model, its path or an engine, got {type(model).__name__}.")
+        own = sharing_weights(model)
+        device = next(model.parameters()).device
+        return _Owned(TransformersEngine(own, tokenizer, device=device, **options), tokenizer, None, (model, own))
+
+    def _model_of_versions(self) -> Any:
+        return self.model if isinstance(self._engine, ModuleScorer) else super()._model_of_versions()
+
+    def _answer(self, rows: Sequence[EngineInput], generation: Generation) -> list[Any]:
+        if self._owned is not None and self._owned.shared is not None:
+            check_shared(*self._owned.shared)
+        return super()._answer(rows, generation)
+
+    def _logits(self, rows: list[list[int]]) -> Tensor:
+        if not isinstance(self.model, nn.Module):
+            return super()._logits(rows)
+        scorer = ModuleScorer(self.model)
+        if self.pad_model_input is not False:
+            return scorer.logits(rows)
+        length = max(map(len, rows))
+        alone = [scorer.logits([row])[0] for row in rows]
+        return torch.stack([torch.nn.functional.pad(one, (0, 0, length - len(one), 0)) for one in alone])
 
 
 class vLLMWrapper(_MadeWrapper):
@@ -221,6 +249,9 @@ class RemoteTransformersWrapper(_MadeWrapper):
         return _Owned(engine, tokenizer, closing)
 
 
+_OF_LOADING = frozenset({"dtype", "rope_scaling", "rope_theta"})
+
+
 def _is_engine(model: Any) -> bool:
     return hasattr(model, "capabilities") and hasattr(model, "score")
 
@@ -230,3 +261,12 @@ def _engine_of(model: Any) -> Any:
     if _is_engine(model) or not isinstance(model, EngineView | LLMWrapperBase):
         return model
     return model.engine
+
+
+def _module_of(model: Any) -> nn.Module | None:
+    """The Hugging Face model of a wrapper or a scorer, or `model` if it is one."""
+    if isinstance(model, LLMWrapperBase):
+        model = model.model
+    elif isinstance(model, ModuleScorer):
+        model = model.module
+    return model if isinstance(model, nn.Module) else None

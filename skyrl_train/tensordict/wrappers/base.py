@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 from weakref import ref
 
@@ -26,6 +27,22 @@ from skyrl_train.tensordict.wrappers.inputs import MODES, EngineInput, Reader
 from skyrl_train.tensordict.wrappers.outputs import Answer, Layout, generated, scored
 from skyrl_train.tensordict.wrappers.parameters import Generation, overridden, read_generate_kwargs
 from skyrl_train.tensordict.wrappers.requests import numbered, sample_requests
+
+
+class _Setting:
+    """A setting as it was given. It cannot be assigned: what was made from it would not change."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, wrapper: LLMWrapperBase, owner: type) -> Any:
+        if wrapper is None:
+            return self
+        value = wrapper._given[self.name]
+        return MappingProxyType(value) if isinstance(value, dict) else value
+
+    def __set__(self, wrapper: LLMWrapperBase, value: Any) -> None:
+        raise AttributeError(f"{self.name} is set when a wrapper is made: use get_new_version({self.name}=...).")
 
 
 class LLMWrapperBase(TensorDictModuleBase):
@@ -50,6 +67,14 @@ class LLMWrapperBase(TensorDictModuleBase):
     """
 
     _reads_rectangles = False
+    generate_kwargs, tokenizer_kwargs, prefer_tokens, attention_mask_key = (
+        _Setting(),
+        _Setting(),
+        _Setting(),
+        _Setting(),
+    )
+    return_text, return_tokens, return_masks, return_history = _Setting(), _Setting(), _Setting(), _Setting()
+    min_batch_size, max_batch_size, batching_timeout = _Setting(), _Setting(), _Setting()
 
     def __init__(
         self,
@@ -89,8 +114,9 @@ class LLMWrapperBase(TensorDictModuleBase):
     ):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "model")}
         super().__init__()
+        given |= {"generate_kwargs": dict(generate_kwargs or {}), "tokenizer_kwargs": dict(tokenizer_kwargs or {})}
         self._given = given
-        self.model = model
+        self._engine = self.model = model
         self.history_key, self.text_key, self.tokens_key = history_key, text_key, tokens_key
         self.masks_key, self.log_probs_key, self._device = masks_key, log_probs_key, device
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
@@ -106,8 +132,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         self._collector: Any = None
         self.in_keys = [self._reader.key]
         self.out_keys = self._written(given)
-        sizes = min_batch_size is not None or max_batch_size is not None
-        self.batching = sizes if batching is None else batching
+        self.batching = (min_batch_size, max_batch_size) != (None, None) if batching is None else batching
         self._dispatcher = (
             Dispatcher(self._answer, min_batch_size, max_batch_size, batching_timeout) if self.batching else None
         )
@@ -116,7 +141,7 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     @property
     def engine(self) -> InferenceEngine:
-        return self.model  # type: ignore[no-any-return]
+        return self._engine  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Close the engine if this wrapper, or the one of which it is a version, made it."""
@@ -144,7 +169,7 @@ class LLMWrapperBase(TensorDictModuleBase):
     def _generation(self, given: Mapping[str, Any]) -> Generation:
         if not given:
             return self.generation
-        return read_generate_kwargs(overridden(self._given["generate_kwargs"] or {}, given), self._given["num_samples"])
+        return read_generate_kwargs(overridden(self._given["generate_kwargs"], given), self._given["num_samples"])
 
     def _answer(self, rows: Sequence[EngineInput], generation: Generation) -> list[Any]:
         """The samples of each row or, when scoring, its log-probs: the only method that calls the engine."""
@@ -281,7 +306,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         return type(self)(self._model_of_versions(), **{**given, "tokenizer": self.tokenizer, **changes})
 
     def _model_of_versions(self) -> Any:
-        return self.model
+        return self._engine
 
     def cleanup_batching(self, flush: bool = False) -> None:
         """See Dispatcher.cleanup; does nothing without batching."""
@@ -351,7 +376,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             self.tokens_key,
             given["chat_template"],
             given["chat_template_name"],
-            given["tokenizer_kwargs"] or {},
+            given["tokenizer_kwargs"],
             given["prefer_tokens"],
             whole=not self.generate,
         )

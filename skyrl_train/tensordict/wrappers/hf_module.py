@@ -1,15 +1,18 @@
-"""Logits of a Hugging Face model, to train it or to score with its current weights."""
+"""A Hugging Face model that stays the user's: its logits, and a module for an engine that shares its weights."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from skyrl_train.engines.base import Capabilities, Completion, SampleRequest
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.models.loading import load_causal_lm
+from skyrl_train.weight_sync.wire import dtype_of
 
 
 class ModuleScorer:
@@ -49,3 +52,31 @@ class ModuleScorer:
 
     async def close(self) -> None:
         """Does nothing: it owns nothing."""
+
+
+def load_module(
+    path: str, device: torch.device | str | None, *, dtype: str | torch.dtype = "float32", **rope: Any
+) -> nn.Module:
+    """The causal language model in a folder or of a hub name; on the CPU without a `device`."""
+    kind = dtype_of(dtype) if isinstance(dtype, str) else dtype
+    model: nn.Module = load_causal_lm(path, dtype=kind, device=device or "cpu", key="model", **rope)
+    return model
+
+
+def sharing_weights(module: nn.Module) -> Any:
+    """A copy of a module that shares its tensors; mode, attention, hooks and requires_grad are the copy's own."""
+    shared: dict[int, Any] = {
+        id(each): nn.Parameter(each.detach(), requires_grad=False) for each in module.parameters()
+    }
+    shared |= {id(each): each for each in module.buffers()}
+    return copy.deepcopy(module, shared)
+
+
+def check_shared(module: nn.Module, own: nn.Module) -> None:
+    """Raise ConfigError if a module and its copy no longer share their tensors, so that training would go unseen."""
+    for (name, theirs), ours in zip(module.named_parameters(), own.parameters(), strict=True):
+        if theirs.data_ptr() != ours.data_ptr():
+            raise ConfigError(
+                f"the model's {name!r} was moved, cast or assigned since the wrapper was made, which samples from the "
+                "weights of before: move and cast a model first, and then make its wrapper."
+            )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from skyrl_train.tensordict.containers import ChatHistory
-from skyrl_train.tensordict.history import History
+from skyrl_train.tensordict.history import History, converted
 from skyrl_train.tensordict.ragged import column
 from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
 from skyrl_train.tensordict.wrappers.distributions import LLMMaskedCategorical
@@ -83,17 +83,3 @@ class ForTorchRL(TensorDictModuleBase):
 
     def _get_generic_dist(self, tensordict: TensorDictBase, **_: Any) -> LLMMaskedCategorical:
         return self.get_dist(tensordict, "generic")
-
-
-def converted(history: Any, kind: type) -> Any:
-    """Convert conversations [..., turns] to another History class, without entries that only pad a stack.
-
-    Both classes have role, content, is_complete, tool_calls and tool_responses.
-    """
-    if history.ndim > 1:
-        return lazy_stack([converted(row, kind) for row in history.unbind(0)])
-    turns = []
-    for message in History.to_chats(history):
-        fields = {k: v if isinstance(v, str | bool) else NonTensorData(v) for k, v in message.items()}
-        turns.append(kind(**fields, batch_size=()))
-    return lazy_stack(turns)

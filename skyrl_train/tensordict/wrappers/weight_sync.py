@@ -22,7 +22,7 @@ from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest
 
 Source: TypeAlias = nn.Module | LLMWrapperBase | TensorDictBase | Mapping[str, Tensor]
-"""A model, a wrapper over one that scores, or tensors by Hugging Face name; a nested tensordict's keys are joined by
+"""A model, a wrapper over one, or tensors by Hugging Face name; a nested tensordict's keys are joined by
 dots. Of `TensorDict.from_module(model)`, only parameters are used. A copy of it (`.data`, `.cpu()`) no longer
 distinguishes parameters from buffers, or a tied head from its embedding: remove the tensors that the engine does not
 have, or pass the model."""
@@ -70,7 +70,7 @@ def weights_of(source: Source) -> Mapping[str, Tensor]:
     Raises ConfigError for a source without weights.
     """
     if isinstance(source, LLMWrapperBase):
-        source = getattr(source, "network", source)
+        source = source.model if isinstance(source.model, nn.Module) else source
     if isinstance(source, TensorDictBase):
         leaves = dict(source.flatten_keys(".").items())
         source = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, nn.Parameter)} or leaves  # no buffers
@@ -78,7 +78,7 @@ def weights_of(source: Source) -> Mapping[str, Tensor]:
     if not isinstance(found, Mapping) or not found:
         raise ConfigError(
             f"weights of {type(source).__name__}: give a module with parameters, a wrapper over one "
-            "(TransformersWrapper(module, generate=False)), or tensors by name."
+            "(TransformersWrapper), or tensors by name."
         )
     if isinstance(found, ModelWeights):
         return found

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_train.data.chat import render_conversation, render_prompt
+from skyrl_train.data.chat import render_continuation, render_conversation, render_prompt
 from skyrl_train.errors import DataError
 from skyrl_train.testing.tiny_models import CHATML, SPECIAL, byte_tokenizer
 
@@ -193,6 +193,41 @@ def test_control_tokens_in_messages_leave_the_mask_where_it_was():
         TOKENIZER.decode([token for token, learn in zip(ids, mask, strict=True) if learn]) == "c<|im_end|>d<|im_end|>"
     )
     assert TOKENIZER.decode(ids) == TOKENIZER.apply_chat_template(messages, tokenize=False)
+
+
+DEFAULTING = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nbe kind<|im_end|>\n' }}{% endif %}" + CHATML
+)
+"""Adds a system message to conversations without one, and cannot render an empty one."""
+HEADLESS = (
+    "{{ '<|endoftext|>' }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{{ ' ' + message['content'] | trim + '<|im_end|>' }}{% else %}{{ '[' + message['content'] + ']' }}{% endif %}"
+    "{% endfor %}"
+)
+"""Mistral's shape: no header before an answer."""
+
+
+@pytest.mark.defect("assistant-first")
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, DEFAULTING, HEADLESS])
+def test_a_conversation_may_begin_with_the_assistant(template: str):
+    tokenizer = with_template(template)
+    messages = [assistant("hello<|im_end|>"), user("hi"), assistant("yes")]
+    ids, mask = render_conversation(tokenizer, messages)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
+    learnt = str(tokenizer.decode([token for token, learn in zip(ids, mask, strict=True) if learn]))
+    assert learnt.replace(" ", "") == "hello<|im_end|><|im_end|>yes<|im_end|>"
+    if template != HEADLESS:
+        between = render_continuation(tokenizer, messages[:2], [0])
+        assert between is not None and "hi" in tokenizer.decode(between) and "hello" not in tokenizer.decode(between)
+
+
+@pytest.mark.defect("assistant-first")
+def test_a_template_that_loses_a_first_answer_is_refused():
+    tokenizer = with_template(
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(DataError, match="with which the conversation begins"):
+        render_conversation(tokenizer, [assistant("hello"), user("hi")])
 
 
 def test_a_conversation_without_an_answer_has_nothing_to_learn():

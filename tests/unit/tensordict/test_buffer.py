@@ -84,6 +84,84 @@ def test_transforms_decide_what_is_stored():
     assert numbers(buffer.sample(2)) == [2, 4]
 
 
+class Doubles:
+    """Doubles tokens on the way out, halves them on the way in."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self._times(tensordict, 2)
+
+    def inv(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self._times(tensordict, 0.5)
+
+    def _times(self, tensordict: TensorDictBase, factor: float) -> TensorDictBase:
+        changed = [row.copy() for row in tensordict.unbind(0)]
+        for row in changed:
+            row["tokens", "full"] = row["tokens", "full"] * factor
+        return lazy_stack(changed)
+
+
+@pytest.mark.defect("buffer-transforms")
+def test_transforms_see_what_is_written_and_what_is_read():
+    buffer = ReplayBuffer(8, shuffle=False, batch_size=2, transform=Doubles())
+    buffer.extend(rows(2, 4))
+    assert numbers(buffer.sample()) == numbers(next(iter(buffer))) == numbers(buffer[:]) == [2, 4]
+    buffer.append_transform(lambda batch: batch.set("seen", torch.ones(len(batch))))
+    assert buffer.sample()["seen"].tolist() == [1, 1]
+    assert "seen" in buffer[0].keys()  # noqa: SIM118 - a tensordict
+    inverted = ReplayBuffer(8, shuffle=False, batch_size=1).append_transform(Doubles(), invert=True)
+    inverted.insert_transform(0, lambda batch: batch.set("before", numbers(batch)[0] * torch.ones(len(batch))))
+    inverted.extend(rows(4))
+    read = inverted.sample()
+    assert numbers(read) == [4] and read["before"].tolist() == [8]
+    for wrong in (3, Doubles):
+        with pytest.raises(TypeError, match="no `inv`"):
+            buffer.append_transform(wrong)
+
+
+@pytest.mark.defect("buffer-index")
+def test_rows_can_be_read_by_place():
+    buffer = ReplayBuffer(3)
+    buffer.extend(rows(1, 2, 3, 4))
+    assert numbers(buffer[:]) == [2, 3, 4]
+    assert int(buffer[-1]["tokens", "full"][0]) == 4
+    assert (
+        numbers(buffer[1:]) == numbers(buffer[torch.tensor([1, 2])]) == numbers(buffer[[False, True, True]]) == [3, 4]
+    )
+    assert [len(row) for row in buffer[:].get(("tokens", "full"), as_list=True)] == [2, 3, 4]
+    buffer.empty(empty_write_count=False)
+    assert len(buffer) == 0 and buffer.write_count == 4
+    buffer.empty()
+    assert buffer.write_count == 0
+    with pytest.raises(IndexError):
+        buffer[:]
+    buffer.extend(rows(1, 1))
+    assert buffer["tokens", "full"].shape == (2, 1)
+
+
+class ListStorage:
+    """The shape of TorchRL's."""
+
+    def __init__(self, max_size: int | None = None, held: int = 0):
+        self.max_size, self.held = max_size, held
+
+    def __len__(self) -> int:
+        return self.held
+
+
+@pytest.mark.defect("buffer-storage")
+def test_a_storage_says_how_many_rows_are_kept():
+    for storage in (LazyStackStorage(2), ListStorage(2), lambda: ListStorage(2)):
+        buffer = ReplayBuffer(storage=storage)
+        buffer.extend(rows(1, 2, 3))
+        assert len(buffer) == 2
+    endless = ReplayBuffer(storage=LazyStackStorage())
+    endless.extend(rows(*range(1, 20)))
+    assert len(endless) == 19
+    for wrong in ({"storage": ListStorage(2, held=1)}, {"storage": 3}, {"max_size": 2, "sampler": object()}):
+        with pytest.raises(ValueError, match=r"storage|sampler"):
+            ReplayBuffer(**wrong)
+
+
 def test_threads_may_write_while_others_sample():
     buffer = ReplayBuffer(16, batch_size=3)
     buffer.extend(rows(1, 1, 1))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tensordict import lazy_stack
+import torch
+from tensordict import TensorDictBase, lazy_stack
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.containers import ChatHistory, LLMData, Text
@@ -47,9 +48,8 @@ def test_the_mask_covers_what_the_assistant_wrote_and_the_end_of_its_turn():
     rendered = History.from_chats(talk).apply_chat_template(
         tokenizer=TOKENIZER, add_generation_prompt=False, return_assistant_tokens_mask=True
     )
-    learnt = [i for i, one in zip(rendered["input_ids"], rendered["assistant_masks"], strict=True) if one]
-    assert TOKENIZER.decode(learnt) == "yes<|im_end|>"
-    assert rendered["input_ids"].count(TOKENIZER.eos_token_id) == 2  # the spelt one is text
+    assert TOKENIZER.decode(rendered["input_ids"][rendered["assistant_masks"].bool()]) == "yes<|im_end|>"
+    assert int((rendered["input_ids"] == TOKENIZER.eos_token_id).sum()) == 2  # the spelt one is text
 
 
 def test_templates_give_text_ids_and_padded_tensors():
@@ -57,8 +57,25 @@ def test_templates_give_text_ids_and_padded_tensors():
     texts = history.apply_chat_template(tokenizer=TOKENIZER)
     assert texts[0] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     out = history.apply_chat_template(tokenizer=TOKENIZER, return_tensors="pt", padding=True, return_dict=True)
-    assert [TOKENIZER.decode(row[mask.bool()]) for row, mask in zip(*map(out.get, out), strict=True)] == texts
+    pairs = zip(out["input_ids"], out["attention_mask"], strict=True)
+    assert [TOKENIZER.decode(row[mask.bool()]) for row, mask in pairs] == texts
     assert out["attention_mask"][0].tolist()[:3] == [0, 0, 0]
+
+
+@pytest.mark.defect("template-tensors")
+def test_ids_of_templates_are_tensors_and_dictionaries_are_tensordicts():
+    one, both = History.from_chats(CHAT[:1]), History.from_chats([CHAT[:1], [{"role": "user", "content": "hello"}]])
+    ids = one.apply_chat_template(tokenizer=TOKENIZER, tokenize=True)
+    assert ids.shape == (1, len(ids[0])) and ids.dtype == torch.int64
+    row = one.apply_chat_template(tokenizer=TOKENIZER, return_dict=True)
+    assert isinstance(row, TensorDictBase) and torch.equal(row["input_ids"], ids[0])
+    several = both.apply_chat_template(tokenizer=TOKENIZER, return_tensors="pt")
+    assert [row.ndim for row in several] == [2, 2] and torch.equal(several[0], ids)
+    masked = both.apply_chat_template(tokenizer=TOKENIZER, return_assistant_tokens_mask=True)
+    assert masked.batch_size == (2,)
+    assert torch.equal(masked[0]["input_ids"], ids[0])
+    with pytest.raises(ConfigError, match="return_tensors"):
+        one.apply_chat_template(tokenizer=TOKENIZER, return_tensors="np")
 
 
 @pytest.mark.defect("D17")
@@ -93,6 +110,38 @@ def test_a_rendered_text_is_read_with_its_blanks_and_its_open_turn():
         History.from_text(text, chat_template_name="falcon")
 
 
+@pytest.mark.defect("unread-templates")
+@pytest.mark.parametrize("name", ["chatml_format", "qwen", "llama", "llama3", "llama4"])
+def test_what_a_named_template_renders_is_read_again(name: str):
+    plain = [*CHAT[:1], {"role": "assistant", "content": "yes"}]
+    history = History.from_chats(plain)
+    text = history.apply_chat_template(tokenizer=TOKENIZER, chat_template_name=name, add_generation_prompt=False)
+    for given in (name, None):
+        assert History.from_text(text, chat_template_name=given).to_chats() == plain
+    with pytest.raises(ConfigError, match="another template"):
+        add_chat_template(name, "{{ messages }}")
+
+
+@pytest.mark.defect("unread-templates")
+def test_turns_may_end_with_the_end_of_text_and_llamas_with_their_own_tokens():
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    ended = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyes<|endoftext|>"
+    assert History.from_text(ended).to_chats() == chat
+    header = "<|header_start|>{}<|header_end|>\n\n"
+    four = f"{header.format('user')}hi<|eot|>{header.format('assistant')}yes<|eot|>"
+    assert History.from_text(four, chat_template_name="llama").to_chats() == chat
+    assert History.from_text(four.removesuffix("<|eot|>")).to_chats()[1]["is_complete"] is False
+    with pytest.raises(RuntimeError, match="no turn"):
+        History.from_text("nothing")
+
+
+@pytest.mark.defect("assistant-first")
+def test_a_conversation_that_begins_with_the_assistant_has_its_mask():
+    history = History.from_chats([{"role": "assistant", "content": "hello"}, *CHAT[:1]])
+    found = history.apply_chat_template(tokenizer=TOKENIZER, return_assistant_tokens_mask=True)
+    assert TOKENIZER.decode(found["input_ids"][found["assistant_masks"].bool()]) == "hello<|im_end|>"
+
+
 @pytest.mark.defect("D16")
 def test_calls_of_tools_go_round_as_they_were_written():
     called = '<tool_call>\n{"name": "now"}\n</tool_call>'
@@ -122,8 +171,7 @@ def test_the_mask_stands_at_the_answers_tokens_where_text_would_be_cut_elsewhere
         found = history.apply_chat_template(
             tokenizer=tokenizer, add_generation_prompt=opens, return_assistant_tokens_mask=True
         )
-        pairs = zip(found["input_ids"], found["assistant_masks"], strict=True)
-        assert tokenizer.decode([i for i, mine in pairs if mine]) == "\nbcd<|im_end|>"
+        assert tokenizer.decode(found["input_ids"][found["assistant_masks"].bool()]) == "\nbcd<|im_end|>"
         lengths.append(len(found["input_ids"]))
     assert tokenizer.decode(found["input_ids"][lengths[0] :]) == "<|im_start|>assistant\n"
 

@@ -51,6 +51,18 @@ def difference(collects: LLMCollector, model: nn.Module) -> tuple[float, int]:
     return float((batch[0]["log_probs"].response - theirs).abs().max()), int(batch[0]["policy_version"])
 
 
+@pytest.mark.defect("module-taken-over")
+def test_a_policy_over_the_trained_model_itself_may_be_updated_too(collects: LLMCollector, policy: TransformersWrapper):
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    before = [parameter.clone() for parameter in policy.model.parameters()]
+    collects.update_policy_weights_(policy.model)
+    gap, carried = difference(collects, policy.model)
+    assert gap < 1e-4 and carried == 1
+    assert all(map(torch.equal, before, policy.model.parameters()))
+
+
 def test_a_turn_is_sampled_by_the_weights_of_its_version(collects: LLMCollector):
     for version in (1, 2):
         trained = tiny_model(seed=version)

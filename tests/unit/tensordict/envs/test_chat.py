@@ -11,6 +11,7 @@ from skyrl_train.tensordict.containers import ChatHistory, Text, Tokens
 from skyrl_train.tensordict.envs.base import StepCounter
 from skyrl_train.tensordict.envs.chat import ChatEnv, DatasetChatEnv
 from skyrl_train.tensordict.envs.conversation import conversation, history_of, messages_of
+from skyrl_train.tensordict.history import History
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
 QUESTIONS = ["Where is Rome?", "Why?"]
@@ -230,3 +231,65 @@ def test_containers_are_those_of_the_policies():
     root = ChatEnv(input_mode="text").reset(TensorDict(query=["Hello"], batch_size=[1]))
     assert isinstance(root.get("text"), Text)
     assert not isinstance(root.get("query"), NonTensorData) or root["query"] == ["Hello"]
+
+
+OPENING = [{"role": "assistant", "content": "What do you need?"}, {"role": "user", "content": "Rome"}]
+
+
+@pytest.mark.defect("question-of-messages")
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_a_question_may_be_a_conversation_that_goes_on(mode: str):
+    tokenizer = byte_tokenizer()
+    wanted = [{"role": "system", "content": "Be brief."}, *OPENING]
+    env = ChatEnv(input_mode=mode, system_prompt="Be brief.", tokenizer=tokenizer, batch_size=(1,))
+    history = TensorDict(query=History.from_chats([OPENING]), batch_size=[1])
+    for given in (history, TensorDict(query=[OPENING], batch_size=[1]), TensorDict(query=NonTensorData(OPENING))):
+        root = env.reset(given)
+        prompt = root[0][mode].prompt
+        if mode == "history":
+            assert messages_of(prompt) == wanted
+        elif mode == "text":
+            assert prompt == tokenizer.apply_chat_template(wanted, tokenize=False, add_generation_prompt=True)
+        else:
+            assert prompt.tolist() == render_prompt(tokenizer, wanted)
+
+
+@pytest.mark.defect("question-of-messages")
+def test_conversations_of_different_lengths_are_questions_of_a_batch_and_of_a_dataset():
+    chats = [OPENING, OPENING[1:]]
+    root = ChatEnv(batch_size=(2,)).reset(TensorDict(query=History.from_chats(chats), batch_size=[2]))
+    assert [len(row) for row in prompts(root)] == [2, 1]
+    assert root[0]["query"] == OPENING
+    rows = [{"messages": chat} for chat in chats]
+    env = DatasetChatEnv(dataset=rows, shuffle=False, data_key="messages", num_envs=2).append_transform(StepCounter(2))
+    played = env.rollout(4, answering("a", "b"), break_when_any_done=False)
+    assert [len(row) for row in prompts(played[:, 3])] == [3, 2]
+    with pytest.raises(RuntimeError, match="a History or messages"):
+        ChatEnv().reset(TensorDict(query=[[{"content": "no role"}]], batch_size=[1]))
+
+
+@pytest.mark.defect("chat-constructors")
+def test_environments_are_made_from_a_loader_or_with_a_tokenizer_as_in_torchrl():
+    loader = [{"text": ["a", "b"]}]
+    env = ChatEnv.from_dataloader(loader, batch_size=(2,), repeats=2, group_repeats=True, system_prompt="s")
+    assert isinstance(env, DatasetChatEnv) and env.reset()["query"] == ["a", "a"]
+    with pytest.raises(ValueError, match="num_envs=2, batch_size"):
+        ChatEnv.from_dataloader(loader, num_envs=2, batch_size=2)
+    with pytest.raises(ValueError, match="one dimension"):
+        ChatEnv.from_dataloader(loader, batch_size=())
+    tokenizer = byte_tokenizer()
+    kept = ChatEnv.with_tokenizer(tokenizer, system_prompt="s")
+    root = kept.reset(TensorDict(query=["a"], batch_size=[1]))
+    assert root[0]["tokens"].prompt.tolist() == render_prompt(tokenizer, messages_of(root[0]["history"].prompt))
+
+
+class Brief(DatasetChatEnv):
+    SYSTEM_PROMPT = "Be brief."
+
+
+@pytest.mark.defect("chat-constructors")
+def test_a_class_of_ones_own_may_have_its_system_prompt():
+    rows = [{"query": "a"}]
+    for made, wanted in ((Brief(dataset=rows), 2), (Brief(dataset=rows, system_prompt=None), 1)):
+        assert len(prompts(made.reset())[0]) == wanted
+    assert prompts(Brief.from_dataloader([rows]).reset())[0][0] == ("system", "Be brief.")

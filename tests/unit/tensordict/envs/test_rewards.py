@@ -177,3 +177,42 @@ def test_a_column_of_one_row_is_not_the_next_rows():
     _, root = env.step_and_maybe_reset(root.set("text_response", ["x"]))
     assert root[0]["query"] == "b"
     assert "hint" not in root[0].keys()  # noqa: SIM118 - a tensordict
+
+
+class FirstTag(GSM8KRewardParser):
+    @staticmethod
+    def normalize_answer(answer: str) -> str:
+        return GSM8KRewardParser.normalize_answer(answer).lower()
+
+
+@pytest.mark.defect("reward-functions")
+def test_the_parts_of_a_reward_can_be_used_and_replaced():
+    tags = GSM8KRewardParser.extract_tags("<think> a </think><answer> 1 </answer><answer>2</answer>")
+    assert tags == ("a", "1") and GSM8KRewardParser.extract_tags("no") == ("", "")
+    written = ["$1,200.00", " 72. ", "50%", "120.0", "100", "0.50"]
+    assert [GSM8KRewardParser.normalize_answer(text) for text in written] == ["1200", "72", "50", "120", "100", "0.5"]
+    env = GSM8KEnv(dataset=[{"question": "?", "answer": "#### Six"}], compute_reward=False, num_envs=2)
+    env.append_transform(FirstTag())
+    found = env.step(answered(env.reset(), "<think>a</think><answer>six</answer>", "<answer>five</answer>"))["next"]
+    torch.testing.assert_close(found["reward"].flatten(), torch.tensor([1.0, 0.1]))
+    assert found["reward_think"].flatten().tolist() == [1, 0]
+
+
+@pytest.mark.defect("reward-functions")
+def test_the_reward_of_instructions_can_be_aggregated_by_ones_own_function():
+    seen: list[Any] = []
+
+    def aggregate(score: Any, think_blocks: Any, answer_blocks: Any, complete: Any) -> torch.Tensor:
+        seen.append((think_blocks, answer_blocks, complete))
+        return scorer.default_reward_aggregator(score, think_blocks, answer_blocks, complete) * 2
+
+    scorer = IfEvalScorer(aggregate_reward=aggregate)
+    env = DatasetChatEnv(dataset=IFEVAL, data_key="prompt").append_transform(scorer)
+    following = env.step(answered(env.reset(), "<think>A, B</think><answer>all good over</answer>"))["next"]
+    assert following["reward"].item() == pytest.approx(2.3)
+    assert seen == [(["A, B"], ["all good over"], True)]
+    both = scorer.default_reward_aggregator(following["ifeval_score"])
+    torch.testing.assert_close(both, torch.tensor([[1.0]]))
+    plain = IfEvalScorer(aggregate_reward=lambda score: score.prompt_level_strict_acc)
+    env = DatasetChatEnv(dataset=IFEVAL, data_key="prompt").append_transform(plain)
+    assert env.step(answered(env.reset(), "all good over"))["next", "reward"].item() == 1

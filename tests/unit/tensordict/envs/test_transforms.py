@@ -269,6 +269,21 @@ def test_log_probs_of_a_reference_are_written_next_for_the_assistants_tokens(det
     assert "ref_log_probs" not in set(stepped.keys())
 
 
+@pytest.mark.defect("scores-without-next")
+def test_log_probs_of_a_reference_can_be_written_beside_data_without_a_next_step():
+    env = ChatEnv(batch_size=(2,))
+    root = said(env.reset(TensorDict(query=["a", "b"], batch_size=[2])))
+    env.step(root)
+    data = root.exclude("next")
+    found = RetrieveLogProb(Scorer("history", -3.0))(data)
+    assert "next" not in set(found.keys())
+    stacked = lazy_stack([data.exclude("ref_log_probs"), data.exclude("ref_log_probs")], 1)
+    for row in (*found.unbind(0), *RetrieveLogProb(Scorer("history", -3.0))(stacked)[:, 1].unbind(0)):
+        assert row["ref_log_probs"].full.tolist() == [0.0, 0.0, -3.0, -3.0]
+    with pytest.raises(KeyError, match="next"):
+        KLRewardTransform(Scorer("tokens", -3.0))(data)
+
+
 def test_llm_env_puts_texts_and_ids_after_each_other_and_ends_with_the_eos():
     with pytest.warns(DeprecationWarning, match="ChatEnv"):
         env = LLMEnv.from_dataloader([{"text": "one "}], num_envs=2)

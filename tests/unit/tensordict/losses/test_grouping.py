@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
 from skyrl_train.algorithms.advantage_step import AdvantageStep
 from skyrl_train.algorithms.advantages import grpo
@@ -94,7 +94,7 @@ def test_prompts_may_be_tensors_and_nothing_else_than_text():
     assert transform.inv(trajectory(torch.tensor([1, 2]), 0)) is None
     assert transform.inv(trajectory(torch.tensor([[1], [2]]), 0)) is None
     assert transform.inv(trajectory(torch.tensor([1, 2]), 1)) is not None
-    with pytest.raises(TypeError, match="str or a tensor"):
+    with pytest.raises(TypeError, match="str, messages or a tensor"):
         transform.inv(trajectory({"role": "user"}, 0))
     with pytest.raises(KeyError, match="prompt_key"):
         MCAdvantage(2, prompt_key="question").inv(trajectory("a", 0))
@@ -199,6 +199,38 @@ def test_groups_that_say_nothing_can_be_left_out():
         assert transform.inv(torch.cat([trajectory(prompt, both), trajectory(prompt, both)])) is None
     assert transform.inv(torch.cat([trajectory("c", 0), trajectory("c", 1)])) is not None
     assert not transform.queues
+    binary = MCAdvantage(2, keep_return_bounds=(0, 1))  # the bounds themselves are outside
+    assert binary.inv(torch.cat([trajectory("a", 1), trajectory("a", 1)])) is None
+    assert rewards(binary.inv(torch.cat([trajectory("a", 1), trajectory("a", 0)]))) == [1, 0]
+
+
+@pytest.mark.defect("uncounted-groups")
+def test_statistics_say_what_came_what_was_written_and_what_waits():
+    transform = MCAdvantage(2, keep_return_bounds=(0, 1), candidate_group_size=3)
+    for prompt, values in (("a", (0, 0, 1)), ("b", (1, 1, 1)), ("c", (0, 1)), ("d", (1,))):
+        transform.inv(torch.cat([trajectory(prompt, 0, value) for value in values]))
+    found = transform.get_stats()
+    assert (found["completed_trajectories"], found["completed_decisions"]) == (9, 18)
+    assert (found["trajectory_return_sum"], found["trajectory_return_max"]) == (6, 1)
+    assert (found["completed_groups"], found["written_groups"], found["dropped_groups"]) == (3, 2, 1)
+    assert (found["rescued_groups"], found["selected_trajectories"], found["unselected_trajectories"]) == (1, 4, 1)
+    assert (found["queued_groups"], found["queued_trajectories"]) == (1, 1)
+    assert transform.successful_trajectories == 6
+    transform.reset_stats()
+    assert transform.get_stats()["completed_groups"] == 0 and transform.queued_trajectories == 1
+    transform.clear_queues()
+    assert transform.max_queued_trajectories_per_group == 0 and transform.abandoned == 1
+
+
+@pytest.mark.defect("uncounted-groups")
+def test_conversations_are_prompts_too():
+    transform = MCAdvantage(2)
+    opening = [{"role": "user", "content": "hi"}]
+    steps = [trajectory("x", value) for value in (0, 1)]
+    for step in steps:
+        step[0].set("query", NonTensorData(opening))
+    assert transform.inv(steps[0]) is None
+    assert rewards(transform.inv(steps[1])) == [0, 1]
 
 
 def test_a_group_can_be_picked_from_more_candidates():
@@ -225,10 +257,12 @@ def test_a_group_can_be_picked_from_more_candidates():
         {"grpo_size": 2, "trajectory_return": "last"},
         {"grpo_size": 4, "candidate_group_size": 2},
         {"grpo_size": 2, "candidate_group_size": 4, "candidate_selection_min_size": 5},
+        {"grpo_size": 2, "keep_return_bounds": (0.9, 0.1)},
+        {"grpo_size": 2, "candidate_selector": "uniform"},
     ],
 )
 def test_impossible_groups_are_refused(settings: dict):
-    with pytest.raises(ValueError, match=r"grpo_size|trajectory_return"):
+    with pytest.raises(ValueError, match=r"grpo_size|trajectory_return|keep_return_bounds|candidate_selector"):
         MCAdvantage(**settings)
 
 

@@ -291,3 +291,13 @@ def test_a_rectangle_without_an_attention_mask_is_not_guessed_at():
         objective = GRPOLoss(TablePolicy(torch.zeros(4)), entropy_bonus=False, masking_strategy=strategy)
         with pytest.raises(ValueError, match="does not tell tokens from padding"):
             objective(data)
+
+
+@pytest.mark.defect("zero-coefficient")
+def test_a_kl_coefficient_of_zero_needs_no_reference():
+    policy = BigramPolicy(4)
+    plain = GRPOLoss(policy, entropy_bonus=False)(one_sequence())
+    loss = GRPOLoss(policy, entropy_bonus=False, kl_to_ref_coeff=0.0)
+    assert loss.out_keys == ["loss_objective", "clip_fraction", "kl_approx", "ESS"]
+    found = loss(one_sequence())
+    assert found.kl_to_ref is None and torch.equal(found.loss, plain.loss)

@@ -153,3 +153,11 @@ def test_settings_are_checked():
         SFTLoss(None)(as_tensordict(BATCH, "ragged"))
     with pytest.raises(KeyError, match="log-probs of the reference"):
         SFTLoss(policy(), kl_to_ref_coeff=1.0)(as_tensordict(BATCH, "ragged").exclude(("next", "ref_log_probs")))
+
+
+@pytest.mark.defect("zero-coefficient")
+def test_a_kl_coefficient_of_zero_needs_no_reference():
+    batch = as_tensordict(BATCH, "ragged").exclude("next")
+    plain, off = SFTLoss(policy()), SFTLoss(policy(), kl_to_ref_coeff=0.0)
+    assert off.out_keys == ["loss_sft"] and off.in_keys == plain.in_keys
+    assert torch.equal(off(batch).loss, plain(batch).loss)

@@ -434,3 +434,15 @@ def test_nested_tensors_where_they_are_asked_for(wrap: Any, chats: Any):
         assert [row.tolist() for row in nested.unbind()] == listed(ragged, *key)
     with pytest.raises(ConfigError, match="layout"):
         wrap(layout=torch.jagged, pad_output=True)
+
+
+@pytest.mark.defect("settings-unreadable")
+def test_settings_can_be_read_and_not_set_behind_the_wrappers_back(wrap: Any):
+    wrapper = wrap(generate_kwargs={"max_new_tokens": 3}, prefer_tokens=True, return_text=False)
+    assert wrapper.generate_kwargs == {"max_new_tokens": 3}
+    assert (wrapper.prefer_tokens, wrapper.return_text, wrapper.return_masks) == (True, False, True)
+    with pytest.raises(AttributeError, match=r"get_new_version\(prefer_tokens"):
+        wrapper.prefer_tokens = False
+    with pytest.raises(TypeError):
+        wrapper.generate_kwargs["max_new_tokens"] = 4
+    assert wrapper.get_new_version(prefer_tokens=False).generate_kwargs == {"max_new_tokens": 3}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from skyrl_train.tensordict.history import History
 from skyrl_train.tensordict.losses.scoring import score, token_mask
 from skyrl_train.tensordict.ragged import TokenLayout
 from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
+from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
 from skyrl_train.tensordict.wrappers.distributions import LLMMaskedCategorical, LogProbDistribution
 from skyrl_train.tensordict.wrappers.torchrl import ForTorchRL
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
@@ -199,8 +201,9 @@ def test_one_row_without_the_assistant_is_refused(model: Any):
 def test_there_is_no_distribution_without_logits(wrapper: Any):
     with pytest.raises(NotImplementedError, match="generate"):
         wrapper.get_dist(chats())
+    bare = LLMWrapperBase(wrapper.engine, tokenizer=TOKENIZER, generate=False, input_mode="tokens")
     with pytest.raises(NotImplementedError, match="logits"):
-        wrapper.get_new_version(generate=False, input_mode="tokens").get_dist(TensorDict(tokens=torch.tensor([1, 2])))
+        bare.get_dist(TensorDict(tokens=torch.tensor([1, 2])))
 
 
 def test_a_seed_repeats_and_a_version_shares_the_engine(wrapper: Any):
@@ -234,3 +237,71 @@ def test_stored_log_probs_answer_for_their_own_tokens_only():
     assert stored.log_prob(torch.tensor([[4, 9]])).tolist() == [[-1.0, 0.0]]
     with pytest.raises(ValueError, match="tokens"):
         stored.log_prob(torch.tensor([[3, 5]]))
+
+
+def state_of(module: Any) -> list[Any]:
+    """What a wrapper might change: attention, mode, gradients, dtypes, classes of layers, hooks."""
+    layers = [(type(layer), layer.training, len(layer._forward_hooks)) for layer in module.modules()]
+    return [module.config._attn_implementation, layers, [(p.requires_grad, p.dtype) for p in module.parameters()]]
+
+
+@pytest.mark.defect("module-taken-over")
+def test_a_module_stays_as_it_was_under_two_wrappers_and_after_them():
+    own: Any = tiny_model()
+    own.train()
+    own.set_attn_implementation("sdpa")
+    own.get_input_embeddings().weight.requires_grad_(False)
+    before, ids = state_of(own), torch.tensor([[5, 6, 7]])
+    expected = own(ids).logits
+    settings: dict[str, Any] = {"tokenizer": TOKENIZER, "inplace": False}
+    policy, other = (TransformersWrapper(own, generate_kwargs={"max_new_tokens": 2}, **settings) for _ in range(2))
+    scorer = TransformersWrapper(own, generate=False, **settings)
+    assert policy.model is other.model is scorer.model is own
+    for wrapper in (policy, other):
+        scored = scorer(wrapper(chats()))
+        assert state_of(own) == before
+        torch.testing.assert_close(own(ids).logits, expected)
+        wrapper.close()
+        assert all(logs.isfinite().all() for logs in scored.get(("log_probs", "full"), as_list=True))
+    own(ids).logits.sum().backward()
+    assert state_of(own) == before
+
+
+@pytest.mark.defect("module-taken-over")
+def test_a_policy_samples_from_the_weights_that_its_module_has_now():
+    own: Any = tiny_model()
+    settings: dict[str, Any] = {"tokenizer": TOKENIZER, "inplace": False}
+    kwargs = {"max_new_tokens": 4, "ignore_eos": True}
+    with closing(TransformersWrapper(own, generate_kwargs=kwargs, **settings)) as policy:
+        policy(chats())
+        with torch.no_grad():
+            for parameter in own.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        for row in policy(chats()).unbind(0):
+            expected = one_by_one(own, row["tokens"].full.tolist())[len(row["tokens"].prompt) - 1 :]
+            torch.testing.assert_close(row["log_probs"].response, expected, atol=1e-4, rtol=0)
+        scorer = policy.get_new_version(generate=False, input_mode="tokens")
+        assert scorer.log_prob(TensorDict(tokens=torch.tensor([[5, 6, 7]]), batch_size=(1,))).requires_grad
+        own.double()
+        with pytest.raises(ConfigError, match="moved, cast or assigned"):
+            policy(chats())
+
+
+def test_a_path_gives_a_module_to_run_and_train(tiny_model_path: str):
+    kwargs = {"max_new_tokens": 1}
+    with closing(TransformersWrapper(tiny_model_path, dtype="bfloat16", generate_kwargs=kwargs)) as policy:
+        policy(chats())
+        assert policy.model.dtype == torch.bfloat16
+        assert policy.model(torch.tensor([[5, 6]])).logits.requires_grad
+        with pytest.raises(ConfigError, match="dtype"):
+            TransformersWrapper(policy.model, tokenizer=TOKENIZER, dtype="float32")
+        again = policy.get_new_version(generate=False).get_new_version(generate=True)
+        assert again.engine is policy.engine and again.model is policy.model
+
+
+def test_a_scorers_new_version_may_generate():
+    own = tiny_model()
+    scorer = TransformersWrapper(own, tokenizer=TOKENIZER, generate=False, generate_kwargs={"max_new_tokens": 2})
+    policy = scorer.get_new_version(generate=True)
+    assert len(policy(chats())[0]["tokens"].response) <= 2
+    policy.close()

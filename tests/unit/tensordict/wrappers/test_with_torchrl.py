@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import multiprocessing
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +19,6 @@ from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
 from skyrl_train.tensordict.wrappers.torchrl import ForTorchRL
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchrl") is None, reason="needs the extra torchrl")
 TOKENIZER = byte_tokenizer()
 
 
@@ -34,14 +31,8 @@ def quietly() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def theirs() -> SimpleNamespace:
-    """What is used of torchrl. Importing it chooses how processes start."""
-    method = multiprocessing.get_start_method(allow_none=True)
-    with quietly():
-        import torchrl.collectors.llm
-        import torchrl.envs.llm
-        import torchrl.objectives.llm
-    multiprocessing.set_start_method(method, force=True)
+def theirs(torchrl: Any) -> SimpleNamespace:
+    """What is used of torchrl."""
     return SimpleNamespace(
         LLMCollector=torchrl.collectors.llm.LLMCollector,
         History=torchrl.data.llm.History,
