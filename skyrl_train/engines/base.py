@@ -96,6 +96,8 @@ class Capabilities:
     """Names of the weight-sync routes that it supports."""
     weight_ranks: int = 1
     """How many ranks of the `broadcast` group it occupies."""
+    max_model_len: int = 0
+    """The most tokens of a prompt and its completion together; 0: not known."""
     lora: bool = False
     """Whether it supports `load_adapter`."""
     synced_adapter_rank: int = 0
