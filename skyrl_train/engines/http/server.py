@@ -9,7 +9,6 @@ import asyncio
 import copy
 import errno
 import hmac
-import ipaddress
 import json
 import logging
 import os
@@ -31,6 +30,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from skyrl_train.engines.base import Completion, SampleRequest
 from skyrl_train.engines.http.admission import Admission, room
 from skyrl_train.engines.http.codec import Malformed, decode, read_json, write_json
+from skyrl_train.engines.http.connection import is_loopback
 from skyrl_train.engines.http.openai import CompletionCall, Translator
 from skyrl_train.engines.http.wire import (
     API_KEY,
@@ -400,7 +400,7 @@ def checked_token(token: str | None, host: str) -> str:
     can reach.
     """
     if token is None:
-        if not _is_loopback(host):
+        if not is_loopback(host):
             raise ConfigError(
                 f"generator.http_endpoint_host={host!r} can be reached from other machines, and no token protects it: "
                 f"set the environment variable {API_KEY} to a secret, or use 127.0.0.1."
@@ -432,13 +432,6 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     )
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _error(status: int, body: dict[str, Any]) -> web.Response:
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
     response = web.Response(
@@ -448,7 +441,7 @@ def _error(status: int, body: dict[str, Any]) -> web.Response:
 
 
 def _context(engine: Any) -> int:
-    """The most tokens of a prompt that an engine, or any of a client's, can take; beyond all limits if one is silent."""
+    """The most tokens of a prompt that an engine, or any of a client's, can take; no limit if one does not say."""
     engines = getattr(engine, "engines", [engine])
     lengths = [one.capabilities.max_model_len if hasattr(one, "capabilities") else 0 for one in engines]
     return max(lengths) if lengths and all(lengths) else sys.maxsize
