@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 
 import psutil
@@ -14,14 +13,8 @@ import torch.distributed as dist
 from skyrl_train.cluster.sockets import free_address
 from skyrl_train.strategies.process_group import close_process_group, init_process_group, neighbours
 from skyrl_train.weight_sync.transport import ROOT, BroadcastGroup
+from tests.support.machine import network_address
 from tests.support.rank_processes import run_ranks
-
-
-def network_address() -> str:
-    """The first address of this machine that others may reach."""
-    found = [one for name in psutil.net_if_addrs().values() for one in name if one.family == socket.AF_INET]
-    own = [one.address for one in found if not one.address.startswith("127.")]
-    return own[0] if own else pytest.skip("this machine has no network")
 
 
 def join_and_look(rank: int, host: str, ports: tuple[int, int], said: str) -> None:

@@ -120,6 +120,14 @@ def test_an_answer_that_nobody_reads_ends_its_connection(stream: bool, monkeypat
     serve(test)
 
 
+def test_an_endpoint_listens_where_it_was_told_and_nowhere_else():
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
+        found = [one.laddr for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN]
+        assert [tuple(one) for one in found if one.port == port_of(endpoint)] == [("127.0.0.1", port_of(endpoint))]
+
+    serve(test)
+
+
 def test_a_client_waits_for_a_server_that_is_full_instead_of_giving_it_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(server, "_HEAD_S", SOON_S)
     monkeypatch.setattr(server, "room", lambda: Room(connections=1, backlog=1))
