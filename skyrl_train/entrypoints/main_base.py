@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from skyrl_train.config.prepare import launch
 from skyrl_train.config.presence import Uses, slots_of
 from skyrl_train.config.schema import Config
+from skyrl_train.config.secrets import redact
 from skyrl_train.errors import SkyRLError
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ def start(experiment: type[BasePPOExp], argv: Sequence[str] | None = None, *, ow
     try:
         launch(lambda prepared: _run(experiment(prepared.config)), argv, own_code=own_code, uses=used_by(experiment))
     except SkyRLError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
         sys.exit(1)
 
 
