@@ -117,11 +117,12 @@ class BroadcastGroup:
 def _backend(device: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta, own: str) -> Any:
     """`own`: the address to listen at. NCCL chooses its own interface, or the one that NCCL_SOCKET_IFNAME names."""
     if device == "cpu":
+        gloo: Any = dist.ProcessGroupGloo  # whose options are not typed
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-        gloo = dist.ProcessGroupGloo._Options()
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="" if interface else own, interface=interface)]
-        gloo._timeout = timeout
-        return dist.ProcessGroupGloo(store, rank, world_size, gloo)
+        settings = gloo._Options()
+        settings._devices = [gloo.create_device(hostname="" if interface else own, interface=interface)]
+        settings._timeout = timeout
+        return gloo(store, rank, world_size, settings)
     options = dist.ProcessGroupNCCL.Options()
     # After its own timeout NCCL's watchdog ends the process, so the wait in `broadcast` must time out earlier.
     options._timeout = 4 * timeout
