@@ -27,7 +27,8 @@ from typing import Any, NoReturn
 from aiohttp import HttpVersion11, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from skyrl_train.engines.base import Completion, SampleRequest
+from skyrl_train.engines.base import Capabilities, Completion, SampleRequest
+from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.admission import Admission, room
 from skyrl_train.engines.http.codec import Malformed, decode, read_json, write_json
 from skyrl_train.engines.http.connection import is_loopback
@@ -442,9 +443,9 @@ def _error(status: int, body: dict[str, Any]) -> web.Response:
 
 def _context(engine: Any) -> int:
     """The most tokens of a prompt that an engine, or any of a client's, can take; no limit if one does not say."""
-    engines = getattr(engine, "engines", [engine])
-    lengths = [one.capabilities.max_model_len if hasattr(one, "capabilities") else 0 for one in engines]
-    return max(lengths) if lengths and all(lengths) else sys.maxsize
+    engines = engine.engines if isinstance(engine, EngineClient) else [engine]
+    known = [one.capabilities.max_model_len for one in engines if isinstance(one.capabilities, Capabilities)]
+    return max(known) if known and len(known) == len(engines) and all(known) else sys.maxsize
 
 
 def _patience(size: int) -> float:

@@ -100,7 +100,11 @@ def test_a_chat_longer_than_the_engine_s_context_in_the_longest_tokens_is_refuse
         assert "40 tokens, got" in said[0]  # what was rendered is still too long
         assert "characters: a prompt has at most 40 tokens, and a token 13 characters, got 521." in said[1]
 
-    serve(test, ScriptedEngine(says("hello"), capabilities=replace(EVERYTHING, max_model_len=40)))
+    engines = [
+        ScriptedEngine(says("hello"), name=name, capabilities=replace(EVERYTHING, max_model_len=length))
+        for name, length in (("short", 20), ("long", 40))
+    ]
+    serve(test, EngineClient(engines, deadline_s=10) if several else engines[1])
 
 
 def test_a_client_that_goes_away_aborts_its_requests():
