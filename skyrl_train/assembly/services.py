@@ -14,8 +14,8 @@ from skyrl_train.assembly.layout import Layout, place
 from skyrl_train.assembly.learner import build_learner
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.hydra import plain, save_resolved
-from skyrl_train.config.safety import redact
 from skyrl_train.config.schema import Config, TrainerConfig
+from skyrl_train.config.secrets import redact
 from skyrl_train.errors import DeadlineExceeded
 from skyrl_train.learner.learner import Learner
 from skyrl_train.report.trackers import Trackers, make_trackers
@@ -56,7 +56,7 @@ def build_trackers(cfg: Config, directory: Path) -> Trackers:
     """JSONL files in `directory`, and the trackers that trainer.logger names."""
     trainer = cfg.trainer
     names = [trainer.logger] if isinstance(trainer.logger, str) else list(trainer.logger)
-    return make_trackers(names, directory, trainer.project_name, trainer.run_name, redact(plain(cfg)))
+    return make_trackers(names, directory, *redact((trainer.project_name, trainer.run_name, plain(cfg))))
 
 
 def run_directory(cfg: Config, fingerprints: Mapping[str, str]) -> RunDirectory:
@@ -72,7 +72,7 @@ def run_directory(cfg: Config, fingerprints: Mapping[str, str]) -> RunDirectory:
         identity["adapters"] = {key: value for key, value in asdict(lora).items() if key not in _HOW_SYNCED}
     # An evaluation-only run has a subfolder, so that it does not mix its records with those of a training run.
     path = Path(trainer.ckpt_path) / ("" if fingerprints else "evaluation")
-    return RunDirectory(path, identity, resuming=trainer.resume_mode != "none")
+    return RunDirectory(path, redact(identity), resuming=trainer.resume_mode != "none")
 
 
 @asynccontextmanager

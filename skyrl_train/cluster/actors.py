@@ -17,20 +17,21 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_train.cluster.placement import Slots
 from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.cluster.sockets import GROUP_ADDRESS, LOOPBACK, NODE_ADDRESS
 from skyrl_train.errors import DeadlineExceeded, SkyRLError, WorkerDied
 from skyrl_train.registry import load_object
-
-NODE_ADDRESS = "SKYRL_NODE_ADDRESS"
-"""Environment variable of an actor: the address at which other nodes reach its node."""
 
 
 class _Shell:
     """An actor with one object of any class; it runs one call at a time."""
 
-    def __init__(self, target: str, kwargs: Mapping[str, Any], plugins: Sequence[str], devices: str | None):
+    def __init__(
+        self, target: str, kwargs: Mapping[str, Any], plugins: Sequence[str], devices: str | None, single_machine: bool
+    ):
         if devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = devices  # before anything imports torch
         os.environ[NODE_ADDRESS] = ray.util.get_node_ip_address()
+        os.environ[GROUP_ADDRESS] = LOOPBACK if single_machine else os.environ[NODE_ADDRESS]
         for module in plugins:
             importlib.import_module(module)
         self._object = load_object(target)(**kwargs)
@@ -149,7 +150,7 @@ def spawn(
         num_gpus=slots.gpus / slots.tenants if devices is None else 0,
         max_concurrency=1000 if concurrent else 1,
         scheduling_strategy=PlacementGroupSchedulingStrategy(slots.group, placement_group_bundle_index=index),
-    ).remote(target, dict(kwargs), cluster.plugins, devices)
+    ).remote(target, dict(kwargs), cluster.plugins, devices, cluster.single_machine)
     cluster.owns_actor(handle)
     return Remote(handle, name, deadline_s, died, deadlines)
 
@@ -164,6 +165,7 @@ def spawn_anywhere(
     deadline_s: float,
 ) -> Remote:
     """Like `spawn` with concurrent=True, but not in a slot: Ray places it according to `options` (num_cpus, ...)."""
-    handle: Any = ray.remote(_AsyncShell).options(**options).remote(target, dict(kwargs), cluster.plugins, None)
+    shell: Any = ray.remote(_AsyncShell).options(**options)
+    handle = shell.remote(target, dict(kwargs), cluster.plugins, None, cluster.single_machine)
     cluster.owns_actor(handle)
     return Remote(handle, name, deadline_s)

@@ -116,9 +116,16 @@ def _start(settings: Mapping[str, Any]) -> Exception | None:
     try:
         with _one_at_a_time(), _own_handlers():
             ray.init(address="local", **(_OWN_SETTINGS | dict(settings)))
+        _keep_token_private()
     except Exception as error:
         return error.with_traceback(None)
     return None
+
+
+def _keep_token_private() -> None:
+    """Ray writes the token that opens its ports so that every user of the machine can read it."""
+    with suppress(OSError, RuntimeError):  # there is none, or no home
+        (Path.home() / ".ray" / "auth_token").chmod(0o600)
 
 
 def _kill_started_processes(before: Sequence[psutil.Process]) -> None:
@@ -349,6 +356,11 @@ class Cluster:
     def nodes(self) -> int:
         """Number of living nodes."""
         return sum(bool(node["Alive"]) for node in ray.nodes())
+
+    @property
+    def single_machine(self) -> bool:
+        """Whether the driver and every node are one machine."""
+        return self.nodes == 1 and not ray.util.client.ray.is_connected()
 
     @property
     def plugins(self) -> tuple[str, ...]:

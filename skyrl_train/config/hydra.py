@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,9 @@ from skyrl_train.config.inspection import inspect
 from skyrl_train.config.keys import aliases, all_keys, canonical, leaves, spelt
 from skyrl_train.config.preset_files import PresetSource
 from skyrl_train.config.problems import Problem, raise_all
-from skyrl_train.config.safety import foreign_targets, redact
+from skyrl_train.config.safety import foreign_targets
 from skyrl_train.config.schema import Config
+from skyrl_train.config.secrets import redact
 from skyrl_train.config.section import Section, freeze
 from skyrl_train.errors import ConfigError
 
@@ -271,8 +274,16 @@ def save_resolved(config: Config, path: Path) -> None:
 
 
 def show_information(argv: Sequence[str], overrides: Sequence[str]) -> None:
-    """What Hydra's own flags print (`--help`, `--cfg job`, `--info`, ...): the overrides are already checked."""
+    """What Hydra's own flags print (`--help`, `--cfg job`, `--info`, ...): the overrides are already checked.
+
+    The contents of credential variables are left out.
+    """
     given = list(argv)
     kept = [text for text in given if text not in set(parse_flags(given)[1])]
     sys.argv = [sys.argv[0], *kept, *overrides]
-    hydra.main(version_base="1.3", config_path=str(presets_dir()), config_name=BASE)(lambda _: None)()
+    said = io.StringIO()
+    try:
+        with redirect_stdout(said):
+            hydra.main(version_base="1.3", config_path=str(presets_dir()), config_name=BASE)(lambda _: None)()
+    finally:
+        print(redact(said.getvalue()), end="")

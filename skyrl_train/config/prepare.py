@@ -19,6 +19,7 @@ from skyrl_train.config.parallelism import resolve_engine_copies, resolve_megatr
 from skyrl_train.config.presence import Uses, missing
 from skyrl_train.config.problems import Problem, UnknownKey, one_line, raise_all, show
 from skyrl_train.config.schema import Config
+from skyrl_train.config.secrets import redact
 from skyrl_train.config.section import freeze
 from skyrl_train.config.validate import validate
 from skyrl_train.errors import ConfigError
@@ -130,8 +131,8 @@ def launch(
         for text in prepared.notes:
             print(f"note: {text}", file=sys.stderr)
         for text in prepared.warnings:
-            print(f"warning: {text}", file=sys.stderr)
+            print(f"warning: {redact(text)}", file=sys.stderr)
         task(prepared)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(redact(str(error)), file=sys.stderr)
         sys.exit(2)

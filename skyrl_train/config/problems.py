@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_train.config.secrets import redact
 from skyrl_train.errors import ConfigError
 
 
@@ -31,7 +32,8 @@ class UnknownKey(Problem):
 
 
 def show(value: Any) -> str:
-    """A value as it is written on the command line; long ones are cut."""
+    """A value as it is written on the command line, without the contents of credential variables; long ones are cut."""
+    value = redact(value)
     if value is None or isinstance(value, bool):
         text = {None: "null", True: "true", False: "false"}[value]
     elif isinstance(value, str):
@@ -42,8 +44,8 @@ def show(value: Any) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text with line breaks and control characters written out: it may quote anything that was typed."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text.rstrip())
+    """The text with line breaks and control characters written out, and no secret: it may quote anything typed."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in redact(text).rstrip())
 
 
 def raise_all(problems: Iterable[Problem]) -> None:

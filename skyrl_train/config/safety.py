@@ -6,33 +6,26 @@ printed, saved and sent to trackers. So values may refer to other keys and to a 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from skyrl_train.config.problems import Problem
+from skyrl_train.config.secrets import looks_like_credential
 
 ALLOWED_RESOLVERS = frozenset({"oc.env"})
 INSTANTIATE_KEYS = frozenset({"_target_", "_partial_", "_recursive_", "_convert_", "_args_"})
 
 FOLDERS_AND_NAMES = frozenset({"HOME", "PWD", "TMPDIR", "SCRATCH", "USER", "LOGNAME", "HOSTNAME"})
 FOLDER_SUFFIXES = ("_DIR", "_HOME", "_PATH", "_ROOT", "_FOLDER", "_JOB_ID", "_JOB_NAME")
-CREDENTIAL_WORDS = ("KEY", "TOKEN", "SECRET", "PASSW", "PASSPHRASE", "CREDENTIAL", "AUTH", "COOKIE", "JWT")
 
 _KEY_REFERENCE = re.compile(r"\$\{\.*[A-Za-z_][\w.\[\]-]*\}")
 _VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(?:,[^${}]*)?\}")
-_SHORTEST_SECRET = 8
-"""Shorter values of credential variables ("none", "1") would blank out ordinary words."""
 
 
 def is_reference(value: Any) -> bool:
     """Whether a value is text that OmegaConf replaces when it resolves."""
     return isinstance(value, str) and "${" in value
-
-
-def looks_like_credential(variable: str) -> bool:
-    return any(word in variable.upper() for word in CREDENTIAL_WORDS)
 
 
 def may_be_shown(variable: str) -> bool:
@@ -78,24 +71,3 @@ def _unsafe_text(key: str, text: str) -> Iterator[Problem]:
             )
     if "${" in _VARIABLE.sub("\0", _KEY_REFERENCE.sub("\0", text)):
         yield Problem(key, text, "plain, ${another.key} or ${oc.env:NAME}", "Other resolvers can run code.")
-
-
-def redact(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
-    """The same plain value without the contents of credential variables, for whatever is saved or sent away."""
-    secrets = {
-        content: f"<{name}>"
-        for name, content in environ.items()
-        if looks_like_credential(name) and len(content) >= _SHORTEST_SECRET
-    }
-    return _replace(value, secrets)
-
-
-def _replace(value: Any, secrets: Mapping[str, str]) -> Any:
-    if isinstance(value, Mapping):
-        return {_replace(key, secrets): _replace(item, secrets) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_replace(item, secrets) for item in value]
-    if isinstance(value, str):
-        for content, name in secrets.items():
-            value = value.replace(content, name)
-    return value

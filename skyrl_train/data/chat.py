@@ -211,7 +211,8 @@ class _Chat:
             whole = "|".join(map(re.escape, controls.strings))
             begun = "|".join(rf"{re.escape(piece)}(?=\s*\Z)" for piece in pieces[len(controls.strings) :])
             pattern = re.compile("|".join(filter(None, (whole, begun))))
-            messages = _replaced(messages, pattern, pieces, mark)
+            marked = {piece: f"{mark}{number}{mark}" for number, piece in enumerate(pieces)}
+            messages = _replaced(messages, pattern, marked)
         return cls(tokenizer, list(messages), dict(options or {}), controls, mark, pieces)
 
     def text(self, count: int, open_answer: bool = False) -> str:
@@ -265,13 +266,13 @@ class _Chat:
             raise DataError(f"half a surrogate pair at character {error.start} of the messages is no text.") from error
         if self.mark is None:
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        ids: list[int] = []
-        for index, piece in enumerate(re.split(f"{self.mark}([0-9]+){self.mark}", text)):
-            if index % 2:
-                ids += self._plain(self.pieces[int(piece)])
-            elif piece:
-                ids += self.tokenizer(piece, add_special_tokens=False)["input_ids"]
-        return ids
+        split = re.split(f"{self.mark}([0-9]+){self.mark}", text)
+        texts = list(dict.fromkeys(filter(None, split[::2])))
+        # Each piece once, and all texts in one call: a call costs as much as encoding a hundred characters.
+        encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        ids_of = {"": [], **dict(zip(texts, encoded, strict=True))}
+        plain = {number: self._plain(self.pieces[int(number)]) for number in set(split[1::2])}
+        return [id for at, piece in enumerate(split) for id in (plain if at % 2 else ids_of)[piece]]
 
     def _plain(self, control: str) -> list[int]:
         """The ids of a control token's characters; encoded one by one if the vocabulary also has it as a word."""
@@ -306,23 +307,25 @@ def _split_controls(messages: Sequence[Message], controls: _Controls) -> list[st
     """
     texts = [stripped for text in _strings(messages) if (stripped := text.strip())]
     longest = max(map(len, controls.strings), default=0)
-    starts = {text[:longest] for text in texts}
-    ends = {text[-size:] for text in texts for size in range(1, min(longest, len(text) + 1))} & controls.begun.keys()
+    sizes = range(1, longest)
+    ends = {text[-size:] for text in texts for size in sizes if size <= len(text)} & controls.begun.keys()
+    if not ends:
+        return []
+    whole = {text for text in texts if len(text) < longest}
+    starts = {text[:size] for text in texts for size in sizes}
     found = [
         end
         for end in ends
-        if any(start.startswith(rest) or rest.startswith(start) for rest in controls.begun[end] for start in starts)
+        if any(rest in starts or any(rest[:size] in whole for size in sizes) for rest in controls.begun[end])
     ]
     return sorted(found, key=len, reverse=True)
 
 
-def _replaced(value: Any, pattern: re.Pattern[str], pieces: tuple[str, ...], mark: str) -> Any:
+def _replaced(value: Any, pattern: re.Pattern[str], marked: Mapping[str, str]) -> Any:
     if isinstance(value, str):
-        return pattern.sub(lambda found: f"{mark}{pieces.index(found[0])}{mark}", value)
+        return pattern.sub(lambda found: marked[found[0]], value)
     if isinstance(value, Mapping):
-        return {
-            _replaced(key, pattern, pieces, mark): _replaced(item, pattern, pieces, mark) for key, item in value.items()
-        }
+        return {_replaced(key, pattern, marked): _replaced(item, pattern, marked) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_replaced(item, pattern, pieces, mark) for item in value]
+        return [_replaced(item, pattern, marked) for item in value]
     return value

@@ -99,6 +99,10 @@ class Capabilities:
     """Names of the weight-sync routes that it supports."""
     weight_ranks: int = 1
     """How many ranks of the `broadcast` group it occupies."""
+    max_model_len: int = 0
+    """The most tokens of a prompt and its completion together; 0: not known."""
+    other_machine: bool = False
+    """Whether it may run on a machine outside of the trainer's cluster, to which loopback does not lead."""
     lora: bool = False
     """Whether it supports `load_adapter`."""
     synced_adapter_rank: int = 0

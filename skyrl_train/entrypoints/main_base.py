@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from skyrl_train.config.prepare import launch
 from skyrl_train.config.presence import Uses, slots_of
 from skyrl_train.config.schema import Config
+from skyrl_train.config.secrets import redact
 from skyrl_train.entrypoints.stopping import signals_raise, until_told
 from skyrl_train.errors import SkyRLError, Stopped
 
@@ -209,7 +210,7 @@ def start(experiment: type[BasePPOExp], argv: Sequence[str] | None = None, *, ow
         print(stopped, file=sys.stderr)
         sys.exit(128 + stopped.signal)
     except SkyRLError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
         sys.exit(1)
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import random
-import socket
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skyrl_train.cluster.actors import NODE_ADDRESS
+from skyrl_train.cluster.sockets import GROUP_ADDRESS, LOOPBACK, NODE_ADDRESS, free_address
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, LoraConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.durable import Written
@@ -136,11 +134,10 @@ class LearnerWorker:
         if spec.device == "cpu":
             _add_in_one_order()
 
-    def address(self) -> tuple[str, int]:
-        """(host, free port) at which the ranks can meet."""
-        with closing(socket.socket()) as probe:
-            probe.bind(("", 0))
-            return os.environ.get(NODE_ADDRESS, "127.0.0.1"), probe.getsockname()[1]
+    def address(self, other_machines: bool = False) -> tuple[str, int]:
+        """(host, free port) at which the run's other processes can meet it, or also machines outside of its cluster."""
+        variable = NODE_ADDRESS if other_machines else GROUP_ADDRESS
+        return free_address(os.environ.get(variable, LOOPBACK))
 
     def setup(self, address: str, port: int) -> int:
         """Join the other ranks, load and shard the model; returns its number of parameters.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from skyrl_train.config.choices import TRACKERS
+from skyrl_train.config.secrets import redact
 from skyrl_train.registry import Registry
 from skyrl_train.report.jsonl import JsonlTracker
 from skyrl_train.report.protocol import SampleRow, Tracker, TrackerSetup
@@ -21,7 +23,10 @@ trackers: Registry[Callable[[TrackerSetup], Tracker]] = Registry("tracker", TRAC
 
 
 class Trackers:
-    """Combines several trackers. One that raises is dropped with a single warning, and training continues (F39)."""
+    """Combines several trackers. One that raises is dropped with a single warning, and training continues (F39).
+
+    Texts reach them without the contents of credential variables, which a tool of an environment may have shown.
+    """
 
     def __init__(self, members: Mapping[str, Tracker]):
         self._members = dict(members)
@@ -33,7 +38,8 @@ class Trackers:
         self._each("log", metrics, step)
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
-        self._each("samples", rows, step)
+        shown = [replace(row, prompt=redact(row.prompt), response=redact(row.response)) for row in rows]
+        self._each("samples", shown, step)
 
     def close(self) -> None:
         self._each("close")
@@ -53,7 +59,8 @@ class Trackers:
                 getattr(member, method)(*args)
             except Exception as error:
                 del self._members[name]
-                _log.warning("Tracker %s failed and is off for the rest of the run (%s: %r).", name, method, error)
+                what = f"{method}: {redact(repr(error))}"
+                _log.warning("Tracker %s failed and is off for the rest of the run (%s).", name, what)
 
 
 def make_trackers(

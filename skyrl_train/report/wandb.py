@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from skyrl_train.config.secrets import redact
 from skyrl_train.errors import ConfigError
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
 
@@ -34,12 +35,13 @@ class WandbTracker:
             "id": hashlib.sha256(f"{setup.run_name}:{folder}".encode()).hexdigest()[:12],
             "config": dict(setup.config),
         }
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
         try:
+            mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
             self._run = self._open(mode)
         except wandb.errors.Error as error:
+            why = redact(str(error))
             _log.warning(
-                "wandb cannot be reached (%s): this run is kept in %s/wandb; `wandb sync` sends it.", error, folder
+                "wandb cannot be reached (%s): this run is kept in %s/wandb; `wandb sync` sends it.", why, folder
             )
             self._run = self._open("offline")
         # W&B's own output says so too, but among a dozen other lines.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from skyrl_train.cluster.sockets import interface_of, listen, own_address
 from skyrl_train.errors import DeadlineExceeded
 
 _BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
@@ -23,10 +25,21 @@ def init_process_group(
 ) -> None:
     """Join the group that rank 0 hosts at address:port. `collective_s`: deadline of a collective, else `timeout_s`.
 
+    It listens there and nowhere else, and gloo where this machine reaches it, unless GLOO_SOCKET_IFNAME says where.
     Raises DeadlineExceeded if not all ranks join within `timeout_s` seconds.
     """
     try:
-        store = dist.TCPStore(address, port, world_size, rank == 0, timeout=timedelta(seconds=timeout_s))
+        store = dist.TCPStore(
+            address,
+            port,
+            world_size,
+            rank == 0,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listen(address, port).detach() if rank == 0 else None,
+        )
+        interface = interface_of(own_address(address, port))
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # for subgroups too, which are made later
         dist.init_process_group(
             _BACKENDS[backend],
             store=store,
@@ -34,7 +47,7 @@ def init_process_group(
             world_size=world_size,
             timeout=timedelta(seconds=collective_s or timeout_s),
         )
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
+    except (dist.DistStoreError, dist.DistNetworkError, OSError) as error:
         meeting = f"Rank {rank}: the meeting of {world_size} ranks at {address}:{port}"
         raise DeadlineExceeded(meeting, timeout_s) from error
 

@@ -268,7 +268,8 @@ class WeightPublisher:
         sizes = [engine.capabilities.weight_ranks for engine in engines]
         address, world_size = self._folder, sum(sizes) + 1
         if self._route == "broadcast":
-            host, port = (await self._trainer.all("address"))[0]
+            others = any(engine.capabilities.other_machine for engine in engines)
+            host, port = (await self._trainer.all("address", others))[0]
             address = f"{host}:{port}"
         timeout = self._deadline_s
         await gather_all(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from skyrl_train.cluster.sockets import listen, own_address
 from skyrl_train.errors import WeightSyncError
 
 ROOT = 0
@@ -23,7 +25,9 @@ class BroadcastGroup:
     """
 
     def __init__(self, address: str, rank: int, world_size: int, device: torch.device | str, timeout_s: float):
-        """`address`: "host:port" with a free port, at which rank 0 listens and the others connect.
+        """`address`: "host:port" with a free port of rank 0's machine, at which rank 0 alone listens.
+
+        gloo listens where this machine reaches it, unless GLOO_SOCKET_IFNAME says where.
 
         Raises WeightSyncError if not all `world_size` ranks connect within `timeout_s`.
         """
@@ -34,11 +38,18 @@ class BroadcastGroup:
         try:
             # Do not wait for the others here: that wait would not end when a peer has failed.
             self._store: Any = dist.TCPStore(
-                host, int(port), None, is_master=rank == ROOT, timeout=self._timeout, wait_for_workers=False
+                host,
+                int(port),
+                None,
+                is_master=rank == ROOT,
+                timeout=self._timeout,
+                wait_for_workers=False,
+                master_listen_fd=listen(host, int(port)).detach() if rank == ROOT else None,
             )
-            self._group: Any = _backend(self.device.type, self._store, rank, world_size, self._timeout)
+            own = own_address(host, int(port))
+            self._group: Any = _backend(self.device.type, self._store, rank, world_size, self._timeout, own)
             self._check_in(world_size)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise WeightSyncError(
                 f"rank {rank} of {world_size} could not meet the others of the weight transfer at {address} "
                 f"within {timeout_s:g} s: {_first_line(error)}"
@@ -103,9 +114,15 @@ class BroadcastGroup:
         self.broadcast(torch.full((1,), world_size, dtype=torch.int64, device=self.device))
 
 
-def _backend(device: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+def _backend(device: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta, own: str) -> Any:
+    """`own`: the address to listen at. NCCL chooses its own interface, or the one that NCCL_SOCKET_IFNAME names."""
     if device == "cpu":
-        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        gloo: Any = dist.ProcessGroupGloo  # whose options are not typed
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        settings = gloo._Options()
+        settings._devices = [gloo.create_device(hostname="" if interface else own, interface=interface)]
+        settings._timeout = timeout
+        return gloo(store, rank, world_size, settings)
     options = dist.ProcessGroupNCCL.Options()
     # After its own timeout NCCL's watchdog ends the process, so the wait in `broadcast` must time out earlier.
     options._timeout = 4 * timeout

@@ -1,8 +1,12 @@
-"""How fast this machine is, for tests of figures that are promised for a certain one."""
+"""How fast this machine is, for tests of figures that are promised for a certain one, and its address."""
 
 from __future__ import annotations
 
+import socket
 import time
+
+import psutil
+import pytest
 
 LOOPS = 200_000
 REFERENCE_S = 0.027
@@ -12,6 +16,13 @@ REFERENCE_S = 0.027
 def slowness() -> float:
     """How many times longer plain Python takes here than on the machine of docs/benchmarks.md; at least 1."""
     return max(1.0, min(_work() for _ in range(5)) / REFERENCE_S)
+
+
+def network_address() -> str:
+    """The first address of this machine that others may reach; skips the test where there is none."""
+    found = [one for name in psutil.net_if_addrs().values() for one in name if one.family == socket.AF_INET]
+    own = [one.address for one in found if not one.address.startswith("127.")]
+    return own[0] if own else pytest.skip("this machine has no network")
 
 
 def _work() -> float:

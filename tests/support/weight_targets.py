@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import socket
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skyrl_train.cluster.sockets import free_address
 from skyrl_train.engines.base import Capabilities, EngineHealth
 from skyrl_train.models.lora import adapted_linears
 from skyrl_train.weight_sync.receiver import WeightReceiver
@@ -54,10 +53,8 @@ class LocalTrainer:
     async def all(self, method: str, *args: Any) -> list[Any]:
         return [await asyncio.to_thread(getattr(self, method), *args)]
 
-    def address(self) -> tuple[str, int]:
-        with closing(socket.socket()) as probe:
-            probe.bind(("127.0.0.1", 0))
-            return "127.0.0.1", probe.getsockname()[1]
+    def address(self, other_machines: bool = False) -> tuple[str, int]:
+        return free_address()
 
     def connect_weights(
         self, route: str, address: str, world_size: int, timeout_s: float, adapter_only: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
@@ -10,6 +11,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
+from aiohttp import hdrs
 
 from skyrl_train.errors import ConfigError, DeadlineExceeded, EngineError, SkyRLError
 
@@ -19,6 +21,8 @@ ATTEMPTS = 3
 """How often a call is sent at most if its connection breaks and repeating it is safe."""
 _BACKOFF_S = 0.2
 """Wait before the second attempt; it doubles for every further attempt."""
+_BUSY_S = 1.0
+"""Wait where a server says "503, Retry-After": it has all connections that it may have, and did not read the call."""
 _CONNECT_S = 10.0
 """Timeout of a TCP connection."""
 _NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
@@ -55,18 +59,23 @@ class Connection:
     async def once(
         self, verb: str, route: str, body: bytes = b"", params: Mapping[str, str] | None = None
     ) -> tuple[int, bytes]:
-        """Send one request; returns status and body of the answer.
+        """Send one request; returns status and body of the answer. Waits for a server that says to come again later.
 
         Raises EngineError for an answer that is not HTTP. aiohttp's errors of a broken connection are raised as they
         are, for `attempts` and `until_there`.
         """
         if self._session is None:
             raise EngineError(f"Engine {self.name!r} is closed or was never connected.")
-        # A redirect would carry the token to another server.
-        send = self._session.request(verb, self.url + route, data=body or None, params=params, allow_redirects=False)
         try:
-            async with send as response:
-                return response.status, await response.read()
+            while True:
+                # A redirect would carry the token to another server.
+                async with self._session.request(
+                    verb, self.url + route, data=body or None, params=params, allow_redirects=False
+                ) as response:
+                    answer = response.status, await response.read()
+                if not (response.status == 503 and hdrs.RETRY_AFTER in response.headers):
+                    return answer
+                await asyncio.sleep(_BUSY_S)
         except aiohttp.ClientError as error:
             if isinstance(error, _BROKEN):
                 raise
@@ -119,6 +128,14 @@ class Connection:
                 raise
             what = f"connecting to engine {self.name!r} at {self.url}" + (f" (last: {last})" if last else "")
             raise DeadlineExceeded(what, deadline_s) from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is only reached from its own machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _checked_url(url: str) -> str:

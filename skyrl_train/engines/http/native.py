@@ -465,6 +465,7 @@ class NativeEngine:
             name=self.name,
             sampling=self._server.sampling,
             weight_routes=ROUTES if self._device == "cpu" else frozenset({"checkpoint", "in_process"}),
+            max_model_len=self._server.max_model_len,
             pause_modes=PAUSE_MODES - {"keep"},
             partial_weights=False,
             seeds=self._server.seeds,

@@ -153,6 +153,8 @@ class Translator:
         """`default_max_tokens`: for calls that name none. `deadline_s`: of every request."""
         self._tokenizer = tokenizer
         self._limits = limits
+        self._longest = max(map(len, tokenizer.get_vocab()))
+        """Characters of the longest token: more of them for each token, and a prompt has too many tokens."""
         self._default_max_tokens = default_max_tokens
         self._deadline_s = deadline_s
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
@@ -165,6 +167,8 @@ class Translator:
         if not body.messages:
             raise Malformed("messages", "must hold at least one message.")
         messages = [_message(message, f"messages[{index}]") for index, message in enumerate(body.messages)]
+        characters = sum(len(text) for message in messages for text in message.values())
+        self._check_size(body, 1, characters, "messages")
         prompt = render_prompt(self._tokenizer, messages, self._chat_template_kwargs)
         lengths = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
         if len(lengths) > 1:
@@ -178,11 +182,20 @@ class Translator:
             raise Malformed("logprobs", f"must be 0 (the sampled tokens' own) or null, got {body.logprobs}.")
         prompt: Any = body.prompt
         several = bool(prompt) and not isinstance(prompt, str) and not isinstance(prompt[0], int)
-        prompts = [
-            self._tokenizer(one)["input_ids"] if isinstance(one, str) else one
-            for one in (prompt if several else [prompt])
-        ]
+        given = prompt if several else [prompt]
+        characters = max((len(one) for one in given if isinstance(one, str)), default=0)
+        self._check_size(body, len(given), characters, "prompt")
+        prompts = [self._tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in given]
         return self._completion_call("cmpl", body, prompts, body.max_tokens, adapter)
+
+    def _check_size(self, body: ChatBody | TextBody, prompts: int, characters: int, param: str) -> None:
+        """Refuse what is too much in any case before a template or the tokenizer sees it. Raises Malformed."""
+        limits = self._limits
+        within(body.n, limits.samples, "n", "samples")
+        within(prompts * body.n, limits.requests, "prompt", "prompts times n")
+        most = limits.prompt_tokens * self._longest
+        what = f"characters: a prompt has at most {limits.prompt_tokens} tokens, and a token {self._longest} characters"
+        within(characters, most, param, what, least=0)
 
     def _completion_call(
         self,
@@ -193,8 +206,6 @@ class Translator:
         adapter: str | None,
     ) -> CompletionCall:
         limits = self._limits
-        within(body.n, limits.samples, "n", "samples")
-        within(len(prompts) * body.n, limits.requests, "prompt", "prompts times n")
         param = "messages" if kind == "chatcmpl" else "prompt"
         for prompt in prompts:
             check_ids(prompt, param, limits)

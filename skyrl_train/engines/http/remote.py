@@ -7,10 +7,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest
 from skyrl_train.engines.http.codec import Malformed, decode, write_json
-from skyrl_train.engines.http.connection import Connection
+from skyrl_train.engines.http.connection import Connection, is_loopback
 from skyrl_train.engines.http.wire import (
     GRACE_S,
     REMOTE_METHODS,
@@ -61,7 +62,8 @@ class RemoteEngine:
             raise
         self._limits = served.limits
         routes = served.capabilities.weight_routes & TRAVELLING_ROUTES
-        self.capabilities = replace(served.capabilities, name=self.name, weight_routes=routes)
+        elsewhere = not is_loopback(urlsplit(self._connection.url).hostname or "")
+        self.capabilities = replace(served.capabilities, name=self.name, weight_routes=routes, other_machine=elsewhere)
         return self
 
     async def _served(self) -> Served:

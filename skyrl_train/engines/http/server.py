@@ -9,12 +9,12 @@ import asyncio
 import copy
 import errno
 import hmac
-import ipaddress
 import json
 import logging
 import os
 import secrets
 import socket
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +27,11 @@ from typing import Any, NoReturn
 from aiohttp import HttpVersion11, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
+from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest
+from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.http.admission import Admission, room
 from skyrl_train.engines.http.codec import Malformed, decode, read_json, write_json
+from skyrl_train.engines.http.connection import is_loopback
 from skyrl_train.engines.http.openai import CompletionCall, Translator
 from skyrl_train.engines.http.wire import (
     API_KEY,
@@ -55,6 +58,10 @@ _protocol_log.addFilter(lambda record: not (record.exc_info and isinstance(recor
 
 _LINGER_S = 2.0
 """How long a refused body is still read and dropped, so that its sender gets to read the refusal."""
+_HEAD_S = 30.0
+"""How long a connection may be without a whole request header, new or between two requests."""
+_TRANSFER_S = 60.0
+"""How long each MiB begun of a body or an answer may take: a client that is slower than that is not there any more."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -115,7 +122,7 @@ class HttpEndpoint:
         if tokenizer is not None:
             self._translator = Translator(
                 copy.deepcopy(tokenizer),  # tokenizers are not thread-safe, and this one is used in another thread
-                limits=self._limits,
+                limits=replace(self._limits, prompt_tokens=min(self._limits.prompt_tokens, _context(engine))),
                 default_max_tokens=default_max_tokens,
                 deadline_s=deadline_s,
                 chat_template_kwargs=chat_template_kwargs,
@@ -124,6 +131,7 @@ class HttpEndpoint:
         self._thread = ThreadPoolExecutor(1, "http-endpoint")
         self._background: set[asyncio.Task[Any]] = set()
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
 
     async def __aenter__(self) -> HttpEndpoint:
         app = web.Application(middlewares=[self._guard], client_max_size=self._limits.body_bytes)
@@ -140,12 +148,17 @@ class HttpEndpoint:
             logger=_protocol_log,
             handler_cancellation=True,
             auto_decompress=False,
+            keepalive_timeout=_HEAD_S,
             lingering_time=_LINGER_S,
             shutdown_timeout=max(self._drain_s, 0.01),  # 0 would be forever
         )
         await self._runner.setup()
+        server, admitted = self._runner.server, room()
+        assert server is not None
         try:
-            await web.TCPSite(self._runner, self._host, self._port).start()
+            self._listener = await asyncio.get_running_loop().create_server(
+                lambda: Admission(server, admitted.connections), self._host, self._port, backlog=admitted.backlog
+            )
         except OSError as error:
             await self._runner.cleanup()
             raise _cannot_listen(self._host, self._port, error) from error
@@ -159,7 +172,8 @@ class HttpEndpoint:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._runner is not None
+        assert self._runner is not None and self._listener is not None
+        self._listener.close()
         await self._runner.cleanup()
         if self._background:
             await asyncio.wait(self._background, timeout=self._drain_s)
@@ -172,14 +186,23 @@ class HttpEndpoint:
     @property
     def url(self) -> str:
         """The address, e.g. http://127.0.0.1:8000; OpenAI clients need `/v1` appended."""
-        assert self._runner is not None
-        host, port = self._runner.addresses[0][:2]
+        assert self._listener is not None
+        host, port = self._listener.sockets[0].getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     # -- every route -------------------------------------------------------------------------------------------------
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answers in time, or ends the connection of a client that does not read."""
+        response = await self._answer(request, handler)
+        size = len(response.body) if isinstance(response, web.Response) and isinstance(response.body, bytes) else 0
+        async with _sending(request, size):
+            await response.prepare(request)
+            await response.write_eof()
+        return response
+
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Checks the token before anything else, even the route; gives all errors one format."""
         try:
             self._check_token(request)
@@ -242,8 +265,14 @@ class HttpEndpoint:
             raise _Refusal(415, "Content-Type must be application/json.", "unsupported_media_type")
         if length is not None and length > self._limits.body_bytes:
             raise web.HTTPRequestEntityTooLarge(self._limits.body_bytes, length)
-        async with _within("reading the body", self._deadline_s):
-            return read_json(await request.read())
+        seconds = _patience(self._limits.body_bytes if length is None else length)
+        try:
+            async with asyncio.timeout(seconds):
+                body = await request.read()
+        except TimeoutError:
+            text = f"The body did not arrive within {seconds:g} s."
+            raise _Refusal(408, text, "body_too_slow") from None
+        return read_json(body)
 
     # -- the token-level wire ----------------------------------------------------------------------------------------
 
@@ -338,10 +367,11 @@ class HttpEndpoint:
                 return web.Response(body=answer, content_type="application/json")
             chunks = await self._off_loop(lambda: list(map(write_json, translator.chunks(call, completions))))
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-            await response.prepare(request)
-            for chunk in chunks:
-                await response.write(b"data: " + chunk + b"\n\n")
-            await response.write(b"data: [DONE]\n\n")
+            async with _sending(request, sum(map(len, chunks))):
+                await response.prepare(request)
+                for chunk in chunks:
+                    await response.write(b"data: " + chunk + b"\n\n")
+                await response.write(b"data: [DONE]\n\n")
             return response
 
         return handle
@@ -381,7 +411,7 @@ def checked_token(token: str | None, host: str) -> str:
     can reach.
     """
     if token is None:
-        if not _is_loopback(host):
+        if not is_loopback(host):
             raise ConfigError(
                 f"generator.http_endpoint_host={host!r} can be reached from other machines, and no token protects it: "
                 f"set the environment variable {API_KEY} to a secret, or use 127.0.0.1."
@@ -413,19 +443,40 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     )
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _error(status: int, body: dict[str, Any]) -> web.Response:
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
     response = web.Response(
         status=status, body=json.dumps(body).encode(), content_type="application/json", headers=headers
     )
     return response
+
+
+def _context(engine: Any) -> int:
+    """The most tokens of a prompt that an engine, or any of a client's, can take; no limit if one does not say."""
+    engines = engine.engines if isinstance(engine, EngineClient) else [engine]
+    known = [one.capabilities.max_model_len for one in engines if isinstance(one.capabilities, Capabilities)]
+    return max(known) if known and len(known) == len(engines) and all(known) else sys.maxsize
+
+
+def _patience(size: int) -> float:
+    """Seconds that this many bytes may take in either direction."""
+    return _TRANSFER_S * (1 + size // (1 << 20))
+
+
+@asynccontextmanager
+async def _sending(request: web.Request, size: int) -> AsyncIterator[None]:
+    """End the connection if the client does not take what is written inside in time; one that has gone is no error."""
+    transport = request.transport
+    if transport is not None:
+        transport.set_write_buffer_limits(0)  # a write then ends when the kernel has all of it
+    try:
+        async with asyncio.timeout(_patience(size)):
+            yield
+    except ConnectionError:
+        pass
+    except TimeoutError:
+        if transport is not None:
+            transport.abort()
 
 
 @asynccontextmanager

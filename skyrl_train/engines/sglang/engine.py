@@ -17,6 +17,7 @@ import importlib.metadata
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -82,8 +83,9 @@ class SGLangEngine:
         self.capabilities = _capabilities(name, on_cpu=device == "cpu", lora=max_lora_rank > 0)
         self._refuse(options, max_lora_rank)
         config = load_config(model).get_text_config()
-        tokenizer = tokenizer or load_tokenizer(model)
         longest: int = max_model_len or config.max_position_embeddings
+        self.capabilities = replace(self.capabilities, max_model_len=longest)
+        tokenizer = tokenizer or load_tokenizer(model)
         skeleton = meta_model(model, dtype_of(dtype))
         check_names(model, skeleton)
         self._checks = Checks(self.capabilities, config.vocab_size, longest, max_score_len=longest)

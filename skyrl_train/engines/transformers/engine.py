@@ -96,7 +96,7 @@ class TransformersEngine:
             name=name,
         )
         self._receiver = WeightReceiver(ServedWeights(self._served), name, device, slot)
-        self.capabilities = _capabilities(name, strings=tokenizer is not None)
+        self.capabilities = _capabilities(name, max_model_len, strings=tokenizer is not None)
         self._checks = Checks(self.capabilities, self._served.vocab_size, max_model_len, max_score_len=longest)
         self._paused = False
         self._paused_before_sleep = False
@@ -325,11 +325,12 @@ class TransformersEngine:
             raise EngineError(f"Engine {self.name!r} is asleep; wake_up() first.")
 
 
-def _capabilities(name: str, *, strings: bool) -> Capabilities:
+def _capabilities(name: str, max_model_len: int, *, strings: bool) -> Capabilities:
     return Capabilities(
         name=name,
         sampling=SAMPLING if strings else SAMPLING - {"stop"},
         weight_routes=ROUTES,
+        max_model_len=max_model_len,
         lora=True,
         synced_adapter_rank=1 << 16,
         pause_modes=PAUSE_MODES,

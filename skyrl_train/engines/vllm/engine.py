@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -104,10 +105,10 @@ class VLLMEngine:
         self._engine.collective_rpc("prepare", args=(name, slot, self._adapters.synced_folder))
         self._core.set_weight_version("0")
         served = self._engine.model_config
+        longest = served.max_model_len
+        self.capabilities = replace(self.capabilities, max_model_len=longest)
         # In scoring vLLM samples one token more.
-        self._checks = Checks(
-            self.capabilities, served.get_vocab_size(), served.max_model_len, max_score_len=served.max_model_len - 1
-        )
+        self._checks = Checks(self.capabilities, served.get_vocab_size(), longest, max_score_len=longest - 1)
         self._entries: dict[str, VLLMRequest] = {}
         self._waiting: list[VLLMRequest] = []
         """Requests not passed to vLLM yet, as they came while new requests had to wait."""

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from skyrl_train.config.secrets import redact
 from skyrl_train.data.trajectory import Message
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.tools.ask import NoAnswer, ask
@@ -103,5 +104,7 @@ class LLMJudgeEnv(TextEnv):
         except NoAnswer as error:
             raise EnvironmentFailure("judge_failed", str(error)) from error
         except (KeyError, IndexError, TypeError) as error:
-            raise EnvironmentFailure("judge_failed", f"{self.base_url} answered with {reply!r:.300}") from error
+            raise EnvironmentFailure(
+                "judge_failed", f"{self.base_url} answered with {redact(repr(reply)):.300}"
+            ) from error
         return str(text or "")

@@ -10,6 +10,8 @@ from typing import Any
 
 import aiohttp
 
+from skyrl_train.config.secrets import redact
+
 log = logging.getLogger(__name__)
 
 MAX_ANSWER = 8 * 2**20
@@ -62,4 +64,5 @@ def _parsed(url: str, status: int, answer: bytes) -> Any:
             return json.loads(answer)
     except (ValueError, RecursionError):
         pass
-    raise NoAnswer(f"{url} answered with status {status} and {answer[:200]!r}")
+    shown = redact(answer.decode(errors="replace"))  # a server that refuses a key may repeat it
+    raise NoAnswer(f"{url} answered with status {status} and {shown[:200]!r}")

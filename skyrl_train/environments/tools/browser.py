@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from skyrl_train.config.safety import looks_like_credential
+from skyrl_train.config.secrets import looks_like_credential
 from skyrl_train.environments.tools.base import Tool, ToolError
 from skyrl_train.environments.tools.guard import Guard
 from skyrl_train.environments.tools.proxy import REFUSED, CheckingProxy

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from skyrl_train.cluster.sockets import free_address
 from skyrl_train.engines.base import InferenceEngine
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
@@ -172,13 +172,10 @@ class _Rank:
     async def all(self, method: str, *args: Any) -> list[Any]:
         return [await asyncio.to_thread(getattr(self, method), *args)]
 
-    def address(self) -> tuple[str, int]:
+    def address(self, other_machines: bool = False) -> tuple[str, int]:
+        """The address that the user gave, whoever must reach it."""
         host, port = self._address
-        if port is not None:
-            return host, port
-        with closing(socket.socket()) as probe:
-            probe.bind(("", 0))
-            return host, probe.getsockname()[1]
+        return free_address(host) if port is None else (host, port)
 
     def connect_weights(
         self, route: str, address: str, world_size: int, timeout_s: float, adapter_only: bool = False

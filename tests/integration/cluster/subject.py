@@ -7,6 +7,7 @@ import os
 import sys
 import time
 
+from skyrl_train.cluster.sockets import GROUP_ADDRESS, NODE_ADDRESS
 from skyrl_train.errors import ConfigError
 
 
@@ -25,6 +26,10 @@ class Subject:
     def process(self, module: str) -> tuple[int, bool]:
         """Its id, and whether it has imported a module."""
         return os.getpid(), module in sys.modules
+
+    def addresses(self) -> tuple[str, str]:
+        """Those at which the run's actors, and other machines, reach it."""
+        return os.environ[GROUP_ADDRESS], os.environ[NODE_ADDRESS]
 
     def raise_config_error(self) -> None:
         raise ConfigError("key=3 is wrong")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import stat
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -86,6 +89,38 @@ def test_calls_results_and_errors_cross_as_they_are(cluster: Cluster):
             await subject.raise_config_error()
 
     asyncio.run(run())
+
+
+@pytest.mark.defect("stores-listened-on-all-interfaces")
+def test_actors_of_one_machine_meet_on_loopback(cluster: Cluster):
+    subject = start(cluster)
+    assert asyncio.run(subject.addresses()) == ("127.0.0.1", ray.util.get_node_ip_address())
+
+
+ASKS_RAY = """
+import sys
+from ray._raylet import GcsClient
+print(GcsClient(address=sys.argv[1]).internal_kv_keys(b"", b"session"))
+"""
+
+
+def test_ray_answers_nobody_without_the_token_which_only_this_user_can_read(cluster: Cluster):
+    token = Path.home() / ".ray" / "auth_token"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    address = ray.get_runtime_context().gcs_address
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    said, errors = {}, {}
+    for mode in ("token", "disabled"):
+        asking = subprocess.run(
+            [sys.executable, "-c", ASKS_RAY, address],
+            env=clean | {"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN_PATH": str(token)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        said[mode], errors[mode] = asking.stdout, asking.stderr
+    assert "session_name" in said["token"]
+    assert said["disabled"] == "" and "auth_token" in errors["disabled"]
 
 
 def test_a_concurrent_actor_overlaps_its_calls(cluster: Cluster):
@@ -185,8 +220,6 @@ def test_a_reward_model_shares_the_policy_s_slots_or_has_its_own(cluster: Cluste
 
 def test_leaving_a_cluster_ends_its_processes_and_gives_its_slots_back():
     # In a process of its own, because a driver has one cluster: the check for left-overs is the conftest's.
-    import subprocess
-
     code = (
         "from skyrl_train.cluster.runtime import Cluster\n"
         "import ray\n"

@@ -144,6 +144,23 @@ def assert_trained(folder: Path, samples: int) -> None:
     assert found[2]["eval/openai/gsm8k/num_failed"] == 0
 
 
+CANARIES = {
+    name: f"canary-{name.lower()}"
+    for name in ("SLURM_JWT", "HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD")
+}
+"""A user's secrets, of which nothing may be in what a run prints or writes."""
+
+
+def assert_no_canary(output: str, folder: Path, home: Path) -> None:
+    written = [file for root in (folder, home) for file in root.rglob("*") if file.is_file()]
+    names = {file.name for file in written}
+    assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "model.safetensors", "auth_token"} <= names
+    assert any(name.startswith("events.out.tfevents") for name in names)
+    assert any(name.endswith(".wandb") for name in names)
+    assert [file for file in written if b"canary-" in file.read_bytes()] == []
+    assert "canary-" not in output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "backend", ["transformers", *(pytest.param(other, marks=pytest.mark.on_demand) for other in ("sglang", "vllm"))]
@@ -159,10 +176,13 @@ def test_the_command_of_the_readme_trains(home: Path, model: str, tmp_path: Path
         *sizes(tmp_path),
         "generator.n_samples_per_prompt=4",
         "generator.sampling_params.max_generate_length=64",
-        *(["trainer.logger=wandb"] if backend == "vllm" else []),  # what SkyRL's recipes say
+        "trainer.logger=[wandb,tensorboard]",
+        "trainer.hf_save_interval=2",
     ]
     # No tracker of the run may need an account, nor an engine the hub.
-    done = run_watched(["bash", "-c", f"{training} {shlex.join(changes)}"], clean_environment(home), REPOSITORY)
+    env = clean_environment(home) | CANARIES
+    done = run_watched(["bash", "-c", f"{training} {shlex.join(changes)}"], env, REPOSITORY)
+    assert_no_canary(done.output, tmp_path, home)
     assert_trained(tmp_path, samples=4)
     assert done.site_prefixes == {sys.prefix}, "a process of another environment"
     assert len(done.workers) >= 3, "the trainer's, the reference's and the engine's"
@@ -174,7 +194,7 @@ def test_the_command_of_the_readme_trains(home: Path, model: str, tmp_path: Path
     assert "best evaluation: openai/gsm8k avg_score " in last[1]
     assert last[2].startswith("test_run: resume from step 2: the same command")
     assert any(line.startswith("step 1/2  reward ") for line in lines)
-    assert any(line.startswith("wandb: offline, `wandb sync ") for line in lines) is (backend == "vllm")
+    assert any(line.startswith("wandb: offline, `wandb sync ") for line in lines)
 
 
 @pytest.mark.filterwarnings("ignore:In 'guide'. Defaults list is missing")  # SkyRL's files have no _self_

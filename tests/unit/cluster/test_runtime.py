@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import stat
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -55,6 +57,30 @@ def test_another_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch):
         runtime._start_own({})
     (process,) = started
     process.wait(10)
+
+
+@pytest.mark.defect("every-user-of-the-machine-could-read-rays-token")
+def test_the_token_that_ray_writes_is_its_user_s_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    token = tmp_path / ".ray" / "auth_token"
+
+    def init(**_: Any) -> None:
+        token.parent.mkdir()
+        token.write_text("a secret")
+        token.chmod(0o644)
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(ray, "init", init)
+    runtime._start_own({})
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(("nodes", "elsewhere", "single"), [(1, False, True), (2, False, False), (1, True, False)])
+def test_a_run_is_on_one_machine_if_all_nodes_and_the_driver_are(
+    nodes: int, elsewhere: bool, single: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}] * nodes + [{"Alive": False}])
+    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: elsewhere)  # a driver of a ray:// address
+    assert runtime.Cluster().single_machine is single
 
 
 def test_starts_take_turns():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ from omegaconf.basecontainer import BaseContainer
 
 from skyrl_train.config.hydra import load, plain, save_resolved
 from skyrl_train.config.inspection import inspect
-from skyrl_train.config.prepare import launch, prepare
-from skyrl_train.config.safety import ALLOWED_RESOLVERS, may_be_shown, redact, unsafe
+from skyrl_train.config.prepare import PreparedConfig, launch, prepare
+from skyrl_train.config.safety import ALLOWED_RESOLVERS, may_be_shown, unsafe
+from skyrl_train.config.secrets import redact
 from skyrl_train.errors import ConfigError
 
 SECRET = "s3cr3t-value-of-a-credential"
@@ -176,11 +178,50 @@ def test_saved_configuration_has_no_secret_of_the_environment(tmp_path: Path, mo
 
 
 @pytest.mark.fault("F04")
+@pytest.mark.defect("messages-repeated-secrets-that-were-typed")
+@pytest.mark.parametrize(
+    "typed",
+    [
+        [f"+generator.api_key={SECRET}"],
+        [f"trainer.seed={SECRET}"],
+        [f"+generator.list=[{SECRET}]", "trainer.seed=x"],
+        [f"{SECRET}=1"],
+        [f"trainer.run_name={SECRET}", "--cfg", "job"],
+        [f"trainer.run_name={SECRET}"],
+    ],
+)
+def test_a_secret_that_was_typed_is_not_repeated(
+    typed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("OPENAI_API_KEY", f"{SECRET}\n")
+
+    def task(prepared: PreparedConfig) -> None:
+        raise ConfigError(f"trainer.run_name={prepared.config.trainer.run_name!r} cannot be used.")
+
+    with suppress(SystemExit):  # Hydra's flags print and end well
+        launch(task, typed)
+    printed = "".join(capsys.readouterr())
+    assert SECRET not in printed and "<OPENAI_API_KEY>" in printed
+
+
+@pytest.mark.fault("F04")
 def test_redact_goes_into_everything_plain():
     environ = {"A_TOKEN": SECRET, "B_DIR": "/data/folder"}
     value = {"a": [f"x{SECRET}y", {"b": (SECRET,)}], SECRET: 1, "c": "/data/folder", "d": None}
     shown = redact(value, environ)
     assert shown == {"a": ["x<A_TOKEN>y", {"b": ["<A_TOKEN>"]}], "<A_TOKEN>": 1, "c": "/data/folder", "d": None}
+
+
+@pytest.mark.parametrize(
+    ("environ", "shown"),
+    [
+        ({"A_TOKEN": "aaaaaaaa", "B_TOKEN": "aaaaaaaabbbb"}, "<A_TOKEN> <B_TOKEN> disabled"),
+        ({"DB_PASS": "aaaaaaaabbbb"}, "aaaaaaaa <DB_PASS> disabled"),
+        ({"RAY_AUTH_MODE": "disabled"}, "aaaaaaaa aaaaaaaabbbb disabled"),
+    ],
+)
+def test_whole_secrets_are_replaced_and_words_are_not(environ: dict[str, str], shown: str):
+    assert redact("aaaaaaaa aaaaaaaabbbb disabled", environ) == shown
 
 
 def test_composing_leaves_no_resolver_of_hydra_behind():

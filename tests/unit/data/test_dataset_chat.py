@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -141,6 +142,38 @@ def test_control_tokens_that_are_also_words_of_the_vocabulary_are_spelt_out():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", eos_token="<end>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' <end>' }}{% endfor %}"
     assert render_prompt(tokenizer, [user("hello <end>")]) == [2, 3, 4, 5, 6, 7, 8, 1]
+
+
+class Counting(PreTrainedTokenizerFast):
+    """Counts its calls, each of which costs as much as a hundred characters."""
+
+    calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        type(self).calls += 1
+        return super().__call__(*args, **kwargs)
+
+
+@pytest.mark.defect("each-control-token-in-a-message-cost-two-calls-of-the-tokenizer")
+def test_a_thousand_control_tokens_in_a_message_cost_no_more_calls_than_one(monkeypatch: pytest.MonkeyPatch):
+    counting = Counting(tokenizer_object=TOKENIZER.backend_tokenizer)
+    counting.chat_template = CHATML
+    for times in (1, 1000):
+        content = "".join(f"{place}<|im_start|>" for place in range(times))
+        monkeypatch.setattr(Counting, "calls", 0)
+        ids = render_prompt(counting, [user(content)])
+        assert TOKENIZER.decode(ids) == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+        assert ids.count(START) == 2 and Counting.calls == 2
+
+
+@pytest.mark.defect("the-search-for-control-tokens-over-two-messages-was-quadratic")
+def test_many_messages_that_end_like_a_control_token_are_read_once():
+    tokenizer = with_template(CHATML)
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|reserved_{number}|>" for number in range(300)]})
+    messages = [user(f"{number} {'<|reserved_'[: number % 12]}") for number in range(8000)]
+    begun = time.process_time()
+    render_prompt(tokenizer, messages)
+    assert time.process_time() - begun < 2
 
 
 def test_template_options_reach_the_template():

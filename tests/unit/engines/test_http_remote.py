@@ -22,6 +22,7 @@ from skyrl_train.engines.http.wire import Limits
 from skyrl_train.errors import ConfigError, DeadlineExceeded, EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.testing.scripted_engine import EVERYTHING, ScriptedEngine
 from skyrl_train.weight_sync.wire import Bucket, Manifest, SharedHandle, TensorSpec
+from tests.support.machine import network_address
 
 TOKEN = "a-secret-of-this-test"
 
@@ -73,6 +74,14 @@ def test_every_method_reaches_the_engine():
     remotely(test, engine)
     assert engine.batches[0][1] == _request("b", session="s", group="g", deadline_s=5)
     assert "close" not in engine.calls
+
+
+def test_an_engine_that_loopback_does_not_lead_to_may_be_on_another_machine():
+    async def test(remote: RemoteEngine) -> bool:
+        return remote.capabilities.other_machine
+
+    assert not remotely(test, ScriptedEngine(), host="127.0.0.1")
+    assert remotely(test, ScriptedEngine(), host=network_address())
 
 
 @pytest.mark.parametrize(

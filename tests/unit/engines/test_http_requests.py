@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -12,12 +13,12 @@ import pytest
 from skyrl_train.assembly.serving import until_none_lives
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.server import HttpEndpoint
-from skyrl_train.engines.http.wire import REMOTE_METHODS
+from skyrl_train.engines.http.wire import REMOTE_METHODS, Limits
 from skyrl_train.errors import (
     EngineError,
     EnginesLost,
 )
-from skyrl_train.testing.scripted_engine import ScriptedEngine
+from skyrl_train.testing.scripted_engine import EVERYTHING, ScriptedEngine
 from tests.support.http_calls import CALL, CHAT, TOKEN, TOKENIZER, ask, says, serve
 
 
@@ -49,6 +50,9 @@ class SlowTokenizer:
         time.sleep(1)
         return {"input_ids": [5]}
 
+    def get_vocab(self) -> dict[str, int]:
+        return {"x": 5}
+
 
 def test_making_tokens_has_the_deadline_of_its_request():
     async def run() -> tuple[int, Any]:
@@ -60,6 +64,47 @@ def test_making_tokens_has_the_deadline_of_its_request():
 
     status, answer = asyncio.run(run())
     assert (status, answer["error"]["code"]) == (504, "DeadlineExceeded")
+
+
+@pytest.mark.defect("prompts-were-rendered-before-their-size-was-looked-at")
+@pytest.mark.parametrize("prompt", [["x"] * 5, "x" * 11])
+def test_texts_that_are_too_many_or_too_long_are_refused_before_they_are_made_tokens(prompt: Any):
+    async def run() -> tuple[int, Any]:
+        limits = Limits(prompt_tokens=10, requests=4)
+        async with HttpEndpoint(
+            ScriptedEngine(), SlowTokenizer(), model_name="m", token=TOKEN, deadline_s=0.1, limits=limits
+        ) as endpoint:
+            async with aiohttp.ClientSession(endpoint.url, headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+                return await ask(session, "/v1/completions", {"model": "m", "prompt": prompt})
+
+    status, answer = asyncio.run(run())
+    assert (status, answer["error"]["param"]) == (400, "prompt")
+
+
+@pytest.mark.defect("prompts-were-rendered-before-their-size-was-looked-at")
+@pytest.mark.parametrize("several", [False, True])
+def test_a_chat_longer_than_the_engine_s_context_in_the_longest_tokens_is_refused_unrendered(several: bool):
+    longest = len("<|endoftext|>")
+
+    def chat(characters: int) -> Any:
+        characters -= len("user") * (1 + several)  # roles count too
+        contents = ["y", "x" * (characters - 1)] if several else ["x" * characters]
+        return CHAT | {"messages": [{"role": "user", "content": content} for content in contents]}
+
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
+        said = []
+        for characters in (40 * longest, 40 * longest + 1):
+            status, answer = await ask(session, "/v1/chat/completions", chat(characters))
+            assert (status, answer["error"]["param"]) == (400, "messages")
+            said.append(answer["error"]["message"])
+        assert "40 tokens, got" in said[0]  # what was rendered is still too long
+        assert "characters: a prompt has at most 40 tokens, and a token 13 characters, got 521." in said[1]
+
+    engines = [
+        ScriptedEngine(says("hello"), name=name, capabilities=replace(EVERYTHING, max_model_len=length))
+        for name, length in (("short", 20), ("long", 40))
+    ]
+    serve(test, EngineClient(engines, deadline_s=10) if several else engines[1])
 
 
 def test_a_client_that_goes_away_aborts_its_requests():

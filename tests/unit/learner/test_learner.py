@@ -15,6 +15,7 @@ from skyrl_train.algorithms.losses import clip_cov, kl_cov
 from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.reductions import sequence_mean, token_mean, weigh
 from skyrl_train.algorithms.selections import choose_clip_cov, choose_kl_cov
+from skyrl_train.cluster.sockets import GROUP_ADDRESS, NODE_ADDRESS
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import WeightSyncError
@@ -24,6 +25,7 @@ from skyrl_train.metrics import Metrics
 from skyrl_train.models.loading import load_causal_lm
 from skyrl_train.report.memory import AllocationRecord
 from tests.support.learner_specs import FULL_OBJECTIVE, policy_batch, tiny_spec
+from tests.support.machine import network_address
 from tests.support.padded_reference import padded_scores
 from tests.support.recording_strategies import RecordingWorker
 
@@ -364,3 +366,14 @@ def test_a_learner_answers_while_its_ranks_live(tiny_model_path: str):
         assert not await learner.answers(0.05)
 
     asyncio.run(run())
+
+
+def test_a_worker_s_address_is_loopback_unless_its_actor_or_another_machine_needs_more(monkeypatch: pytest.MonkeyPatch):
+    own = network_address()
+    worker = LearnerWorker(tiny_spec("unused"), 0, 2)
+    assert worker.address()[0] == worker.address(True)[0] == "127.0.0.1"
+    monkeypatch.setenv(NODE_ADDRESS, own)
+    monkeypatch.setenv(GROUP_ADDRESS, "127.0.0.1")
+    assert (worker.address()[0], worker.address(True)[0]) == ("127.0.0.1", own)
+    monkeypatch.setenv(GROUP_ADDRESS, own)
+    assert worker.address()[0] == own

@@ -23,12 +23,13 @@ class Recorder:
 
     def __init__(self, fails: bool = False):
         self.fails = fails
+        self.failure = OSError("disk full")
         self.calls: list[tuple] = []
 
     def _call(self, *call: object) -> None:
         self.calls.append(call)
         if self.fails:
-            raise OSError("disk full")
+            raise self.failure
 
     def begin(self, step: int, total_steps: int) -> None:
         self._call("begin", step, total_steps)
@@ -53,6 +54,24 @@ def test_a_tracker_that_raises_is_named_once_and_dropped_and_the_others_go_on(ca
     assert len(bad.calls) == 1
     assert caplog.text.count("Tracker bad failed") == 1
     assert "disk full" in caplog.text
+
+
+SECRET = "canary-of-a-password"
+
+
+@pytest.mark.defect("trackers-showed-secrets-of-the-environment")
+@pytest.mark.parametrize("fails", [False, True])
+def test_trackers_get_no_secret_of_the_environment_and_none_is_said_of_those_that_fail(
+    fails: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MY_PASSWORD", SECRET)
+    tracker = Recorder(fails=fails)
+    tracker.failure = OSError(f"no access with {SECRET}")
+    with caplog.at_level(logging.WARNING), Trackers({"one": tracker}) as trackers:
+        trackers.samples([SampleRow(f"print {SECRET}", f"it is {SECRET}", 1.0, "stop")], 1)
+    row = SampleRow("print <MY_PASSWORD>", "it is <MY_PASSWORD>", 1.0, "stop")
+    assert tracker.calls[0] == ("samples", [row], 1)
+    assert SECRET not in caplog.text and ("<MY_PASSWORD>" in caplog.text) is fails
 
 
 @pytest.mark.parametrize("names", [[], ["console", "console"]])
@@ -99,6 +118,7 @@ def test_tensorboard_files_hold_the_scalars_and_restart_where_the_run_goes_on(tm
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 1), (2, 1), (3, 7), (4, 7), (5, 7)]
 
 
+CANARIES = ("SLURM_JWT", "SLURM_JOB_ID", "HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD")
 WANDB_RUN = f"""
 import sys
 from pathlib import Path
@@ -114,10 +134,17 @@ assert "torch" not in sys.modules
 """
 
 
-def test_wandb_needs_neither_network_nor_account(tmp_path: Path):
+@pytest.mark.defect("a-wrong-key-of-wandb-ended-the-run")
+@pytest.mark.parametrize("account", [{"WANDB_MODE": "offline"}, {"WANDB_API_KEY": "canary-that-is-no-key-of-wandb"}])
+def test_wandb_needs_neither_network_nor_account_and_gets_nothing_of_the_environment(
+    account: dict[str, str], tmp_path: Path
+):
+    home = tmp_path / "home"
+    home.mkdir()
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     result = subprocess.run(
         [sys.executable, "-c", WANDB_RUN, str(tmp_path), "canary-argument"],
-        env=os.environ | {"SLURM_JWT": "canary-variable", "SLURM_JOB_ID": "canary-job"},
+        env=env | account | {name: f"canary-{name}" for name in CANARIES} | {"HOME": str(home)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -125,6 +152,7 @@ def test_wandb_needs_neither_network_nor_account(tmp_path: Path):
     assert result.returncode == 0, result.stderr
     assert "failed" not in result.stderr
     host = socket.gethostname().encode()
+    assert "canary-" not in result.stdout + result.stderr
     for file in (path for path in tmp_path.rglob("*") if path.is_file()):
         content = file.read_bytes()
         assert b"canary-" not in content, f"{file} has something of the environment"

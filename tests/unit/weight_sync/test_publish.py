@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,6 +50,25 @@ def test_every_engine_gets_the_trainers_weights_and_the_metrics_say_how_much_mov
     size = sum(tensor.nbytes for tensor in trainer.model.parameters())
     assert metrics.pop("weights/probe_gap") <= 1e-5
     assert metrics == {"weights/version": 2, "weights/bytes": size, "weights/buckets": -(-size // (1 << 16))}
+
+
+@pytest.mark.parametrize("other_machine", [False, True])
+def test_a_trainer_is_asked_for_an_address_that_its_engines_reach(other_machine: bool):
+    asked = []
+
+    class Trainer(LocalTrainer):
+        def address(self, other_machines: bool = False) -> tuple[str, int]:
+            asked.append(other_machines)
+            return super().address()
+
+    near, far = engine_named("near"), engine_named("far")
+    far.capabilities = replace(far.capabilities, other_machine=other_machine)
+    trainer = Trainer(tiny_model(seed=1, **SMALL))
+    asyncio.run(WeightPublisher(trainer, lambda: [near, far], route="broadcast", deadline_s=30).publish(1))
+    assert asked == [other_machine]
+    trainer.sender.close()
+    for engine in (near, far):
+        engine.receiver.close()
 
 
 def test_a_skipped_sync_fails_the_check_by_the_engines_name():

@@ -1,0 +1,52 @@
+"""Where the processes of a run listen: on loopback on a single machine, else on their node's own address."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import closing
+
+import psutil
+
+NODE_ADDRESS = "SKYRL_NODE_ADDRESS"
+"""Environment variable of an actor: the address at which other machines reach its node."""
+GROUP_ADDRESS = "SKYRL_GROUP_ADDRESS"
+"""Environment variable of an actor: the address at which the run's other actors reach it, loopback on one node."""
+LOOPBACK = "127.0.0.1"
+
+
+def free_address(host: str = LOOPBACK) -> tuple[str, int]:
+    """(host, a free port of it). Raises OSError if the host is not this machine."""
+    with closing(listen(host, 0)) as probe:
+        return host, int(probe.getsockname()[1])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at this address alone. Raises OSError if the address is not this machine's, or in use.
+
+    torch's stores listen on all addresses unless they are given one: pass `listen(...).detach()`, which they close.
+    """
+    family, address = _resolved(host, port)
+    return socket.create_server(address, family=family, backlog=socket.SOMAXCONN)
+
+
+def own_address(host: str, port: int) -> str:
+    """The address of this machine from which it reaches `host`. Raises OSError if there is no way to it."""
+    family, address = _resolved(host, port)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the network interface that has this address; None if none has."""
+    for name, found in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in found):
+            return name
+    return None
+
+
+def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    """Both ends of a connection must choose the same of a name's addresses: the first, IPv4 before IPv6."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return family, (str(address[0]), port)

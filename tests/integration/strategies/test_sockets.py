@@ -1,0 +1,43 @@
+"""Where ranks listen, seen from outside of torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from skyrl_train.cluster.sockets import free_address
+from skyrl_train.strategies.process_group import close_process_group, init_process_group, neighbours
+from skyrl_train.weight_sync.transport import ROOT, BroadcastGroup
+from tests.support.machine import network_address
+from tests.support.rank_processes import run_ranks
+
+
+def join_and_look(rank: int, host: str, ports: tuple[int, int], said: str) -> None:
+    init_process_group(rank, 2, host, ports[0], "gloo", 60.0)
+    neighbours(2, 60.0)
+    weights = BroadcastGroup(f"{host}:{ports[1]}", rank, 2, "cpu", 60.0)
+    sent = torch.full((3,), 7.0) if rank == ROOT else torch.zeros(3)
+    weights.broadcast(sent)
+    assert sent.tolist() == [7.0] * 3
+    found = [one.laddr for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN]
+    Path(said).write_text(json.dumps(found))
+    dist.barrier()
+    weights.close()
+    close_process_group()
+
+
+@pytest.mark.defect("stores-listened-on-all-interfaces")
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_ranks_and_the_weight_transfer_listen_where_they_meet_and_nowhere_else(nodes: int, tmp_path: Path):
+    host = "127.0.0.1" if nodes == 1 else network_address()
+    ports = (free_address(host)[1], free_address(host)[1])
+    said = [tmp_path / f"rank {rank}" for rank in range(2)]
+    run_ranks(join_and_look, [(rank, host, ports, str(said[rank])) for rank in range(2)], tmp_path)
+    root, other = (json.loads(file.read_text()) for file in said)
+    assert {*ports} <= {port for _, port in root}
+    assert {address for address, _ in [*root, *other]} == {host}
