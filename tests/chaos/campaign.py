@@ -5,7 +5,6 @@ A run is started, hit, started again where a fault ended it, and hit again, unti
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -108,7 +107,7 @@ class Campaign:
                     raise Miss(f"nothing happens after {last and last.name}: {_tail(folder)}")
                 if hits and now >= next_at and (last is None or not last.ends) and len(struck) < FAULTS_PER_RUN:
                     fault = self.chance.choice(list(self.faults))
-                    if fault.strike(victim):
+                    if (seen or not fault.needs_start) and fault.strike(victim):
                         last = fault
                         struck.append(fault)
                         self.struck[fault.name] += 1
@@ -171,4 +170,5 @@ def _compare(folder: Path, straight: Path) -> None:
 
 
 def _tail(folder: Path) -> str:
-    return json.dumps((folder / "log").read_text()[-3000:])[:3000]
+    lines = (folder / "log").read_text().splitlines()
+    return "\n".join(line for line in lines if not line.startswith(("note:", "  prompt", "  answer", "    ")))[-3000:]

@@ -61,6 +61,8 @@ class Fault:
     """Whether the run that it ends saves its last whole step."""
     masks: bool = False
     """Whether it costs episodes, so that the run is not the undisturbed one any more."""
+    needs_start: bool = False
+    """Whether it strikes only once there is a row of metrics: nothing starts without a disk."""
     settles_s: float = 0.0
     """How long to wait before the next fault."""
 
@@ -132,7 +134,7 @@ FAULTS = (
     Fault("SIGTERM", _signal(TERM), ends=True, codes=(143,), says="SIGTERM", saves=True),
     Fault("SIGINT", _signal(INT), ends=True, codes=(130,), says="SIGINT", saves=True),
     Fault("SIGINT twice", _signal(INT, INT), ends=True, codes=(130,), says="SIGINT"),
-    Fault("disk full", _full_disk, settles_s=1),
+    Fault("disk full", _full_disk, needs_start=True, settles_s=1),
     *(
         Fault(f"environment {kind}", _mischief(kind), masks=True, settles_s=2)
         for kind in ("raises", "hangs", "lies", "exits")

@@ -80,11 +80,11 @@ class SGLangEngine:
         SGLang refuses, and for a model that cannot be loaded.
         """
         self.name = name
-        self.capabilities = _capabilities(name, on_cpu=device == "cpu", lora=max_lora_rank > 0)
-        self._refuse(options, max_lora_rank)
         config = load_config(model).get_text_config()
         longest: int = max_model_len or config.max_position_embeddings
-        self.capabilities = replace(self.capabilities, max_model_len=longest)
+        capabilities = _capabilities(name, on_cpu=device == "cpu", lora=max_lora_rank > 0)
+        self.capabilities = replace(capabilities, max_model_len=longest)
+        self._refuse(options, max_lora_rank)
         tokenizer = tokenizer or load_tokenizer(model)
         skeleton = meta_model(model, dtype_of(dtype))
         check_names(model, skeleton)

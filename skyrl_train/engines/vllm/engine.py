@@ -104,11 +104,10 @@ class VLLMEngine:
         self._adapters = VLLMAdapters(self._engine, name)
         self._engine.collective_rpc("prepare", args=(name, slot, self._adapters.synced_folder))
         self._core.set_weight_version("0")
-        served = self._engine.model_config
-        longest = served.max_model_len
+        longest = self._engine.model_config.max_model_len
         self.capabilities = replace(self.capabilities, max_model_len=longest)
-        # In scoring vLLM samples one token more.
-        self._checks = Checks(self.capabilities, served.get_vocab_size(), longest, max_score_len=longest - 1)
+        vocab_size = self._engine.model_config.get_vocab_size()
+        self._checks = Checks(self.capabilities, vocab_size, longest, longest - 1)  # scoring samples one token more
         self._entries: dict[str, VLLMRequest] = {}
         self._waiting: list[VLLMRequest] = []
         """Requests not passed to vLLM yet, as they came while new requests had to wait."""
