@@ -85,8 +85,7 @@ class SGLangEngine:
         capabilities = _capabilities(name, on_cpu=device == "cpu", lora=max_lora_rank > 0)
         self.capabilities = replace(capabilities, max_model_len=longest)
         self._refuse(options, max_lora_rank)
-        tokenizer = tokenizer or load_tokenizer(model)
-        skeleton = meta_model(model, dtype_of(dtype))
+        tokenizer, skeleton = tokenizer or load_tokenizer(model), meta_model(model, dtype_of(dtype))
         check_names(model, skeleton)
         self._checks = Checks(self.capabilities, config.vocab_size, longest, max_score_len=longest)
         arguments = engine_arguments(
