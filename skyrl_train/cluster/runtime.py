@@ -329,13 +329,16 @@ class Cluster:
             if kind is None or issubclass(kind, Stopped):  # else Ray's logs may say why
                 shutil.rmtree(folder, ignore_errors=True)
 
+    def death(self) -> ClusterLost | None:
+        """What to raise if a process of the Ray that we started has died without which it cannot go on."""
+        name = next((name for guard in _guards if (name := guard.dead_head())), None)
+        return None if name is None else ClusterLost(f"Ray's {name} died: no process can be started or found any more.")
+
     async def lost(self) -> ClusterLost:
-        """Returns when a process of the Ray that we started has died without which it cannot go on; else never."""
-        while True:
+        """Returns when there is a `death`; else never."""
+        while (death := self.death()) is None:
             await asyncio.sleep(_LOOKS_EVERY_S)
-            for guard in _guards:
-                if (name := guard.dead_head()) is not None:
-                    return ClusterLost(f"Ray's {name} died: no process can be started or found any more.")
+        return death
 
     @property
     def connected(self) -> bool:

@@ -18,7 +18,7 @@ from skyrl_train.config.presence import Uses, slots_of
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.entrypoints.stopping import signals_raise, until_told
-from skyrl_train.errors import SkyRLError, Stopped
+from skyrl_train.errors import ClusterLost, SkyRLError, Stopped
 
 if TYPE_CHECKING:
     from skyrl_train.assembly.run import RunningServices
@@ -216,7 +216,13 @@ def start(experiment: type[BasePPOExp], argv: Sequence[str] | None = None, *, ow
 
 def _run(experiment: BasePPOExp) -> None:
     with experiment.cluster:
-        experiment.run()
+        try:
+            experiment.run()
+        except Exception as error:
+            death = experiment.cluster.death()
+            if death is None or isinstance(error, ClusterLost | Stopped):
+                raise
+            raise death from error  # what else went wrong follows from it
 
 
 def used_by(experiment: type[BasePPOExp]) -> Uses:
