@@ -218,9 +218,11 @@ def test_a_reward_model_shares_the_policy_s_slots_or_has_its_own(cluster: Cluste
     assert layout.reward and layout.reward.count == 3
 
 
+@pytest.mark.defect("ray-s-folders-stayed")
 def test_leaving_a_cluster_ends_its_processes_and_gives_its_slots_back():
     # In a process of its own, because a driver has one cluster: the check for left-overs is the conftest's.
     code = (
+        "from pathlib import Path\n"
         "from skyrl_train.cluster.runtime import Cluster\n"
         "import ray\n"
         "first, second = Cluster(), Cluster()\n"
@@ -230,7 +232,10 @@ def test_leaving_a_cluster_ends_its_processes_and_gives_its_slots_back():
         "    assert cluster.cpus >= 1 and cluster.nodes == 1\n"
         "    first.__exit__(None, None, None)\n"
         "    assert ray.is_initialized()\n"
+        "    folder = Path(ray._private.worker._global_node.get_temp_dir_path())\n"
+        "    assert folder.is_dir() and second.death() is None\n"
         "assert not ray.is_initialized()\n"
+        "assert not folder.exists()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
 
