@@ -15,6 +15,7 @@
     ├── EnvironmentFailure     an episode's environment raised, hung or gave a bad result; the trajectory is masked
     ├── RolloutsFailed         too many episodes of a step failed; the run stops instead of training on zeros
     ├── NonFiniteUpdate        loss or gradient was not finite too many times in a row
+    ├── Unhealthy              a guard of trainer.guards stopped the run; names it
     ├── CheckpointError        a checkpoint is corrupt and nothing older can replace it, or saving failed too often
     ├── ClusterLost            a node of the cluster, or one of Ray's own processes, died; names it
     └── Stopped                a person or a scheduler asked the run to end, by SIGINT or SIGTERM
@@ -101,6 +102,10 @@ class RolloutsFailed(SkyRLError):
 
 class NonFiniteUpdate(SkyRLError):
     """Loss or gradient stayed NaN or infinite."""
+
+
+class Unhealthy(SkyRLError):
+    """A guard of trainer.guards stopped the run; the message names it, what it saw and what to do."""
 
 
 class CheckpointError(SkyRLError):

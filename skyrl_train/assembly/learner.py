@@ -62,6 +62,7 @@ def build_learner(
         rope_theta=trainer.rope_theta,
         rendezvous_s=trainer.timeouts.rendezvous_s,
         collective_s=trainer.timeouts.update_s,
+        max_skipped_updates=trainer.guards.max_skipped_updates,
         wire_dtype=wire_dtype,
         bucket_bytes=bucket_bytes,
         only_changed=only_changed,

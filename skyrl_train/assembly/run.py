@@ -41,6 +41,7 @@ from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSett
 from skyrl_train.rollouts.rate_limit import RateLimiter
 from skyrl_train.tasks import gather_all
 from skyrl_train.trainer.evaluation import Evaluator
+from skyrl_train.trainer.guards import Guards
 from skyrl_train.trainer.residency import AlwaysResident, Residency, TimeShared
 from skyrl_train.trainer.trainer import Trainer
 
@@ -199,6 +200,7 @@ def build_trainer(
             base, fingerprints_of(trainer, train_dataset.fingerprint), {"kl": advantage_step, "collector": collector}
         ),
         trackers=base.trackers,
+        guards=Guards(trainer.guards),
         batch_dump=build_batch_dump(trainer),
     )
 

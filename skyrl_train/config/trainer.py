@@ -68,6 +68,27 @@ class FullyAsyncConfig(Section):
     """Maximum number of groups of rollouts in flight."""
 
 
+GUARDS = ("equal_rewards", "ratio", "cut")
+"""The guards that warn unless `stop` names them."""
+
+
+@dataclass
+class GuardsConfig(Section):
+    """How a run that goes wrong is noticed. A guard warns once, or stops the run if `stop` names it; null is off."""
+
+    max_skipped_updates: int = key(5, range=AT_LEAST_ONE)
+    """Updates in a row whose gradient was not finite, and which every rank skipped, after which the run stops."""
+    equal_rewards_steps: int | None = key(10, range=AT_LEAST_ONE)
+    """Steps in a row in which all samples of every prompt had the same reward, so that nothing is learnt
+    (`equal_rewards`)."""
+    max_ratio: float | None = key(100.0, range=POSITIVE)
+    """The largest probability ratio of a token between the policy and the one it was sampled with (`ratio`)."""
+    max_cut_fraction: float | None = key(0.9, range=FRACTION)
+    """Share of a step's responses that reach the length limit (`cut`)."""
+    stop: list[str] = key(factory=list, choices=GUARDS)
+    """The guards that stop the run: its last step is saved."""
+
+
 @dataclass
 class TimeoutsConfig(Section):
     """Time limits (seconds): every wait has one, and an error names the wait that exceeded it."""
@@ -109,6 +130,7 @@ class TrainerConfig(Section):
     algorithm: AlgorithmConfig = key(factory=AlgorithmConfig)
     fully_async: FullyAsyncConfig = key(factory=FullyAsyncConfig, needs=only_with("trainer.fully_async.enabled", True))
     timeouts: TimeoutsConfig = key(factory=TimeoutsConfig)
+    guards: GuardsConfig = key(factory=GuardsConfig)
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass. This saves memory and costs about a third more compute."""
     gradient_checkpointing_use_reentrant: bool = False

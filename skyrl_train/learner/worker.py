@@ -95,6 +95,8 @@ class LearnerSpec:
     """Neighbouring ranks that divide the features of every layer; at most one of the two sizes is more than 1."""
     compile_layers: bool = False
     """Run the decoder layers through torch.compile."""
+    max_skipped_updates: int = 5
+    """After this many consecutive updates without a finite gradient it raises NonFiniteUpdate."""
     memory_folder: str | None = None
     """Folder for a record of the accelerator's allocations; None for no record."""
 
@@ -206,6 +208,7 @@ class LearnerWorker:
             rank=self.rank,
             world_size=self.world_size,
         )
+        self.strategy.max_skipped = spec.max_skipped_updates
         self.scorer = self.strategy.prepare(scorer, spec.total_steps)
         self.sender = WeightSender(
             self.full_parameters,

@@ -90,6 +90,8 @@ class Strategy(Protocol):
 
     rank: int
     world_size: int
+    max_skipped: int
+    """After this many consecutive updates without a finite gradient `step` raises NonFiniteUpdate."""
 
     def prepare(self, scorer: nn.Module, total_steps: int | None) -> nn.Module:
         """Shard or wrap the scorer, build optimizer and schedule (neither if total_steps is None: a frozen model)."""

@@ -21,8 +21,6 @@ SCHEDULES = (
 )
 """The schedules of transformers that need only the numbers of warm-up steps and of all steps."""
 _STATE = ("exp_avg", "exp_avg_sq")
-MAX_SKIPPED = 5
-"""After this many consecutive updates without a finite gradient the run stops, as it makes no progress."""
 
 
 def widest_dtype(module: nn.Module) -> torch.dtype:
@@ -42,6 +40,8 @@ class OptimizedModel:
         self.device = torch.device(device)
         self.rank = rank
         self.world_size = world_size
+        self.max_skipped = 5
+        """After this many consecutive updates without a finite gradient the run stops: trainer.guards."""
         self._updates = 0
         self._skipped_in_a_row = 0
         self._optimizer: torch.optim.AdamW | None = None
@@ -107,13 +107,14 @@ class OptimizedModel:
         return self._counted(norm, lr, finite)
 
     def _counted(self, norm: Tensor | float, lr: float, finite: bool) -> dict[str, float]:
-        """The result of `step`. Raises NonFiniteUpdate after MAX_SKIPPED consecutive updates that were not finite."""
+        """The result of `step`. Raises NonFiniteUpdate after `max_skipped` consecutive updates that were not finite."""
         self._updates += 1
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row >= MAX_SKIPPED:  # the norm is global, so all ranks stop at the same update
+        if self._skipped_in_a_row >= self.max_skipped:  # the norm is global, so all ranks stop at the same update
             raise NonFiniteUpdate(
-                f"The gradient was not finite in {MAX_SKIPPED} updates in a row, so nothing is learnt any more. Lower "
-                "the learning rate, or look for NaN in rewards and log-probs."
+                f"The gradient was not finite in {self.max_skipped} updates in a row (trainer.guards."
+                "max_skipped_updates), so nothing is learnt any more. Lower the learning rate, or look for NaN in "
+                "rewards and log-probs."
             )
         return {"grad_norm": float(norm), "lr": lr, "skipped": float(not finite)}
 

@@ -15,6 +15,7 @@ from skyrl_train.learner.learner import Learner
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.protocol import SampleRow
 from skyrl_train.report.trackers import Trackers
+from skyrl_train.trainer.guards import Guards
 from skyrl_train.trainer.run_state import RunState, Unfinished
 from skyrl_train.trainer.schedule import StepSchedule
 
@@ -58,12 +59,14 @@ class TrainingLoop(ABC):
         learner: Learner,
         state: RunState,
         trackers: Trackers,
+        guards: Guards | None = None,
     ):
         self.schedule = schedule
         self.intervals = intervals
         self.learner = learner
         self.state = state
         self.trackers = trackers
+        self.guards = guards
         self.metrics = Metrics()
         self.step = 0
         self._whole = True
@@ -140,6 +143,8 @@ class TrainingLoop(ABC):
         values = self.metrics.flush()
         values["throughput/tokens_per_s"] = self._num_tokens(values) / values["timing/step_s"]
         self._record(values)
+        if self.guards is not None:
+            self.guards.check(values, self.step)
 
     def _record(self, values: Mapping[str, float]) -> None:
         self.trackers.log(values, self.step)

@@ -14,10 +14,15 @@ from skyrl_train.errors import (
     EnvironmentFailure,
     RunDirectoryError,
     SkyRLError,
+    Stopped,
 )
 
 CLASSES = [item for _, item in inspect.getmembers(errors, inspect.isclass)]
-ARGUMENTS: dict[type, tuple] = {DeadlineExceeded: ("engine 0", 3.0), EnvironmentFailure: ("timeout", "after 3 s")}
+ARGUMENTS: dict[type, tuple] = {
+    DeadlineExceeded: ("engine 0", 3.0),
+    EnvironmentFailure: ("timeout", "after 3 s"),
+    Stopped: (15,),
+}
 
 
 @pytest.mark.parametrize("kind", CLASSES)

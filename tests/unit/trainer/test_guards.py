@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from skyrl_train.config.trainer import GuardsConfig
+from skyrl_train.errors import Unhealthy
+from skyrl_train.trainer.guards import Guards
+from tests.support.trainer_fakes import Fakes, trainer_of
+
+UNHEALTHY = {
+    "equal_rewards": {"reward/zero_variance_groups": 1.0},
+    "ratio": {"policy/ratio_max": 1e5},
+    "cut": {"response/truncated_fraction": 0.95},
+}
+HEALTHY = {"reward/zero_variance_groups": 0.9, "policy/ratio_max": 3.0, "response/truncated_fraction": 0.4}
+SAID = {"equal_rewards": "same reward for 1 steps", "ratio": "ratio was 1e", "cut": "95% of the responses"}
+
+
+@pytest.mark.parametrize("name", sorted(UNHEALTHY))
+def test_a_guard_warns_once_and_again_after_a_recovery(name: str, caplog: pytest.LogCaptureFixture):
+    guards = Guards(GuardsConfig(equal_rewards_steps=1))
+    for step, metrics in enumerate([HEALTHY, UNHEALTHY[name], UNHEALTHY[name], HEALTHY, UNHEALTHY[name]]):
+        guards.check(metrics, step)
+    assert [record.message[:7] for record in caplog.records] == ["step 1:", "step 4:"]
+    assert SAID[name] in caplog.text
+
+
+@pytest.mark.parametrize("name", sorted(UNHEALTHY))
+def test_a_guard_that_is_to_stop_the_run_does_and_one_that_is_off_does_nothing(
+    name: str, caplog: pytest.LogCaptureFixture
+):
+    with pytest.raises(Unhealthy, match=rf"{SAID[name]}.*trainer\.guards\.stop names {name}"):
+        Guards(GuardsConfig(equal_rewards_steps=1, stop=[name])).check(UNHEALTHY[name], 7)
+    off = GuardsConfig(equal_rewards_steps=None, max_ratio=None, max_cut_fraction=None, stop=list(UNHEALTHY))
+    Guards(off).check(UNHEALTHY[name], 7)
+    assert not caplog.records
+
+
+def test_equal_rewards_count_steps_in_a_row():
+    guards = Guards(GuardsConfig(equal_rewards_steps=3, stop=["equal_rewards"]))
+    for step, metrics in enumerate([UNHEALTHY["equal_rewards"]] * 2 + [HEALTHY] + [UNHEALTHY["equal_rewards"]] * 2):
+        guards.check(metrics, step)
+    with pytest.raises(Unhealthy, match="for 3 steps"):
+        guards.check(UNHEALTHY["equal_rewards"], 5)
+
+
+def test_a_ratio_that_is_no_number_is_too_large():
+    with pytest.raises(Unhealthy, match="ratio was nan"):
+        Guards(GuardsConfig(stop=["ratio"])).check({"policy/ratio_max": float("nan")}, 1)
+
+
+def test_a_run_that_a_guard_stops_is_saved():
+    fakes = Fakes()
+    trainer = trainer_of(fakes)
+    trainer.guards = Guards(GuardsConfig(max_ratio=1.0, stop=["ratio"]))
+    original = fakes.update
+
+    async def update(batch: object) -> dict[str, float]:
+        return await original(batch) | {"policy/ratio_max": 2.0}
+
+    fakes.update = update  # type: ignore[method-assign]
+    with pytest.raises(Unhealthy):
+        asyncio.run(trainer.fit())
+    assert fakes.events[-1] == "save 1"
+    assert set(fakes.logged) == {0, 1}
