@@ -14,6 +14,7 @@
     │   └── NonFiniteWeights   the trainer's own weights are NaN or infinite: there is nothing good to send or to save
     ├── EnvironmentFailure     an episode's environment raised, hung or gave a bad result; the trajectory is masked
     ├── RolloutsFailed         too many episodes of a step failed; the run stops instead of training on zeros
+    ├── OutOfMemory            an accelerator or a host has no memory left; names settings that need less
     ├── NonFiniteUpdate        loss or gradient was not finite too many times in a row
     ├── Unhealthy              a guard of trainer.guards stopped the run; names it
     ├── CheckpointError        a checkpoint is corrupt and nothing older can replace it, or saving failed too often
@@ -98,6 +99,10 @@ class EnvironmentFailure(SkyRLError):
 
 class RolloutsFailed(SkyRLError):
     """Too many failed episodes in one step, or too many failed steps in a row."""
+
+
+class OutOfMemory(SkyRLError):
+    """No memory is left; the message names where, and the settings that would need less, in GiB."""
 
 
 class NonFiniteUpdate(SkyRLError):

@@ -108,6 +108,7 @@ class Remote:
         try:
             return await asyncio.wait_for(future, deadline_s if deadline_s < math.inf else None)
         except RayTaskError as error:
+            error.cause.add_note(f"{self._name}.{method}")
             raise error.cause from error
         except RayActorError as error:
             raise self._died(f"{self._name} died during {method}: {_first_cause(error)}") from error

@@ -219,10 +219,15 @@ def _run(experiment: BasePPOExp) -> None:
         try:
             experiment.run()
         except Exception as error:
-            death = experiment.cluster.death()
-            if death is None or isinstance(error, ClusterLost | Stopped):
+            from skyrl_train.assembly.memory_advice import out_of_memory
+
+            if isinstance(error, ClusterLost | Stopped):
                 raise
-            raise death from error  # what else went wrong follows from it
+            if (death := experiment.cluster.death()) is not None:
+                raise death from error  # what else went wrong follows from it
+            if (full := out_of_memory(error, experiment.cfg)) is not None:
+                raise full from error
+            raise
 
 
 def used_by(experiment: type[BasePPOExp]) -> Uses:

@@ -41,6 +41,7 @@ DUE = {
     "F29": "an engine killed, stopped or slow: requests go on elsewhere, it comes back with current weights, or a stop",
     "F30": "a missing, extra, mis-shaped, non-finite tensor, death between buckets: named, no hang",
     "F31": "stale rollouts, a version going backwards: dropped and counted; raised",
+    "F34": "out of memory: where, and three settings with what each saves in GiB",
     "F35": "kill -9 in a save: the newest committed checkpoint loads, the torn one is reported and kept",
     "F36": "a flipped byte, a truncated or lost file, a full disk: found by checksum, the one before is loaded",
     "F32": "NaN in loss or gradient: every rank skips the update, parameters stay bit-equal; several in a row stop",
