@@ -148,6 +148,7 @@ def build_state(base: Services, fingerprints: Mapping[str, str], controllers: Ma
         controllers=controllers,
         reference_folder=base.directory / "reference.partial" if trainer.update_ref_every_epoch else None,
         in_background=trainer.async_checkpoint,
+        deadline_s=trainer.timeouts.checkpoint_s,
     )
 
 

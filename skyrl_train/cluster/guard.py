@@ -10,6 +10,7 @@ import os
 import select
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ import psutil
 
 HEADS = ("gcs_server", "raylet")
 """Ray's processes without which a run cannot go on."""
+_KILLS_S = 30.0
 _MARK = "SKYRL_GUARDED_BY"
 """Environment variable that Ray's processes inherit, from the first one on: no list of them is ever complete."""
 
@@ -72,7 +74,8 @@ def _lives(process: psutil.Process) -> bool:
 
 def _kill(mark: str) -> None:
     """Kill every process with this mark, until there is none: one that is killed may just have started another."""
-    while found := [process for process in psutil.process_iter() if _has(process, mark)]:
+    until = time.monotonic() + _KILLS_S  # the kernel may hold one back
+    while (found := [one for one in psutil.process_iter() if _has(one, mark)]) and time.monotonic() < until:
         for process in found:
             with suppress(psutil.NoSuchProcess):
                 process.kill()

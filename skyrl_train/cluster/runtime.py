@@ -141,6 +141,14 @@ def _kill_started_processes(before: Sequence[psutil.Process]) -> None:
         gc.collect()
 
 
+def _own_folder(settings: Mapping[str, Any]) -> str | None:
+    """A folder for Ray of this run alone; None if its place was chosen, or names of sockets in it would be too long."""
+    chosen = "RAY_TMPDIR" in os.environ or "_temp_dir" in settings
+    if chosen or sys.platform != "linux" or len(tempfile.gettempdir()) > _LONGEST_TEMPORARY:
+        return None
+    return tempfile.mkdtemp(prefix="ray-")
+
+
 @contextmanager
 def _own_handlers() -> Iterator[None]:
     """A program's own handler of SIGTERM stays: Ray sets one that exits with 1."""
@@ -184,6 +192,8 @@ _guards: list[Guard] = []
 _folders: list[str] = []
 """Its folder for sockets and logs. Ray's own default keeps one of every run there ever was."""
 _LOOKS_EVERY_S = 1.0
+_LONGEST_TEMPORARY = 30
+"""Characters: a socket's path has 107, of which Ray's names take 77."""
 
 
 class Cluster:
@@ -231,9 +241,9 @@ class Cluster:
         else:
             _settle(drivers_python=True)
             os.environ.update({key: os.environ.get(key, value) for key, value in _OWN_CLUSTER_ENV.items()})
-            if "RAY_TMPDIR" not in os.environ and "_temp_dir" not in settings:
-                settings["_temp_dir"] = tempfile.mkdtemp(prefix="ray-")
-                _folders.append(settings["_temp_dir"])
+            if folder := _own_folder(settings):
+                settings["_temp_dir"] = folder
+                _folders.append(folder)
             guard = Guard()
             try:
                 with _unless_set(self._idle_workers()), guard.marking():
@@ -241,6 +251,7 @@ class Cluster:
             except BaseException:
                 guard.kill_wards()
                 guard.close()
+                _folders.clear()
                 raise
             _guards.append(guard)
         _users.add(self)
@@ -324,9 +335,10 @@ class Cluster:
         ray.shutdown()
         while _guards:
             _guards.pop().close()
+        failed = dead or not (kind is None or issubclass(kind, Stopped | asyncio.CancelledError))
         while _folders:
             folder = _folders.pop()
-            if kind is None or issubclass(kind, Stopped):  # else Ray's logs may say why
+            if not failed:  # else Ray's logs may say why
                 shutil.rmtree(folder, ignore_errors=True)
 
     def death(self) -> ClusterLost | None:

@@ -166,8 +166,8 @@ class EngineClient:
         return self._interruptions != before and isinstance(error, EngineError)
 
     async def _generate(self, record: _EngineRecord, requests: list[SampleRequest]) -> list[Completion]:
-        deadlines = [request.deadline_s for request in requests if request.deadline_s is not None]
-        limit = max(deadlines) + GRACE_S if len(deadlines) == len(requests) else self._deadline_s
+        # Not less because these requests have little time left: the engine may be busy with the long ones of others.
+        limit = max([self._deadline_s, *(request.deadline_s or 0.0 for request in requests)]) + GRACE_S
         self._count_under_way(1)
         try:
             return await record.progress.until_done(record.engine.generate(requests), limit)

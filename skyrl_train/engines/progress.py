@@ -44,11 +44,13 @@ class Progress:
         try:
             while not (await asyncio.wait([task], timeout=look_s))[0]:
                 await self._look(look_s)
-                if time.monotonic() - max(begun, self._moved_at) > stalls_s:
+                stalled = time.monotonic() - max(begun, self._moved_at) > stalls_s
+                if stalled and not task.done():
                     raise DeadlineExceeded(f"{self._name}.generate", stalls_s)
             return task.result()
         finally:
             task.cancel()
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it has no other awaiter
 
     async def _look(self, look_s: float) -> None:
         """Ask for the counters, unless another call just has."""

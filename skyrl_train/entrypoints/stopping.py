@@ -18,6 +18,10 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class _Interrupted(BaseException):
+    """Not an Exception: libraries catch these, and would go on."""
+
+
 @contextmanager
 def signals_raise() -> Iterator[None]:
     """Inside, SIGINT and SIGTERM raise Stopped: in a start, when there is nothing yet to be saved."""
@@ -26,11 +30,13 @@ def signals_raise() -> Iterator[None]:
         return
 
     def stop(number: int, frame: object) -> None:
-        raise Stopped(number)
+        raise _Interrupted(number)
 
     before = {number: signal.signal(number, stop) for number in _SIGNALS}
     try:
         yield
+    except _Interrupted as interrupted:
+        raise Stopped(interrupted.args[0]) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

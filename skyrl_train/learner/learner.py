@@ -20,6 +20,7 @@ from skyrl_train.errors import ConfigError, SkyRLError, WeightSyncError
 from skyrl_train.learner.micro_batches import PassLimits, micro_batches, shares_prompts
 from skyrl_train.learner.worker import LearnerWorker, MiniBatch
 from skyrl_train.metrics import Metrics
+from skyrl_train.tasks import gather_all
 
 _log = logging.getLogger(__name__)
 
@@ -256,11 +257,15 @@ class Learner:
         current = old if first else await self.token_scores(self.policy, mini_batch)
         return mini_batch.with_tokens(selected=choose(current, old, mini_batch.advantages, mini_batch.loss_mask))
 
+    def loaded(self, version: int) -> None:
+        """Note that all ranks have loaded the weights of this version."""
+        self.version, self._between_versions = version, False
+
     async def answers(self, within_s: float) -> bool:
-        """Whether every rank lives and answers within this time."""
+        """Whether every rank of the trained models lives and answers within this time."""
         try:
             async with asyncio.timeout(within_s):
-                await self._call_all_groups("ping")
+                await gather_all(group.all("ping") for group in self.trained.values())
         except (SkyRLError, TimeoutError):
             return False
         return True

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
@@ -240,6 +240,7 @@ def export_hf(
 
     `tensors` is usually `Strategy.full_parameters()`, a collective, so every rank calls this, with `write` on one only.
     Tensors are named and split as in published checkpoints, which all engines can read: see `checkpoint_tensors`.
+    Raises OSError if the disk is full, once all tensors were taken from the collective.
     """
     if not write:
         for _ in tensors:
@@ -250,10 +251,15 @@ def export_hf(
     files: list[list[str]] = []
     dtypes: set[torch.dtype] = set()
     total = 0
-    for shard in _shards(tensors, max_shard_bytes):
-        dtypes |= {tensor.dtype for tensor in shard.values()}
-        total += sum(tensor.nbytes for tensor in shard.values())
-        files.append(save_checkpoint_tensors(model, shard, directory / f"part-{len(files)}.safetensors"))
+    try:
+        for shard in _shards(tensors, max_shard_bytes):
+            dtypes |= {tensor.dtype for tensor in shard.values()}
+            total += sum(tensor.nbytes for tensor in shard.values())
+            files.append(save_checkpoint_tensors(model, shard, directory / f"part-{len(files)}.safetensors"))
+    except BaseException:
+        for _ in tensors:  # the other ranks take part in every tensor: they must not wait for this one
+            pass
+        raise
     name_files(directory, files, total)
     config = copy.deepcopy(model_config)
     architecture: Any = CAUSAL_LMS[type(config)]
@@ -279,7 +285,10 @@ def _shards(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[d
 def save_checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor], path: Path) -> list[str]:
     """Write the `checkpoint_tensors` of a model, which may be on the meta device; returns their names."""
     named = {name: tensor.contiguous() for name, tensor in checkpoint_tensors(model, tensors).items()}
-    save_file(named, path, metadata={"format": "pt"})
+    try:
+        save_file(named, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # its own type, whatever the disk said
+        raise OSError(f"{path}: {error}") from error
     return list(named)
 
 

@@ -84,12 +84,17 @@ class _LineFile:
 
     def keep_until(self, step: int) -> None:
         """Drop the lines of later steps, and one that a crash cut off: they will be written again."""
+        waiting = self._waiting.splitlines(keepends=True)
+        self._waiting = b"".join(line for line in waiting if json.loads(line)["step"] <= step)
         if not self._path.exists():
             return
         kept = "".join(json.dumps(line) + "\n" for line in read_jsonl(self._path) if line["step"] <= step)
         temporary = self._path.with_name(f".{self._path.name}.new")
-        temporary.write_text(kept)
-        temporary.replace(self._path)
+        try:
+            temporary.write_text(kept)
+            temporary.replace(self._path)
+        except OSError as error:
+            _log.warning("%s keeps lines of steps after %d, which will come twice (%s).", self._path, step, error)
 
     def close(self) -> None:
         if self._waiting:

@@ -99,9 +99,12 @@ class Checkpoints:
         self._set_later_aside(step)
         with _out_of_the_way(final):
             folder.rename(final)
-        sync_folder(self._root)
-        write_durably(self._root / LATEST_FILE, str(step))
-        self._prune()
+        try:
+            sync_folder(self._root)
+            write_durably(self._root / LATEST_FILE, str(step))
+            self._prune()
+        except OSError as error:  # the checkpoint is there all the same, and is found without that file
+            _log.warning("%s is written, but not what follows it (%s).", final, error)
         return final
 
     def load_path(self, mode: str | None, path: str | Path | None = None) -> Checkpoint | None:

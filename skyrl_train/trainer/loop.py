@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.errors import NonFiniteUpdate, NonFiniteWeights, SkyRLError
+from skyrl_train.errors import NonFiniteUpdate, NonFiniteWeights
 from skyrl_train.learner.learner import Learner
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.protocol import SampleRow
@@ -19,8 +19,8 @@ from skyrl_train.trainer.guards import Guards
 from skyrl_train.trainer.run_state import RunState, Unfinished
 from skyrl_train.trainer.schedule import StepSchedule
 
-SKIPPED = "policy/skipped"
-"""The share of a step's updates that were skipped, as the gradient was not finite."""
+SKIPPED = "/skipped"
+"""How the metrics end that say which share of a model's updates was skipped, as the gradient was not finite."""
 _ANSWER_S = 30.0
 """Within this time every rank that lives and is not hung answers a call that does nothing."""
 _log = logging.getLogger(__name__)
@@ -72,22 +72,24 @@ class TrainingLoop(ABC):
         self._whole = True
         """Whether the ranks hold the weights of `step`; False during an update."""
         self._to_do: list[str] = []
-        """What is still to be done about `step`: "publish", "evaluate", "log", "export", in this order."""
+        """What is still to be done about `step`: "reference", "publish", "evaluate", "log", "export", in this order."""
         self._samples: Sequence[SampleRow] = ()
         self._unhealthy_since: int | None = None
         """The first of the latest consecutive steps with skipped updates."""
 
     async def fit(self) -> None:
         """Train up to the last step, from the checkpoint to resume or else from the start."""
+        self._whole, self._to_do = True, []
         await self._start()
         started_at = self.step
         try:
             while self.step < self.schedule.total_steps:
                 await self._step()
+            await self.state.written()
             if self.intervals.checkpoint > 0 and self.step > started_at:
                 await self.state.finish(self.step)
         except BaseException as error:
-            await self._leave(error, started_at)
+            await _to_its_end(self._leave(error, started_at))
             raise
 
     @abstractmethod
@@ -111,8 +113,6 @@ class TrainingLoop(ABC):
         self._whole = False
         try:
             values = await self.learner.update(batch)
-            if self.schedule.ends_epoch(self.step + 1):
-                await self.state.update_reference()
         except NonFiniteUpdate as error:
             first = self.step + 1 if self._unhealthy_since is None else self._unhealthy_since
             raise NonFiniteUpdate(f"{error} {self._last_good(first)}") from error
@@ -121,10 +121,14 @@ class TrainingLoop(ABC):
         self._whole = True
         self._to_do = self._due()
         self._add(values)
-        if not values.get(SKIPPED):
+        if not any(share for name, share in values.items() if name.endswith(SKIPPED)):
             self._unhealthy_since = None
         elif self._unhealthy_since is None:
             self._unhealthy_since = self.step
+        if self.schedule.ends_epoch(self.step):
+            self._to_do.insert(0, "reference")
+            await self.state.update_reference()
+            self._done("reference")
 
     def _due(self) -> list[str]:
         """What is to be done about a step that was just learnt."""
@@ -167,11 +171,11 @@ class TrainingLoop(ABC):
         """Record and save the last whole step of a run that ends early."""
         try:
             await self.state.written()
-        except SkyRLError as failure:
-            _log.error("%s", failure)
+        except Exception as failure:
+            _log.error("The last checkpoint could not be written: %s", failure)
         row: dict[str, float] = {}
         if "log" in self._to_do:
-            row = self.metrics.flush()
+            row = {name: float(value) for name, value in self.metrics.flush().items()}
             self._record(row)
         if self.step == started_at or (self.step == self.state.saved_step and not self._to_do):
             return

@@ -5,11 +5,16 @@ The phases are async context managers, so that an exception never leaves the wro
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any, Protocol
 
+from skyrl_train.errors import SkyRLError
 from skyrl_train.learner.learner import Learner
+
+_LEAVING_S = 30.0
+"""Time for engines to fall asleep when a run ends early."""
 
 
 class Residency(Protocol):
@@ -48,8 +53,13 @@ class TimeShared:
         try:
             await self._engines.wake_up()
             yield
-        finally:
-            await self._engines.sleep()
+        except BaseException:
+            # The run ends: an engine that hangs must not keep it from saving, which needs no accelerator.
+            with suppress(SkyRLError, TimeoutError):
+                async with asyncio.timeout(_LEAVING_S):
+                    await self._engines.sleep()
+            raise
+        await self._engines.sleep()
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.durable import Written
-from skyrl_train.errors import CheckpointError, SkyRLError
+from skyrl_train.errors import CheckpointError, DeadlineExceeded, SkyRLError
 from skyrl_train.learner.learner import Learner, WorkerGroup
 from skyrl_train.trainer.checkpoints import Checkpoints
 
@@ -27,7 +27,7 @@ class Unfinished:
     """What was still to be done about the last step when it was saved, because the run had to end."""
 
     actions: tuple[str, ...] = ()
-    """Of "publish", "evaluate", "export"."""
+    """Of "reference", "publish", "evaluate", "export"."""
     row: dict[str, float] = field(default_factory=dict)
     """The step's metrics so far, to be completed by what is done."""
 
@@ -51,10 +51,12 @@ class RunState:
         controllers: Mapping[str, Any] | None = None,
         reference_folder: Path | None = None,
         in_background: bool = False,
+        deadline_s: float = 1800.0,
     ):
         """`reference_folder`: used to copy the policy to the reference; None for a reference that never changes.
 
-        `in_background`: the ranks write checkpoints from a copy in memory while the run goes on.
+        `in_background`: the ranks write checkpoints from a copy in memory while the run goes on; `deadline_s`: for a
+        rank to have written what it has copied.
         """
         self._checkpoints = checkpoints
         self._learner = learner
@@ -65,6 +67,7 @@ class RunState:
         self._controllers = dict(controllers or {})
         self._reference_folder = None if learner.reference is None else reference_folder
         self._in_background = in_background
+        self._deadline_s = deadline_s
         self._marked: dict[str, Any] = {}
         """The controllers' states at the end of the last whole step."""
         self._writing: asyncio.Task[None] | None = None
@@ -89,7 +92,8 @@ class RunState:
                 )
         for role, group in self._learner.trained.items():
             await group.all("load", str(found.path / role))
-        self._learner.version = self.saved_step = found.step
+        self._learner.loaded(found.step)
+        self.saved_step = found.step
         if self._reference_folder is not None and (found.path / "reference").is_dir():
             await self._reference("reload", found.path / "reference")
         for name, controller in self._controllers.items():
@@ -170,6 +174,9 @@ class RunState:
                 raise
             await asyncio.to_thread(self._checkpoints.discard, step)
             self._note_failure(step, error)
+        except Exception:
+            await asyncio.to_thread(self._checkpoints.discard, step)
+            raise
         else:
             self._failed_in_a_row, self.saved_step = 0, step
         finally:
@@ -185,7 +192,11 @@ class RunState:
         if self._reference_folder is not None:
             await self._reference("export", folder / "reference")
         copied.set()
-        files = {role: await _files_of(group) for role, group in trained.items()}
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                files = {role: await _files_of(group) for role, group in trained.items()}
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"writing of checkpoint {folder}", self._deadline_s) from error
         return {f"{role}/{name}": held for role, of_role in files.items() for name, held in of_role.items()}
 
     def _note_failure(self, step: int, error: OSError) -> None:

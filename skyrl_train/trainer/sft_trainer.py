@@ -39,7 +39,9 @@ class SFTTrainer(TrainingLoop):
         return await self.state.export(self.step)
 
     async def _start(self) -> None:
-        self.step, _ = await self.state.resume()
+        self.step, unfinished = await self.state.resume()
+        if "reference" in unfinished.actions:
+            await self.state.update_reference()
         self.trackers.begin(self.step, self.schedule.total_steps)
 
     async def _step(self) -> None:

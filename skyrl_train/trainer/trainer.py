@@ -80,6 +80,8 @@ class Trainer(TrainingLoop):
 
     async def _complete(self, unfinished: Unfinished, published: dict[str, float]) -> None:
         """Do what a run that ended early left undone of its last step; its row is replaced by the complete one."""
+        if "reference" in unfinished.actions:
+            await self.state.update_reference()
         row = unfinished.row | (published if "publish" in unfinished.actions else {})
         if "evaluate" in unfinished.actions and self.evaluator is not None:
             await self._evaluate()

@@ -23,7 +23,7 @@ async def main(path):
     ]
     completions = await engine.generate(requests)
     await engine.close()
-    print(json.dumps([dataclasses.asdict(completion) for completion in completions]))
+    print(json.dumps([dataclasses.asdict(one) | {"running_s": 0} for one in completions]))
 
 asyncio.run(main(sys.argv[1]))
 """

@@ -105,7 +105,7 @@ def test_an_engine_that_hangs_is_left_after_the_requests_deadline(monkeypatch):
     hung.abort = hung.generate = _never  # type: ignore[method-assign,assignment]
 
     async def run():
-        client = EngineClient([hung, sound], deadline_s=60)
+        client = EngineClient([hung, sound], deadline_s=1.0)
         completions = await client.generate([replace(_request(f"r{n}"), deadline_s=1.0) for n in range(2)])
         dead = client.dead
         await client.close()
