@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from skyrl_train.errors import (
     ClusterLost,
@@ -222,3 +223,65 @@ def test_metrics_of_a_step_that_never_ended_are_in_no_row():
     with pytest.raises(RolloutsFailed):
         asyncio.run(trainer.fit())
     assert fakes.logged.keys() == {0}
+
+
+def test_a_run_that_is_asked_to_stop_while_it_saves_for_another_reason_still_saves():
+    fakes = Fakes()
+    trainer = trainer_of(fakes)
+    fails_at(trainer, "collector", "next_groups", 1, EnginesLost("none"))
+    original, begun = fakes.save, asyncio.Event()
+
+    async def slow(step: int, unfinished: Unfinished | None = None) -> None:
+        begun.set()
+        await asyncio.sleep(0.05)
+        await original(step, unfinished)
+
+    fakes.save = slow  # type: ignore[method-assign]
+
+    async def run() -> None:
+        fit = asyncio.ensure_future(trainer.fit())
+        await begun.wait()
+        fit.cancel()
+        await asyncio.wait([fit])
+
+    asyncio.run(run())
+    assert fakes.events[-1] == "save 1"
+
+
+def test_a_reference_that_could_not_be_copied_is_copied_first_when_the_run_is_resumed():
+    fakes = Fakes()
+    trainer = trainer_of(fakes)
+
+    async def full() -> None:
+        raise OSError(28, "no space")
+
+    fakes.update_reference = full  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="no space"):
+        asyncio.run(trainer.fit())
+    assert fakes.saved_with is not None
+    assert fakes.saved_with.actions == ("reference", "publish", "evaluate")
+    again = Fakes(resumed_at=3)
+    again.unfinished = fakes.saved_with
+
+    async def copied() -> None:
+        again.events.append("reference")
+
+    again.update_reference = copied  # type: ignore[method-assign]
+    asyncio.run(trainer_of(again).fit())
+    assert again.events == ["publish 3", "begin 3/3", "reference", "evaluate 3", "save 3"]
+
+
+def test_a_metric_that_is_a_tensor_does_not_keep_a_step_from_being_saved():
+    fakes = Fakes()
+    trainer = trainer_of(fakes)
+    original = fakes.update
+
+    async def update(batch: Any) -> dict[str, Any]:
+        return await original(batch) | {"mine": torch.tensor(2.0)}
+
+    fakes.update = update  # type: ignore[method-assign]
+    fakes.fail_at_version = 1
+    with pytest.raises(WeightSyncError):
+        asyncio.run(trainer.fit())
+    assert fakes.saved_with is not None
+    assert type(fakes.saved_with.row["mine"]) is float
