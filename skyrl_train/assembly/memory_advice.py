@@ -21,7 +21,7 @@ def out_of_memory(error: Exception, cfg: Config) -> OutOfMemory | None:
     says_so = isinstance(error, RuntimeError) and any(text in str(error) for text in _SAYS_SO)
     if not says_so and type(error).__name__ != "OutOfMemoryError":
         return None
-    where = "; ".join(getattr(error, "__notes__", ()))
+    where = getattr(error, "raised_in", "")
     first = next(iter(str(error).splitlines()), "")
     return OutOfMemory(f"{where + ': ' if where else ''}{first} {advice(cfg)}")
 

@@ -8,6 +8,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -108,7 +109,8 @@ class Remote:
         try:
             return await asyncio.wait_for(future, deadline_s if deadline_s < math.inf else None)
         except RayTaskError as error:
-            error.cause.add_note(f"{self._name}.{method}")
+            with suppress(AttributeError):
+                error.cause.raised_in = f"{self._name}.{method}"
             raise error.cause from error
         except RayActorError as error:
             raise self._died(f"{self._name} died during {method}: {_first_cause(error)}") from error

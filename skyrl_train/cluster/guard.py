@@ -20,6 +20,8 @@ import psutil
 HEADS = ("gcs_server", "raylet")
 """Ray's processes without which a run cannot go on."""
 _KILLS_S = 30.0
+_LOOKS_EVERY_S = 0.25
+"""While Ray starts: its agents, the last to come, need longer than this to give themselves a title."""
 _MARK = "SKYRL_GUARDED_BY"
 """Environment variable that Ray's processes inherit, from the first one on: no list of them is ever complete."""
 
@@ -57,7 +59,11 @@ class Guard:
 
     def kill_wards(self) -> None:
         """Kill the guarded processes now."""
-        _kill(self._mark)
+        for head in self._heads:
+            with suppress(psutil.NoSuchProcess):
+                for process in (*head.children(recursive=True), head):
+                    process.kill()
+        _Wards(self._mark).kill()
 
     def close(self) -> None:
         """End the guard; the processes live on."""
@@ -72,32 +78,47 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def _kill(mark: str) -> None:
-    """Kill every process with this mark, until there is none: one that is killed may just have started another."""
-    until = time.monotonic() + _KILLS_S  # the kernel may hold one back
-    while (found := [one for one in psutil.process_iter() if _has(one, mark)]) and time.monotonic() < until:
-        for process in found:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(found, timeout=1)
+class _Wards:
+    """The processes with a mark, remembered: the titles that Ray's processes give themselves overwrite it."""
+
+    def __init__(self, mark: str):
+        self._mark = mark
+        self._found: set[psutil.Process] = set()
+
+    def look(self) -> None:
+        self._found |= {process for process in psutil.process_iter() if _has(process, self._mark)}
+
+    def kill(self) -> None:
+        """Kill them, until there is none: one that is killed may just have started another."""
+        until = time.monotonic() + _KILLS_S  # the kernel may hold one back
+        while time.monotonic() < until:
+            self.look()
+            living = [process for process in self._found if _lives(process)]
+            if not living:
+                return
+            for process in living:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(living, timeout=1)
 
 
 def _has(process: psutil.Process, mark: str) -> bool:
     try:
-        return process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
+        return process.environ().get(_MARK) == mark
     except (psutil.Error, OSError):  # gone, or another user's
         return False
 
 
 def main(mark: str, driver: int) -> None:
     """Wait until the driver ends, which closes its end of the pipe; then kill what is left of its Ray."""
-    first = _first_death(driver)
+    wards = _Wards(mark)
+    first = _first_death(driver, wards)
     if first is not None:
         print(f"Ray's {first} died, and with it the run: see the logs of Ray's session.", file=sys.stderr)
-    _kill(mark)
+    wards.kill()
 
 
-def _first_death(driver: int) -> str | None:
+def _first_death(driver: int, wards: _Wards) -> str | None:
     """Wait for the driver's end; the name of one of Ray's own processes that died before it, if one did."""
     first: str | None = None
     poll = select.poll()
@@ -113,8 +134,11 @@ def _first_death(driver: int) -> str | None:
             poll.register(next(reversed(watched)), select.POLLIN)
 
     watch(driver, "")  # another child of its may hold its end of the pipe open for a moment
+    starting = True
     while True:
-        ready = [descriptor for descriptor, _ in poll.poll()]
+        ready = [descriptor for descriptor, _ in poll.poll(_LOOKS_EVERY_S * 1000 if starting else None)]
+        if starting:
+            wards.look()
         if any(watched.get(descriptor) == "" for descriptor in ready):  # Ray's processes die with the driver
             return first
         for descriptor in ready:
@@ -124,6 +148,7 @@ def _first_death(driver: int) -> str | None:
             elif not (lines := os.read(pipe, 1 << 16)):
                 return first
             else:
+                starting = False
                 for line in lines.decode().splitlines():
                     pid, name = line.split()
                     watch(int(pid), name)

@@ -22,7 +22,7 @@ def test_three_settings_are_named_with_what_each_saves(tiny_model_path: str):
     cfg = config(tiny_model_path, "trainer.micro_train_batch_size_per_gpu=8", "trainer.gradient_checkpointing=false")
     with pytest.raises(RuntimeError) as failed:
         torch.empty(1 << 60)
-    failed.value.add_note("policy rank 1.update")
+    failed.value.raised_in = "policy rank 1.update"  # type: ignore[attr-defined]
     error = out_of_memory(failed.value, cfg)
     assert error is not None
     assert str(error).startswith("policy rank 1.update: ")
