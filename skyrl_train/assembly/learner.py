@@ -60,9 +60,7 @@ def build_learner(
         model_config_kwargs=trainer.policy.model_config_kwargs,
         rope_scaling=trainer.rope_scaling,
         rope_theta=trainer.rope_theta,
-        rendezvous_s=trainer.timeouts.rendezvous_s,
-        collective_s=trainer.timeouts.update_s,
-        max_skipped_updates=trainer.guards.max_skipped_updates,
+        **_limits(trainer),
         wire_dtype=wire_dtype,
         bucket_bytes=bucket_bytes,
         only_changed=only_changed,
@@ -89,6 +87,15 @@ def build_learner(
         choose=learning.choose,
         needs_old_logprobs=learning.needs_old_logprobs,
     )
+
+
+def _limits(trainer: TrainerConfig) -> dict[str, Any]:
+    """How long ranks wait for each other, and how many updates without a finite gradient they skip."""
+    return {
+        "rendezvous_s": trainer.timeouts.rendezvous_s,
+        "collective_s": trainer.timeouts.update_s,
+        "max_skipped_updates": trainer.guards.max_skipped_updates,
+    }
 
 
 def check_same_tokens(policy_path: str, path: str, key: str) -> None:
