@@ -112,7 +112,7 @@ def _combinations(config: Config) -> Iterator[Problem]:
     yield from _servers(config)
     yield from _environment_deadlines(config)
     yield from _environment(config)
-    if trainer.export_path.rstrip("/") == trainer.ckpt_path.rstrip("/"):
+    if str(trainer.export_path).rstrip("/") == str(trainer.ckpt_path).rstrip("/"):
         allowed = "another folder than trainer.ckpt_path"
         yield Problem("trainer.export_path", trainer.export_path, allowed, "Both get folders called global_step_N.")
     if not config.data.train_data:
@@ -234,9 +234,9 @@ def _accelerator(config: Config) -> Iterator[Problem]:
 def _servers(config: Config) -> Iterator[Problem]:
     generator = config.generator
     key = "external_server_urls" if generator.external_server_urls else "remote_inference_engine_urls"
-    urls = [url.rpartition("://")[2].rstrip("/") for url in getattr(generator, key)]
-    if generator.run_engines_locally:
+    if generator.run_engines_locally or not isinstance(getattr(generator, key), list | tuple):
         return
+    urls = [str(url).rpartition("://")[2].rstrip("/") for url in getattr(generator, key)]
     if not urls or "" in urls:
         yield Problem(f"generator.{key}", urls, "host:port of at least one server")
     elif len(set(urls)) < len(urls):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from skyrl_train.config.convert import Unfit, convert
 from skyrl_train.config.device import resolve_device
@@ -418,6 +418,8 @@ junk = st.one_of(
 
 
 @given(st.sampled_from(sorted(leaves())), junk)
+@example("trainer.export_path", 0)
+@example("generator.remote_inference_engine_urls", [0])
 def test_validate_never_raises(key: str, value: object):
     for problem in validate(with_value(key, value)):
         assert "\n" not in str(problem)
