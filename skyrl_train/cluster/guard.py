@@ -20,6 +20,8 @@ import psutil
 HEADS = ("gcs_server", "raylet")
 """Ray's processes without which a run cannot go on."""
 _KILLS_S = 30.0
+_AT_ONCE_S = 0.1
+"""The kernel kills Ray's processes when the driver's main thread ends, a moment before the driver has."""
 _LOOKS_EVERY_S = 0.25
 """While Ray starts: its agents, the last to come, need longer than this to give themselves a title."""
 _MARK = "SKYRL_GUARDED_BY"
@@ -139,12 +141,14 @@ def _first_death(driver: int, wards: _Wards) -> str | None:
         ready = [descriptor for descriptor, _ in poll.poll(_LOOKS_EVERY_S * 1000 if starting else None)]
         if starting:
             wards.look()
-        if any(watched.get(descriptor) == "" for descriptor in ready):  # Ray's processes die with the driver
+        if any(watched.get(descriptor) == "" for descriptor in ready):
             return first
         for descriptor in ready:
             if descriptor != pipe:
                 poll.unregister(descriptor)
-                first = first or watched[descriptor]
+                time.sleep(_AT_ONCE_S)
+                if all(watched.get(other) for other, _ in poll.poll(0)):  # neither the pipe nor the driver has ended
+                    first = first or watched[descriptor]
             elif not (lines := os.read(pipe, 1 << 16)):
                 return first
             else:

@@ -1,0 +1,51 @@
+"""The guard of a driver's Ray, with stand-ins for Ray's processes: copies of `sleep` under their names."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+DRIVER = """
+import os, signal, subprocess, sys, time
+from skyrl_train.cluster.guard import Guard
+guard = Guard()
+with guard.marking():
+    raylet = subprocess.Popen([sys.argv[1], "60"])
+    other = subprocess.Popen(["sleep", "60"])
+print(raylet.pid, other.pid, flush=True)
+if sys.argv[2] == "raylet first":
+    raylet.kill()
+    while guard.dead_head() is None:
+        time.sleep(0.01)
+    assert guard.dead_head() == f"raylet (process {raylet.pid})"
+    time.sleep(0.5)
+else:
+    assert guard.dead_head() is None
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+@pytest.mark.parametrize("order", ["raylet first", "driver first"])
+def test_what_a_killed_driver_started_ends_with_it_and_a_raylet_that_died_before_is_named(tmp_path: Path, order: str):
+    raylet = shutil.copy(str(shutil.which("sleep")), tmp_path / "raylet")
+    with (tmp_path / "said").open("w") as said:
+        command = [sys.executable, "-c", DRIVER, str(raylet), order]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as driver:
+            assert driver.stdout is not None
+            wards = [int(pid) for pid in driver.stdout.readline().split()]
+            assert driver.wait(60) == -signal.SIGKILL
+    deadline = time.monotonic() + 30
+    while any(map(psutil.pid_exists, wards)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(psutil.pid_exists, wards))
+    named = "Ray's raylet died" in (tmp_path / "said").read_text()
+    assert named == (order == "raylet first")
