@@ -105,8 +105,6 @@ class WeightPublisher:
         self._adapter_only = adapter_only
         self._connected: list[WeightTarget] = []
         self._phase = ""
-        self.version = 0
-        """The version last published completely."""
         self._made_by: tuple[int, int] | None = None
         """A version that was announced, and the optimizer steps that made it."""
 
@@ -118,9 +116,7 @@ class WeightPublisher:
         if self._rehearses:
             self._rehearses = False
             return await self.rehearse(version)
-        metrics = await self._publish(version, list(self._engines()))
-        self.version = version
-        return metrics
+        return await self._publish(version, list(self._engines()))
 
     async def rehearse(self, version: int) -> dict[str, float]:
         """Test the probe before the first step: altered weights must change its log-probs, true ones must restore them.

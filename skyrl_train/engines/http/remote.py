@@ -75,8 +75,8 @@ class RemoteEngine:
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """See InferenceEngine. Cancelling the call closes its connection, upon which the server aborts its requests."""
-        known = [request.deadline_s for request in requests if request.deadline_s is not None]
-        limit = max(known) if requests and len(known) == len(requests) else self._deadline_s
+        # Not less because these have little time left: the engine may be busy with the long ones of others.
+        limit = max([self._deadline_s, *(request.deadline_s or 0.0 for request in requests)])
         parts = [
             self._progress.until_done(self._call("generate", part, deadline_s=math.inf), limit + 2 * GRACE_S)
             for part in self._parts(requests)

@@ -303,10 +303,9 @@ class HttpEndpoint:
             return []
         prefix = "" if self._control else f"{secrets.token_hex(8)}."
         own = [self._owned(request, prefix) for request in requests]
-        longest = max(request.deadline_s or self._deadline_s for request in own)
         try:
             work = self._attribute("generate")(own)
-            completions: list[Completion] = await self._progress.until_done(work, longest + GRACE_S)
+            completions: list[Completion] = await self._progress.until_done(work, self._deadline_s + GRACE_S)
         except (asyncio.CancelledError, DeadlineExceeded):
             # The client is gone, or the engine does not respond; an engine in another process would continue.
             task = asyncio.ensure_future(self._abort_quietly([request.request_id for request in own]))

@@ -271,3 +271,23 @@ def test_a_late_failure_of_a_replaced_engine_leaves_the_new_one_alone():
         return client.dead
 
     assert asyncio.run(run()) == {}
+
+
+@pytest.mark.fault("F29")
+def test_a_request_with_little_time_left_does_not_end_an_engine_that_is_busy_with_others(monkeypatch):
+    monkeypatch.setattr("skyrl_train.engines.client.GRACE_S", 0.1)
+    (engine,) = _engines(1)
+    answer = engine.generate
+
+    async def waits_for_others(requests: Any) -> Any:
+        await asyncio.sleep(0.6)  # and no counter moves: tokens are counted when a request is done
+        return await answer(requests)
+
+    engine.generate = waits_for_others  # type: ignore[method-assign]
+
+    async def run():
+        client = EngineClient([engine], deadline_s=30)
+        await client.generate([replace(_request("late"), deadline_s=0.05)])
+        return client.dead
+
+    assert asyncio.run(run()) == {}
