@@ -224,6 +224,8 @@ class Cluster:
         self._preload = tuple(preload)
         self._actors: list[ActorHandle] = []
         self._groups: list[PlacementGroup] = []
+        self._death: ClusterLost | None = None
+        """Remembered when it is left: what goes wrong later follows from it."""
 
     def __enter__(self) -> Cluster:
         self.connect()
@@ -317,7 +319,7 @@ class Cluster:
     ) -> None:
         if not ray.is_initialized():
             return
-        dead = any(guard.dead_head() for guard in _guards)
+        dead = self.death() is not None
         if not dead:  # or these calls would wait a minute for an answer
             for actor in self._actors:
                 ray.kill(actor, no_restart=True)
@@ -344,7 +346,9 @@ class Cluster:
     def death(self) -> ClusterLost | None:
         """What to raise if a process of the Ray that we started has died without which it cannot go on."""
         name = next((name for guard in _guards if (name := guard.dead_head())), None)
-        return None if name is None else ClusterLost(f"Ray's {name} died: no process can be started or found any more.")
+        if self._death is None and name is not None:
+            self._death = ClusterLost(f"Ray's {name} died: no process can be started or found any more.")
+        return self._death
 
     async def lost(self) -> ClusterLost:
         """Returns when there is a `death`; else never."""
