@@ -52,9 +52,12 @@ class DeadlineExceeded(SkyRLError, TimeoutError):
         super().__init__(waited_for, seconds)
         self.waited_for = waited_for
         self.seconds = seconds
+        self.explanation = ""
+        """What held it up, if that could be found out."""
 
     def __str__(self) -> str:
-        return f"{self.waited_for} did not finish within {self.seconds:g} s"
+        told = f"{self.waited_for} did not finish within {self.seconds:g} s"
+        return f"{told}: {self.explanation}" if self.explanation else told
 
 
 class WorkerDied(SkyRLError):

@@ -86,6 +86,7 @@ def build_learner(
         reduction=learning.reduction,
         choose=learning.choose,
         needs_old_logprobs=learning.needs_old_logprobs,
+        stacks_file=Path(trainer.ckpt_path) / "stacks.txt",
     )
 
 

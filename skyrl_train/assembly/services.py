@@ -130,9 +130,12 @@ async def start_learner(learner: Learner | None, trainer: TrainerConfig) -> None
         async with asyncio.timeout(trainer.timeouts.engine_start_s) as deadline:
             await learner.setup()
     except TimeoutError as error:
-        if not deadline.expired():
-            raise
-        raise DeadlineExceeded("start of the trainer's ranks", trainer.timeouts.engine_start_s) from error
+        late = error
+        if deadline.expired():
+            late = DeadlineExceeded("start of the trainer's ranks", trainer.timeouts.engine_start_s)
+        if isinstance(late, DeadlineExceeded):
+            await learner.explain(late)
+        raise late from error
 
 
 def build_state(base: Services, fingerprints: Mapping[str, str], controllers: Mapping[str, Any]) -> RunState:

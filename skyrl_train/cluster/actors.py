@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from skyrl_train.cluster.placement import Slots
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.cluster.sockets import GROUP_ADDRESS, LOOPBACK, NODE_ADDRESS
+from skyrl_train.cluster.stacks import write_on_signal
 from skyrl_train.errors import DeadlineExceeded, SkyRLError, WorkerDied
 from skyrl_train.registry import load_object
 
@@ -31,6 +32,7 @@ class _Shell:
     ):
         if devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = devices  # before anything imports torch
+        write_on_signal()
         os.environ[NODE_ADDRESS] = ray.util.get_node_ip_address()
         os.environ[GROUP_ADDRESS] = LOOPBACK if single_machine else os.environ[NODE_ADDRESS]
         for module in plugins:
@@ -99,6 +101,11 @@ class Remote:
     async def read(self, attribute: str, deadline_s: float) -> Any:
         """Read an attribute; the first call waits for the constructor."""
         return await self._wait(self._handle.read.remote(attribute), "start", deadline_s)
+
+    @property
+    def id(self) -> str:
+        """Ray's name of the actor."""
+        return str(self._handle._actor_id.hex())
 
     def kill(self) -> None:
         """Kill the process."""

@@ -8,16 +8,20 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_train.algorithms.reductions import token_mean, weigh
 from skyrl_train.algorithms.value_objective import explained_variance
+from skyrl_train.cluster.actors import Remote
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.errors import ConfigError, SkyRLError, WeightSyncError
+from skyrl_train.errors import ConfigError, DeadlineExceeded, SkyRLError, WeightSyncError, WorkerDied
 from skyrl_train.learner.micro_batches import PassLimits, micro_batches, shares_prompts
+from skyrl_train.learner.stalls import explain_stall
 from skyrl_train.learner.worker import LearnerWorker, MiniBatch
 from skyrl_train.metrics import Metrics
 from skyrl_train.tasks import gather_all
@@ -26,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 Choose = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logprobs, old_logprobs, advantages, mask), all [T] -> [T] bool; see algorithms/selections.py."""
+_DEATH_S = 5.0
+"""How much sooner its peers may know that a rank died than the driver does."""
 
 
 class WorkerGroup:
@@ -55,7 +61,7 @@ class WorkerGroup:
         """Call `method` on every rank, with a part's own arguments on each of its ranks.
 
         The number of ranks is a multiple of the number of parts; a part goes to equally many neighbouring ranks. Raises
-        the first failure without waiting for the other ranks.
+        the first failure without waiting for the other ranks; but if a rank has lost a peer, the death of that one.
         """
         neighbours, rest = divmod(len(self), len(args_of_part))
         assert rest == 0, f"{len(args_of_part)} parts for {len(self)} ranks"
@@ -65,6 +71,13 @@ class WorkerGroup:
         ]
         try:
             return await asyncio.gather(*calls)
+        except RuntimeError as error:
+            if _is_of_a_collective(error):
+                await asyncio.wait(calls, timeout=_DEATH_S)
+                for failure in map(_failure, calls):
+                    if isinstance(failure, WorkerDied):
+                        raise failure from error
+            raise
         finally:
             for call in calls:
                 call.cancel()
@@ -73,6 +86,14 @@ class WorkerGroup:
         """Connect the ranks to each other and load the model; returns its number of parameters."""
         address, port = await self.workers[0].address()
         return int((await self.all("setup", address, port))[0])
+
+
+def _is_of_a_collective(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
+
+
+def _failure(call: asyncio.Future[Any]) -> BaseException | None:
+    return call.exception() if call.done() and not call.cancelled() else None
 
 
 class LocalWorker:
@@ -122,11 +143,12 @@ class Learner:
         reduction: Callable[..., Tensor] | None = None,
         choose: Choose | None = None,
         needs_old_logprobs: bool | None = None,
+        stacks_file: Path | None = None,
     ):
         """`reduction` weighs the tokens of a mini-batch (None: equally); `choose` selects tokens for losses that ask.
 
         `needs_old_logprobs`: whether anything reads the policy's log-probs from before the update. None: only the loss
-        does, and it computes them itself if the update is a single optimizer step.
+        does, and it computes them itself if the update is a single optimizer step. `stacks_file`: written by `explain`.
         """
         self.policy = policy
         self.reference = reference
@@ -139,6 +161,7 @@ class Learner:
         self.reduction = reduction or partial(token_mean, max_seq_len=1)
         self.choose = choose
         self.needs_old_logprobs = True if choose is not None else needs_old_logprobs
+        self.stacks_file = stacks_file
 
     async def setup(self) -> int:
         """Set up all ranks of all models; returns the policy's number of parameters."""
@@ -269,6 +292,12 @@ class Learner:
         except (SkyRLError, TimeoutError):
             return False
         return True
+
+    async def explain(self, error: DeadlineExceeded) -> None:
+        """Add to `error` which rank the others wait for; the stacks of all ranks go to a file."""
+        ranks = [worker for group in self._groups for worker in group.workers if isinstance(worker, Remote)]
+        if self.stacks_file is not None and ranks and not error.explanation:
+            error.explanation = await explain_stall(ranks, self.stacks_file)
 
     async def offload(self) -> None:
         await self._call_all_groups("offload")

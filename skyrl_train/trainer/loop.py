@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.errors import NonFiniteUpdate, NonFiniteWeights
+from skyrl_train.errors import DeadlineExceeded, NonFiniteUpdate, NonFiniteWeights
 from skyrl_train.learner.learner import Learner
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.protocol import SampleRow
@@ -89,6 +89,8 @@ class TrainingLoop(ABC):
             if self.intervals.checkpoint > 0 and self.step > started_at:
                 await self.state.finish(self.step)
         except BaseException as error:
+            if isinstance(error, DeadlineExceeded):
+                await _to_its_end(self.learner.explain(error))
             await _to_its_end(self._leave(error, started_at))
             raise
 

@@ -45,6 +45,8 @@ DUE = {
     "F35": "kill -9 in a save: the newest committed checkpoint loads, the torn one is reported and kept",
     "F36": "a flipped byte, a truncated or lost file, a full disk: found by checksum, the one before is loaded",
     "F32": "NaN in loss or gradient: every rank skips the update, parameters stay bit-equal; several in a row stop",
+    "F33": "a rank that holds up the others: a deadline, the rank named, the stacks of all ranks in one file",
+    "F37": "a run resumed wherever it was ended: weights, optimizer, order and metrics of one that was not",
     "F38": "a path or link out of a checkpoint: refused",
     "F39": "a signal once, twice; a tracker that is down, a full disk: saves and leaves, leaves; training goes on",
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup, Turn
-from skyrl_train.errors import WeightSyncError
+from skyrl_train.errors import DeadlineExceeded, WeightSyncError
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.rollouts.collector import RolloutCollector
 from skyrl_train.trainer.loop import Intervals
@@ -75,6 +75,9 @@ class Fakes:
 
     async def answers(self, within_s: float) -> bool:
         return True
+
+    async def explain(self, error: DeadlineExceeded) -> None:
+        error.explanation = "policy rank 1 does not run"
 
     async def export(self, step: int) -> None:
         self.events.append(f"export {step}")

@@ -7,8 +7,35 @@ import os
 import sys
 import time
 
-from skyrl_train.cluster.sockets import GROUP_ADDRESS, NODE_ADDRESS
+from skyrl_train.cluster.sockets import GROUP_ADDRESS, LOOPBACK, NODE_ADDRESS, free_address
 from skyrl_train.errors import ConfigError
+
+
+class Rank:
+    """One of two ranks that meet in collectives; methods get the rank's part in the call, True for what goes wrong."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def setup(self, address: str, port: int) -> int:
+        from skyrl_train.strategies.process_group import init_process_group
+
+        init_process_group(self.rank, 2, address, port, "gloo", 60.0)
+        return os.getpid()
+
+    def address(self) -> tuple[str, int]:
+        return free_address(LOOPBACK)
+
+    def reduce(self, does_not_come: bool, dies: bool) -> None:
+        import torch
+
+        if dies:
+            torch.distributed.destroy_process_group()  # so that the other rank knows before the driver does
+            time.sleep(1)
+            os._exit(3)
+        if does_not_come:
+            time.sleep(600)
+        torch.distributed.all_reduce(torch.ones(1))
 
 
 class Subject:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from skyrl_train.cluster.placement import cpus_per_slot, reserve
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.schema import GeneratorConfig, PlacementConfig
 from skyrl_train.errors import ConfigError, DeadlineExceeded, WorkerDied
+from skyrl_train.learner.learner import BatchSizes, Learner, WorkerGroup
 from skyrl_train.tensordict.wrappers.backends import RemoteTransformersWrapper
 
 SUBJECT = "tests.integration.cluster.subject:Subject"
@@ -77,6 +79,58 @@ def test_workers_that_imported_early_become_the_actors(cluster: Cluster):
         return list(await asyncio.gather(*(subject.process(PRELOADED) for subject in subjects)))
 
     assert set(asyncio.run(run())) == {(worker, True) for worker in workers}
+
+
+async def meeting_ranks(cluster: Cluster, deadline_s: float) -> tuple[WorkerGroup, list[int]]:
+    """Two ranks that have met, with the pid of each. What both import takes longer than the deadline of a call."""
+    slots = reserve(cluster, count=2, tenants=1, device="cpu", total_slots=8, deadline_s=10, key="test")
+    ranks = [
+        spawn(
+            cluster, "tests.integration.cluster.subject:Rank", {"rank": rank}, slots=slots, index=rank,
+            name=f"policy rank {rank}", concurrent=False, deadline_s=deadline_s, deadlines={"setup": 120.0},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        await rank.read("rank", 120.0)
+    address, port = await ranks[0].address()
+    group = WorkerGroup(ranks)
+    return group, await group.all("setup", address, port)
+
+
+@pytest.mark.fault("F33")
+@pytest.mark.defect("C4-the-first-rank-is-blamed")
+@pytest.mark.parametrize("stopped", [True, False])
+def test_the_rank_that_the_others_wait_for_is_named_and_all_stacks_are_in_one_file(
+    cluster: Cluster, tmp_path: Path, stopped: bool
+):
+    async def run() -> tuple[DeadlineExceeded, int]:
+        group, pids = await meeting_ranks(cluster, deadline_s=3.0)
+        if stopped:
+            os.kill(pids[1], signal.SIGSTOP)
+        learner = Learner(group, None, BatchSizes(1), stacks_file=tmp_path / "stacks.txt")
+        with pytest.raises(DeadlineExceeded) as caught:
+            await group.scatter("reduce", [(False, False), (True, False)])
+        await learner.explain(caught.value)
+        return caught.value, pids[1]
+
+    error, pid = asyncio.run(run())
+    why = f"its process is stopped: kill -CONT {pid}" if stopped else "had not come so far, the other ranks waited"
+    assert f"did not finish within 3 s: policy rank 1 {'does not run (' * stopped}{why}" in str(error)
+    assert str(tmp_path / "stacks.txt") in str(error)
+    first, second = (tmp_path / "stacks.txt").read_text().split("=== policy rank 1")
+    assert "in all_reduce" in first
+    assert ("subject.py" in second) != stopped
+
+
+@pytest.mark.fault("F33")
+def test_of_ranks_that_lost_a_peer_and_the_peer_that_died_the_death_is_raised(cluster: Cluster):
+    async def run() -> None:
+        group, _ = await meeting_ranks(cluster, deadline_s=60.0)
+        with pytest.raises(WorkerDied, match="policy rank 1 died during reduce"):
+            await group.scatter("reduce", [(False, False), (False, True)])
+
+    asyncio.run(run())
 
 
 def test_calls_results_and_errors_cross_as_they_are(cluster: Cluster):

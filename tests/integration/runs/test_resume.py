@@ -38,6 +38,7 @@ def kill_in_the_middle_of_step(overrides: list[str], folder: Path, step: int) ->
 
 @pytest.mark.slow
 @pytest.mark.fault("F35")
+@pytest.mark.fault("F37")
 def test_a_killed_run_resumes_to_the_same_metrics_and_the_same_bits(run: Run, small: Callable, tmp_path: Path):  # type: ignore[type-arg]
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     run("main_base", *small(straight), *SIX_STEPS)
