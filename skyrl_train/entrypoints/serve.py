@@ -7,12 +7,12 @@ SKYRL_API_KEY; without one, a file is named that holds it.
 
 from __future__ import annotations
 
-import asyncio
-import signal
 import sys
+from contextlib import suppress
 
 from skyrl_train.config.presence import Uses
 from skyrl_train.entrypoints.main_base import BasePPOExp, start
+from skyrl_train.errors import Stopped
 
 
 class ServingExp(BasePPOExp):
@@ -26,16 +26,15 @@ class ServingExp(BasePPOExp):
     def get_eval_dataset(self) -> None:
         """There is nothing to evaluate on."""
 
+    def run(self) -> None:
+        with suppress(Stopped):  # there is no other way to end it
+            super().run()
+
     async def _run(self) -> None:
         from skyrl_train.assembly.serving import serving, until_none_lives
 
         async with serving(self.cfg, self.cluster, self.tokenizer, self.get_inference_client) as client:
-            watch = asyncio.ensure_future(until_none_lives(client))
-            for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which has a handler of its own
-                asyncio.get_running_loop().add_signal_handler(number, watch.cancel)
-            await asyncio.wait([watch])
-            if not watch.cancelled():
-                watch.result()
+            await until_none_lives(client)
 
 
 def main() -> None:

@@ -54,9 +54,7 @@ async def until_told(work: Coroutine[Any, Any, T], lost: Awaitable[SkyRLError]) 
     def on_signal(number: int) -> None:
         if told.done():
             os._exit(128 + number)
-        _log.warning(
-            "%s: saving the last whole step, then leaving. Again: leaving at once.", signal.Signals(number).name
-        )
+        _log.warning("%s: leaving in good order. Again: leaving at once.", signal.Signals(number).name)
         told.set_result(Stopped(number))
 
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(lost)

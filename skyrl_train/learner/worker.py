@@ -310,10 +310,8 @@ class LearnerWorker:
 
         `in_background`: returns with a copy of them in memory, which a thread writes while this rank goes on.
         """
-        if self._writing is not None:
-            wait([self._writing])  # one that was given up, as another rank could not write
-        shard = self.strategy.shard()
-        self._writing = self._writer.submit((shard.copied() if in_background else shard).write, Path(directory))
+        shard = self.strategy.shard(copied=in_background)
+        self._writing = self._writer.submit(shard.write, Path(directory))
         if not in_background:
             self._writing.result()
 
@@ -324,6 +322,12 @@ class LearnerWorker:
             return None
         writing, self._writing = self._writing, None
         return writing.result()
+
+    def stop_saving(self) -> None:
+        """Wait for the end of a save whose outcome does not matter any more: another rank could not write."""
+        if self._writing is not None:
+            wait([self._writing])
+            self._writing = None
 
     def load(self, directory: str) -> None:
         self.strategy.load(Path(directory))

@@ -121,8 +121,11 @@ class Strategy(Protocol):
     def updates(self) -> int:
         """Optimizer steps since the model was loaded from Hugging Face, skipped ones included."""
 
-    def shard(self) -> Shard:
-        """This rank's part of parameters, optimizer and schedule; all ranks call it. May share the model's memory."""
+    def shard(self, copied: bool = False) -> Shard:
+        """This rank's part of parameters, optimizer and schedule, in host memory; all ranks call it.
+
+        `copied`: in memory of its own, which training does not change; otherwise it may share the model's.
+        """
 
     def save(self, directory: Path) -> None:
         """Write `shard` as safetensors and JSON; all ranks call it."""

@@ -207,14 +207,15 @@ class OptimizedModel:
         """See `Strategy.save`."""
         self.shard().write(directory)
 
-    def shard(self) -> Shard:
+    def shard(self, copied: bool = False) -> Shard:
         """See `Strategy.shard`: param, exp_avg, exp_avg_sq and step of every parameter."""
         tensors, slices = {}, self._slices()
         for name, piece in slices.items():
             slices[name] = piece if self._writes(name) else replace(piece, stop=piece.start)
             state = self._state(name) if self._optimizer is not None else {}
             for key, value in {"param": self._held(name), **state}.items():
-                stored = value if key == "step" else self._stored(name, value.cpu())  # an accelerator may be full
+                value = value.to("cpu", copy=copied)  # an accelerator may be full
+                stored = value if key == "step" else self._stored(name, value)
                 writes = key == "step" or self._writes(name)
                 tensors[f"{key}/{name}"] = stored if writes else stored.new_empty(0)
         meta = {

@@ -74,10 +74,6 @@ class Shard:
     """"kind/parameter" -> tensor of any shape; flattened in the file."""
     meta: Mapping[str, Any]
 
-    def copied(self) -> Shard:
-        """The same in memory of its own, which training does not change."""
-        return replace(self, tensors={name: tensor.detach().clone() for name, tensor in self.tensors.items()})
-
     def write(self, directory: Path) -> dict[str, Written]:
         """Write this rank's two files durably; file name -> what it holds. Raises OSError."""
         directory.mkdir(parents=True, exist_ok=True)

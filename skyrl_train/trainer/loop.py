@@ -19,8 +19,6 @@ from skyrl_train.trainer.guards import Guards
 from skyrl_train.trainer.run_state import RunState, Unfinished
 from skyrl_train.trainer.schedule import StepSchedule
 
-SKIPPED = "/skipped"
-"""How the metrics end that say which share of a model's updates was skipped, as the gradient was not finite."""
 _ANSWER_S = 30.0
 """Within this time every rank that lives and is not hung answers a call that does nothing."""
 _log = logging.getLogger(__name__)
@@ -74,8 +72,6 @@ class TrainingLoop(ABC):
         self._to_do: list[str] = []
         """What is still to be done about `step`: "reference", "publish", "evaluate", "log", "export", in this order."""
         self._samples: Sequence[SampleRow] = ()
-        self._unhealthy_since: int | None = None
-        """The first of the latest consecutive steps with skipped updates."""
 
     async def fit(self) -> None:
         """Train up to the last step, from the checkpoint to resume or else from the start."""
@@ -116,17 +112,13 @@ class TrainingLoop(ABC):
         try:
             values = await self.learner.update(batch)
         except NonFiniteUpdate as error:
-            first = self.step + 1 if self._unhealthy_since is None else self._unhealthy_since
-            raise NonFiniteUpdate(f"{error} {self._last_good(first)}") from error
+            raise NonFiniteUpdate(f"{error} {self._last_good()}") from error
         self.step += 1
+        self.state.skipped.note(self.step, values)
         self.state.mark()
         self._whole = True
         self._to_do = self._due()
         self._add(values)
-        if not any(share for name, share in values.items() if name.endswith(SKIPPED)):
-            self._unhealthy_since = None
-        elif self._unhealthy_since is None:
-            self._unhealthy_since = self.step
         if self.schedule.ends_epoch(self.step):
             self._to_do.insert(0, "reference")
             await self.state.update_reference()
@@ -137,8 +129,9 @@ class TrainingLoop(ABC):
         exports = self.intervals.due(self.intervals.export, self.step)
         return ["log", *(["export"] if exports else [])]
 
-    def _last_good(self, first_bad: int) -> str:
+    def _last_good(self) -> str:
         """Names the newest checkpoint whose weights are known to be good: an update of theirs was finite."""
+        first_bad = self.step + 1 if self.state.skipped.since is None else self.state.skipped.since
         found = self.state.newest_saved(first_bad - 1)
         if found is None:
             return "There is no checkpoint from before that."

@@ -19,6 +19,8 @@ MAX_FAILED_SAVES = 3
 """After this many consecutive checkpoints that could not be written the run stops: all it learns may be lost."""
 _LOOKS_EVERY_S = 0.2
 """How often the ranks are asked whether they have written their files."""
+SKIPPED = "/skipped"
+"""How the metrics end that say which share of a model's updates was skipped, as the gradient was not finite."""
 _log = logging.getLogger(__name__)
 
 
@@ -30,6 +32,24 @@ class Unfinished:
     """Of "reference", "publish", "evaluate", "export"."""
     row: dict[str, float] = field(default_factory=dict)
     """The step's metrics so far, to be completed by what is done."""
+
+
+class SkippedUpdates:
+    """Remembers the first of the latest consecutive steps with skipped updates: weights from then on may be damaged."""
+
+    def __init__(self) -> None:
+        self.since: int | None = None
+
+    def note(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take in the metrics of a step's updates."""
+        skipped = any(share for name, share in metrics.items() if name.endswith(SKIPPED))
+        self.since = (step if self.since is None else self.since) if skipped else None
+
+    def state(self) -> dict[str, Any]:
+        return {"since": self.since}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.since = state["since"]
 
 
 class RunState:
@@ -64,7 +84,8 @@ class RunState:
         self._resume_mode = resume_mode
         self._resume_path = resume_path
         self._fingerprints = dict(fingerprints)
-        self._controllers = dict(controllers or {})
+        self.skipped = SkippedUpdates()
+        self._controllers = {**(controllers or {}), "skipped_updates": self.skipped}
         self._reference_folder = None if learner.reference is None else reference_folder
         self._in_background = in_background
         self._deadline_s = deadline_s
@@ -172,15 +193,21 @@ class RunState:
         except OSError as error:
             if isinstance(error, SkyRLError):  # a deadline is a TimeoutError, which is an OSError
                 raise
-            await asyncio.to_thread(self._checkpoints.discard, step)
+            await self._discard(step)
             self._note_failure(step, error)
         except Exception:
-            await asyncio.to_thread(self._checkpoints.discard, step)
+            await self._discard(step)
             raise
         else:
             self._failed_in_a_row, self.saved_step = 0, step
         finally:
             copied.set()
+
+    async def _discard(self, step: int) -> None:
+        """Delete what was written, once no rank that answers writes to it any more."""
+        workers = [worker for group in self._learner.trained.values() for worker in group.workers]
+        await asyncio.gather(*(worker.stop_saving() for worker in workers), return_exceptions=True)
+        await asyncio.to_thread(self._checkpoints.discard, step)
 
     async def _write_files(self, step: int, copied: asyncio.Event) -> dict[str, Written]:
         """Have the ranks write their parts; returns what they wrote, by path inside the checkpoint."""

@@ -124,7 +124,7 @@ class Trainer(TrainingLoop):
                 try:
                     values = await self.publish(self.step)
                 except NonFiniteWeights as error:
-                    raise NonFiniteWeights(f"{error} {self._last_good(self.step + 1)}") from error
+                    raise NonFiniteWeights(f"{error} {self._last_good()}") from error
         self._add(values)
         self._done("publish")
 

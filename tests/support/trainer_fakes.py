@@ -11,7 +11,7 @@ from skyrl_train.report.trackers import Trackers
 from skyrl_train.rollouts.collector import RolloutCollector
 from skyrl_train.trainer.loop import Intervals
 from skyrl_train.trainer.residency import AlwaysResident
-from skyrl_train.trainer.run_state import Unfinished
+from skyrl_train.trainer.run_state import SkippedUpdates, Unfinished
 from skyrl_train.trainer.schedule import StepSchedule
 from skyrl_train.trainer.trainer import Trainer
 
@@ -26,6 +26,7 @@ class Fakes:
         self.resumed_at = resumed_at
         self.fail_at_version: int | None = None
         self.saved_step = 0
+        self.skipped = SkippedUpdates()
         self.marked = 0
         self.unfinished = Unfinished()
         self.saved_with: Unfinished | None = None

@@ -121,8 +121,8 @@ class TransformersEngine:
             self._check_serving()
             self._scheduler.submit(call)
 
-        await self._ask(submit)
         try:
+            await self._ask(submit)
             return await asyncio.shield(asyncio.wrap_future(call.future))
         except asyncio.CancelledError:
             if not self._closed:

@@ -72,6 +72,7 @@ def test_a_run_goes_on_with_the_step_the_version_and_what_was_left_undone(tiny_m
         assert await state.resume() == (0, Unfinished())
         await learner.update(policy_batch())
         position.at = 3
+        state.skipped.note(1, {"policy/skipped": 0.5})
         state.mark()
         position.at = 5  # of the next step
         await state.save(1, Unfinished(("evaluate",), {"reward/mean": 0.5}))
@@ -80,6 +81,10 @@ def test_a_run_goes_on_with_the_step_the_version_and_what_was_left_undone(tiny_m
     async def second(state: RunState, learner: Learner, position: Position) -> None:
         assert await state.resume() == (1, Unfinished(("evaluate",), {"reward/mean": 0.5}))
         assert (position.at, learner.version, state.saved_step) == (3, 1, 1)
+        state.skipped.note(2, {"policy/skipped": 1.0})
+        assert state.skipped.since == 1  # so that this checkpoint is not called a good one
+        state.skipped.note(3, {"policy/skipped": 0.0})
+        assert state.skipped.since is None
 
     with_state(tiny_model_path, tmp_path, first)
     with_state(tiny_model_path, tmp_path, second)
