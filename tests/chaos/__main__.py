@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
+from skyrl_train.engines.http.wire import API_KEY
 from skyrl_train.environments.tasks.arithmetic import generate
 from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.chaos.campaign import Campaign, Miss
+from tests.chaos.elsewhere import TOKEN, engine_elsewhere
 from tests.chaos.faults import named
 from tests.chaos.runs import KINDS, overrides_of
 
@@ -24,13 +28,17 @@ def main() -> int:
     parser.add_argument("--kind", choices=sorted(KINDS), default="two_engines", help="of runs")
     parser.add_argument("--only", help="faults whose names contain one of these, separated by commas")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name, ExitStack() as stack:
         root = Path(name)
         rows = [row | {"env_class": "mischievous"} for row in generate(24, 2, 9, 0, "train")]
         (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         model = save_tiny_model(root / "model")
-        overrides = overrides_of(given.kind, root / "train.jsonl", model)
-        campaign = Campaign(root / "runs", overrides, list(named(given.only)), given.seed)
+        proxy = None
+        if given.kind == "engine_elsewhere":
+            os.environ[API_KEY] = TOKEN
+            proxy = stack.enter_context(engine_elsewhere(model))
+        overrides = overrides_of(given.kind, root / "train.jsonl", model, proxy.address if proxy else "")
+        campaign = Campaign(root / "runs", overrides, list(named(given.only)), given.seed, proxy)
         print(f"seed {given.seed}, runs of {given.kind}")
         try:
             campaign.go(given.minutes * 60, given.faults)

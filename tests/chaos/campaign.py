@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from skyrl_train.report.jsonl import read_jsonl
 from skyrl_train.trainer.checkpoints import Checkpoints, verify
+from tests.chaos.elsewhere import Proxy
 from tests.chaos.faults import ENVIRONMENT_CODE, MISCHIEF, Fault, Victim
 
 STEPS = 10
@@ -47,6 +48,8 @@ class Campaign:
     overrides: Callable[[Path], list[str]]
     faults: Sequence[Fault]
     seed: int
+    proxy: Proxy | None = None
+    """Where the engine runs elsewhere: what its connections pass through."""
     say: Callable[[str], None] = print
     struck: Counter[str] = field(default_factory=Counter)
 
@@ -93,7 +96,7 @@ class Campaign:
         with (folder / "log").open("w") as log:
             command = [sys.executable, "-m", "skyrl_train.entrypoints.main_base", *self.overrides(folder)]
             driver = subprocess.Popen(command, stdout=log, stderr=log, env=env)
-        victim, known, last = Victim(driver, folder, self.chance), set[psutil.Process](), None
+        victim, known, last = Victim(driver, folder, self.chance, self.proxy), set[psutil.Process](), None
         moved_at, seen, next_at = time.monotonic(), before, self._soon()
         try:
             while driver.poll() is None:

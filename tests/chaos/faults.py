@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.chaos.elsewhere import Proxy
+
 MISCHIEF = "mischief"
 """A file in a run's folder that tells its environments how to misbehave."""
 FULL_S = 1.5
@@ -27,6 +29,7 @@ class Victim:
     driver: subprocess.Popen[bytes]
     folder: Path
     chance: random.Random
+    proxy: Proxy | None = None
 
     def processes(self, pattern: str) -> list[psutil.Process]:
         """Its processes whose name or command line matches, the driver's own excepted."""
@@ -109,6 +112,10 @@ def _full_disk(victim: Victim) -> bool:
     return bool(limited)
 
 
+def _drop_connections(victim: Victim) -> bool:
+    return victim.proxy is not None and victim.proxy.drop()
+
+
 def _mischief(kind: str) -> Callable[[Victim], bool]:
     def strike(victim: Victim) -> bool:
         (victim.folder / MISCHIEF).write_text(kind)
@@ -134,6 +141,7 @@ FAULTS = (
     Fault("SIGTERM", _signal(TERM), ends=True, codes=(143,), says="SIGTERM", saves=True),
     Fault("SIGINT", _signal(INT), ends=True, codes=(130,), says="SIGINT", saves=True),
     Fault("SIGINT twice", _signal(INT, INT), ends=True, codes=(130,), says="SIGINT"),
+    Fault("connections dropped", _drop_connections, ends=True, says="EnginesLost", saves=True),
     Fault("disk full", _full_disk, needs_start=True, settles_s=1),
     *(
         Fault(f"environment {kind}", _mischief(kind), masks=True, settles_s=2)

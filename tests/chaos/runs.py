@@ -10,14 +10,19 @@ from tests.chaos.campaign import SAVED_EVERY, STEPS
 KINDS = {
     "two_engines": ["generator.num_inference_engines=2"],
     "two_ranks": ["trainer.placement.policy_num_gpus_per_node=2", "generator.num_inference_engines=2"],
+    "engine_elsewhere": [
+        "generator.run_engines_locally=false",
+        "generator.remote_inference_engine_urls=['{engine}']",
+        "generator.weight_sync_check=probe",
+    ],
     "async_checkpoint": ["trainer.async_checkpoint=true"],
     "vllm": ["generator.backend=vllm", "trainer.timeouts.engine_start_s=300"],
     "sglang": ["generator.backend=sglang", "trainer.timeouts.engine_start_s=300"],
 }
 
 
-def overrides_of(kind: str, data: Path, model: str) -> Callable[[Path], list[str]]:
-    """The overrides of a run of this kind in a folder."""
+def overrides_of(kind: str, data: Path, model: str, engine: str = "") -> Callable[[Path], list[str]]:
+    """The overrides of a run of this kind in a folder; `engine`: the address of one that runs elsewhere."""
 
     def overrides(folder: Path) -> list[str]:
         return [
@@ -50,7 +55,7 @@ def overrides_of(kind: str, data: Path, model: str) -> Callable[[Path], list[str
             "generator.sampling_params.max_generate_length=16",
             "environment.env_class=mischievous",
             "environment.skyrl_gym.max_env_workers=1",
-            *KINDS[kind],
+            *(override.format(engine=engine) for override in KINDS[kind]),
         ]
 
     return overrides

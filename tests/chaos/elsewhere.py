@@ -1,0 +1,84 @@
+"""An engine that runs elsewhere, behind connections that can be dropped."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+
+from skyrl_train.cluster.sockets import free_address
+from skyrl_train.engines.http.wire import API_KEY
+
+TOKEN = "a-token-for-chaos"
+_HOST = "127.0.0.1"
+
+
+class Proxy:
+    """Passes bytes between an address of its own and `port`, until the connections are dropped."""
+
+    def __init__(self, port: int):
+        self._port = port
+        self._open: list[socket.socket] = []
+        self._listening = socket.create_server((_HOST, 0))
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return f"{_HOST}:{self._listening.getsockname()[1]}"
+
+    def drop(self) -> bool:
+        """Cut all connections; returns whether there were any."""
+        dropped, self._open = self._open, []
+        for one in dropped:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+        return bool(dropped)
+
+    def close(self) -> None:
+        self._listening.close()
+        self.drop()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                near, _ = self._listening.accept()
+                try:
+                    far = socket.create_connection((_HOST, self._port))
+                except OSError:
+                    near.close()
+                    continue
+                self._open += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass, args=(source, sink), daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        for one in (source, sink):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            with suppress(ValueError):
+                self._open.remove(one)
+
+
+@contextmanager
+def engine_elsewhere(model: str) -> Iterator[Proxy]:
+    """`serve` with one transformers engine, and the proxy in front of it."""
+    _, port = free_address(_HOST)
+    keys = [f"trainer.policy.model.path={model}", f"generator.http_endpoint_port={port}", "data.train_data=[none]"]
+    command = [sys.executable, "-m", "skyrl_train.entrypoints.serve", *keys]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {API_KEY: TOKEN})
+    assert server.stdout is not None
+    try:
+        assert any(line.startswith("Serving ") for line in server.stdout), "it ended before it served"
+        with closing(Proxy(port)) as proxy:
+            yield proxy
+    finally:
+        server.terminate()
+        server.communicate(timeout=60)
