@@ -2,9 +2,9 @@
 
     python scripts/benchmarks/checkpoints.py [--steps 21] [--every 10] [--repeats 2] [key=value ...]
 
-4 prompts x 8 samples, prompts of 121 tokens, 64 new ones each, a Qwen2 of about 50 million parameters, fp32 on the CPU: a
-checkpoint of its weights and both of AdamW's moments is 600 MB. The three kinds of run take turns. A run's time is from
-the row of its first step to the row of its last, so it contains all checkpoints but the last one; seconds a step.
+4 prompts x 8 samples, prompts of 121 tokens, 64 new ones each, a Qwen2 of about 50 million parameters, fp32 on the CPU:
+a checkpoint of its weights and both of AdamW's moments is 600 MB. The three kinds of run take turns. A run's time is
+from the row of its first step to the row of its last, so it contains all checkpoints but the last one.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -12,12 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from skyrl_train.engines.http.wire import API_KEY
-from skyrl_train.environments.tasks.arithmetic import generate
 from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.chaos.campaign import Campaign, Miss
 from tests.chaos.elsewhere import TOKEN, engine_elsewhere
 from tests.chaos.faults import named
-from tests.chaos.runs import KINDS, overrides_of
+from tests.chaos.runs import KINDS, overrides_of, problems
 
 
 def main() -> int:
@@ -30,14 +28,12 @@ def main() -> int:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name, ExitStack() as stack:
         root = Path(name)
-        rows = [row | {"env_class": "mischievous"} for row in generate(24, 2, 9, 0, "train")]
-        (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         model = save_tiny_model(root / "model")
         proxy = None
         if given.kind == "engine_elsewhere":
             os.environ[API_KEY] = TOKEN
             proxy = stack.enter_context(engine_elsewhere(model))
-        overrides = overrides_of(given.kind, root / "train.jsonl", model, proxy.address if proxy else "")
+        overrides = overrides_of(given.kind, problems(root), model, proxy.address if proxy else "")
         campaign = Campaign(root / "runs", overrides, list(named(given.only)), given.seed, proxy)
         print(f"seed {given.seed}, runs of {given.kind}")
         try:

@@ -90,6 +90,7 @@ class Campaign:
         folder.mkdir(exist_ok=True)
         env = os.environ | {
             "SKYRL_CHAOS": str(folder / MISCHIEF),
+            "RAY_ADDRESS": "local",
             "PYTHONPATH": os.pathsep.join([str(self.root / "plugins"), os.environ.get("PYTHONPATH", "")]),
         }
         before = len(_rows(folder))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
+from skyrl_train.environments.tasks.arithmetic import generate
 from tests.chaos.campaign import SAVED_EVERY, STEPS
 
 KINDS = {
@@ -19,6 +21,14 @@ KINDS = {
     "vllm": ["generator.backend=vllm", "trainer.timeouts.engine_start_s=300"],
     "sglang": ["generator.backend=sglang", "trainer.timeouts.engine_start_s=300"],
 }
+
+
+def problems(folder: Path) -> Path:
+    """24 rows of training data, for environments that misbehave when they are told to."""
+    rows = [row | {"env_class": "mischievous"} for row in generate(24, 2, 9, 0, "train")]
+    file = folder / "problems.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
 
 
 def overrides_of(kind: str, data: Path, model: str, engine: str = "") -> Callable[[Path], list[str]]:

@@ -1,0 +1,21 @@
+"""A little of `scripts/chaos`, which takes as long as one likes: random faults, after which everything holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.campaign import Campaign
+from tests.chaos.faults import FAULTS
+from tests.chaos.runs import overrides_of, problems
+
+SECONDS = 75.0
+
+
+@pytest.mark.slow
+def test_after_random_faults_a_run_goes_on_or_ends_as_it_should(tmp_path: Path, tiny_model_path: str):
+    overrides = overrides_of("two_engines", problems(tmp_path), tiny_model_path)
+    campaign = Campaign(tmp_path / "runs", overrides, FAULTS, seed=18)
+    campaign.go(SECONDS)
+    assert campaign.struck.total() >= 5, campaign.struck
