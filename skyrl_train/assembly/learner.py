@@ -208,7 +208,7 @@ def _group(
                 name=f"{role} rank {rank}",
                 concurrent=False,
                 deadline_s=timeouts.update_s,
-                deadlines=dict.fromkeys(("save", "load", "export"), timeouts.checkpoint_s)
+                deadlines=dict.fromkeys(("save", "stop_saving", "load", "export"), timeouts.checkpoint_s)
                 | dict.fromkeys(("address", "setup", "reload"), timeouts.engine_start_s)
                 # Asked in the background: it may have to wait for an update.
                 | {"saved": timeouts.update_s + timeouts.checkpoint_s},

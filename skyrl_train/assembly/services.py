@@ -130,11 +130,11 @@ async def start_learner(learner: Learner | None, trainer: TrainerConfig) -> None
         async with asyncio.timeout(trainer.timeouts.engine_start_s) as deadline:
             await learner.setup()
     except TimeoutError as error:
-        late = error
-        if deadline.expired():
-            late = DeadlineExceeded("start of the trainer's ranks", trainer.timeouts.engine_start_s)
-        if isinstance(late, DeadlineExceeded):
-            await learner.explain(late)
+        if not deadline.expired():
+            await learner.explain(error)
+            raise
+        late = DeadlineExceeded("start of the trainer's ranks", trainer.timeouts.engine_start_s)
+        await learner.explain(late)
         raise late from error
 
 
@@ -151,7 +151,8 @@ def build_state(base: Services, fingerprints: Mapping[str, str], controllers: Ma
         controllers=controllers,
         reference_folder=base.directory / "reference.partial" if trainer.update_ref_every_epoch else None,
         in_background=trainer.async_checkpoint,
-        deadline_s=trainer.timeouts.checkpoint_s,
+        # In the background a rank is asked between two updates.
+        deadline_s=trainer.timeouts.checkpoint_s + trainer.timeouts.update_s * trainer.async_checkpoint,
     )
 
 

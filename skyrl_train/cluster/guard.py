@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
 
 import psutil
@@ -59,13 +59,17 @@ class Guard:
         dead = (head.pid for head in self._heads if not _lives(head))
         return next((f"{self._names[pid]} (process {pid})" for pid in dead), None)
 
-    def kill_wards(self) -> None:
-        """Kill the guarded processes now."""
+    def family(self) -> set[psutil.Process]:
+        """Ray's own processes and all that they have started."""
+        found = set(self._heads)
         for head in self._heads:
             with suppress(psutil.NoSuchProcess):
-                for process in (*head.children(recursive=True), head):
-                    process.kill()
-        _Wards(self._mark).kill()
+                found.update(head.children(recursive=True))
+        return found
+
+    def kill_wards(self, family: Set[psutil.Process] = frozenset()) -> None:
+        """Kill the guarded processes now, and what is left of an earlier `family`."""
+        _Wards(self._mark, self.family() | family).kill()
 
     def close(self) -> None:
         """End the guard; the processes live on."""
@@ -83,9 +87,9 @@ def _lives(process: psutil.Process) -> bool:
 class _Wards:
     """The processes with a mark, remembered: the titles that Ray's processes give themselves overwrite it."""
 
-    def __init__(self, mark: str):
+    def __init__(self, mark: str, known: Set[psutil.Process] = frozenset()):
         self._mark = mark
-        self._found: set[psutil.Process] = set()
+        self._found = set(known)
 
     def look(self) -> None:
         self._found |= {process for process in psutil.process_iter() if _has(process, self._mark)}

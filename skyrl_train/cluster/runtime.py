@@ -102,7 +102,11 @@ def _start_own(settings: Mapping[str, Any]) -> None:
     """Start Ray on this machine; if it is too slow, try again. Raises Ray's exception of the last attempt."""
     before = psutil.Process().children(recursive=True)
     for attempt in range(1, STARTS + 1):
-        failure = _start(settings)
+        try:
+            failure = _start(settings)
+        except BaseException:  # told to stop: leave the raylet before it is killed, or it takes this process with it
+            _kill_started_processes(before)
+            raise
         if failure is None:
             return
         _kill_started_processes(before)
@@ -151,11 +155,15 @@ def _own_folder(settings: Mapping[str, Any]) -> str | None:
 
 @contextmanager
 def _own_handlers() -> Iterator[None]:
-    """A program's own handler of SIGTERM stays: Ray sets one that exits with 1."""
+    """A program's own handler of SIGTERM stays: Ray sets one that exits. Raises Stopped if that one was called."""
     handler = signal.getsignal(signal.SIGTERM)
-    yield
-    if handler not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    except SystemExit as leaving:
+        raise (Stopped(signal.SIGTERM) if leaving.code == signal.SIGTERM else leaving) from None
+    finally:
+        if handler not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager
@@ -183,6 +191,19 @@ def _one_at_a_time() -> Iterator[None]:
             except BlockingIOError:
                 time.sleep(0.1)
         yield
+
+
+def _is_failure(error: BaseException | None) -> bool:
+    """Whether somebody may want to know why a run ended so; not if it was told to."""
+    return isinstance(error, Exception) and not isinstance(error, Stopped)
+
+
+def _remove_folders(failed: bool) -> None:
+    """Remove Ray's folder of this run, but not if its logs may say what failed."""
+    while _folders:
+        folder = _folders.pop()
+        if not failed:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 _users: weakref.WeakSet[Cluster] = weakref.WeakSet()
@@ -250,10 +271,10 @@ class Cluster:
             try:
                 with _unless_set(self._idle_workers()), guard.marking():
                     _start_own(settings)
-            except BaseException:
+            except BaseException as error:
                 guard.kill_wards()
                 guard.close()
-                _folders.clear()
+                _remove_folders(failed=_is_failure(error))
                 raise
             _guards.append(guard)
         _users.add(self)
@@ -283,7 +304,8 @@ class Cluster:
             env["py_executable"] = shlex.quote(sys.executable)
         given: dict[str, Any] = {"runtime_env": env, "logging_level": logging.WARNING}
         try:
-            ray.init(address=address, **(given | dict(settings)))
+            with _own_handlers():
+                ray.init(address=address, **(given | dict(settings)))
         except ConnectionError as error:
             raise ConfigError(
                 f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}). If it asks for a token, as one does "
@@ -331,17 +353,16 @@ class Cluster:
         _users.discard(self)
         if _users:
             return
+        families = [guard.family() for guard in _guards]
         if dead:
             for guard in _guards:
                 guard.kill_wards()
         ray.shutdown()
-        while _guards:
-            _guards.pop().close()
-        failed = dead or not (kind is None or issubclass(kind, Stopped | asyncio.CancelledError))
-        while _folders:
-            folder = _folders.pop()
-            if not failed:  # else Ray's logs may say why
-                shutil.rmtree(folder, ignore_errors=True)
+        for guard, family in zip(_guards, families, strict=True):
+            guard.kill_wards(family)  # agents of a raylet that ended while it started them look for it for a minute
+            guard.close()
+        _guards.clear()
+        _remove_folders(failed=dead or _is_failure(error))
 
     def death(self) -> ClusterLost | None:
         """What to raise if a process of the Ray that we started has died without which it cannot go on."""

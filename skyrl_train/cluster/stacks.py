@@ -85,14 +85,17 @@ def _read(actors: Sequence[str]) -> dict[str, Stack]:
 
 async def stacks(actors: Sequence[str], within_s: float) -> dict[str, Stack]:
     """Actor id -> what its process does, of those on nodes that tell it in time; empty without an answer of Ray's."""
-    asked: list[asyncio.Future[dict[str, Stack]]] = []
-    with suppress(TimeoutError, RayError):
+    try:
         async with asyncio.timeout(within_s):
-            for node in await asyncio.to_thread(ray.nodes):
-                if node["Alive"]:
-                    there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-                    task = ray.remote(_read).options(num_cpus=0, scheduling_strategy=there).remote(list(actors))
-                    asked.append(asyncio.wrap_future(task.future()))
-            await asyncio.gather(*asked, return_exceptions=True)
-    done = [one for one in asked if one.done() and not one.exception()]
-    return {actor: stack for one in done for actor, stack in one.result().items()}
+            nodes = [node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
+    except (TimeoutError, RayError):
+        return {}
+    asked = []
+    for node in nodes:
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        task = ray.remote(_read).options(num_cpus=0, scheduling_strategy=there).remote(list(actors))
+        asked.append(asyncio.wrap_future(task.future()))
+    done, late = await asyncio.wait(asked, timeout=within_s) if asked else (set(), set())
+    for one in late:
+        one.cancel()
+    return {actor: stack for one in done if not one.exception() for actor, stack in one.result().items()}

@@ -17,7 +17,7 @@ from skyrl_train.config.prepare import launch
 from skyrl_train.config.presence import Uses, slots_of
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
-from skyrl_train.entrypoints.stopping import signals_raise, until_told
+from skyrl_train.entrypoints.stopping import exits_as_told, signals_raise, until_told
 from skyrl_train.errors import ClusterLost, SkyRLError, Stopped
 
 if TYPE_CHECKING:
@@ -241,6 +241,7 @@ def used_by(experiment: type[BasePPOExp]) -> Uses:
     )
 
 
+@exits_as_told()
 def main() -> None:
     start(BasePPOExp)
 

@@ -9,6 +9,7 @@ import json
 
 from skyrl_train.config.presence import Uses
 from skyrl_train.entrypoints.main_base import BasePPOExp, start
+from skyrl_train.entrypoints.stopping import exits_as_told
 
 
 class EvaluationExp(BasePPOExp):
@@ -42,6 +43,7 @@ class EvaluationExp(BasePPOExp):
         print(json.dumps(scores, indent=1))
 
 
+@exits_as_told()
 def main() -> None:
     start(EvaluationExp)
 

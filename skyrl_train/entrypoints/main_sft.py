@@ -10,6 +10,7 @@ from pathlib import Path
 
 from skyrl_train.config.presence import Uses
 from skyrl_train.entrypoints.main_base import BasePPOExp, start
+from skyrl_train.entrypoints.stopping import exits_as_told
 
 
 class SFTExp(BasePPOExp):
@@ -68,6 +69,7 @@ class SFTExp(BasePPOExp):
             return await sft.fit_and_export()
 
 
+@exits_as_told()
 def main() -> None:
     start(SFTExp)
 

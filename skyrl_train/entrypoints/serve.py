@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from skyrl_train.config.presence import Uses
 from skyrl_train.entrypoints.main_base import BasePPOExp, start
+from skyrl_train.entrypoints.stopping import exits_as_told
 from skyrl_train.errors import Stopped
 
 
@@ -37,6 +38,7 @@ class ServingExp(BasePPOExp):
             await until_none_lives(client)
 
 
+@exits_as_told()
 def main() -> None:
     # The keys of the endpoint have an effect here.
     start(ServingExp, ["generator.enable_http_endpoint=true", *sys.argv[1:]])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Awaitable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -40,6 +42,25 @@ def signals_raise() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def exits_as_told() -> Iterator[None]:
+    """For a process that ends with what is inside: if it was told to end, that is its exit status.
+
+    A signal in a start may interrupt Ray as it connects, or the import of a library with threads of its own. Then the
+    interpreter may crash when it is torn down, and the status would be that of the crash. So the process ends without
+    that, once modules have done what they do at exit.
+    """
+    try:
+        yield
+    except SystemExit as leaving:
+        if leaving.code in {128 + number for number in _SIGNALS}:
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(int(leaving.code))
+        raise
 
 
 async def until_told(work: Coroutine[Any, Any, T], lost: Awaitable[SkyRLError]) -> T:

@@ -293,11 +293,15 @@ class Learner:
             return False
         return True
 
-    async def explain(self, error: DeadlineExceeded) -> None:
-        """Add to `error` which rank the others wait for; the stacks of all ranks go to a file."""
+    async def explain(self, error: BaseException) -> None:
+        """If a deadline passed, add to `error` which rank the others wait for; the stacks of all ranks go to a file."""
         ranks = [worker for group in self._groups for worker in group.workers if isinstance(worker, Remote)]
-        if self.stacks_file is not None and ranks and not error.explanation:
+        if not isinstance(error, DeadlineExceeded) or error.explanation or self.stacks_file is None or not ranks:
+            return
+        try:
             error.explanation = await explain_stall(ranks, self.stacks_file)
+        except Exception:
+            _log.warning("What held up the ranks could not be found out.", exc_info=True)
 
     async def offload(self) -> None:
         await self._call_all_groups("offload")

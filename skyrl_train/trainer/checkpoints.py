@@ -87,10 +87,16 @@ class Checkpoints:
         """Make the folder of `begin` durable and visible, point `latest` at it, and delete the oldest beyond `keep`.
 
         `files` (path inside the folder -> what it holds) are durable already and are not read again. Raises OSError if
-        the disk is full or fails; the existing checkpoints then stay as they are.
+        the disk is full or fails, CheckpointError if one of `files` is not there; the existing checkpoints then stay as
+        they are.
         """
         folder, final, known = self._partial(step), self._final(step), files or {}
         write_durably(folder / STATE_FILE, json.dumps({"global_step": step, **state}, indent=1))
+        if missing := sorted(known.keys() - {name for name, _ in _files(folder)}):
+            raise CheckpointError(
+                f"{folder} does not contain {missing[0]}, which a rank has written there: trainer.ckpt_path must be on "
+                "a disk that all nodes share."
+            )
         found = {name: known.get(name) or describe(path, sync=True) for name, path in sorted(_files(folder))}
         entries = {name: {"bytes": one.size, "sha256": one.sha256} for name, one in found.items()}
         write_durably(folder / MANIFEST_FILE, json.dumps({"global_step": step, "files": entries}, indent=1))
@@ -126,6 +132,8 @@ class Checkpoints:
                 "Checkpoint %s is torn: its save was interrupted. It is not loaded.",
                 root / f"global_step_{torn}.partial",
             )
+        if root == self._root:
+            self._bring_back()
         candidates = _by_recorded_step(root, newest)
         for step, folder in candidates:
             problem = verify(folder)
@@ -141,6 +149,13 @@ class Checkpoints:
                 "another trainer.ckpt_path."
             )
         return None
+
+    def _bring_back(self) -> None:
+        """A checkpoint is out of the way for a moment while its step is saved again: a kill may come just then."""
+        for moved in self._root.glob(f"global_step_*{_DELETING}"):
+            original = moved.with_name(moved.name.removesuffix(_DELETING))
+            if not original.exists() and verify(moved) is None:
+                moved.rename(original)
 
     def _partial(self, step: int) -> Path:
         return self._root / f"global_step_{step}.partial"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.errors import DeadlineExceeded, NonFiniteUpdate, NonFiniteWeights
+from skyrl_train.errors import NonFiniteUpdate, NonFiniteWeights
 from skyrl_train.learner.learner import Learner
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.protocol import SampleRow
@@ -76,7 +76,11 @@ class TrainingLoop(ABC):
     async def fit(self) -> None:
         """Train up to the last step, from the checkpoint to resume or else from the start."""
         self._whole, self._to_do = True, []
-        await self._start()
+        try:
+            await self._start()
+        except Exception as error:
+            await self.learner.explain(error)
+            raise
         started_at = self.step
         try:
             while self.step < self.schedule.total_steps:
@@ -85,8 +89,6 @@ class TrainingLoop(ABC):
             if self.intervals.checkpoint > 0 and self.step > started_at:
                 await self.state.finish(self.step)
         except BaseException as error:
-            if isinstance(error, DeadlineExceeded):
-                await _to_its_end(self.learner.explain(error))
             await _to_its_end(self._leave(error, started_at))
             raise
 
@@ -164,6 +166,7 @@ class TrainingLoop(ABC):
 
     async def _leave(self, error: BaseException, started_at: int) -> None:
         """Record and save the last whole step of a run that ends early."""
+        await self.learner.explain(error)
         try:
             await self.state.written()
         except Exception as failure:

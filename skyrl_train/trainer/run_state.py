@@ -118,7 +118,8 @@ class RunState:
         if self._reference_folder is not None and (found.path / "reference").is_dir():
             await self._reference("reload", found.path / "reference")
         for name, controller in self._controllers.items():
-            controller.load_state(found.state["controllers"][name])
+            if name in found.state["controllers"]:  # else it is of a version that did not have it
+                controller.load_state(found.state["controllers"][name])
         self.mark()
         left = found.state.get("unfinished", {})
         return found.step, Unfinished(tuple(left.get("actions", ())), dict(left.get("row", {})))
@@ -193,21 +194,21 @@ class RunState:
         except OSError as error:
             if isinstance(error, SkyRLError):  # a deadline is a TimeoutError, which is an OSError
                 raise
-            await self._discard(step)
+            await self._stop_saving()
+            await asyncio.to_thread(self._checkpoints.discard, step)
             self._note_failure(step, error)
         except Exception:
-            await self._discard(step)
+            await asyncio.to_thread(self._checkpoints.discard, step)
             raise
         else:
             self._failed_in_a_row, self.saved_step = 0, step
         finally:
             copied.set()
 
-    async def _discard(self, step: int) -> None:
-        """Delete what was written, once no rank that answers writes to it any more."""
+    async def _stop_saving(self) -> None:
+        """Wait for ranks that still write, as another one could not."""
         workers = [worker for group in self._learner.trained.values() for worker in group.workers]
         await asyncio.gather(*(worker.stop_saving() for worker in workers), return_exceptions=True)
-        await asyncio.to_thread(self._checkpoints.discard, step)
 
     async def _write_files(self, step: int, copied: asyncio.Event) -> dict[str, Written]:
         """Have the ranks write their parts; returns what they wrote, by path inside the checkpoint."""

@@ -30,6 +30,8 @@ STEPS = 10
 SAVED_EVERY = 3
 FAULTS_PER_RUN = 8
 """After so many a run may go to its end."""
+_MASKING_RUNS = 0.4
+"""The share of runs that may be hit by what costs episodes."""
 WITHIN_S = 240.0
 """Every run has ended, or taken its next step, within this time."""
 _CLOCKS = ("timing/", "throughput/", "memory/", "engines/", "time")
@@ -73,9 +75,11 @@ class Campaign:
     def _run(self, folder: Path, straight: Path, until: float) -> None:
         """One run with its faults, from its start to its end."""
         struck: list[Fault] = []
+        masks = self.chance.random() < _MASKING_RUNS  # else the run is compared with the undisturbed one
+        faults = [fault for fault in self.faults if masks or not fault.masks] or list(self.faults)
         while True:
             over = len(struck) >= FAULTS_PER_RUN or time.monotonic() > until
-            self._attempt(folder, struck, hits=not over)
+            self._attempt(folder, struck, [] if over else faults)
             if self._code == 0:
                 break
         if not any(fault.masks for fault in struck):
@@ -85,7 +89,7 @@ class Campaign:
             self.say(f"no episode was masked, though there were {names}")
         shutil.rmtree(folder)
 
-    def _attempt(self, folder: Path, struck: list[Fault], hits: bool = False) -> None:
+    def _attempt(self, folder: Path, struck: list[Fault], faults: Sequence[Fault] = ()) -> None:
         """Start the run, or go on with it, and hit it until it ends; check how it ended. Sets `_code`."""
         folder.mkdir(exist_ok=True)
         env = os.environ | {
@@ -108,8 +112,8 @@ class Campaign:
                     seen, moved_at = len(_rows(folder)), now
                 if now - moved_at > WITHIN_S:
                     raise Miss(f"nothing happens after {last and last.name}: {_tail(folder)}")
-                if hits and now >= next_at and (last is None or not last.ends) and len(struck) < FAULTS_PER_RUN:
-                    fault = self.chance.choice(list(self.faults))
+                if faults and now >= next_at and (last is None or not last.ends) and len(struck) < FAULTS_PER_RUN:
+                    fault = self.chance.choice(faults)
                     if (seen or not fault.needs_start) and fault.strike(victim):
                         last = fault
                         struck.append(fault)
@@ -120,12 +124,12 @@ class Campaign:
             driver.kill()
             driver.wait()
         self._code = driver.returncode
-        self._check_end(folder, last, known)
+        self._check_end(folder, last, known, took_steps=seen != before)
 
     def _soon(self) -> float:
         return time.monotonic() + self.chance.uniform(0.5, 6.0)
 
-    def _check_end(self, folder: Path, last: Fault | None, known: set[psutil.Process]) -> None:
+    def _check_end(self, folder: Path, last: Fault | None, known: set[psutil.Process], took_steps: bool) -> None:
         name = last.name if last else "nothing"
         _, left = psutil.wait_procs([one for one in known if one.is_running()], timeout=60)
         left = [one for one in left if one.status() != psutil.STATUS_ZOMBIE]
@@ -143,7 +147,9 @@ class Campaign:
         checkpoints = Checkpoints(folder / "ckpts")
         saved = [step for step in checkpoints.steps() if verify(folder / "ckpts" / f"global_step_{step}") is None]
         done = max(steps, default=0)
-        least = done if last.saves else done // SAVED_EVERY * SAVED_EVERY - SAVED_EVERY * (last.name == "driver killed")
+        # Steps that were taken again are recorded only then, and a fault may strike while a checkpoint is written.
+        saves = last.saves and took_steps
+        least = done if saves else (done // SAVED_EVERY - 1) * SAVED_EVERY
         if max(saved, default=0) < least:
             raise Miss(f"after {name} at step {done} the checkpoints are {saved}: {_tail(folder)}")
 

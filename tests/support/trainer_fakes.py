@@ -77,8 +77,9 @@ class Fakes:
     async def answers(self, within_s: float) -> bool:
         return True
 
-    async def explain(self, error: DeadlineExceeded) -> None:
-        error.explanation = "policy rank 1 does not run"
+    async def explain(self, error: BaseException) -> None:
+        if isinstance(error, DeadlineExceeded):
+            error.explanation = "policy rank 1 does not answer"
 
     async def export(self, step: int) -> None:
         self.events.append(f"export {step}")

@@ -22,6 +22,7 @@ from skyrl_train.assembly.layout import place
 from skyrl_train.cluster.actors import Remote, spawn
 from skyrl_train.cluster.placement import cpus_per_slot, reserve
 from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.cluster.stacks import stacks
 from skyrl_train.config.schema import GeneratorConfig, PlacementConfig
 from skyrl_train.errors import ConfigError, DeadlineExceeded, WorkerDied
 from skyrl_train.learner.learner import BatchSizes, Learner, WorkerGroup
@@ -108,6 +109,7 @@ def test_the_rank_that_the_others_wait_for_is_named_and_all_stacks_are_in_one_fi
         group, pids = await meeting_ranks(cluster, deadline_s=3.0)
         if stopped:
             os.kill(pids[1], signal.SIGSTOP)
+            assert await stacks([group.workers[1].id], 0.5) == {}  # a node that answers too late
         learner = Learner(group, None, BatchSizes(1), stacks_file=tmp_path / "stacks.txt")
         with pytest.raises(DeadlineExceeded) as caught:
             await group.scatter("reduce", [(False, False), (True, False)])
@@ -115,8 +117,10 @@ def test_the_rank_that_the_others_wait_for_is_named_and_all_stacks_are_in_one_fi
         return caught.value, pids[1]
 
     error, pid = asyncio.run(run())
-    why = f"its process is stopped: kill -CONT {pid}" if stopped else "had not come so far, the other ranks waited"
-    assert f"did not finish within 3 s: policy rank 1 {'does not run (' * stopped}{why}" in str(error)
+    why = "had not come so far, while others waited in a collective"
+    if stopped:
+        why = f"does not answer (its process is stopped: kill -CONT {pid} lets it go on)"
+    assert f"did not finish within 3 s: policy rank 1 {why}" in str(error)
     assert str(tmp_path / "stacks.txt") in str(error)
     first, second = (tmp_path / "stacks.txt").read_text().split("=== policy rank 1")
     assert "in all_reduce" in first

@@ -16,6 +16,7 @@ SECONDS = 75.0
 @pytest.mark.slow
 def test_after_random_faults_a_run_goes_on_or_ends_as_it_should(tmp_path: Path, tiny_model_path: str):
     overrides = overrides_of("two_engines", problems(tmp_path), tiny_model_path)
-    campaign = Campaign(tmp_path / "runs", overrides, FAULTS, seed=18)
+    exact = [fault for fault in FAULTS if not fault.masks]  # every run is compared with the undisturbed one
+    campaign = Campaign(tmp_path / "runs", overrides, exact, seed=18)
     campaign.go(SECONDS)
     assert campaign.struck.total() >= 5, campaign.struck

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.durable import describe
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.trainer.checkpoints import Checkpoints, verify
 
@@ -150,6 +151,35 @@ def test_saving_the_same_step_again_replaces_it(tmp_path: Path):
     checkpoints.commit(1, {})
     assert {p.name for p in (tmp_path / "global_step_1").iterdir()} == {"other", "manifest.json", "trainer_state.json"}
     assert verify(tmp_path / "global_step_1") is None
+
+
+@pytest.mark.fault("F35")
+def test_a_kill_while_a_step_is_saved_again_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 1)
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name.endswith(".partial"):
+            raise KeyboardInterrupt  # the old one is out of the way, the new one not there yet
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(checkpoints, 1)
+    assert checkpoints.steps() == []
+    found = checkpoints.load_path("latest")
+    assert found is not None and (found.step, found.path.name) == (1, "global_step_1")
+
+
+def test_a_file_that_a_rank_wrote_where_the_driver_does_not_see_it_is_an_error(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path)
+    (checkpoints.begin(1) / "shard_0.json").write_text("{}")
+    written = {"shard_0.json": describe(tmp_path / "global_step_1.partial" / "shard_0.json", sync=False)}
+    with pytest.raises(CheckpointError, match=r"does not contain shard_1\.json.*disk that all nodes share"):
+        checkpoints.commit(1, {}, written | {"shard_1.json": written["shard_0.json"]})
+    assert checkpoints.load_path("latest") is None
 
 
 def test_going_back_to_an_older_step_never_resumes_the_abandoned_branch(tmp_path: Path):

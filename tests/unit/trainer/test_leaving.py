@@ -126,7 +126,9 @@ def test_a_rank_that_does_not_answer_is_not_waited_for():
 
     fakes.answers = silent  # type: ignore[method-assign]
     fails_at(trainer, "learner", "score", 1, DeadlineExceeded("rank 0.score", 3.0))
-    with pytest.raises(DeadlineExceeded, match=r"rank 0\.score did not finish within 3 s: policy rank 1 does not run"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"rank 0\.score did not finish within 3 s: policy rank 1 does not answer"
+    ):
         asyncio.run(trainer.fit())
     assert not any(event.startswith("save") for event in fakes.events)
 
