@@ -62,24 +62,25 @@ class Campaign:
 
     def go(self, seconds: float, faults: int | None = None) -> None:
         """Hit runs until the time is over or so many faults have struck. Raises Miss."""
-        until = time.monotonic() + seconds
         straight = self.root / "straight"
         self._attempt(straight, [])
         if (code := self._code) != 0:
             raise Miss(f"the undisturbed run exits with {code}: {_tail(straight)}")
-        number = 0
+        number, until = 0, time.monotonic() + seconds
         while time.monotonic() < until and (faults is None or self.struck.total() < faults):
-            self._run(self.root / f"run_{number}", straight, until)
+            self._run(self.root / f"run_{number}", straight, until, faults)
             number += 1
 
-    def _run(self, folder: Path, straight: Path, until: float) -> None:
+    def _run(self, folder: Path, straight: Path, until: float, most: int | None) -> None:
         """One run with its faults, from its start to its end."""
         struck: list[Fault] = []
         masks = self.chance.random() < _MASKING_RUNS  # else the run is compared with the undisturbed one
         faults = [fault for fault in self.faults if masks or not fault.masks] or list(self.faults)
         while True:
-            over = len(struck) >= FAULTS_PER_RUN or time.monotonic() > until
-            self._attempt(folder, struck, [] if over else faults)
+            left = FAULTS_PER_RUN - len(struck)
+            if most is not None:
+                left = min(left, most - self.struck.total())
+            self._attempt(folder, struck, faults, left if time.monotonic() < until else 0)
             if self._code == 0:
                 break
         if not any(fault.masks for fault in struck):
@@ -89,8 +90,8 @@ class Campaign:
             self.say(f"no episode was masked, though there were {names}")
         shutil.rmtree(folder)
 
-    def _attempt(self, folder: Path, struck: list[Fault], faults: Sequence[Fault] = ()) -> None:
-        """Start the run, or go on with it, and hit it until it ends; check how it ended. Sets `_code`."""
+    def _attempt(self, folder: Path, struck: list[Fault], faults: Sequence[Fault] = (), most: int = 0) -> None:
+        """Start the run, or go on with it, and hit it `most` times; check how it ended. Sets `_code`."""
         folder.mkdir(exist_ok=True)
         env = os.environ | {
             "SKYRL_CHAOS": str(folder / MISCHIEF),
@@ -112,14 +113,15 @@ class Campaign:
                     seen, moved_at = len(_rows(folder)), now
                 if now - moved_at > WITHIN_S:
                     raise Miss(f"nothing happens after {last and last.name}: {_tail(folder)}")
-                if faults and now >= next_at and (last is None or not last.ends) and len(struck) < FAULTS_PER_RUN:
+                if most and now >= next_at and (last is None or not last.ends):
                     fault = self.chance.choice(faults)
                     if (seen or not fault.needs_start) and fault.strike(victim):
                         last = fault
                         struck.append(fault)
+                        most -= 1
                         self.struck[fault.name] += 1
                         self.say(f"{sum(self.struck.values()):4} {folder.name} step {seen - 1}: {fault.name}")
-                    next_at = self._soon() + fault.settles_s
+                        next_at = self._soon() + fault.settles_s
         finally:
             driver.kill()
             driver.wait()
