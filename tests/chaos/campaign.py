@@ -115,13 +115,14 @@ class Campaign:
                     raise Miss(f"nothing happens after {last and last.name}: {_tail(folder)}")
                 if most and now >= next_at and (last is None or not last.ends):
                     fault = self.chance.choice(faults)
+                    next_at = self._soon()
                     if (seen or not fault.needs_start) and fault.strike(victim):
                         last = fault
                         struck.append(fault)
                         most -= 1
                         self.struck[fault.name] += 1
                         self.say(f"{sum(self.struck.values()):4} {folder.name} step {seen - 1}: {fault.name}")
-                        next_at = self._soon() + fault.settles_s
+                        next_at += fault.settles_s
         finally:
             driver.kill()
             driver.wait()
