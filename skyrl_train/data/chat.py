@@ -7,18 +7,13 @@ only from the template; if a message spells one, it is encoded as plain characte
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from jinja2 import TemplateError
-
+from skyrl_train.data.control_tokens import ANSWER, MarkingTemplate, marking_template
 from skyrl_train.data.trajectory import Message
 from skyrl_train.errors import DataError
-
-PRIVATE_USE = range(0xE000, 0xF8FF)
 
 
 def render_prompt(
@@ -50,13 +45,8 @@ def render_continuation(
     Raises DataError if it rejects the messages.
     """
     if not verbatim:
-        used = set().union(*_strings(messages))
-        placeholder = next((chr(code) for code in PRIVATE_USE if chr(code) not in used), None)
-        if placeholder is None:
-            raise DataError("the messages of a conversation must leave two private-use characters unused.")
         messages = [
-            {**message, "content": placeholder} if place in answers else message
-            for place, message in enumerate(messages)
+            {**message, "content": ANSWER} if place in answers else message for place, message in enumerate(messages)
         ]
     chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
     between = chat.after_answer(answers[-1])
@@ -79,8 +69,13 @@ def rewrites_history(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | N
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Ids of text without any template; control tokens spelt in it are encoded as plain characters."""
-    chat = _Chat.of(tokenizer, [{"role": "user", "content": text}], None)
-    return chat.encode(chat.messages[0]["content"])
+    return marking_template(tokenizer).controls.encode(tokenizer, text)
+
+
+def decode_answer(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of a model's answer, without control tokens; `skip_special_tokens` alone keeps some role markers."""
+    controls = marking_template(tokenizer).controls.ids
+    return str(tokenizer.decode([id for id in ids if id not in controls], skip_special_tokens=True))
 
 
 def plain_text(message: Message) -> str:
@@ -93,7 +88,7 @@ def plain_text(message: Message) -> str:
 
 def is_control(tokenizer: Any, token: int) -> bool:
     """Whether a token is a control token, which no text encodes to."""
-    return token in _controls(tokenizer).ids
+    return token in marking_template(tokenizer).controls.ids
 
 
 def render_messages(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
@@ -132,7 +127,7 @@ def render_conversation(
                 "split the conversation into one row per assistant message."
             )
         header, answer = chat.encode(whole[done : len(before)]), chat.encode(after[len(before) :])
-        ends = [place for place, token in enumerate(answer) if token in chat.controls.ids]
+        ends = [place for place, token in enumerate(answer) if token in chat.template.controls.ids]
         learnt = ends[-1] + 1 if ends else len(answer)
         ids += header + answer
         mask += [False] * len(header) + [True] * learnt + [False] * (len(answer) - learnt)
@@ -154,78 +149,24 @@ def render_header(
 
 
 @dataclass(frozen=True)
-class _Controls:
-    """A tokenizer's control tokens."""
-
-    strings: tuple[str, ...]
-    ids: frozenset[int]
-    pattern: re.Pattern[str]
-    """Matches any of them, the longest first."""
-    begun: Mapping[str, frozenset[str]]
-    """Beginning of one -> what is missing to it."""
-
-
-_CONTROLS: WeakKeyDictionary[Any, _Controls] = WeakKeyDictionary()
-
-
-def _controls(tokenizer: Any) -> _Controls:
-    if tokenizer not in _CONTROLS:
-        named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        named |= {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-        strings = tuple(sorted(named, key=len, reverse=True))
-        pattern = "|".join(map(re.escape, strings)) or r"(?!)"
-        ids = frozenset(named.values()) - {tokenizer.unk_token_id}  # ordinary text can encode to it
-        begun: dict[str, set[str]] = {}
-        for string in strings:
-            for size in range(1, len(string)):
-                begun.setdefault(string[:size], set()).add(string[size:])
-        missing = {start: frozenset(rests) for start, rests in begun.items()}
-        _CONTROLS[tokenizer] = _Controls(strings, ids, re.compile(pattern), missing)
-    return _CONTROLS[tokenizer]
-
-
-@dataclass(frozen=True)
 class _Chat:
-    """Messages ready to render: each control token spelt in them is replaced by its number between two private-use
-    characters, which templates pass through like any other text. So is the beginning of one at the end of a text, if
-    another text could complete it where the template joins them."""
+    """Messages and the template that renders them, as text in which its control tokens are marked."""
 
     tokenizer: Any
-    messages: list[Any]
+    messages: list[Message]
     options: dict[str, Any]
-    controls: _Controls
-    mark: str | None
-    """The private-use character, or None if no message spells a control token."""
-    pieces: tuple[str, ...] = ()
-    """What numbers between two marks stand for."""
+    template: MarkingTemplate
 
     @classmethod
     def of(cls, tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any] | None) -> _Chat:
-        controls = _controls(tokenizer)
-        mark, pieces = None, (*controls.strings, *_split_controls(messages, controls))
-        if len(pieces) > len(controls.strings) or any(controls.pattern.search(text) for text in _strings(messages)):
-            used = set().union(*_strings(messages))
-            mark = next((chr(code) for code in PRIVATE_USE if chr(code) not in used), None)
-            if mark is None:
-                raise DataError("messages that spell a control token must leave one private-use character unused.")
-            whole = "|".join(map(re.escape, controls.strings))
-            begun = "|".join(rf"{re.escape(piece)}(?=\s*\Z)" for piece in pieces[len(controls.strings) :])
-            pattern = re.compile("|".join(filter(None, (whole, begun))))
-            marked = {piece: f"{mark}{number}{mark}" for number, piece in enumerate(pieces)}
-            messages = _replaced(messages, pattern, marked)
-        return cls(tokenizer, list(messages), dict(options or {}), controls, mark, pieces)
+        return cls(tokenizer, list(messages), dict(options or {}), marking_template(tokenizer, options))
 
     def text(self, count: int, open_answer: bool = False) -> str:
-        """The first `count` messages as the template renders them, with their replacements."""
+        """The first `count` messages as the template renders them, with marks."""
         return self._rendered(self.messages[:count], open_answer)
 
-    def _rendered(self, messages: list[Any], open_answer: bool) -> str:
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=open_answer, **self.options
-            )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise DataError(f"the chat template does not take these messages: {error}") from error
+    def _rendered(self, messages: list[Message], open_answer: bool) -> str:
+        return self.template.render(self.tokenizer, messages, open_answer, self.options)
 
     def before_answer(self, place: int) -> str:
         """The rendered text before the answer at `place`, which ends with its header.
@@ -236,13 +177,14 @@ class _Chat:
         if place:
             return self.text(place, open_answer=True)
         question = [{"role": "user", "content": "?"}]
-        closed, opened, whole = self._rendered(question, False), self._rendered(question, True), self.text(1)
-        header, said = opened[len(closed) :], plain_text(self.messages[0]).strip()
-        if opened.startswith(closed) and header and header in whole:
-            return whole.partition(header)[0] + header
-        if not said or said not in whole:
+        closed, opened = self._rendered(question, False), self._rendered(question, True)
+        before, found, _ = self._rendered([{**self.messages[0], "content": ANSWER}], False).partition(ANSWER)
+        if not found:
             raise DataError("the chat template does not render the answer with which the conversation begins.")
-        return whole.partition(said)[0]
+        header = opened[len(closed) :]
+        if opened.startswith(closed) and header and header in before:
+            return before[: before.rindex(header) + len(header)]
+        return before
 
     def after_answer(self, place: int) -> str | None:
         """The rendered text after the answer at `place`, with a header for the next; None if the rest has changed.
@@ -260,72 +202,4 @@ class _Chat:
         return rest[len(answer) :] if rest.startswith(answer) else None
 
     def encode(self, text: str) -> list[int]:
-        try:
-            text.encode()  # tokenizers raise TypeError
-        except UnicodeEncodeError as error:
-            raise DataError(f"half a surrogate pair at character {error.start} of the messages is no text.") from error
-        if self.mark is None:
-            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        split = re.split(f"{self.mark}([0-9]+){self.mark}", text)
-        texts = list(dict.fromkeys(filter(None, split[::2])))
-        # Each piece once, and all texts in one call: a call costs as much as encoding a hundred characters.
-        encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-        ids_of = {"": [], **dict(zip(texts, encoded, strict=True))}
-        plain = {number: self._plain(self.pieces[int(number)]) for number in set(split[1::2])}
-        return [id for at, piece in enumerate(split) for id in (plain if at % 2 else ids_of)[piece]]
-
-    def _plain(self, control: str) -> list[int]:
-        """The ids of a control token's characters; encoded one by one if the vocabulary also has it as a word."""
-        for pieces in ([control], list(control)):
-            ids = [
-                id
-                for piece in pieces
-                for id in self.tokenizer(piece, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-            ]
-            if not self.controls.ids.intersection(ids):
-                return ids
-        raise DataError(f"the tokenizer cannot encode {control!r} as text; remove it from the messages.")
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Every string in messages: roles, contents, tool calls with the names of their arguments."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)
-
-
-def _split_controls(messages: Sequence[Message], controls: _Controls) -> list[str]:
-    """Beginnings of control tokens at which a text of the messages ends and that others could complete; longest first.
-
-    White space between is ignored: templates strip it.
-    """
-    texts = [stripped for text in _strings(messages) if (stripped := text.strip())]
-    longest = max(map(len, controls.strings), default=0)
-    sizes = range(1, longest)
-    ends = {text[-size:] for text in texts for size in sizes if size <= len(text)} & controls.begun.keys()
-    if not ends:
-        return []
-    whole = {text for text in texts if len(text) < longest}
-    starts = {text[:size] for text in texts for size in sizes}
-    found = [
-        end
-        for end in ends
-        if any(rest in starts or any(rest[:size] in whole for size in sizes) for rest in controls.begun[end])
-    ]
-    return sorted(found, key=len, reverse=True)
-
-
-def _replaced(value: Any, pattern: re.Pattern[str], marked: Mapping[str, str]) -> Any:
-    if isinstance(value, str):
-        return pattern.sub(lambda found: marked[found[0]], value)
-    if isinstance(value, Mapping):
-        return {_replaced(key, pattern, marked): _replaced(item, pattern, marked) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_replaced(item, pattern, marked) for item in value]
-    return value
+        return self.template.controls.encode(self.tokenizer, text)

@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from skyrl_train.data.chat import encode_text, is_control, plain_text, render_continuation, render_prompt
+from skyrl_train.data.chat import decode_answer, encode_text, is_control, plain_text, render_continuation, render_prompt
 from skyrl_train.data.dataset import max_turns_of
 from skyrl_train.data.trajectory import OK, Message, Prompt, Trajectory, TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
@@ -179,7 +179,7 @@ class ConversationGenerator:
         assert state.session is not None
         item = state.trajectory
         state.ledger.sample(completion)
-        text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        text = decode_answer(self._tokenizer, completion.token_ids)
         state.answers.append(len(item.messages))
         item.messages.append({"role": "assistant", "content": text})
         item.text = text if len(state.answers) == 1 else _transcript(item.messages[state.answers[0] :])

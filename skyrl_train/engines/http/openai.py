@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import Any
 
-from skyrl_train.data.chat import render_prompt
+from skyrl_train.data.chat import decode_answer, render_prompt
 from skyrl_train.data.trajectory import Message
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.http.codec import Malformed, decode
@@ -267,7 +267,7 @@ class Translator:
                 f"The completion ended as {completion.stop_reason!r} after {len(completion.token_ids)} tokens: its "
                 f"deadline of {self._deadline_s:g} s passed, or the engine was paused or put to sleep."
             )
-        text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        text = decode_answer(self._tokenizer, completion.token_ids)
         if completion.stop_text in request.sampling.stop:
             at = text.rfind(completion.stop_text)
             text = text[:at] if at >= 0 else text

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
 
-from skyrl_train.data.chat import plain_text
+from skyrl_train.data.chat import decode_answer, plain_text
 from skyrl_train.data.trajectory import Message
 from skyrl_train.tensordict.containers import ChatHistory
 from skyrl_train.tensordict.history import History
@@ -117,7 +117,7 @@ def last_response(row: TensorDictBase, tokenizer: Any = None, policy_role: str =
     tokens = part(row, "tokens", "response")
     if tokens is None or tokenizer is None:
         return None
-    return str(tokenizer.decode(unpadded(row, tokens, response=True).tolist(), skip_special_tokens=True))
+    return decode_answer(tokenizer, unpadded(row, tokens, response=True).tolist())
 
 
 def unpadded(row: TensorDictBase, tokens: torch.Tensor, *, response: bool) -> torch.Tensor:

@@ -158,12 +158,16 @@ class Counting(PreTrainedTokenizerFast):
 def test_a_thousand_control_tokens_in_a_message_cost_no_more_calls_than_one(monkeypatch: pytest.MonkeyPatch):
     counting = Counting(tokenizer_object=TOKENIZER.backend_tokenizer)
     counting.chat_template = CHATML
+    render_prompt(counting, [user("hi")])  # templates are read once
+    calls = []
     for times in (1, 1000):
         content = "".join(f"{place}<|im_start|>" for place in range(times))
         monkeypatch.setattr(Counting, "calls", 0)
         ids = render_prompt(counting, [user(content)])
         assert TOKENIZER.decode(ids) == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
-        assert ids.count(START) == 2 and Counting.calls == 2
+        assert ids.count(START) == 2
+        calls.append(Counting.calls)
+    assert calls[0] == calls[1] <= 2
 
 
 @pytest.mark.defect("the-search-for-control-tokens-over-two-messages-was-quadratic")
