@@ -126,7 +126,9 @@ def _mischief(kind: str) -> Callable[[Victim], bool]:
 
 ENGINE, RANK, ENVIRONMENT = r"ray::_AsyncShell", r"ray::_Shell", r"skyrl_train\.environments\.host"
 KILL, STOP, INT, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGTERM
-LOST = "ClusterLost|raylet died|gcs_server died|GCS may have been killed|WorkerDied|EnginesLost"
+LOST = (
+    "ClusterLost|raylet died|raylet because it is dead|gcs_server died|GCS may have been killed|WorkerDied|EnginesLost"
+)
 
 FAULTS = (
     Fault("engine killed", _hit(ENGINE, KILL), settles_s=3),
