@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from skyrl_train.errors import SkyRLError, Stopped
@@ -57,8 +57,9 @@ def exits_as_told() -> Iterator[None]:
     except SystemExit as leaving:
         if leaving.code in {128 + number for number in _SIGNALS}:
             atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError):  # who reads it may have been told to end, too
+                    stream.flush()
             os._exit(int(leaving.code))
         raise
 

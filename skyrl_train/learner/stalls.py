@@ -33,7 +33,7 @@ async def explain_stall(ranks: Sequence[Remote], file: Path) -> str:
     except OSError as error:
         _log.warning("The stacks of the trainer's ranks could not be written to %s: %s.", file, error)
         return _blame(by_name)
-    return f"{_blame(by_name)}. The stacks of all ranks are in {file}".removeprefix(". ")
+    return f"{_blame(by_name)}; the stacks of all ranks are in {file}".removeprefix("; ")
 
 
 def _blame(by_name: dict[str, Stack]) -> str:

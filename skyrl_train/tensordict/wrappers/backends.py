@@ -83,7 +83,7 @@ class _MadeWrapper(LLMWrapperBase):
 
     def _start(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> InferenceEngine:
         """A new engine. Not abstract: a subclass that overrides `_made` instead has no use for it."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} overrides neither _made nor _start.")
 
     def _model_of_versions(self) -> Any:
         return self._engine if self._owned is None else self._owned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import stat
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import ray
 from ray._private import ray_constants
 
 from skyrl_train.cluster import runtime
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, Stopped
 
 SLOW = "The current node timed out during startup. This could happen because ..."
 
@@ -49,6 +50,30 @@ def test_the_last_failure_is_raised(monkeypatch: pytest.MonkeyPatch):
     assert not any(psutil.pid_exists(process.pid) for process in started)
     for process in started:
         process.wait(10)
+
+
+def test_a_start_that_is_told_to_stop_leaves_nothing_and_the_program_s_handler(monkeypatch: pytest.MonkeyPatch):
+    started: list[subprocess.Popen[bytes]] = []
+
+    def init(**_: Any) -> None:
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as Ray does
+        signal.raise_signal(signal.SIGTERM)
+
+    def own(number: int, frame: Any) -> None:
+        """Not called."""
+
+    monkeypatch.setattr(ray, "init", init)
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        with pytest.raises(Stopped) as stopped:
+            runtime._start_own({})
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stopped.value.signal == signal.SIGTERM
+    (process,) = started
+    process.wait(10)
 
 
 def test_another_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch):

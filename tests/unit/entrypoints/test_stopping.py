@@ -70,6 +70,25 @@ def test_the_death_of_the_cluster_ends_it_for_that_reason_whatever_closing_raise
     assert isinstance(lost.value.__cause__, ConnectionError)
 
 
+@pytest.mark.parametrize(("code", "status"), [(143, 143), (130, 130), (1, -signal.SIGABRT)])
+def test_a_process_that_was_told_to_end_says_so_whatever_its_teardown_does(code: int, status: int):
+    program = f"""
+import atexit, os, sys
+from skyrl_train.entrypoints.stopping import exits_as_told
+class Library:
+    def __del__(self, abort=os.abort):
+        abort()
+library = Library()
+atexit.register(print, "closed")
+with exits_as_told():
+    print("ended by a signal")
+    sys.exit({code})
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout.splitlines()[:1]) == (status, ["ended by a signal"])
+    assert code == 1 or ended.stdout.splitlines() == ["ended by a signal", "closed"]
+
+
 @pytest.mark.fault("F39")
 def test_a_second_signal_leaves_at_once():
     program = """
