@@ -24,6 +24,8 @@ _AT_ONCE_S = 0.1
 """The kernel kills Ray's processes when the driver's main thread ends, a moment before the driver has."""
 _LOOKS_EVERY_S = 0.25
 """While Ray starts: its agents, the last to come, need longer than this to give themselves a title."""
+_IN_THE_START = "The run ended while Ray was starting: it was killed, or one of Ray's processes died"
+"""Ray's libraries end the process that they cannot connect to a raylet, without an exception."""
 _MARK = "SKYRL_GUARDED_BY"
 """Environment variable that Ray's processes inherit, from the first one on: no list of them is ever complete."""
 
@@ -118,15 +120,15 @@ def _has(process: psutil.Process, mark: str) -> bool:
 def main(mark: str, driver: int) -> None:
     """Wait until the driver ends, which closes its end of the pipe; then kill what is left of its Ray."""
     wards = _Wards(mark)
-    first = _first_death(driver, wards)
-    if first is not None:
-        print(f"Ray's {first} died, and with it the run: see the logs of Ray's session.", file=sys.stderr)
+    cause = _cause_of_end(driver, wards)
+    if cause is not None:
+        print(f"{cause}: see the lines above and the logs of Ray's session.", file=sys.stderr)
     wards.kill()
 
 
-def _first_death(driver: int, wards: _Wards) -> str | None:
-    """Wait for the driver's end; the name of one of Ray's own processes that died before it, if one did."""
-    first: str | None = None
+def _cause_of_end(driver: int, wards: _Wards) -> str | None:
+    """Wait for the driver's end; what of Ray's caused it, if that can be told."""
+    cause: str | None = None
     poll = select.poll()
     pipe = sys.stdin.fileno()
     poll.register(pipe, select.POLLIN | select.POLLHUP)
@@ -146,15 +148,15 @@ def _first_death(driver: int, wards: _Wards) -> str | None:
         if starting:
             wards.look()
         if any(watched.get(descriptor) == "" for descriptor in ready):
-            return first
+            return _IN_THE_START if starting else cause
         for descriptor in ready:
             if descriptor != pipe:
                 poll.unregister(descriptor)
                 time.sleep(_AT_ONCE_S)
                 if all(watched.get(other) for other, _ in poll.poll(0)):  # neither the pipe nor the driver has ended
-                    first = first or watched[descriptor]
+                    cause = cause or f"Ray's {watched[descriptor]} died, and with it the run"
             elif not (lines := os.read(pipe, 1 << 16)):
-                return first
+                return _IN_THE_START if starting else cause
             else:
                 starting = False
                 for line in lines.decode().splitlines():

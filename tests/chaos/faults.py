@@ -128,6 +128,7 @@ ENGINE, RANK, ENVIRONMENT = r"ray::_AsyncShell", r"ray::_Shell", r"skyrl_train\.
 KILL, STOP, INT, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGTERM
 LOST = (
     "ClusterLost|raylet died|raylet because it is dead|gcs_server died|GCS may have been killed|WorkerDied|EnginesLost"
+    "|ended while Ray was starting"
 )
 
 FAULTS = (

@@ -20,7 +20,10 @@ guard = Guard()
 with guard.marking():
     raylet = subprocess.Popen([sys.argv[1], "60"])
     other = subprocess.Popen(["sleep", "60"])
-print(raylet.pid, other.pid, flush=True)
+    print(raylet.pid, other.pid, flush=True)
+    if sys.argv[2] == "in the start":
+        time.sleep(0.5)
+        os._exit(1)
 if sys.argv[2] == "raylet first":
     raylet.kill()
     while guard.dead_head() is None:
@@ -34,18 +37,20 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
-@pytest.mark.parametrize("order", ["raylet first", "driver first"])
-def test_what_a_killed_driver_started_ends_with_it_and_a_raylet_that_died_before_is_named(tmp_path: Path, order: str):
+@pytest.mark.parametrize("order", ["raylet first", "driver first", "in the start"])
+def test_what_a_driver_started_ends_with_it_and_what_of_ray_s_ended_it_is_named(tmp_path: Path, order: str):
     raylet = shutil.copy(str(shutil.which("sleep")), tmp_path / "raylet")
     with (tmp_path / "said").open("w") as said:
         command = [sys.executable, "-c", DRIVER, str(raylet), order]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as driver:
             assert driver.stdout is not None
             wards = [int(pid) for pid in driver.stdout.readline().split()]
-            assert driver.wait(60) == -signal.SIGKILL
+            assert driver.wait(60) == (1 if order == "in the start" else -signal.SIGKILL)
     deadline = time.monotonic() + 30
     while any(map(psutil.pid_exists, wards)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(psutil.pid_exists, wards))
-    named = "Ray's raylet died" in (tmp_path / "said").read_text()
-    assert named == (order == "raylet first")
+    said_so = {"raylet first": "Ray's raylet died", "driver first": "", "in the start": "ended while Ray was starting"}
+    last_words = (tmp_path / "said").read_text()
+    assert said_so[order] in last_words
+    assert bool(last_words) == bool(said_so[order])
