@@ -121,7 +121,7 @@ class CheckpointError(SkyRLError):
 
 
 class ClusterLost(SkyRLError):
-    """A node or one of Ray's own processes died; the message names it."""
+    """A node or one of Ray's own processes died, or Ray did not start; the message says which."""
 
 
 class Stopped(SkyRLError):

@@ -34,7 +34,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.cluster.guard import Guard
-from skyrl_train.errors import ClusterLost, ConfigError, Stopped
+from skyrl_train.errors import ClusterLost, ConfigError, SkyRLError, Stopped
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,10 @@ def _prefix() -> str:
 
 
 def _start_own(settings: Mapping[str, Any]) -> None:
-    """Start Ray on this machine; if it is too slow, try again. Raises Ray's exception of the last attempt."""
+    """Start Ray on this machine; if it is too slow, try again.
+
+    Raises ClusterLost if it does not start, and ValueError or TypeError as Ray does for settings that it refuses.
+    """
     before = psutil.Process().children(recursive=True)
     for attempt in range(1, STARTS + 1):
         try:
@@ -110,8 +113,10 @@ def _start_own(settings: Mapping[str, Any]) -> None:
         if failure is None:
             return
         _kill_started_processes(before)
-        if "timed out during startup" not in str(failure) or attempt == STARTS:
+        if isinstance(failure, (ValueError, TypeError, SkyRLError)):
             raise failure
+        if "timed out during startup" not in str(failure) or attempt == STARTS:
+            raise ClusterLost(f"Ray did not start: {failure}") from failure
         log.warning("Ray did not start in time; starting it again, %d of %d.", attempt + 1, STARTS)
 
 

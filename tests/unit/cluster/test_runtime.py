@@ -13,9 +13,10 @@ import psutil
 import pytest
 import ray
 from ray._private import ray_constants
+from ray.exceptions import RaySystemError
 
 from skyrl_train.cluster import runtime
-from skyrl_train.errors import ConfigError, Stopped
+from skyrl_train.errors import ClusterLost, ConfigError, Stopped
 
 SLOW = "The current node timed out during startup. This could happen because ..."
 
@@ -45,7 +46,7 @@ def test_a_start_that_was_too_slow_is_tried_again_without_what_it_left(monkeypat
 
 def test_the_last_failure_is_raised(monkeypatch: pytest.MonkeyPatch):
     started = starting(monkeypatch, [Exception(f"{SLOW} {number}") for number in range(runtime.STARTS)])
-    with pytest.raises(Exception, match=rf"timed out during startup.* {runtime.STARTS - 1}$"):
+    with pytest.raises(ClusterLost, match=rf"timed out during startup.* {runtime.STARTS - 1}$"):
         runtime._start_own({})
     assert not any(psutil.pid_exists(process.pid) for process in started)
     for process in started:
@@ -76,9 +77,19 @@ def test_a_start_that_is_told_to_stop_leaves_nothing_and_the_program_s_handler(m
     process.wait(10)
 
 
-def test_another_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch):
-    started = starting(monkeypatch, [ValueError("no such address"), None])
-    with pytest.raises(ValueError, match="no such address"):
+@pytest.mark.parametrize(
+    ("failure", "raised"),
+    [
+        (ValueError("no such setting"), ValueError),
+        (RaySystemError("Failed to connect to GCS"), ClusterLost),  # it was killed
+        (RuntimeError("Failed to start GCS"), ClusterLost),
+    ],
+)
+def test_another_failure_is_not_tried_again(
+    failure: Exception, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+):
+    started = starting(monkeypatch, [failure, None])
+    with pytest.raises(raised, match=str(failure)):
         runtime._start_own({})
     (process,) = started
     process.wait(10)
