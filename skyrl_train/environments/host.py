@@ -289,7 +289,9 @@ class EnvironmentHost:
             log.warning("%d environment processes were killed and have not ended", len(self._unfinished))
 
     async def _call(self, episode: HostedEpisode, op: str, **arguments: Any) -> dict[str, Any]:
-        assert self._watcher is not None and not self._closing, "the host is used outside `async with`"
+        assert self._watcher is not None, "the host is used outside `async with`"
+        if self._closing:  # an answer that arrived during `close` let the episode go on
+            raise EnvironmentFailure("host_closed", "the environment host was closed")
         failure = self._fatal or episode._failure
         if failure is not None:
             raise failure

@@ -18,8 +18,8 @@ KINDS = {
         "generator.weight_sync_check=probe",
     ],
     "async_checkpoint": ["trainer.async_checkpoint=true"],
-    "vllm": ["generator.backend=vllm", "trainer.timeouts.engine_start_s=300"],
-    "sglang": ["generator.backend=sglang", "trainer.timeouts.engine_start_s=300"],
+    "vllm": ["generator.backend=vllm", "trainer.timeouts.engine_start_s=180"],
+    "sglang": ["generator.backend=sglang", "trainer.timeouts.engine_start_s=180"],
 }
 
 
@@ -55,10 +55,13 @@ def overrides_of(kind: str, data: Path, model: str, engine: str = "") -> Callabl
             "trainer.eval_interval=4",
             "trainer.eval_before_train=false",
             "trainer.max_failed_fraction=0.9",
+            "trainer.timeouts.engine_start_s=90",
+            "trainer.timeouts.rendezvous_s=30",
             "trainer.timeouts.rollout_s=10",
             "trainer.timeouts.environment_step_s=5",
             "trainer.timeouts.update_s=30",
             "trainer.timeouts.weight_sync_s=30",
+            "trainer.timeouts.checkpoint_s=60",
             "generator.max_engine_restarts=20",
             "generator.n_samples_per_prompt=4",
             "generator.eval_n_samples_per_prompt=1",

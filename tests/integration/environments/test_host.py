@@ -335,6 +335,17 @@ def test_closing_fails_the_calls_that_are_still_waiting():
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
+def test_an_episode_that_goes_on_while_the_host_closes_fails_as_those_that_wait():
+    async def scenario() -> None:
+        async with EnvironmentHost({}, 1, 3.0, ("misbehaving_envs",)) as host:
+            episode = await host.start("Misbehaving", prompt("Misbehaving"))
+        with pytest.raises(EnvironmentFailure) as caught:
+            await episode.step("hangs")
+        assert caught.value.kind == "host_closed"
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
 def test_what_a_killed_environment_had_started_dies_with_it(tmp_path: Path):
     pid_file = tmp_path / "pid"
 
