@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from typing import Any
 
@@ -14,6 +13,7 @@ from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.environments import registry
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.errors import ConfigError
+from skyrl_train.messages import to_stderr
 
 
 def environment_settings(cfg: Config) -> dict[str, dict[str, Any]]:
@@ -44,10 +44,9 @@ def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
     others = {name: count for name, count in counts.items() if name != cfg.environment.env_class}
     if others:
         named = ", ".join(f"{name} {count}" for name, count in sorted(others.items()))
-        print(
+        to_stderr(
             f"note: {sum(others.values())} of {counts.total()} rows name their env_class themselves ({named}), which "
-            f"counts; environment.env_class ({cfg.environment.env_class}) is for rows that name none.",
-            file=sys.stderr,
+            f"counts; environment.env_class ({cfg.environment.env_class}) is for rows that name none."
         )
     check_reachable(cfg, counts)
     registry.check_environments(counts, environment_settings(cfg))

@@ -7,7 +7,6 @@ memory_shapes.py. Not counted: libraries and the interpreter (0.3 to 1 GiB of ho
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +38,7 @@ from skyrl_train.config.schema import (
 )
 from skyrl_train.config.slots import slots_per_engine
 from skyrl_train.errors import ConfigError
+from skyrl_train.messages import to_stderr
 from skyrl_train.models.loading import POLICY_PATH
 from skyrl_train.models.token_scorer import CHUNK_BYTES, KEPT_CHUNKS
 from skyrl_train.weight_sync.sender import CPU_BUCKET
@@ -319,7 +319,7 @@ def announce(cfg: Config, learning: Learning) -> None:
     except Exception as error:
         lines = [f"no memory plan: {type(error).__name__}: {error}"]
     for line in lines:
-        print(f"note: {line}", file=sys.stderr)
+        to_stderr(f"note: {line}")
 
 
 def summary(plans: Sequence[SlotPlan]) -> list[str]:

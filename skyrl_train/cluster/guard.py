@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
+from skyrl_train.messages import to_stderr
+
 HEADS = ("gcs_server", "raylet")
 """Ray's processes without which a run cannot go on."""
 _KILLS_S = 30.0
@@ -122,7 +124,7 @@ def main(mark: str, driver: int) -> None:
     wards = _Wards(mark)
     cause = _cause_of_end(driver, wards)
     if cause is not None:
-        print(f"{cause}: see the lines above and the logs of Ray's session.", file=sys.stderr)
+        to_stderr(f"{cause}: see the lines above and the logs of Ray's session.")
     wards.kill()
 
 

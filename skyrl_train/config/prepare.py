@@ -23,6 +23,7 @@ from skyrl_train.config.secrets import redact
 from skyrl_train.config.section import freeze
 from skyrl_train.config.validate import validate
 from skyrl_train.errors import ConfigError
+from skyrl_train.messages import to_stderr
 
 
 @dataclass(frozen=True)
@@ -129,10 +130,10 @@ def launch(
             return
         prepared = prepare(arguments, own_code=own_code, uses=uses)
         for text in prepared.notes:
-            print(f"note: {text}", file=sys.stderr)
+            to_stderr(f"note: {text}")
         for text in prepared.warnings:
-            print(f"warning: {redact(text)}", file=sys.stderr)
+            to_stderr(f"warning: {redact(text)}")
         task(prepared)
     except ConfigError as error:
-        print(redact(str(error)), file=sys.stderr)
+        to_stderr(redact(str(error)))
         sys.exit(2)

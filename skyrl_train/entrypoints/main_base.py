@@ -19,6 +19,7 @@ from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.entrypoints.stopping import exits_as_told, signals_raise, until_told
 from skyrl_train.errors import ClusterLost, SkyRLError, Stopped
+from skyrl_train.messages import to_stderr
 
 if TYPE_CHECKING:
     from skyrl_train.assembly.run import RunningServices
@@ -207,10 +208,10 @@ def start(experiment: type[BasePPOExp], argv: Sequence[str] | None = None, *, ow
             uses = used_by(experiment)
             launch(lambda prepared: _run(experiment(prepared.config)), argv, own_code=own_code, uses=uses)
     except Stopped as stopped:
-        print(stopped, file=sys.stderr)
+        to_stderr(str(stopped))
         sys.exit(128 + stopped.signal)
     except SkyRLError as error:
-        print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
+        to_stderr(redact(f"{type(error).__name__}: {error}"))
         sys.exit(1)
 
 

@@ -116,7 +116,7 @@ class Campaign:
                 if most and now >= next_at and (last is None or not last.ends):
                     fault = self.chance.choice(faults)
                     next_at = self._soon()
-                    if (seen or not fault.needs_start) and fault.strike(victim):
+                    if (seen > before or not fault.needs_start) and fault.strike(victim):
                         last = fault
                         struck.append(fault)
                         most -= 1

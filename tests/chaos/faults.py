@@ -65,7 +65,7 @@ class Fault:
     masks: bool = False
     """Whether it costs episodes, so that the run is not the undisturbed one any more."""
     needs_start: bool = False
-    """Whether it strikes only once there is a row of metrics: nothing starts without a disk."""
+    """Whether it strikes only once a step was taken since the start: nothing starts without a disk."""
     settles_s: float = 0.0
     """How long to wait before the next fault."""
 

@@ -34,6 +34,7 @@ from skyrl_train.environments.tools.sandbox_streams import WATCH_S, Block, Strea
 from skyrl_train.environments.tools.sandbox_view import SandboxView
 from skyrl_train.environments.tools.syscalls import denied_program
 from skyrl_train.errors import ConfigError, EnvironmentFailure
+from skyrl_train.messages import to_stderr
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class Sandbox:
         For unsafe_local it only prints a banner.
         """
         if self.kind == "unsafe_local":
-            print(_BANNER, file=sys.stderr, flush=True)
+            to_stderr(_BANNER)
             return
         with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
             os.chmod(folder, 0o755)

@@ -36,11 +36,26 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+
+
 @pytest.mark.parametrize("order", ["raylet first", "driver first", "in the start"])
 def test_what_a_driver_started_ends_with_it_and_what_of_ray_s_ended_it_is_named(tmp_path: Path, order: str):
-    raylet = shutil.copy(str(shutil.which("sleep")), tmp_path / "raylet")
-    with (tmp_path / "said").open("w") as said:
+    check_that_all_end(tmp_path, order, tmp_path / "said")
+    said_so = {"raylet first": "Ray's raylet died", "driver first": "", "in the start": "ended while Ray was starting"}
+    last_words = (tmp_path / "said").read_text()
+    assert said_so[order] in last_words
+    assert bool(last_words) == bool(said_so[order])
+
+
+@pytest.mark.defect("lines-on-a-full-disk")
+def test_what_a_driver_started_ends_with_it_even_if_nothing_can_be_said(tmp_path: Path):
+    check_that_all_end(tmp_path, "raylet first", Path("/dev/full"))
+
+
+def check_that_all_end(folder: Path, order: str, stderr: Path) -> None:
+    raylet = shutil.copy(str(shutil.which("sleep")), folder / "raylet")
+    with stderr.open("w") as said:
         command = [sys.executable, "-c", DRIVER, str(raylet), order]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as driver:
             assert driver.stdout is not None
@@ -50,7 +65,3 @@ def test_what_a_driver_started_ends_with_it_and_what_of_ray_s_ended_it_is_named(
     while any(map(psutil.pid_exists, wards)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(psutil.pid_exists, wards))
-    said_so = {"raylet first": "Ray's raylet died", "driver first": "", "in the start": "ended while Ray was starting"}
-    last_words = (tmp_path / "said").read_text()
-    assert said_so[order] in last_words
-    assert bool(last_words) == bool(said_so[order])
