@@ -29,6 +29,8 @@ from skyrl_train.weight_sync.publish import Probe, WeightPublisher
 
 HALF_PRECISION_PROBE_TOLERANCE = 0.25
 """In nats; it is this large because bfloat16 engines and trainers round differently in every layer."""
+_RANKS_ANSWER_S = 30.0
+"""Within this time a living rank of the trainer has left a sync that failed, and answers."""
 
 
 def build_publisher(
@@ -170,7 +172,14 @@ def _supervisor(base: Services, client: EngineClient, publisher: WeightPublisher
     async def stop(engine: Any) -> None:
         await (engine.close() if role_slots is None else asyncio.to_thread(engine.kill))
 
-    return EngineSupervisor(client, start=start, sync=sync, stop=stop, budget=cfg.generator.max_engine_restarts)
+    return EngineSupervisor(
+        client,
+        start=start,
+        sync=sync,
+        stop=stop,
+        budget=cfg.generator.max_engine_restarts,
+        sender_answers=partial(learner.answers, _RANKS_ANSWER_S),
+    )
 
 
 async def score_sequences(

@@ -10,7 +10,7 @@ import pytest
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.supervisor import EngineSupervisor
-from skyrl_train.errors import EngineError, EnginesLost
+from skyrl_train.errors import EngineError, EnginesLost, WorkerDied
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 
 
@@ -94,6 +94,30 @@ def test_a_restart_that_fails_counts_and_is_tried_again_until_the_budget_is_spen
     assert answer.request_id == "r1"
     assert supervisor.restarts == 3
     assert [engine.closed for engine in started] == [True, True, False]
+
+
+@pytest.mark.defect("restarts-without-a-sender")
+def test_no_restart_is_repeated_if_nobody_is_left_to_send_weights():
+    started: list[str] = []
+
+    async def start(name: str) -> Mortal:
+        started.append(name)
+        return Mortal(name, lives=True)
+
+    async def sync(engine: Mortal) -> None:
+        raise WorkerDied("rank 0 died during connect_weights")
+
+    async def stop(engine: Mortal) -> None:
+        await engine.close()
+
+    async def answers() -> bool:
+        return False
+
+    client = EngineClient([Mortal("a")], deadline_s=5)
+    client.revive = EngineSupervisor(client, start=start, sync=sync, stop=stop, budget=3, sender_answers=answers).revive
+    with pytest.raises(EnginesLost, match="a rank of the trainer does not answer: WorkerDied: rank 0 died"):
+        asyncio.run(client.generate([request("r1")]))
+    assert started == ["a"]
 
 
 @pytest.mark.fault("F29")
