@@ -24,6 +24,17 @@ class _Interrupted(BaseException):
     """Not an Exception: libraries catch these, and would go on."""
 
 
+def _handle(handler: Any) -> dict[int, Any]:
+    """Set a handler of our signals. Returns those before."""
+    return {number: signal.signal(number, handler) for number in _SIGNALS}
+
+
+def _leave(number: int, frame: object) -> None:
+    with suppress(OSError):  # not by a stream of ours: the signal may have come while it was writing
+        os.write(2, f"{Stopped(number)}\n".encode())
+    os._exit(128 + number)
+
+
 @contextmanager
 def signals_raise() -> Iterator[None]:
     """Inside, SIGINT and SIGTERM raise Stopped: in a start, when there is nothing yet to be saved."""
@@ -34,7 +45,7 @@ def signals_raise() -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
         raise _Interrupted(number)
 
-    before = {number: signal.signal(number, stop) for number in _SIGNALS}
+    before = _handle(stop)
     try:
         yield
     except _Interrupted as interrupted:
@@ -48,10 +59,16 @@ def signals_raise() -> Iterator[None]:
 def exits_as_told() -> Iterator[None]:
     """For a process that ends with what is inside: if it was told to end, that is its exit status.
 
+    Told once there is nothing left to be saved, it leaves at once. The interpreter drops handlers before modules, whose
+    teardown takes its time: from there on a signal is ignored, since the process is ending anyway.
+
     A signal in a start may interrupt Ray as it connects, or the import of a library with threads of its own. Then the
     interpreter may crash when it is torn down, and the status would be that of the crash. So the process ends without
     that, once modules have done what they do at exit.
     """
+    if threading.current_thread() is threading.main_thread():
+        atexit.register(_handle, signal.SIG_IGN)
+        _handle(_leave)
     try:
         yield
     except SystemExit as leaving:
@@ -68,7 +85,7 @@ async def until_told(work: Coroutine[Any, Any, T], lost: Awaitable[SkyRLError]) 
     """Await `work`, unless SIGINT, SIGTERM or `lost` end it: it is then cancelled, and the reason raised once it ended.
 
     A second signal leaves at once, with nothing closed: the kernel and Ray's guard end our processes. `lost` returns
-    the error to end with. Replaces Ray's own handler of SIGTERM.
+    the error to end with. Replaces Ray's own handler of SIGTERM. Afterwards the handlers from before are back.
     """
     loop = asyncio.get_running_loop()
     told: asyncio.Future[SkyRLError] = loop.create_future()
@@ -80,6 +97,7 @@ async def until_told(work: Coroutine[Any, Any, T], lost: Awaitable[SkyRLError]) 
         told.set_result(Stopped(number))
 
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(lost)
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
     try:
@@ -96,3 +114,4 @@ async def until_told(work: Coroutine[Any, Any, T], lost: Awaitable[SkyRLError]) 
             unfinished.cancel()
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
+            signal.signal(number, before[number])

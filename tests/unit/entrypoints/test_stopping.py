@@ -39,11 +39,9 @@ def test_a_signal_cancels_the_work_and_is_the_reason_once_it_has_ended(number: i
             done.append("saved")
             raise
 
-    before = signal.getsignal(number)
     with pytest.raises(Stopped) as stopped:
         asyncio.run(until_told(work(), never()))
     assert (stopped.value.signal, done) == (number, ["saved"])
-    assert signal.getsignal(number) in (before, signal.SIG_DFL, signal.default_int_handler)
 
 
 def test_work_that_ends_by_itself_gives_its_result_or_its_error():
@@ -110,3 +108,53 @@ asyncio.run(until_told(work(), asyncio.Event().wait()))
         assert run.stdout.readline() == b"saving\n"
         run.send_signal(signal.SIGINT)
         assert run.wait(10) == 130
+
+
+@pytest.mark.defect("signals-after-the-end")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_handlers_from_before_are_back_once_the_work_has_ended(number: int):
+    async def work() -> None:
+        assert signal.getsignal(number) is not ours
+
+    def ours(number: int, frame: object) -> None:
+        raise AssertionError
+
+    before = signal.signal(number, ours)
+    try:
+        asyncio.run(until_told(work(), never()))
+        assert signal.getsignal(number) is ours
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.fault("F39")
+@pytest.mark.defect("signals-after-the-end")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("place", ["work", "closing", "exit", "teardown"])
+def test_a_signal_to_a_process_whose_work_is_over_is_not_its_crash(place: str, number: int):
+    program = f"""
+import asyncio, atexit, os, sys
+from skyrl_train.entrypoints.stopping import exits_as_told, until_told
+def told(here, kill=os.kill, pid=os.getpid()):
+    if here == "{place}":
+        kill(pid, {int(number)})
+class Library:
+    def __del__(self, told=told, write=os.write):
+        told("teardown")
+        write(1, b"torn down")
+library = Library()
+async def work():
+    pass
+@exits_as_told()
+def main():
+    atexit.register(told, "exit")
+    told("work")
+    asyncio.run(until_told(work(), asyncio.Event().wait()))
+    told("closing")
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    if place == "teardown":
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "torn down", "")
+    else:
+        assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", f"ended by {number.name}\n")
