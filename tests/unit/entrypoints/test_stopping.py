@@ -131,7 +131,7 @@ def test_handlers_from_before_are_back_once_the_work_has_ended(number: int):
 @pytest.mark.defect("signals-after-the-end")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("place", ["work", "closing", "exit", "teardown"])
-def test_a_signal_to_a_process_whose_work_is_over_is_not_its_crash(place: str, number: int):
+def test_a_signal_to_a_process_whose_work_is_over_is_not_its_crash(place: str, number: signal.Signals):
     program = f"""
 import asyncio, atexit, os, sys
 from skyrl_train.entrypoints.stopping import exits_as_told, until_told
