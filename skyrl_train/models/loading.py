@@ -267,7 +267,7 @@ def export_hf(
     if len(dtypes) == 1:
         config.dtype = dtypes.pop()
     config.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    _save_tokenizer(tokenizer, directory)
 
 
 def _shards(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
@@ -290,6 +290,15 @@ def save_checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor
     except SafetensorError as error:  # its own type, whatever the disk said
         raise OSError(f"{path}: {error}") from error
     return list(named)
+
+
+def _save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    try:
+        tokenizer.save_pretrained(directory)
+    except Exception as error:  # tokenizers has no type of its own for what the disk said
+        if type(error) is Exception and "os error" in str(error):
+            raise OSError(f"{directory}: {error}") from error
+        raise
 
 
 def name_files(directory: Path, files: list[list[str]], total: int) -> None:

@@ -17,6 +17,8 @@ from skyrl_train.trainer.checkpoints import Checkpoints
 
 MAX_FAILED_SAVES = 3
 """After this many consecutive checkpoints that could not be written the run stops: all it learns may be lost."""
+RETRY_S = 5.0
+"""Time after which what could not be written, and must be before the run goes on, is tried again."""
 _LOOKS_EVERY_S = 0.2
 """How often the ranks are asked whether they have written their files."""
 SKIPPED = "/skipped"
@@ -156,22 +158,21 @@ class RunState:
             writing.result()
 
     async def finish(self, step: int) -> None:
-        """Wait for the last save; raises CheckpointError if the run ends without a checkpoint of `step`."""
+        """Wait for the last save, and try again if it failed, up to MAX_FAILED_SAVES in a row (CheckpointError)."""
         await self.written()
-        if self.saved_step != step:
+        while self.saved_step != step:
+            await asyncio.sleep(RETRY_S)
             await self.save(step)
             await self.written()
-        if self.saved_step != step:
-            raise CheckpointError(f"the weights of the last step, {step}, could not be saved: see the warnings above.")
 
     def newest_saved(self, before: int) -> Path | None:
         """The newest checkpoint of a step before this one."""
         return self._checkpoints.newest(before)
 
     async def export(self, step: int) -> Path:
-        """Write the policy as a Hugging Face folder; returns its path."""
+        """Write the policy as a Hugging Face folder; returns its path. Raises CheckpointError, see `_to_disk`."""
         folder = self._export_path / f"global_step_{step}" / "policy"
-        await self._learner.policy.all("export", str(folder))
+        await self._to_disk(f"Export of step {step}", folder)
         return folder
 
     async def update_reference(self) -> None:
@@ -181,10 +182,28 @@ class RunState:
             return
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            await self._learner.policy.all("export", str(folder))
+            await self._to_disk("The reference's new weights", folder)
             await self._reference("reload", folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    async def _to_disk(self, what: str, folder: Path) -> None:
+        """Export the policy to `folder`. A disk that is full or fails leaves nothing there, and is tried again after
+        RETRY_S; raises CheckpointError when that has happened MAX_FAILED_SAVES times in a row."""
+        for attempt in range(1, MAX_FAILED_SAVES + 1):
+            try:
+                return await self._learner.policy.all("export", str(folder))  # type: ignore[return-value]
+            except OSError as error:
+                if isinstance(error, SkyRLError):  # a deadline is a TimeoutError, which is an OSError
+                    raise
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+                tried = f"{what} COULD NOT BE WRITTEN ({type(error).__name__}: {error})."
+                if attempt == MAX_FAILED_SAVES:
+                    raise CheckpointError(
+                        f"{tried} This is failure {attempt} in a row: make room at {folder.parent} and resume."
+                    ) from error
+                _log.warning("%s It is tried again in %g s.", tried, RETRY_S)
+                await asyncio.sleep(RETRY_S)
 
     async def _write(self, step: int, state: Mapping[str, Any], copied: asyncio.Event) -> None:
         """Write a checkpoint; `copied` is set once the ranks may change their weights again."""

@@ -7,15 +7,18 @@ import hashlib
 import json
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.errors import CheckpointError
 from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
 from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.strategies.shards import Shard
+from skyrl_train.trainer import run_state
 from skyrl_train.trainer.checkpoints import Checkpoints, verify
 from skyrl_train.trainer.run_state import RunState, Unfinished
 from tests.support.full_disk import disk_full_after
@@ -146,7 +149,11 @@ def test_a_save_in_the_background_holds_the_weights_of_its_step_while_training_g
 @pytest.mark.fault("F36")
 @pytest.mark.defect("C5-full-disk-ends-the-run")
 def test_a_full_disk_costs_a_checkpoint_and_three_in_a_row_the_run(
-    tiny_model_path: str, tmp_path: Path, in_background: bool, caplog: pytest.LogCaptureFixture
+    tiny_model_path: str,
+    tmp_path: Path,
+    in_background: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     async def steps(state: RunState, learner: Learner, position: Position) -> None:
         await state.save(1)
@@ -160,16 +167,40 @@ def test_a_full_disk_costs_a_checkpoint_and_three_in_a_row_the_run(
         await state.save(4)
         await state.finish(4)
         with disk_full_after(None, 1000):
-            for step in (5, 6):
-                await state.save(step)
-                await state.written()
-            with pytest.raises(CheckpointError, match=r"step 7 COULD NOT BE WRITTEN.*failure 3 in a row"):
-                await state.finish(7)
+            await state.save(5)
+            with pytest.raises(CheckpointError, match=r"step 5 COULD NOT BE WRITTEN.*failure 3 in a row"):
+                await state.finish(5)
         await state.finish(4)
 
+    monkeypatch.setattr(run_state, "RETRY_S", 0.0)
     with_state(tiny_model_path, tmp_path, steps, in_background=in_background)
     assert caplog.text.count("COULD NOT BE WRITTEN") >= 4
     assert verify(tmp_path / "global_step_4") is None
+
+
+@pytest.mark.fault("F36")
+@pytest.mark.defect("a-full-disk-in-an-export")
+def test_a_full_disk_delays_an_export_and_leaves_nothing_half_written(
+    tiny_model_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    async def steps(state: RunState, learner: Learner, position: Position) -> None:
+        monkeypatch.setattr(run_state, "RETRY_S", 0.0)
+        with (
+            disk_full_after(None, 1000),
+            pytest.raises(CheckpointError, match=r"Export of step 1 COULD NOT.*failure 3 in a row: make room"),
+        ):
+            await state.export(1)
+        assert not list(tmp_path.rglob("*.safetensors"))
+        monkeypatch.setattr(run_state, "RETRY_S", 0.5)
+        with ExitStack() as full:
+            full.enter_context(disk_full_after(None, 1000))
+            asyncio.get_running_loop().call_later(0.25, full.close)
+            folder = await state.export(2)
+        assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() > 0
+        assert len(AutoTokenizer.from_pretrained(folder)) > 0
+
+    with_state(tiny_model_path, tmp_path, steps)
+    assert caplog.text.count("COULD NOT BE WRITTEN") >= 3
 
 
 def test_a_cancelled_save_is_written_to_its_end(tiny_model_path: str, tmp_path: Path, slow_writes: threading.Event):
