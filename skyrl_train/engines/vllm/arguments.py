@@ -36,7 +36,7 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[s
         "enable_lora": max_lora_rank > 0,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "skyrl_train.engines.vllm.worker.WorkerExtension",
-        "async_scheduling": False,
+        "async_scheduling": not on_cpu,  # vLLM itself turns it off on a CPU, whose steps end before they return
         "disable_log_stats": True,
         "generation_config": "vllm",
         "trust_remote_code": False,

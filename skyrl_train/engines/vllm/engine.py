@@ -1,6 +1,8 @@
 """vLLM as an engine: its scheduler and (with one rank) its model run in this process, on a thread that takes its steps.
 
-Nothing runs between two steps. So pausing means to take no steps, and weights change at a known token of every request.
+With async scheduling (the default on accelerators) vLLM begins a step before it has the tokens of the one before.
+What changes weights or caches, pauses or scores first takes in the steps under way: pausing means to take no steps, and
+weights change at a known token of every request.
 """
 
 from __future__ import annotations
@@ -18,9 +20,6 @@ from uuid import uuid4
 import torch
 
 from skyrl_train.engines.base import (
-    PAUSE_MODES,
-    SAMPLING,
-    Capabilities,
     Completion,
     EngineHealth,
     SampleRequest,
@@ -30,7 +29,7 @@ from skyrl_train.engines.run_clock import RunClock
 from skyrl_train.engines.step_thread import StepThread
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.report.memory import peak_memory
-from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest
+from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 # vLLM reads these on import: run the scheduler in this process, no compilation on the first step, no usage reports.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -50,6 +49,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -57,6 +57,7 @@ from vllm.v1.request import Request
 
 from skyrl_train.engines.vllm.adapters import VLLMAdapters
 from skyrl_train.engines.vllm.arguments import bind_threads, engine_arguments, sampling_params
+from skyrl_train.engines.vllm.capabilities import vllm_capabilities
 from skyrl_train.engines.vllm.requests import ScoreSink, VLLMCall, VLLMRequest
 
 
@@ -90,7 +91,7 @@ class VLLMEngine:
         given = {"dtype": dtype, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len, **engine_args}
         arguments = engine_arguments(model, self._on_cpu, max_lora_rank, given)
         ranks = arguments["tensor_parallel_size"]
-        self.capabilities = _capabilities(name, ranks, max_lora_rank, self._on_cpu)
+        self.capabilities = vllm_capabilities(name, ranks, max_lora_rank, self._on_cpu)
         if (stages := arguments.pop("pipeline_parallel_size", 1)) > 1:
             refusal = self.capabilities.refusals["pipeline_parallel_size"]
             raise ConfigError(f"generator.inference_engine_pipeline_parallel_size={stages}: {refusal}")
@@ -149,7 +150,7 @@ class VLLMEngine:
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """See InferenceEngine. Running requests, paused or not, make no progress meanwhile."""
         self._checks.score(token_ids, temperature)
-        return await self._ask(lambda: self._score(token_ids))  # type: ignore[no-any-return]
+        return await self._ask_between_steps(lambda: self._score(token_ids))  # type: ignore[no-any-return]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See InferenceEngine."""
@@ -174,7 +175,7 @@ class VLLMEngine:
             self._paused = True
             drained.set_result(None)
 
-        await self._ask(pause)
+        await self._ask_between_steps(pause)
         await asyncio.shield(asyncio.wrap_future(drained))
 
     async def resume(self) -> None:
@@ -198,7 +199,7 @@ class VLLMEngine:
             self._asleep |= {"kv_cache"} if level < 2 else SLEEPING
             return 0
 
-        return await self._ask(sleep)  # type: ignore[no-any-return]
+        return await self._ask_between_steps(sleep)  # type: ignore[no-any-return]
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See InferenceEngine."""
@@ -219,7 +220,7 @@ class VLLMEngine:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        await self._ask(lambda: self._weights("connect", route, address, rank, world_size, timeout_s))
+        await self._ask_between_steps(lambda: self._weights("connect", route, address, rank, world_size, timeout_s))
 
     async def begin_weights(self, manifest: Manifest) -> None:
         def begin() -> None:
@@ -230,10 +231,10 @@ class VLLMEngine:
             self._weights("begin", manifest)
             self._adapters.coming = manifest.adapter is not None
 
-        await self._ask(begin)
+        await self._ask_between_steps(begin)
 
     async def receive_weights(self, bucket: Bucket) -> None:
-        await self._ask(lambda: self._weights("receive", bucket))
+        await self._ask_between_steps(lambda: self._weights("receive", bucket))
 
     async def commit_weights(self, version: int) -> None:
         def commit() -> None:
@@ -245,16 +246,16 @@ class VLLMEngine:
             self._forget_prompts()
             self._admit_waiting()
 
-        await self._ask(commit)
+        await self._ask_between_steps(commit)
 
     async def reset_prefix_cache(self) -> None:
-        await self._ask(self._forget_prompts)
+        await self._ask_between_steps(self._forget_prompts)
 
     async def load_adapter(self, name: str, path: str) -> None:
         """See InferenceEngine. The adapter stays loaded when the base model's weights change."""
         self._checks.adapter(name)
         copied = await asyncio.to_thread(self._adapters.copy, name, path)
-        await self._ask(lambda: self._adapters.add(name, copied))
+        await self._ask_between_steps(lambda: self._adapters.add(name, copied))
 
     async def unload_adapter(self, name: str) -> None:
         """Running requests finish with the adapter; a name that is not loaded is ignored."""
@@ -263,7 +264,7 @@ class VLLMEngine:
             self._adapters.drop(name)
             self._deliver()
 
-        await self._ask(unload)
+        await self._ask_between_steps(unload)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -303,7 +304,7 @@ class VLLMEngine:
     # -- called by the thread ----------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        return not self._halted() and bool(self._core.scheduler.has_unfinished_requests() or self._drained)
+        return not self._halted() and bool(self._unfinished() or self._drained)
 
     def wakes_at(self) -> float:
         return math.inf if self._closed else self._clock.next_deadline()
@@ -311,13 +312,13 @@ class VLLMEngine:
     def tick(self) -> None:
         if late := self._clock.late():
             self._abort(late)
-        if not self._halted() and self._core.scheduler.has_unfinished_requests():
+        if not self._halted() and self._unfinished():
             try:
                 self._engine.step()
                 self._deliver()
             except Exception as error:
                 self._fail(EngineError(f"Engine {self.name!r} failed: {type(error).__name__}: {error}"))
-        if self._draining and not self._entries:
+        if self._draining and not self._entries and not self._core.batch_queue:
             self._paused, self._draining = True, False
             self._notify_drained()
 
@@ -326,6 +327,24 @@ class VLLMEngine:
 
     def _halted(self) -> bool:
         return self._paused or self._torn or bool(self._asleep)
+
+    def _unfinished(self) -> bool:
+        return bool(self._core.scheduler.has_unfinished_requests() or self._core.batch_queue)
+
+    def _end_steps(self) -> None:
+        """Wait for the steps under way and take their tokens; no other begins."""
+        if not self._core.batch_queue:
+            return
+        scheduler = self._core.scheduler
+        scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        try:
+            while self._core.batch_queue:
+                self._engine.step()
+            self._deliver()
+        except Exception as error:
+            self._fail(EngineError(f"Engine {self.name!r} failed: {type(error).__name__}: {error}"))
+        finally:
+            scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _submit(self, entries: Sequence[VLLMRequest]) -> None:
         self._check_serving()
@@ -428,6 +447,8 @@ class VLLMEngine:
             if not entry.call.future.done():
                 entry.call.future.set_exception(error)
         self._waiting = []
+        if self._core.batch_queue:
+            self._core.batch_queue.clear()
         self._abort(list(self._entries))
 
     def _score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -452,6 +473,7 @@ class VLLMEngine:
                     self._make_room(running, waiting)
         finally:
             self._engine.abort_request(names)
+            self._end_steps()
             scheduler.running, scheduler.waiting = [*running, *scheduler.running], waiting
         return [answers[name] for name in names]
 
@@ -537,8 +559,17 @@ class VLLMEngine:
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
+    async def _ask_between_steps(self, command: Callable[[], Any]) -> Any:
+        """Like `_ask`, for a command that no step may be under way for."""
+
+        def alone() -> Any:
+            self._end_steps()
+            return command()
+
+        return await self._ask(alone)
+
     async def _ask(self, command: Callable[[], Any]) -> Any:
-        """Run a command on the engine's thread between two steps. Raises EngineError once closed."""
+        """Run a command on the engine's thread, which begins no step meanwhile. Raises EngineError once closed."""
         try:
             return await asyncio.wrap_future(self._thread.ask(command))
         except (RuntimeError, asyncio.CancelledError) as error:
@@ -554,32 +585,3 @@ class VLLMEngine:
             )
         if "weights" in self._asleep or (self._asleep and not only_weights):
             raise EngineError(f"Engine {self.name!r} is asleep; wake_up() first.")
-
-
-_NO_LORA = "adapters are off; start it with max_lora_rank above 0 (generator.engine_init_kwargs)."
-
-
-def _capabilities(name: str, ranks: int, max_lora_rank: int, on_cpu: bool) -> Capabilities:
-    engine = f"vLLM {vllm.__version__}"
-    refusals = {
-        "score.temperature": f"{engine} gives log-probs of prompts at temperature 1 only.",
-        "partial_weights": f"{engine} takes a layer's weights only together.",
-        "pipeline_parallel_size": f"{engine} has a batch under way between two steps then; use tensor parallelism.",
-    }
-    if not max_lora_rank:
-        refusals["adapter"] = _NO_LORA
-    if on_cpu:
-        refusals["enable_chunked_prefill"] = f"{engine} on CPU cannot combine it with seeds of requests: it is off."
-    return Capabilities(
-        name=name,
-        sampling=SAMPLING,
-        weight_routes=ROUTES,
-        weight_ranks=ranks,
-        lora=max_lora_rank > 0,
-        synced_adapter_rank=max_lora_rank,
-        pause_modes=PAUSE_MODES,
-        partial_weights=False,
-        keeps_fingerprints=False,
-        score_temperature=False,
-        refusals=refusals,
-    )

@@ -25,6 +25,7 @@ from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.weight_sync.wire import ROUTES
 from tests.support.engine_bench import MAX_MODEL_LEN, MAX_NUM_SEQS, TOKENIZER, BackgroundLoop, Bench
 from tests.support.native_servers import TOKEN, NativeServerProcess
+from tests.support.overlapped_vllm import overlap_steps
 
 # What is started: "transformers", the same behind HTTP, and with an untied head where a second start is cheap.
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -34,7 +35,9 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 NATIVE = {"native-vllm": VLLMServer, "native-sglang": SGLangServer}
 """Behind the servers that vLLM and SGLang bring themselves."""
-KINDS = [*(f"{layout}{engine}" for engine in ENGINES for layout in ("", "http-")), *NATIVE]
+OVERLAPPED = "overlapped-vllm"
+"""vLLM with async scheduling, as on an accelerator."""
+KINDS = [*(f"{layout}{engine}" for engine in ENGINES for layout in ("", "http-")), OVERLAPPED, *NATIVE]
 UNTIED = ["untied-transformers", "untied-vllm", "untied-native-vllm", "untied-native-sglang"]
 HEAD_STARTS = {"sglang": 0.4}
 MOE = ["moe-transformers", "moe-vllm", "moe-sglang", "moe-native-vllm", "moe-native-sglang"]
@@ -57,7 +60,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     kinds += MOE if arrival else []
     routes = sorted(ROUTES) if "route" in metafunc.fixturenames else [""]
     pairs = [(kind, route) for kind in kinds for route in routes if (kind[:5], route) != ("http-", "in_process")]
-    marks = {pair: _marks(*pair, every_route=arrival) for pair in pairs}
+    with_steps_under_way = metafunc.function.__name__ == "test_pause_keep_goes_on_with_the_new_weights_where_it_stood"
+    marks = {pair: _marks(*pair, every_route=arrival, overlapped=with_steps_under_way) for pair in pairs}
     if routes == [""]:
         params = [pytest.param(kind, marks=marks[kind, route]) for kind, route in pairs]
         metafunc.parametrize("started", params, indirect=True, scope="package")
@@ -66,18 +70,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("started", "route"), params, indirect=["started"], scope="package")
 
 
-def _marks(kind: str, route: str, *, every_route: bool) -> list[pytest.MarkDecorator]:
+def _marks(kind: str, route: str, *, every_route: bool, overlapped: bool) -> list[pytest.MarkDecorator]:
     """Of the product of kinds and routes, what is enough for every change covers each kind and each route.
 
     HTTP in front of vLLM and SGLang is the code that is there in front of the transformers engine; their own servers
     load an untied head and experts with the code of the embedded engines; what goes wrong on a route is found by the
-    receiver that all engines share, so that beside the transformers engine each has one route for it.
+    receiver that all engines share, so that beside the transformers engine each has one route for it. Of vLLM with
+    async scheduling it is the test that fails if a sync does not wait for the steps under way.
     """
     if "transformers" in kind:
         return []
     again = {f"{head}-{server}" for server in NATIVE for head in _HEADS}
-    product = kind in {"http-vllm", "http-sglang", "untied-vllm", *again}
-    if product and not (kind == "untied-vllm" and every_route):
+    product = kind in {"http-vllm", "http-sglang", "untied-vllm", OVERLAPPED, *again}
+    if product and not (kind == "untied-vllm" and every_route) and not (kind == OVERLAPPED and overlapped):
         return [pytest.mark.slow, pytest.mark.on_demand]
     if route and not every_route and route != _ROUTE_OF.get(kind, "checkpoint"):
         return [pytest.mark.slow, pytest.mark.on_demand]
@@ -113,6 +118,7 @@ class Starter:
         self.folder = folder
         self._current: Started | None = None
         self._process: NativeServerProcess | None = None
+        self._patch = pytest.MonkeyPatch()
 
     def get(self, name: str, *, tied: bool, architecture: str) -> Started:
         wanted = f"{architecture}-{'' if tied else 'untied-'}{name}"
@@ -129,7 +135,9 @@ class Starter:
         """`adapters`: with room for some. vLLM's adapters for a mixture of experts need a GPU."""
         if name in NATIVE:
             return self._start_native(name, path)
-        place, options = ENGINES[name]
+        if name == OVERLAPPED:
+            overlap_steps(self._patch)
+        place, options = ENGINES[name.removeprefix("overlapped-")]
         options = {key: value for key, value in options.items() if adapters or key != "max_lora_rank"}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # other people's, when their packages are imported
@@ -142,6 +150,7 @@ class Starter:
                 name="conforming",
                 **options,
             )
+        assert (name == OVERLAPPED) == bool(name.endswith("vllm") and engine._core.batch_queue is not None)  # type: ignore[attr-defined]
         return engine
 
     def _start_native(self, name: str, path: str) -> InferenceEngine:
@@ -160,6 +169,7 @@ class Starter:
             if current is not None:
                 self.loop.run(current.engine.close())
         finally:
+            self._patch.undo()
             if process is not None:
                 process.stop()
 
@@ -192,7 +202,7 @@ def started(request: pytest.FixtureRequest, starter: Starter) -> Iterator[Bench]
     *layout, package = request.param.split("-")
     if package != "transformers" and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed; scripts/cpu_engines installs it")
-    name = f"native-{package}" if "native" in layout else package
+    name = "-".join([*({"native", "overlapped"} & set(layout)), package])
     architecture = "qwen3_moe" if "moe" in layout else "qwen3"
     embedded = starter.get(name, tied=not {"untied", "moe"} & set(layout), architecture=architecture)
     if "http" not in layout:

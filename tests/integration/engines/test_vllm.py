@@ -205,6 +205,15 @@ def test_vllm_runs_as_this_engine_needs_it_whatever_the_environment_says(running
     assert type(running.engine._engine.engine_core).__name__ == "InprocClient"
 
 
+def test_vllm_schedules_asynchronously_unless_told_otherwise(running: Running):
+    from skyrl_train.engines.vllm.arguments import engine_arguments
+
+    model, given = str(running.folder / "model"), {"max_model_len": LENGTH, "max_num_seqs": 4}
+    assert engine_arguments(model, False, 0, given)["async_scheduling"]
+    assert not engine_arguments(model, False, 0, {**given, "async_scheduling": False})["async_scheduling"]
+    assert not running.engine._engine.vllm_config.scheduler_config.async_scheduling, "on a CPU"
+
+
 def test_pipelines_are_refused_by_name(running: Running):
     assert running.bench.reason("pipeline_parallel_size")
     with pytest.raises(ConfigError, match=r"inference_engine_pipeline_parallel_size=2: vLLM .* tensor parallelism"):
