@@ -32,6 +32,8 @@ class PolicyObjective:
     kl_coef: float = 0.0
     entropy_coef: float | None = None
     """None: no entropy bonus; entropy is still reported."""
+    reports_mismatch: bool = True
+    """Whether to report mismatch/*; False where a correction does, of the whole batch before it masks any of it."""
 
     @property
     def wants_entropy(self) -> bool:
@@ -90,6 +92,10 @@ class PolicyObjective:
             if batch.old_logprobs is not None or self.reads_old_logprobs:
                 ratio = torch.where(mask, importance_ratios(logprobs, old_logprobs, mask), 0.0)
                 token_sums["policy/ratio"] = maxima["policy/ratio_max"] = ratio
+            if batch.rollout_logprobs is not None and self.reports_mismatch:
+                ratio = torch.where(mask, importance_ratios(old_logprobs, batch.rollout_logprobs, mask), 0.0)
+                token_sums["mismatch/ratio_mean"] = maxima["mismatch/ratio_max"] = ratio
+                token_sums["mismatch/kl"] = k3(batch.rollout_logprobs, old_logprobs, mask)
             _record(batch, old_logprobs, losses, token_sums, maxima, mini_batch_tokens, metrics)
         return loss
 

@@ -101,6 +101,7 @@ def build_objective(algorithm: AlgorithmConfig) -> PolicyObjective:
         kl_estimator=_kl_estimator(algorithm) if kl_in_loss(algorithm) else None,
         kl_coef=algorithm.kl_loss_coef,
         entropy_coef=algorithm.entropy_loss_coef if algorithm.use_entropy_loss else None,
+        reports_mismatch=not corrects(algorithm),
     )
 
 

@@ -145,7 +145,12 @@ def test_metrics_show_the_distance_between_engine_and_trainer():
     assert report["policy/loss"] == pytest.approx(loss)
     assert report["rollout/logprob_diff"] == pytest.approx(gap.abs().mean().item())
     assert report["rollout/logprob_diff_max"] == pytest.approx(gap.abs().max().item())
-    assert report["rollout/kl"] == pytest.approx((gap.exp() - gap - 1).mean().item())
+    assert report["rollout/kl"] == report["mismatch/kl"] == pytest.approx((gap.exp() - gap - 1).mean().item())
+    assert report["mismatch/ratio_mean"] == pytest.approx(gap.exp().mean().item())
+    assert report["mismatch/ratio_max"] == pytest.approx(gap.exp().max().item())
+    corrected = Metrics()
+    gradients(replace(FULL, reports_mismatch=False), batch, corrected)
+    assert not [key for key in corrected.flush() if key.startswith("mismatch/")], "a correction has them"
 
 
 def users_loss(log_probs, old_log_probs, advantages, config, loss_mask):  # type: ignore[no-untyped-def]
