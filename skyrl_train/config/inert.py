@@ -22,7 +22,8 @@ IGNORED = {
     "trainer.log_path": "A run's logs and metrics are in its folder, trainer.ckpt_path.",
     "trainer.use_sample_packing": "Batches are always packed without padding.",
     "trainer.flash_attn": (
-        "Attention without padding uses PyTorch's own kernels: flash attention wherever they have it."
+        "Attention without padding uses FlashAttention-3 where it is installed, else PyTorch's own kernels: flash "
+        "attention wherever they have it."
     ),
     "generator.async_engine": "Engines always run asynchronously.",
     "generator.vllm_v1_disable_multiproc": "vLLM's scheduler always runs in the engine's own process.",

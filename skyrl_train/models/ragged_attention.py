@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.flash_attention import flash_kernel
 from skyrl_train.models.sequence_parallel import SequenceParallel
 
 RAGGED = "skyrl_ragged"
@@ -96,8 +97,11 @@ def ragged_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if segments.keys is not None:
         key, value = gathered(key, segments.keys), gathered(value, segments.keys)
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256 and softcap is None:
-        return _flash(query, key, value, segments, scaling, sliding_window)
+    kernel = flash_kernel(query, value) if softcap is None else None
+    if kernel is not None:
+        of_keys = segments.offsets if segments.key_offsets is None else segments.key_offsets
+        most = max(segments.lengths), max(segments.seen)
+        return kernel.attend(query, key, value, segments.offsets, of_keys, *most, scaling, sliding_window)
     if segments.keys is None and len(segments.runs()) > len(set(segments.lengths) - {0}):
         segments, tokens = segments.by_length()
         query, key, value = (gathered(rows, tokens) for rows in (query, key, value))
@@ -130,25 +134,6 @@ def gathered(rows: Tensor, index: Tensor) -> Tensor:
     """rows[index]; gradients of a row that occurs repeatedly are summed in a fixed order, in at least float32."""
     result: Tensor = _Gathered.apply(rows, index)
     return result
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float, window: int | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # needs CUDA's flash kernels, so only where they run
-
-    attend: Any = varlen_attn
-    output: Tensor = attend(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        segments.offsets,
-        segments.offsets if segments.key_offsets is None else segments.key_offsets,
-        max(segments.lengths),
-        max(segments.seen),
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),  # the last query is level with the last key
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return output
 
 
 def _by_runs(

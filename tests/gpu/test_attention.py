@@ -1,0 +1,90 @@
+"""The fused kernels of this GPU against attention in float32, forward and backward."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.models import flash_attention
+from skyrl_train.models.flash_attention import FlashKernel
+from skyrl_train.models.packing import Packing
+from skyrl_train.models.ragged_attention import Segments, ragged_attention
+
+pytestmark = pytest.mark.gpu
+LENGTHS = [700, 1, 257, 64, 700, 3]
+
+
+def kernels(head_size: int) -> list[FlashKernel]:
+    """torch's, and FlashAttention-3 where it can run."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("needs compute capability 8.0")
+    found = [flash_attention.torch_varlen(varlen_attn)]
+    if torch.cuda.get_device_capability()[0] == 9 and importlib.util.find_spec("flash_attn_interface"):
+        chosen = flash_attention.choose((9, 0), min(head_size, 128))
+        assert chosen is not None and chosen.name == "FlashAttention-3", "it is installed and does not load"
+        found.append(chosen)
+    return found
+
+
+def packing(shared: bool) -> Packing:
+    offsets = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0)
+    if not shared:
+        return Packing.of(offsets, None)
+    groups = torch.tensor([0, 600, 600, 0, 100, 100], device="cuda")  # two groups, of 3 sequences each
+    lengths = torch.tensor([0, 700, 601, 857, 164, 800, 103], device="cuda")
+    return Packing.of(lengths.cumsum(0), groups)
+
+
+def attend(inputs: list[Tensor], weights: Tensor, segments: Segments, window: int | None) -> tuple[Tensor, ...]:
+    """Output and gradients, all in float32."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    output = ragged_attention(leaves[0], leaves[1], leaves[2], segments, sliding_window=window)
+    gradients = torch.autograd.grad((output.float() * weights).sum(), leaves)
+    return tuple(x.float() for x in (output, *gradients))
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["sequences", "shared prompts"])
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (14, 2), (4, 1)])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_a_fused_kernel_is_as_close_to_float32_as_scaled_dot_product_attention(
+    head_size: int, heads: int, kv_heads: int, window: int | None, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = packing(shared)
+    generator = torch.Generator("cuda").manual_seed(0)
+    inputs = [
+        torch.randn(len(place.tokens), count, head_size, generator=generator, device="cuda").bfloat16()
+        for count in (heads, kv_heads, kv_heads)
+    ]
+    weights = torch.randn(inputs[0].shape, generator=generator, device="cuda")
+    exact = attend([x.float() for x in inputs], weights, place.segments, window)
+    with monkeypatch.context() as patch:
+        patch.setattr("skyrl_train.models.ragged_attention.flash_kernel", lambda query, value: None)
+        plain = attend(inputs, weights, place.segments, window)
+    for kernel in kernels(head_size):
+        with monkeypatch.context() as patch:
+            patch.setattr("skyrl_train.models.ragged_attention.flash_kernel", lambda query, value, k=kernel: k)
+            fused = attend(inputs, weights, place.segments, window)
+        for wanted, reference, got in zip(exact, plain, fused, strict=True):
+            error, allowed = (got - wanted).norm() / wanted.norm(), (reference - wanted).norm() / wanted.norm()
+            assert error <= 2 * allowed + 1e-3, f"{kernel.name}: {error} instead of {allowed}"
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_gradients_are_the_same_bits_every_time(head_size: int) -> None:
+    place = packing(shared=True)
+    inputs = [torch.randn(len(place.tokens), n, head_size, device="cuda").bfloat16() for n in (8, 2, 2)]
+    weights = torch.randn(inputs[0].shape, device="cuda")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # as learners do
+    try:
+        runs = [attend(inputs, weights, place.segments, None) for _ in range(4)]
+    finally:
+        torch.use_deterministic_algorithms(before)
+    for other in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
