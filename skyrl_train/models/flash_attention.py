@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -63,19 +64,15 @@ def choose(capability: tuple[int, int], head_size: int) -> FlashKernel | None:
 
 def _flash_attention_3() -> FlashKernel | None:
     """From the package flash_attn_3, if it is installed; one that does not load is said, and not used."""
+    if find_spec("flash_attn_interface") is None:
+        return None
     try:
         library = importlib.import_module("flash_attn_interface")
-    except ModuleNotFoundError as error:
-        if error.name == "flash_attn_interface":
-            return None
-        return _unusable(error)
     except (ImportError, OSError, RuntimeError) as error:  # built for another torch or CUDA
-        return _unusable(error)
+        reason = f"{type(error).__name__}: {error}"
+        to_stderr(f"warning: FlashAttention-3 is installed but does not load, and is not used ({reason})")
+        return None
     return flash_attention_3(library.flash_attn_varlen_func)
-
-
-def _unusable(error: Exception) -> None:
-    to_stderr(f"warning: FlashAttention-3 is installed but does not load ({type(error).__name__}: {error})")
 
 
 def flash_attention_3(function: Callable[..., Any]) -> FlashKernel:

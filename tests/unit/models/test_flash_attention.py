@@ -127,7 +127,8 @@ def test_a_kernel_gets_what_makes_it_compute_the_same_attention(
     weights = torch.randn(shape[0], heads, HEAD_SIZE, generator=generator, dtype=torch.float64)
 
     def attend() -> tuple[Tensor, tuple[Tensor, ...]]:
-        output = ragged_attention.ragged_attention(*inputs, packing.segments, scaling=0.3, sliding_window=window)
+        query, key, value = inputs
+        output = ragged_attention.ragged_attention(query, key, value, packing.segments, scaling=0.3, sliding_window=window)
         return output, torch.autograd.grad((output * weights).sum(), inputs)
 
     expected = attend()
