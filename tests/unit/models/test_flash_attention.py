@@ -128,7 +128,8 @@ def test_a_kernel_gets_what_makes_it_compute_the_same_attention(
 
     def attend() -> tuple[Tensor, tuple[Tensor, ...]]:
         query, key, value = inputs
-        output = ragged_attention.ragged_attention(query, key, value, packing.segments, scaling=0.3, sliding_window=window)
+        options: Any = {"scaling": 0.3, "sliding_window": window}
+        output = ragged_attention.ragged_attention(query, key, value, packing.segments, **options)
         return output, torch.autograd.grad((output * weights).sum(), inputs)
 
     expected = attend()
