@@ -7,7 +7,10 @@ others are recomputed there, so memory does not grow with N x V. Matrix products
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
 from typing import Any
 
@@ -16,6 +19,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from skyrl_train.messages import to_stderr
+
+Fused = Callable[..., tuple[Tensor, Tensor]]
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -55,13 +61,16 @@ def sampled_logprobs(
     wants_entropy: bool,
     kept_chunks: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """[N] log softmax(logits / divisor) of each row's target and [N] entropy (zeros unless wanted), nats.
+    """[N] log softmax(logits / divisor) of each row's target and [N] entropy (anything unless wanted), nats.
 
     hidden [N, D] with N at least 1, weight [V, D], bias [V] or None, targets [N] int64, divisor [N] (the temperature).
     Results are at least float32, whatever the dtype of the matrix products. Differentiable once, in hidden, weight and
     bias. kept_chunks: for how many chunks the probabilities, chunk_rows x V each, are kept for backward instead of
-    recomputed.
+    recomputed. On GPUs that have Triton, kernels do this (see fused_logprobs): the passes here are their reference.
     """
+    fused = fused_for(hidden, weight) if bias is None else None
+    if fused is not None:
+        return fused(hidden, weight, targets, divisor, shape, chunk_rows, kept_chunks)
     if not torch.is_grad_enabled() or shape.softcap is not None:  # a softcap's gradient needs the logits themselves
         kept_chunks = 0
     scaled = None if bool((divisor == 1).all()) else divisor.unsqueeze(1)
@@ -96,9 +105,8 @@ class _SampledLogprobs(torch.autograd.Function):
         scratch = _scratch(ctx, hidden, weight)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         kept: list[Tensor] = []
-        for rows in range(0, len(hidden), chunk_rows):
-            chunk = slice(rows, rows + chunk_rows)
-            logits = shape(_product(states[chunk], rows_of_weight, bias, scratch))
+        for chunk in chunks_of(len(hidden), chunk_rows):
+            logits = shape(product(states[chunk], rows_of_weight, bias, scratch))
             if divisor is not None:
                 logits.div_(divisor[chunk])
             probabilities = torch.softmax(logits, -1)
@@ -125,11 +133,10 @@ class _SampledLogprobs(torch.autograd.Function):
         wide = torch.promote_types(dtype, torch.float32)
         d_weight = torch.zeros_like(rows_of_weight, dtype=wide) if trains_weight else None
         d_bias = torch.zeros_like(bias, dtype=wide) if trains_bias else None
-        chunks = [slice(rows, rows + ctx.chunk_rows) for rows in range(0, len(hidden), ctx.chunk_rows)]
         scratch = _scratch(ctx, hidden, weight)
-        for chunk, found in zip_longest(chunks, kept):
+        for chunk, found in zip_longest(chunks_of(len(hidden), ctx.chunk_rows), kept):
             if found is None:
-                logits = ctx.shape(_product(states[chunk], rows_of_weight, bias, scratch))
+                logits = ctx.shape(product(states[chunk], rows_of_weight, bias, scratch))
                 capped = None if ctx.shape.softcap is None else logits.clone()
                 if divisor is not None:
                     logits.div_(divisor[chunk])
@@ -150,10 +157,8 @@ class _SampledLogprobs(torch.autograd.Function):
             narrow = ctx.shape.backward_(gradient, capped).to(dtype)
             if d_hidden is not None:
                 torch.mm(narrow, rows_of_weight, out=d_hidden[chunk])
-            if d_weight is not None and wide == dtype:
-                d_weight.addmm_(narrow.t(), states[chunk])
-            elif d_weight is not None:
-                d_weight += narrow.t() @ states[chunk]
+            if d_weight is not None:
+                add_product(d_weight, narrow, states[chunk])
             if d_bias is not None:
                 d_bias += gradient.sum(0)
         return (
@@ -170,14 +175,59 @@ def _scratch(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
     return torch.empty(min(ctx.chunk_rows, len(hidden)), len(weight), dtype=wide, device=hidden.device)
 
 
-def _product(states: Tensor, weight: Tensor, bias: Tensor | None, scratch: Tensor) -> Tensor:
-    """states [n, D] times weight, plus bias, in the first n rows of scratch [>= n, V]."""
-    out = scratch[: len(states)]
-    if states.dtype == out.dtype:
+def chunks_of(count: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
+def product(states: Tensor, weight: Tensor, bias: Tensor | None, scratch: Tensor | None) -> Tensor:
+    """states [n, D] times weight, plus bias, at least float32: in the first n rows of scratch [>= n, V] if given."""
+    wide = torch.promote_types(states.dtype, torch.float32)
+    out = states.new_empty(len(states), len(weight), dtype=wide) if scratch is None else scratch[: len(states)]
+    if states.dtype == wide:
         torch.mm(states, weight.t(), out=out)
+    elif sums_widely(states):
+        torch.mm(states, weight.t(), wide, out=out)
     else:
         out.copy_(states @ weight.t())
     return out if bias is None else out.add_(bias)
+
+
+def add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:
+    """Add gradient [n, V] transposed times states [n, D] to total [V, D], which is at least float32."""
+    if states.dtype == total.dtype:
+        total.addmm_(gradient.t(), states)
+    elif sums_widely(states):
+        torch.addmm(total, gradient.t(), states, total.dtype, out=total)
+    else:
+        total += gradient.t() @ states
+
+
+def sums_widely(tensor: Tensor) -> bool:
+    """Whether products of half-precision tensors can be had as they are summed, in float32, without rounding first."""
+    return tensor.is_cuda and torch.version.hip is None
+
+
+def fused_for(hidden: Tensor, weight: Tensor) -> Fused | None:
+    """What computes `sampled_logprobs` in fused kernels; None on CPUs, without Triton, and in double precision."""
+    narrow = max(hidden.dtype.itemsize, weight.dtype.itemsize) <= torch.float32.itemsize
+    return _fused_on(hidden.device) if hidden.is_cuda and narrow else None
+
+
+@cache
+def _fused_on(device: torch.device) -> Fused | None:
+    """Tried once on a device, forward and backward: Triton may be there and its compiler not."""
+    try:
+        fused: Fused = importlib.import_module("skyrl_train.models.fused_logprobs").fused_logprobs
+        weight, target = torch.ones(16, 16, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+        with torch.enable_grad():
+            states = torch.ones(1, 16, device=device, requires_grad=True)
+            fused(states, weight, target, weight[0, :1], LogitShape(), 1)[0].sum().backward()  # type: ignore[no-untyped-call]
+    except Exception as error:  # whatever a compiler or a driver comes up with
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        to_stderr(f"note: log-probs on {device}: several passes over logits, as Triton does not work here ({reason})")
+        return None
+    to_stderr(f"note: log-probs on {device}: fused kernels")
+    return fused
 
 
 def _scores(

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,3 +135,94 @@ def test_in_half_precision_the_weight_s_gradient_does_not_get_worse_with_the_num
         assert exact.grad is not None and half.grad is not None
         errors.append(float((half.grad - exact.grad).norm() / exact.grad.norm()))
     assert errors[1] < 1.5 * errors[0] < 0.02
+
+
+@pytest.fixture
+def wide_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What GPUs have, on this CPU: products of bfloat16 that are given as they were summed, by torch's own names."""
+
+    def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
+        assert a.dtype == b.dtype == torch.bfloat16 and out.dtype == out_dtype == torch.float32
+        return torch.mm(a.float(), b.float(), out=out)
+
+    def addmm(
+        start: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta: float = 1, alpha: float = 1, out: Tensor
+    ) -> Tensor:
+        assert a.dtype == b.dtype == torch.bfloat16 and start.dtype == out.dtype == out_dtype == torch.float32
+        return torch.addmm(start, a.float(), b.float(), beta=beta, alpha=alpha, out=out)
+
+    monkeypatch.setattr(module, "sums_widely", lambda tensor: True)
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("mm.dtype_out", mm, "CPU")
+        library.impl("addmm.dtype_out", addmm, "CPU")
+        yield
+
+
+@pytest.mark.defect("logits-rounded-to-half-precision")
+def test_a_gpu_s_logits_and_weight_gradients_are_never_rounded_to_half_precision(wide_products: None) -> None:
+    given = inputs(bias=False, dtype=torch.bfloat16)
+    exact = tuple(x.detach().double().requires_grad_() for x in given[:2])
+    wanted = written_out(*exact, *given[2:4], given[4].double(), LogitShape())
+    got = sampled_logprobs(*given[:4], given[4].float(), LogitShape(), 3, True)
+    torch.testing.assert_close([x.double() for x in got], list(wanted), rtol=0, atol=1e-5)
+    for step in range(3):  # what is added up is not rounded on the way: only the gradient of the logits itself is
+        total = torch.zeros(VOCABULARY, SIZE)
+        gradient = torch.full((200, VOCABULARY), 1 / (step + 3), dtype=torch.bfloat16)
+        states = torch.ones(200, SIZE, dtype=torch.bfloat16)
+        for chunk in module.chunks_of(200, 7):
+            module.add_product(total, gradient[chunk], states[chunk])
+        torch.testing.assert_close(total, 200 * gradient[:1].float().T.expand(-1, SIZE), rtol=1e-6, atol=0)
+
+
+class OnDevice:
+    """What is asked of a tensor before its kernels are chosen."""
+
+    is_cuda = True
+    device = torch.device("cuda", 0)
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16):
+        self.dtype = dtype
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_fused_kernels_are_tried_once_and_only_where_they_can_run(
+    works: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tried: list[Tensor] = []
+
+    def fused(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        tried.append(hidden)
+        if not works:
+            raise RuntimeError("Failed to find C compiler\nand more")
+        return hidden * 2, hidden
+
+    monkeypatch.setitem(sys.modules, "skyrl_train.models.fused_logprobs", SimpleNamespace(fused_logprobs=fused))
+    monkeypatch.setattr(OnDevice, "device", torch.device("cpu"))
+    choice: Any = module.fused_for
+    module._fused_on.cache_clear()
+    try:
+        found = [choice(OnDevice(), OnDevice(torch.float32)) for _ in range(3)]
+    finally:
+        module._fused_on.cache_clear()
+    assert found == [fused if works else None] * 3
+    assert len(tried) == 1
+    said = capfd.readouterr().err
+    assert said.count("note: log-probs on") == 1 and ("C compiler" in said) == (not works) and "and more" not in said
+    assert choice(OnDevice(torch.float64), OnDevice()) is None
+    assert choice(torch.zeros(1), torch.zeros(1)) is None
+
+
+def test_what_is_fused_takes_everything_but_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, bias, targets, divisor = inputs(bias=True)
+    calls: list[tuple[Any, ...]] = []
+
+    def fused(*given: Any) -> tuple[Tensor, Tensor]:
+        calls.append(given)
+        return divisor, divisor
+
+    monkeypatch.setattr(module, "fused_for", lambda hidden, weight: fused)
+    shape = LogitShape()
+    assert sampled_logprobs(hidden, weight, None, targets, divisor, shape, 3, False, 1) == (divisor, divisor)
+    assert calls == [(hidden, weight, targets, divisor, shape, 3, 1)]
+    sampled_logprobs(hidden, weight, bias, targets, divisor, shape, 3, False, 1)
+    assert len(calls) == 1

@@ -1,0 +1,224 @@
+"""`sampled_logprobs` on GPUs: what eager passes do to a chunk's logits is one kernel in forward and one in backward.
+
+Legend: N rows, D hidden size, V vocabulary. A chunk's logits are written once, by the matrix product, and read once in
+each direction; backward writes the narrow gradient that the next products read. Importing this needs Triton.
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from skyrl_train.models.sampled_logprobs import LogitShape, add_product, chunks_of, product
+
+_LOWEST = tl.constexpr(-3.0e38)
+"""Below every logit, and finite: a difference of two infinities is not a number."""
+_BLOCK, _WARPS = 4096, 8
+
+
+@triton.jit
+def _shaped(raw, factor, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    logits = raw * factor
+    if CAPPED:
+        logits = softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)  # softcap * tanh(logits / softcap)
+    return logits
+
+
+@triton.jit
+def _score_kernel(  # type: ignore[no-untyped-def]
+    raw_ptr,
+    targets_ptr,
+    divisor_ptr,
+    logprobs_ptr,
+    entropy_ptr,
+    normaliser_ptr,
+    vocabulary,
+    factor,
+    softcap,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A row per program. Every lane keeps, of the logits x that it saw, the largest m, s = sum of exp(x - m), and
+    t = sum of (x - m) exp(x - m); lanes are put together at the end. The entropy is log s - t / s.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    raw_ptr += row * vocabulary
+    divisor = tl.load(divisor_ptr + row)
+    largest = tl.full([BLOCK], _LOWEST, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < vocabulary
+        raw = tl.load(raw_ptr + columns, mask=inside, other=0.0)
+        logits = tl.where(inside, _shaped(raw, factor, softcap, CAPPED) / divisor, _LOWEST)
+        larger = tl.maximum(largest, logits)
+        shrunk = tl.exp(largest - larger)
+        weighted = shrunk * (weighted + (largest - larger) * total)
+        term = tl.exp(logits - larger)
+        total = shrunk * total + term
+        weighted += tl.where(term > 0.0, (logits - larger) * term, 0.0)
+        largest = larger
+    top = tl.max(largest, 0)
+    shrunk = tl.exp(largest - top)
+    weighted_sum = tl.sum(shrunk * (weighted + (largest - top) * total), 0)
+    sum_of_all = tl.sum(shrunk * total, 0)
+    log_sum = tl.log(sum_of_all)
+    chosen = tl.load(raw_ptr + tl.load(targets_ptr + row))
+    tl.store(logprobs_ptr + row, _shaped(chosen, factor, softcap, CAPPED) / divisor - top - log_sum)
+    tl.store(entropy_ptr + row, log_sum - weighted_sum / sum_of_all)
+    tl.store(normaliser_ptr + row, top + log_sum)
+
+
+@triton.jit
+def _gradient_kernel(  # type: ignore[no-untyped-def]
+    raw_ptr,
+    targets_ptr,
+    divisor_ptr,
+    entropy_ptr,
+    normaliser_ptr,
+    d_logprobs_ptr,
+    d_entropy_ptr,
+    gradient_ptr,
+    vocabulary,
+    factor,
+    softcap,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A block of a row per program: d loss / d raw logits, see sampled_logprobs._SampledLogprobs."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < vocabulary
+    divisor, d_logprob = tl.load(divisor_ptr + row), tl.load(d_logprobs_ptr + row)
+    shaped = _shaped(tl.load(raw_ptr + row * vocabulary + columns, mask=inside, other=0.0), factor, softcap, CAPPED)
+    logs = shaped / divisor - tl.load(normaliser_ptr + row)
+    spread = d_logprob + tl.load(d_entropy_ptr + row) * (logs + tl.load(entropy_ptr + row))
+    gradient = -tl.exp(logs) * spread
+    gradient = tl.where(columns == tl.load(targets_ptr + row), gradient + d_logprob, gradient)
+    gradient = gradient / divisor * factor
+    if CAPPED:
+        gradient *= 1.0 - (shaped / softcap) * (shaped / softcap)
+    tl.store(gradient_ptr + row * vocabulary + columns, gradient.to(gradient_ptr.dtype.element_ty), mask=inside)
+
+
+def _score_rows(logits: Tensor, rows: list[Tensor], shape: LogitShape) -> None:
+    """logits [n, V] as the product left them; rows, [n] each: targets, divisor; out: logprobs, entropy, normaliser."""
+    with torch.cuda.device_of(logits):
+        _score_kernel[(len(logits),)](
+            logits,
+            *rows,
+            logits.shape[1],
+            shape.factor,
+            shape.softcap or 1.0,
+            CAPPED=shape.softcap is not None,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+        )
+
+
+def _gradient_rows(logits: Tensor, rows: list[Tensor], shape: LogitShape, gradient: Tensor) -> None:
+    """rows, [n] each: targets, divisor, entropy, normaliser, and d logprobs, d entropy; gradient [n, V] is the result."""
+    with torch.cuda.device_of(logits):
+        _gradient_kernel[(len(logits), triton.cdiv(logits.shape[1], _BLOCK))](
+            logits,
+            *rows,
+            gradient,
+            logits.shape[1],
+            shape.factor,
+            shape.softcap or 1.0,
+            CAPPED=shape.softcap is not None,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+        )
+
+
+def fused_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    divisor: Tensor,
+    shape: LogitShape,
+    chunk_rows: int,
+    kept_chunks: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """[N] log-probs and [N] entropies, nats, float32: what `sampled_logprobs` returns, for a head without a bias.
+
+    The products' dtype is at most float32. kept_chunks: for how many chunks the logits are kept for backward.
+    """
+    if not torch.is_grad_enabled():
+        kept_chunks = 0
+    found: tuple[Tensor, Tensor] = _FusedLogprobs.apply(
+        hidden, weight, targets, divisor.float(), shape, chunk_rows, kept_chunks
+    )
+    return found
+
+
+class _FusedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        divisor: Tensor,
+        shape: LogitShape,
+        chunk_rows: int,
+        kept_chunks: int,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.shape, ctx.chunk_rows = shape, chunk_rows
+        ctx.product_dtype = linear(hidden[:0], weight[:0]).dtype  # autocast may narrow it
+        states, rows_of_weight = hidden.to(ctx.product_dtype), weight.to(ctx.product_dtype)
+        logprobs, entropy, normaliser = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
+        kept: list[Tensor] = []
+        scratch: Tensor | None = None
+        for chunk in chunks_of(len(hidden), chunk_rows):
+            keeps = len(kept) < kept_chunks
+            logits = product(states[chunk], rows_of_weight, None, None if keeps else scratch)
+            if keeps:
+                kept.append(logits)
+            elif scratch is None:
+                scratch = logits
+            rows = (targets, divisor, logprobs, entropy, normaliser)
+            _score_rows(logits, [row[chunk] for row in rows], shape)
+        ctx.save_for_backward(hidden, weight, targets, divisor, entropy, normaliser, *kept)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # type: ignore[override]
+        ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, divisor, entropy, normaliser, *kept = ctx.saved_tensors
+        ds = [torch.zeros_like(entropy) if d is None else d.contiguous() for d in (d_logprobs, d_entropy)]
+        states, rows_of_weight = hidden.to(ctx.product_dtype), weight.to(ctx.product_dtype)
+        d_hidden = torch.empty_like(states) if ctx.needs_input_grad[0] else None
+        # Sum over chunks in float32: in half precision the error would grow with their number.
+        d_weight = torch.zeros_like(rows_of_weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        scratch: Tensor | None = None
+        narrow: Tensor | None = None
+        for chunk, logits in zip_longest(chunks_of(len(hidden), ctx.chunk_rows), kept):
+            if logits is None:
+                logits = product(states[chunk], rows_of_weight, None, scratch)
+                scratch = logits if scratch is None else scratch
+            narrow = torch.empty_like(logits, dtype=states.dtype) if narrow is None else narrow
+            gradient = narrow[: len(logits)]
+            rows = (targets, divisor, entropy, normaliser, *ds)
+            _gradient_rows(logits, [row[chunk] for row in rows], ctx.shape, gradient)
+            if d_hidden is not None:
+                torch.mm(gradient, rows_of_weight, out=d_hidden[chunk])
+            if d_weight is not None:
+                add_product(d_weight, gradient, states[chunk])
+        return (
+            None if d_hidden is None else d_hidden.to(hidden.dtype),
+            None if d_weight is None else d_weight.to(weight.dtype),
+            *(None,) * 5,
+        )
