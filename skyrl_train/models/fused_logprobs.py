@@ -125,7 +125,7 @@ def _score_rows(logits: Tensor, rows: list[Tensor], shape: LogitShape) -> None:
 
 
 def _gradient_rows(logits: Tensor, rows: list[Tensor], shape: LogitShape, gradient: Tensor) -> None:
-    """rows, [n] each: targets, divisor, entropy, normaliser, and d logprobs, d entropy; gradient [n, V] is the result."""
+    """rows, [n] each: targets, divisor, entropy, normaliser, d logprobs, d entropy; gradient [n, V] is the result."""
     with torch.cuda.device_of(logits):
         _gradient_kernel[(len(logits), triton.cdiv(logits.shape[1], _BLOCK))](
             logits,
