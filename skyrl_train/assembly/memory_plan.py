@@ -40,7 +40,7 @@ from skyrl_train.config.slots import slots_per_engine
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import to_stderr
 from skyrl_train.models.loading import POLICY_PATH
-from skyrl_train.models.token_scorer import CHUNK_BYTES, KEPT_CHUNKS
+from skyrl_train.models.token_scorer import KEPT_CHUNKS, chunk_bytes
 from skyrl_train.weight_sync.sender import CPU_BUCKET
 
 PHASES = ("generating", "scoring", "updating", "syncing")
@@ -227,7 +227,7 @@ class _Model:
 
     @property
     def _chunk_bytes(self) -> int:
-        return CHUNK_BYTES[self._device]
+        return chunk_bytes(self._device, self.run.capacity)
 
     def _score_lines(self) -> Iterator[MemoryLine]:
         scoring, tokens, scored = ("scoring",), self.score.tokens, self.score.scored
@@ -335,7 +335,8 @@ def summary(plans: Sequence[SlotPlan]) -> list[str]:
 
 
 def memory_plan(cfg: Config, capacity: int | None = None, learning: Learning | None = None) -> list[SlotPlan]:
-    """One plan for every kind of slot. `capacity`: bytes of an accelerator, of which vLLM and SGLang take a share.
+    """One plan for every kind of slot. `capacity`: bytes of an accelerator, of which vLLM and SGLang take a share,
+    and a chunk of logits another.
 
     Reads the models' configurations, if necessary from the hub. Raises ConfigError for a model that cannot be loaded,
     and as `policy_learning` does.
@@ -343,7 +344,7 @@ def memory_plan(cfg: Config, capacity: int | None = None, learning: Learning | N
     learning = policy_learning(cfg) if learning is None else learning
     placement, generator = cfg.trainer.placement, cfg.generator
     policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node
-    colocated: list[_Model] = [_policy(cfg, policy)]
+    colocated: list[_Model] = [_policy(cfg, policy, capacity)]
     dedicated: list[_Model] = []
     if learning.with_reference:
         shares = placement.colocate_policy_ref or placement.colocate_all
@@ -382,7 +383,7 @@ def _policy_shape(cfg: Config, parts: int) -> ModelShape:
     return _shape(cfg, policy.model.path, POLICY_PATH, changes, lora=lora, parts=parts)
 
 
-def _policy(cfg: Config, ranks: int) -> _Model:
+def _policy(cfg: Config, ranks: int, capacity: int | None) -> _Model:
     trainer, generator = cfg.trainer, cfg.generator
     policy, on_gpu = trainer.policy, cfg.device == "cuda"
     shape = _policy_shape(cfg, policy.tensor_parallel_size)
@@ -392,6 +393,7 @@ def _policy(cfg: Config, ranks: int) -> _Model:
         on_gpu=on_gpu,
         checkpointing=trainer.gradient_checkpointing,
         longest=_longest(cfg),
+        capacity=capacity,
     )
     leaves = on_gpu and trainer.placement.colocate_all and generator.run_engines_locally
     return _model(cfg, "policy", policy, shape, ranks, run, leaves, trainer.policy_mini_batch_size)

@@ -223,6 +223,8 @@ class Settings:
     checkpointing: bool
     longest: int
     """The most tokens that a sequence may have."""
+    capacity: int | None = None
+    """Bytes of an accelerator, on which the head's chunks depend; None if unknown."""
 
     @property
     def stream(self) -> int:

@@ -18,12 +18,23 @@ from skyrl_train.models.rank_group import RankGroup
 from skyrl_train.models.sampled_logprobs import LogitShape, sampled_logprobs
 
 CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
-"""Size of one chunk's float32 logits: a hundred rows of a vocabulary of 150,000 on a CPU; on a GPU enough rows that
-reading the weight does not dominate the time.
+"""Size of one chunk's float32 logits: a hundred rows of a vocabulary of 150,000 on a CPU; on a GPU at least four times
+that, see `chunk_bytes`.
 """
 
 KEPT_CHUNKS = {"cpu": 8, "cuda": 1}
 """How many chunks' probabilities are kept for backward instead of recomputed: CPUs have more memory than arithmetic."""
+
+
+def chunk_bytes(device: str, memory: int | None) -> int:
+    """The size of a chunk on a kind of device with so many bytes of memory (None if unknown).
+
+    A chunk costs a pass over the weight's gradient, which is as large as thousands of rows of logits, so on a GPU it is
+    a 64th of the memory. That is rounded down to a power of two: GPUs of one kind, whose memory differs a little, add
+    up in the same order.
+    """
+    least = CHUNK_BYTES[device]
+    return least if device == "cpu" or not memory else max(least, 1 << ((memory // 64).bit_length() - 1))
 
 
 class Scores(NamedTuple):
@@ -44,7 +55,7 @@ class TokenScorer(RaggedModel):
     """
 
     def __init__(self, model: PreTrainedModel, chunk_bytes: int | None = None, parallel_group: RankGroup | None = None):
-        """`chunk_bytes`: None for the device's CHUNK_BYTES. `parallel_group`: see RaggedModel."""
+        """`chunk_bytes`: None for the device's own, see the function. `parallel_group`: see RaggedModel."""
         super().__init__(model, parallel_group)
         self.chunk_bytes = chunk_bytes
         config = model.config
@@ -96,7 +107,8 @@ class TokenScorer(RaggedModel):
         return Scores(logprobs, self.spread(entropy, positions, score_mask) if wants_entropy else None)
 
     def _rows(self, hidden: Tensor) -> int:
-        size = self.chunk_bytes or CHUNK_BYTES[hidden.device.type]
+        memory = torch.cuda.get_device_properties(hidden.device).total_memory if hidden.is_cuda else None
+        size = self.chunk_bytes or chunk_bytes(hidden.device.type, memory)
         return max(1, size // (4 * self.model.config.vocab_size))
 
     def logits(self, hidden: Tensor) -> Tensor:

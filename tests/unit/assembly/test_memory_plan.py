@@ -296,6 +296,16 @@ def test_ranks_of_a_parallel_group_share_the_tokens_of_a_micro_batch(tmp_path: P
     assert grouped.size == alone.size / 2
 
 
+@pytest.mark.parametrize(("capacity", "rows"), [(None, 64), (24 << 30, 64), (81559 << 20, 256), (141 << 30, 512)])
+def test_a_gpu_s_chunks_of_logits_are_planned_by_its_memory(capacity: int | None, rows: int, tmp_path: Path):
+    keys = [
+        "+trainer.policy.model_config_kwargs.vocab_size=1048576",
+        "generator.sampling_params.max_generate_length=900",
+    ]
+    (plan, *_) = memory_plan(on_gpus(config(save_tiny_model(tmp_path), *keys)), capacity)
+    assert row(plan, "policy", "logits").note.startswith(f"chunks of {rows} x 1,048,576")
+
+
 def test_ranks_that_share_out_layers_have_a_part_of_each_and_all_tokens(tmp_path: Path):
     path = save_tiny_model(tmp_path, "qwen3_moe")
     keys = ["trainer.strategy=fsdp2", "trainer.algorithm.use_kl_loss=false"]

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.models import ragged_attention
-from skyrl_train.models.token_scorer import KEPT_CHUNKS, Scores, TokenScorer
+from skyrl_train.models.token_scorer import KEPT_CHUNKS, Scores, TokenScorer, chunk_bytes
 from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.double_precision import double_precision
 from tests.support.padded_reference import grouped_batch, padded_scores, ragged_batch
@@ -213,6 +213,15 @@ def test_backward_finds_as_many_chunks_as_are_kept_and_makes_the_others_again(
         (logprobs + entropy).sum().backward()
     assert sum(again.rows) == rows - 3 * kept_chunks
     assert max(made.rows + again.rows) == 3
+
+
+def test_gpus_of_one_kind_have_chunks_of_one_size_and_larger_ones_larger() -> None:
+    h100 = (81559 << 20, 85_017_624_576)  # in all, and what is left of it for programs
+    assert {chunk_bytes("cuda", memory) for memory in h100} == {1 << 30}
+    sizes = [chunk_bytes("cuda", memory << 30) for memory in (8, 24, 40, 141)]
+    assert sizes == [1 << 28, 1 << 28, 1 << 29, 1 << 31]
+    assert chunk_bytes("cuda", None) == 1 << 28
+    assert chunk_bytes("cpu", 1 << 40) == chunk_bytes("cpu", None) == 1 << 26
 
 
 class LogitsMade(TorchDispatchMode):
