@@ -62,7 +62,7 @@ def test_an_update_needs_few_chunks_of_memory_and_gives_the_same_bits_every_time
     rows = 64
     torch.cuda.synchronize()
     runs: list[Any] = []
-    for _ in range(2):
+    for attempt in range(3):
         states, head = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -70,6 +70,8 @@ def test_an_update_needs_few_chunks_of_memory_and_gives_the_same_bits_every_time
         gradients = torch.autograd.grad((logprobs + entropy).sum(), (states, head))
         peak = torch.cuda.max_memory_allocated() - before
         chunk, of_weight = 4 * rows * VOCABULARY, 6 * weight.numel()  # its gradient, in float32 and in bfloat16
-        assert peak < 3 * chunk + of_weight + (8 << 20)
+        # The first time, cuBLAS gets memory of its own.
+        assert peak < 3 * chunk + of_weight + (8 << 20) or attempt == 0
         runs.append((logprobs, entropy, *gradients))
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    for other in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
