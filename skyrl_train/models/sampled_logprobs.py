@@ -196,8 +196,10 @@ def add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:
     """Add gradient [n, V] transposed times states [n, D] to total [V, D], which is at least float32."""
     if states.dtype == total.dtype:
         total.addmm_(gradient.t(), states)
-    elif sums_widely(states):
+    elif sums_widely(states) and _adds_widely(states.device):
         torch.addmm(total, gradient.t(), states, total.dtype, out=total)
+    elif sums_widely(states):
+        total += torch.mm(gradient.t(), states, total.dtype, out=torch.empty_like(total))
     else:
         total += gradient.t() @ states
 
@@ -205,6 +207,18 @@ def add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:
 def sums_widely(tensor: Tensor) -> bool:
     """Whether products of half-precision tensors can be had as they are summed, in float32, without rounding first."""
     return tensor.is_cuda and torch.version.hip is None
+
+
+@cache
+def _adds_widely(device: torch.device) -> bool:
+    """Whether torch adds such a product to float32 numbers: its first versions of this only took half precision."""
+    numbers = torch.zeros(8, 8, device=device)
+    half = numbers.to(torch.bfloat16)
+    try:
+        torch.addmm(numbers, half, half, numbers.dtype, out=numbers)
+    except RuntimeError:
+        return False
+    return True
 
 
 def fused_for(hidden: Tensor, weight: Tensor) -> Fused | None:

@@ -137,9 +137,10 @@ def test_in_half_precision_the_weight_s_gradient_does_not_get_worse_with_the_num
     assert errors[1] < 1.5 * errors[0] < 0.02
 
 
-@pytest.fixture
-def wide_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(params=["now", "first"])
+def wide_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What GPUs have, on this CPU: products of bfloat16 that are given as they were summed, by torch's own names."""
+    taken = torch.float32 if request.param == "now" else torch.bfloat16
 
     def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
         assert a.dtype == b.dtype == torch.bfloat16 and out.dtype == out_dtype == torch.float32
@@ -148,14 +149,18 @@ def wide_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def addmm(
         start: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta: float = 1, alpha: float = 1, out: Tensor
     ) -> Tensor:
-        assert a.dtype == b.dtype == torch.bfloat16 and start.dtype == out.dtype == out_dtype == torch.float32
+        assert a.dtype == b.dtype == torch.bfloat16 and out.dtype == out_dtype == torch.float32
+        if start.dtype != taken:
+            raise RuntimeError("self and mat2 must have the same dtype")
         return torch.addmm(start, a.float(), b.float(), beta=beta, alpha=alpha, out=out)
 
     monkeypatch.setattr(module, "sums_widely", lambda tensor: True)
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("mm.dtype_out", mm, "CPU")
         library.impl("addmm.dtype_out", addmm, "CPU")
+        module._adds_widely.cache_clear()
         yield
+    module._adds_widely.cache_clear()
 
 
 @pytest.mark.defect("logits-rounded-to-half-precision")
