@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import GenerationConfig
 
+from skyrl_train.engines.accelerator import Accelerator, compute
 from skyrl_train.engines.base import (
     PAUSE_MODES,
     SAMPLING,
@@ -115,6 +116,7 @@ class SGLangEngine:
         )
         store = SGLangWeights(skeleton, self._host.manager, self._wait, self._traffic.halt, ranks=tensor_parallel_size)
         self._receiver = self._traffic.receiver = WeightReceiver(store, name, torch.device(device), slot)
+        self._accelerator = Accelerator(name, partial(compute, torch.device(device)))
         self._host.watch(self._died)
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -268,7 +270,7 @@ class SGLangEngine:
         """Run a step of a weight sync; steps run one at a time on their own thread, as they wait for the trainer."""
         self._check_alive()
         with self._error_when_gone():
-            await asyncio.get_running_loop().run_in_executor(self._worker, partial(step, *args))
+            await asyncio.get_running_loop().run_in_executor(self._worker, self._accelerator.run, partial(step, *args))
 
     def _died(self, how: str) -> None:
         """Runs on the host's loop."""
@@ -287,6 +289,7 @@ class SGLangEngine:
     def _check_alive(self) -> None:
         if self._gone is not None:
             raise EngineError(f"Engine {self.name!r} {self._gone}.")
+        self._accelerator.check()
 
     def _start(self, arguments: dict[str, Any], tokenizer: Any, threads: int | None) -> Host:
         try:

@@ -18,11 +18,13 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from skyrl_train.engines.accelerator import Accelerator, compute
 from skyrl_train.engines.base import (
     PAUSE_MODES,
     SAMPLING,
@@ -95,6 +97,7 @@ class TransformersEngine:
             max_model_len=max_model_len,
             name=name,
         )
+        self._accelerator = Accelerator(name, partial(compute, device))
         self._receiver = WeightReceiver(ServedWeights(self._served), name, device, slot)
         self.capabilities = _capabilities(name, max_model_len, strings=tokenizer is not None)
         self._checks = Checks(self.capabilities, self._served.vocab_size, max_model_len, max_score_len=longest)
@@ -239,9 +242,10 @@ class TransformersEngine:
     # -- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
-        """See InferenceEngine. It does not wait for the current step or transfer. Raises EngineError once closed."""
+        """See InferenceEngine. It does not wait for a step or transfer. Raises EngineError once closed or dead."""
         if self._closed:
             raise EngineError(f"Engine {self.name!r} is closed.")
+        self._accelerator.check()
         scheduler = self._scheduler
         return EngineHealth(
             name=self.name,
@@ -286,6 +290,7 @@ class TransformersEngine:
         except Exception as error:
             failure = EngineError(f"Engine {self.name!r} failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
+            self._accelerator.examine()
             self._scheduler.fail(failure)
         if self._drained and not self._scheduler.running:
             self._paused = True
@@ -309,7 +314,7 @@ class TransformersEngine:
     async def _ask(self, command: Callable[[], Any]) -> Any:
         """Run a command on the engine's thread between two steps. Raises EngineError once closed."""
         try:
-            return await asyncio.wrap_future(self._thread.ask(command))
+            return await asyncio.wrap_future(self._thread.ask(lambda: self._accelerator.run(command)))
         except (RuntimeError, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if self._closed and not (task is not None and task.cancelling()):
@@ -317,6 +322,7 @@ class TransformersEngine:
             raise
 
     def _check_serving(self, only_weights: bool = False) -> None:
+        self._accelerator.check()
         if self._receiver.torn:
             raise EngineError(
                 f"Engine {self.name!r} holds half of a weight transfer; it serves nothing until a complete sync."

@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 import torch
 
+from skyrl_train.engines.accelerator import Accelerator
 from skyrl_train.engines.base import (
     Completion,
     EngineHealth,
@@ -59,6 +61,9 @@ from skyrl_train.engines.vllm.adapters import VLLMAdapters
 from skyrl_train.engines.vllm.arguments import bind_threads, engine_arguments, sampling_params
 from skyrl_train.engines.vllm.capabilities import vllm_capabilities
 from skyrl_train.engines.vllm.requests import ScoreSink, VLLMCall, VLLMRequest
+
+_ANSWER_S = 30.0
+"""Within this time its ranks say whether their devices compute, after a failure."""
 
 
 class VLLMEngine:
@@ -104,6 +109,7 @@ class VLLMEngine:
         self._core = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
         self._adapters = VLLMAdapters(self._engine, name)
         self._engine.collective_rpc("prepare", args=(name, slot, self._adapters.synced_folder))
+        self._accelerator = Accelerator(name, partial(self._engine.collective_rpc, "compute", timeout=_ANSWER_S))
         self._core.set_weight_version("0")
         longest = self._engine.model_config.max_model_len
         self.capabilities = replace(self.capabilities, max_model_len=longest)
@@ -269,9 +275,10 @@ class VLLMEngine:
     # -- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
-        """See InferenceEngine. It does not wait for the current step or transfer. Raises EngineError once closed."""
+        """See InferenceEngine. It does not wait for a step or transfer. Raises EngineError once closed or dead."""
         if self._closed:
             raise EngineError(f"Engine {self.name!r} is closed.")
+        self._accelerator.check()
         running = len(self._core.scheduler.running)
         return EngineHealth(
             name=self.name,
@@ -317,6 +324,7 @@ class VLLMEngine:
                 self._engine.step()
                 self._deliver()
             except Exception as error:
+                self._accelerator.examine()
                 self._fail(EngineError(f"Engine {self.name!r} failed: {type(error).__name__}: {error}"))
         if self._draining and not self._entries and not self._core.batch_queue:
             self._paused, self._draining = True, False
@@ -511,6 +519,7 @@ class VLLMEngine:
             answers = self._engine.collective_rpc("weights", args=(method, *args))
         except Exception as error:  # of a rank's process
             self._torn = True
+            self._accelerator.examine()
             raise EngineError(f"Engine {self.name!r}: {method} failed: {type(error).__name__}: {error}") from error
         self._torn = self._weights_are_gone or any(torn for _, torn in answers)
         for problem, _ in answers:
@@ -571,7 +580,7 @@ class VLLMEngine:
     async def _ask(self, command: Callable[[], Any]) -> Any:
         """Run a command on the engine's thread, which begins no step meanwhile. Raises EngineError once closed."""
         try:
-            return await asyncio.wrap_future(self._thread.ask(command))
+            return await asyncio.wrap_future(self._thread.ask(lambda: self._accelerator.run(command)))
         except (RuntimeError, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if self._closed and not (task is not None and task.cancelling()):
@@ -579,6 +588,7 @@ class VLLMEngine:
             raise
 
     def _check_serving(self, only_weights: bool = False) -> None:
+        self._accelerator.check()
         if self._torn:
             raise EngineError(
                 f"Engine {self.name!r} holds half of a weight transfer; it serves nothing until a complete sync."

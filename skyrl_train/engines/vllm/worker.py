@@ -18,6 +18,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
+from skyrl_train.engines.accelerator import compute
 from skyrl_train.engines.vllm.synced_adapter import SyncedAdapter
 from skyrl_train.errors import ConfigError, WeightSyncError
 from skyrl_train.models.loading import meta_parameters
@@ -56,8 +57,15 @@ class WorkerExtension:
         self.engine_name = name
         self.weight_receiver = WeightReceiver(store, name, self.device, slot + self.rank)
 
+    def compute(self: Any) -> None:
+        """Raises the device's error if it does not compute any more."""
+        compute(self.device)
+
     def weights(self: Any, method: str, *args: Any) -> tuple[str | None, bool]:
-        """Call a WeightReceiver's method; returns its error message (exceptions would lose their type) and `torn`."""
+        """Call a WeightReceiver's method; returns its error message (exceptions would lose their type) and `torn`.
+
+        Raises the device's error if it does not compute any more.
+        """
         receiver: WeightReceiver = self.weight_receiver
         if method == "connect":
             route, address, rank, world_size, timeout_s = args
@@ -67,6 +75,7 @@ class WorkerExtension:
         except WeightSyncError as error:
             return str(error), receiver.torn
         except Exception as error:  # of vLLM's loaders, of the device
+            compute(self.device)
             return f"engine {self.engine_name}: {method} failed: {type(error).__name__}: {error}", receiver.torn
         return None, receiver.torn
 

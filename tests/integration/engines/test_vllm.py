@@ -20,6 +20,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from skyrl_train.engines.accelerator import Accelerator
 from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 from tests.support.engine_bench import TOLERANCE, BackgroundLoop, Bench, assert_logprobs, largest_gap
@@ -133,14 +134,42 @@ def test_a_load_that_fails_leaves_the_engine_torn_until_a_complete_sync(
     assert_logprobs(new, request, bench.generate(request)[0])
 
 
-def test_a_rank_that_does_not_answer_leaves_the_engine_torn(running: Running, monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_that_does_not_answer_is_the_end_of_the_engine(running: Running, monkeypatch: pytest.MonkeyPatch):
     def died(*args: Any, **kwargs: Any) -> None:
         raise OSError("rank 1 is gone")
 
     monkeypatch.setattr(running.engine._engine, "collective_rpc", died)
+    monkeypatch.setattr(running.engine, "_accelerator", Accelerator("particular", died))
     with pytest.raises(EngineError, match="'particular': connect failed: OSError: rank 1 is gone"):
         running.bench.run(running.engine.connect_weights("in_process", "", 1, 2, 1.0))
-    assert running.bench.run(running.engine.health()).torn
+    with pytest.raises(EngineError, match=r"'particular' is dead.*OSError: rank 1 is gone"):
+        running.bench.run(running.engine.health())
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_after_a_step_that_fails_the_ranks_devices_are_asked(
+    running: Running, monkeypatch: pytest.MonkeyPatch, lost: bool
+):
+    """The ranks' stub device is in the state that an illegal access leaves it in, or is not."""
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    ranks: Any = running.core.model_executor.driver_worker.worker
+    fresh = Accelerator("particular", running.engine._accelerator._compute)
+    monkeypatch.setattr(running.engine, "_accelerator", fresh)
+    monkeypatch.setattr(running.engine._engine, "step", fails)
+    if lost:
+        monkeypatch.setattr(ranks, "compute", fails)
+    with pytest.raises(EngineError, match="illegal memory access"):
+        running.bench.generate(running.bench.request(FIRST))
+    if not lost:
+        assert not running.bench.run(running.engine.health()).running
+        return
+    with pytest.raises(EngineError, match="'particular' is dead: its accelerator does not compute"):
+        running.bench.run(running.engine.health())
+    with pytest.raises(EngineError, match="'particular' is dead"):
+        running.bench.generate(running.bench.request(FIRST))
 
 
 @pytest.fixture

@@ -1,0 +1,145 @@
+"""An engine whose accelerator does not compute any more is dead, and is restarted; any other failure costs requests."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.engines.accelerator import Accelerator, compute
+from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.supervisor import EngineSupervisor
+from skyrl_train.engines.transformers.engine import TransformersEngine
+from skyrl_train.errors import EngineError, WeightSyncError
+from skyrl_train.testing.tiny_models import tiny_model
+
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+
+
+class Device:
+    """A stub that computes until it is poisoned, as a CUDA context is by an illegal access."""
+
+    def __init__(self) -> None:
+        self.poisoned = False
+        self.asked = 0
+
+    def compute(self) -> None:
+        self.asked += 1
+        if self.poisoned:
+            raise RuntimeError(ILLEGAL)
+
+    def illegal_access(self, *_: Any) -> Any:
+        self.poisoned = True
+        raise RuntimeError(ILLEGAL)
+
+    def ordinary_failure(self, *_: Any) -> Any:
+        raise RuntimeError("an ordinary failure")
+
+
+def engine_on(device: Device) -> TransformersEngine:
+    engine = TransformersEngine(tiny_model(hidden_size=32), name="a")
+    engine._accelerator = Accelerator("a", device.compute)
+    return engine
+
+
+def request() -> SampleRequest:
+    return SampleRequest("r", (5, 6, 7), SamplingParams(max_tokens=4, ignore_eos=True), 0)
+
+
+async def generate_supervised(engines: list[TransformersEngine]) -> tuple[Completion, EngineSupervisor, EngineClient]:
+    """One request to the first engine; the others are those that a restart starts."""
+    client, spare = EngineClient([engines[0]], deadline_s=20), engines[1:]
+
+    async def start(name: str) -> TransformersEngine:
+        return spare.pop()
+
+    async def nothing(engine: Any) -> None:
+        pass
+
+    supervisor = EngineSupervisor(client, start=start, sync=nothing, stop=nothing, budget=1)
+    client.revive = supervisor.revive
+    (answer,) = await client.generate([request()])
+    return answer, supervisor, client
+
+
+@pytest.mark.defect("poisoned-device-counted-as-alive")
+def test_an_engine_whose_device_is_poisoned_in_a_step_is_restarted():
+    device = Device()
+
+    async def run() -> None:
+        engines = [engine_on(device), engine_on(Device())]
+        engines[0]._served.decode = device.illegal_access  # type: ignore[method-assign,assignment]
+        answer, supervisor, client = await generate_supervised(engines)
+        assert (answer.stop_reason, supervisor.restarts, client.dead) == ("length", 1, {})
+        with pytest.raises(EngineError, match=f"'a' is dead: .*{ILLEGAL}"):
+            await engines[0].health()
+        with pytest.raises(EngineError, match="'a' is dead"):
+            await engines[0].generate([request()])
+        for engine in engines:
+            await engine.close()
+
+    asyncio.run(run())
+    assert device.asked == 1, "what is lost is not asked again"
+
+
+def test_an_engine_whose_device_still_computes_loses_its_requests_only():
+    device = Device()
+
+    async def run() -> None:
+        engine = engine_on(device)
+        decode, engine._served.decode = engine._served.decode, device.ordinary_failure  # type: ignore[method-assign,assignment]
+        with pytest.raises(EngineError, match="an ordinary failure"):
+            await engine.generate([request()])
+        engine._served.decode = decode  # type: ignore[method-assign]
+        answer, supervisor, _ = await generate_supervised([engine])
+        assert (answer.stop_reason, supervisor.restarts) == ("length", 0)
+        await engine.close()
+
+    asyncio.run(run())
+    assert device.asked == 1
+
+
+@pytest.mark.defect("poisoned-device-counted-as-alive")
+def test_a_command_that_poisons_the_device_is_the_engines_death_and_not_the_runs():
+    device = Device()
+
+    async def run() -> None:
+        engine = engine_on(device)
+        engine._served.score = device.illegal_access  # type: ignore[method-assign,assignment]
+        with pytest.raises(EngineError, match="'a' is dead"):
+            await engine.score([[5, 6]])
+        with pytest.raises(EngineError, match="'a' is dead"):
+            await engine.health()
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_after_an_error_of_ours_no_device_is_asked():
+    """A sync that another rank gave up may still wait on the device: it must not wait, too."""
+    device = Device()
+
+    def refused() -> None:
+        raise WeightSyncError("the manifest is stale")
+
+    with pytest.raises(WeightSyncError):
+        Accelerator("a", device.compute).run(refused)
+    assert device.asked == 0
+
+
+def test_a_full_memory_is_no_poisoned_device(monkeypatch: pytest.MonkeyPatch):
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def poisoned(*_: Any) -> None:
+        raise RuntimeError(ILLEGAL)
+
+    monkeypatch.setattr(torch, "ones", full)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    compute(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "synchronize", poisoned)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        compute(torch.device("cuda"))
