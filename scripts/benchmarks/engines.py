@@ -105,7 +105,7 @@ def bare_vllm(model: str, threads: int) -> Iterator[Generate]:
     given = {"dtype": "float32", "max_num_seqs": PROMPTS, "max_model_len": MAX_MODEL_LEN}
     arguments = engine_arguments(model, True, 0, given)
     del arguments["worker_extension_cls"]
-    bind_threads(threads, 1)
+    bind_threads(threads, 1, on_cpu=True)
     llm = vllm.LLM(**arguments)
     sampling = vllm.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0, detokenize=False)
 
@@ -257,7 +257,7 @@ async def compare(kind: str, model: str, repeats: int) -> Speeds:
     with Cluster() as cluster:
         layout = place(cluster, cfg.trainer.placement, cfg.generator, device="cpu", deadline_s=60, with_policy=False)
         assert layout.engines is not None
-        threads = threads_per_process(cluster, layout.engines.count, "cpu") or 1
+        threads = threads_per_process(cluster, layout.engines, "cpu")
         engines = await build_engines(cluster, cfg.generator, timeouts, layout.engines, "cpu")
         client = build_client(engines, cfg.generator, timeouts)
 

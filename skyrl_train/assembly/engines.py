@@ -72,7 +72,7 @@ async def build_engine(
         cluster,
         ENGINES[generator.backend],
         engine_kwargs(generator, device, f"{generator.backend} {index}")
-        | {"threads": threads_per_process(cluster, role_slots.count, device), "slot": first},
+        | {"threads": threads_per_process(cluster, role_slots, device), "slot": first},
         slots=role_slots.slots,
         index=first,
         name=engine_name(generator, index),

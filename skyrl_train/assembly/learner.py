@@ -21,11 +21,14 @@ from skyrl_train.trainer.schedule import StepSchedule
 WORKER = "skyrl_train.learner.worker:LearnerWorker"
 
 
-def threads_per_process(cluster: Cluster, processes: int, device: str) -> int | None:
-    """CPU threads for each of `processes` that compute at the same time; None (torch's default) on accelerators."""
+def threads_per_process(cluster: Cluster, role_slots: RoleSlots, device: str) -> int:
+    """CPU threads for each process of a role: they compute at the same time, other roles do not.
+
+    Those on accelerators need them, too: for optimizer states in host memory, and to read and check weights.
+    """
     if device == "cuda":
-        return None
-    return max(1, int(cluster.cpus) // max(1, processes))
+        return role_slots.slots.cores
+    return max(1, int(cluster.cpus) // max(1, role_slots.count))
 
 
 def build_learner(
@@ -49,7 +52,7 @@ def build_learner(
         device=device,
         dtype="bfloat16" if trainer.bf16 else "float32",
         seed=trainer.seed,
-        threads=threads_per_process(cluster, layout.policy.count, device),
+        threads=threads_per_process(cluster, layout.policy, device),
         fsdp=trainer.policy.fsdp_config,
         deepspeed=trainer.policy.deepspeed_config,
         optimizer=trainer.policy.optimizer_config,
@@ -72,11 +75,11 @@ def build_learner(
     reference = critic = None
     if layout.reference is not None:
         check_same_tokens(trainer.policy.model.path, trainer.ref.model.path, "trainer.ref.model.path")
-        frozen = _reference(spec, trainer, threads_per_process(cluster, layout.reference.count, device))
+        frozen = _reference(spec, trainer, threads_per_process(cluster, layout.reference, device))
         reference = _group(cluster, frozen, layout.reference, "reference", timeouts)
     if layout.critic is not None:
         check_same_tokens(trainer.policy.model.path, str(trainer.critic.model.path), "trainer.critic.model.path")
-        valued = _critic(spec, trainer, threads_per_process(cluster, layout.critic.count, device), learning, schedule)
+        valued = _critic(spec, trainer, threads_per_process(cluster, layout.critic, device), learning, schedule)
         critic = _group(cluster, valued, layout.critic, "critic", timeouts)
     return Learner(
         _group(cluster, spec, layout.policy, "policy", timeouts),

@@ -32,7 +32,7 @@ def _replica(base: Services, role_slots: RoleSlots, index: int) -> Any:
             "path": trainer.reward.model.path,
             "dtype": "bfloat16" if trainer.bf16 else "float32",
             "device": device,
-            "threads": threads_per_process(base.cluster, role_slots.count, device),
+            "threads": threads_per_process(base.cluster, role_slots, device),
             "model_config_kwargs": trainer.reward.model_config_kwargs,
         },
         slots=role_slots.slots,

@@ -28,10 +28,14 @@ class _Shell:
     """An actor with one object of any class; it runs one call at a time."""
 
     def __init__(
-        self, target: str, kwargs: Mapping[str, Any], plugins: Sequence[str], devices: str | None, single_machine: bool
+        self,
+        target: str,
+        kwargs: Mapping[str, Any],
+        plugins: Sequence[str],
+        environment: Mapping[str, str],
+        single_machine: bool,
     ):
-        if devices is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = devices  # before anything imports torch
+        os.environ.update(environment)  # before anything imports torch
         write_on_signal()
         os.environ[NODE_ADDRESS] = ray.util.get_node_ip_address()
         os.environ[GROUP_ADDRESS] = LOOPBACK if single_machine else os.environ[NODE_ADDRESS]
@@ -154,13 +158,16 @@ def spawn(
     (placement.visible_devices), instead of only that of slot `index`. `deadlines`: see Remote.
     """
     shell = ray.remote(_AsyncShell if concurrent else _Shell)
+    environment = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+    if slots.gpus:  # for an actor that reserves no CPU Ray sets one thread, which the engines' ranks would inherit
+        environment["OMP_NUM_THREADS"] = str(slots.cores)
     handle: Any = shell.options(
         # Ray counts in ten-thousandths and rounds up: three thirds of a slot would not fit into it.
         num_cpus=math.floor(slots.cpus / slots.tenants * 10_000) / 10_000 if not slots.gpus else 0,
         num_gpus=slots.gpus / slots.tenants if devices is None else 0,
         max_concurrency=1000 if concurrent else 1,
         scheduling_strategy=PlacementGroupSchedulingStrategy(slots.group, placement_group_bundle_index=index),
-    ).remote(target, dict(kwargs), cluster.plugins, devices, cluster.single_machine)
+    ).remote(target, dict(kwargs), cluster.plugins, environment, cluster.single_machine)
     cluster.owns_actor(handle)
     return Remote(handle, name, deadline_s, died, deadlines)
 
@@ -176,6 +183,6 @@ def spawn_anywhere(
 ) -> Remote:
     """Like `spawn` with concurrent=True, but not in a slot: Ray places it according to `options` (num_cpus, ...)."""
     shell: Any = ray.remote(_AsyncShell).options(**options)
-    handle = shell.remote(target, dict(kwargs), cluster.plugins, None, cluster.single_machine)
+    handle = shell.remote(target, dict(kwargs), cluster.plugins, {}, cluster.single_machine)
     cluster.owns_actor(handle)
     return Remote(handle, name, deadline_s)

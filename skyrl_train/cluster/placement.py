@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -36,6 +37,8 @@ class Slots:
     """CPUs reserved by each slot, shared by its tenants."""
     gpus: float
     tenants: int
+    cores: int
+    """CPUs of a slot's node, divided by the slots there; the fewest of all slots. Its tenants take turns."""
 
 
 def cpus_per_slot(cluster_cpus: float, total_slots: int) -> float:
@@ -72,7 +75,17 @@ def reserve(
         idle = f"{free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are free now"
         raise ConfigError(f"{need}; {have}, {idle}; not placed within {deadline_s:g} s. {advice}")
     cluster.owns_group(group)
-    return Slots(group, count, cpus, gpus, tenants)
+    return Slots(group, count, cpus, gpus, tenants, _cores(group))
+
+
+def _cores(group: PlacementGroup) -> int:
+    cpus = {node["NodeID"]: node["Resources"].get("CPU", 1.0) for node in ray.nodes() if node["Alive"]}
+    return fewest_cores(placement_group_table(group)["bundles_to_node_id"].values(), cpus)
+
+
+def fewest_cores(nodes: Iterable[str], cpus: Mapping[str, float]) -> int:
+    """CPUs for each slot, where they are fewest: `nodes` are those of all slots, `cpus` what each node has."""
+    return min(max(1, int(cpus.get(node, 1.0)) // slots) for node, slots in Counter(nodes).items())
 
 
 async def unless_lost(work: Awaitable[T], slots: Slots) -> T:

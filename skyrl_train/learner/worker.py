@@ -63,7 +63,7 @@ class LearnerSpec:
     """Compute dtype, e.g. "float32" or "bfloat16"; trained weights are kept in float32 either way."""
     seed: int
     threads: int | None
-    """CPU threads of this process; None for torch's default (on accelerators)."""
+    """CPU threads of this process; None for torch's default."""
     fsdp: FSDPConfig
     optimizer: OptimizerConfig | None
     """None for a frozen model."""

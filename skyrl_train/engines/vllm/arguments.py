@@ -55,15 +55,15 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[s
     return {**arguments, **(_cpu_arguments(config, arguments) if on_cpu else {})}
 
 
-def bind_threads(threads: int | None, ranks: int) -> None:
-    """Leave the placement of threads to the system: vLLM would bind those of every process to the same cores."""
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    if ranks == 1:
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    else:
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(rank) for rank in range(ranks)))
+def bind_threads(threads: int | None, ranks: int, on_cpu: bool) -> None:
+    """Leave the placement of threads to the system: on a CPU vLLM would bind all processes' to the same cores."""
     if threads is not None:
         torch.set_num_threads(threads)
+    if not on_cpu:
+        return
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    bound = "nobind" if ranks == 1 else "|".join(str(rank) for rank in range(ranks))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)
 
 
 def _cpu_arguments(config: Any, given: dict[str, Any]) -> dict[str, Any]:

@@ -100,8 +100,7 @@ class VLLMEngine:
         if (stages := arguments.pop("pipeline_parallel_size", 1)) > 1:
             refusal = self.capabilities.refusals["pipeline_parallel_size"]
             raise ConfigError(f"generator.inference_engine_pipeline_parallel_size={stages}: {refusal}")
-        if self._on_cpu:
-            bind_threads(threads, ranks)
+        bind_threads(threads, ranks, self._on_cpu)
         try:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except (TypeError, ValueError) as error:

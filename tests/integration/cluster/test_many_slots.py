@@ -19,15 +19,22 @@ class Sees:
     def devices(self) -> str:
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
+    def threads(self) -> tuple[int, str]:
+        """Those of torch, and of the processes that it starts."""
+        import torch
+
+        return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster(settings={"num_cpus": 4, "num_gpus": 4, "object_store_memory": 100 << 20}) as cluster:
+    with Cluster(settings={"num_cpus": 8, "num_gpus": 4, "object_store_memory": 100 << 20}) as cluster:
         yield cluster
 
 
+@pytest.mark.defect("one-core-beside-an-accelerator")
 @pytest.mark.slow
-def test_an_actor_sees_the_accelerators_of_all_its_slots_beside_a_tenant_in_each(cluster: Cluster):
+def test_an_actor_sees_the_accelerators_of_all_its_slots_and_their_cores_beside_a_tenant_in_each(cluster: Cluster):
     slots = reserve(cluster, count=4, tenants=2, device="cuda", total_slots=4, deadline_s=30, key="test")
     target = f"{__name__}:Sees"
 
@@ -38,6 +45,7 @@ def test_an_actor_sees_the_accelerators_of_all_its_slots_beside_a_tenant_in_each
         ]
         seen = [await rank.devices() for rank in ranks]
         assert sorted(seen) == ["0", "1", "2", "3"]
+        assert await ranks[0].threads() == (2, "2"), "8 CPUs for four slots"
         engines = []
         for first in (0, 2):
             places = await places_of(slots, range(first, first + 2), 60)
@@ -50,5 +58,6 @@ def test_an_actor_sees_the_accelerators_of_all_its_slots_beside_a_tenant_in_each
                 )
             )  # fmt: skip
             assert await engines[-1].devices() == devices
+        assert await engines[0].threads() == (2, "2")
 
     asyncio.run(run())

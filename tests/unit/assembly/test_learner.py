@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
 from skyrl_train.assembly.algorithm import policy_learning
-from skyrl_train.assembly.learner import _critic, _reference, check_same_tokens
+from skyrl_train.assembly.layout import RoleSlots
+from skyrl_train.assembly.learner import _critic, _reference, check_same_tokens, threads_per_process
+from skyrl_train.cluster.placement import Slots
 from skyrl_train.config.hydra import load
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.errors import ConfigError
@@ -31,6 +35,15 @@ def with_other_ids(folder: Path) -> str:
         text = text.replace(f'"{one}": {vocabulary[one]}', f'"{one}": {vocabulary[other]}')
     path.write_text(text)
     return str(folder)
+
+
+@pytest.mark.defect("one-core-beside-an-accelerator")
+def test_ranks_on_accelerators_compute_with_the_cores_of_their_slots() -> None:
+    cluster: Any = SimpleNamespace(cpus=6.0)
+    group: Any = None
+    role = RoleSlots(Slots(group, count=2, cpus=1.0, gpus=1.0, tenants=2, cores=12), count=2)
+    assert threads_per_process(cluster, role, "cuda") == 12
+    assert threads_per_process(cluster, role, "cpu") == 3, "a CPU slot has its share of the cluster"
 
 
 def test_models_of_a_family_may_have_added_different_tokens(tmp_path: Path) -> None:

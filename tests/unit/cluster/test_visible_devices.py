@@ -1,10 +1,10 @@
-"""Which accelerators a process with several slots uses."""
+"""Which accelerators a process with several slots uses, and how many cores it has beside them."""
 
 from __future__ import annotations
 
 import pytest
 
-from skyrl_train.cluster.placement import visible_devices
+from skyrl_train.cluster.placement import fewest_cores, visible_devices
 from skyrl_train.errors import ConfigError
 
 
@@ -16,3 +16,19 @@ def test_an_engine_sees_the_accelerators_of_its_slots_in_their_order():
 def test_slots_on_several_nodes_are_refused_by_the_keys_name():
     with pytest.raises(ConfigError, match=r"^tensor_parallel_size=2: the 2 accelerators .* on 2 nodes \(a, b\)"):
         visible_devices([("b", "0"), ("a", "0")], "tensor_parallel_size=2")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cpus", "cores"),
+    [
+        (["a"], {"a": 96.0}, 96),
+        (["a"] * 8, {"a": 96.0, "unused": 200.0}, 12),
+        (["a", "a", "b"], {"a": 64.0, "b": 8.0}, 8),
+        (["a", "b", "b"], {"a": 64.0, "b": 8.0}, 4),
+        (["a"] * 8, {"a": 4.0}, 1),
+        (["a"], {"a": 0.0}, 1),
+        (["dead"], {"a": 64.0}, 1),
+    ],
+)
+def test_the_slots_of_a_node_share_its_cores(nodes: list[str], cpus: dict[str, float], cores: int):
+    assert fewest_cores(nodes, cpus) == cores
