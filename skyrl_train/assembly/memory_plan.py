@@ -44,7 +44,8 @@ from skyrl_train.models.token_scorer import KEPT_CHUNKS, chunk_bytes
 from skyrl_train.weight_sync.sender import CPU_BUCKET
 
 PHASES = ("generating", "scoring", "updating", "syncing")
-_TRAINING = PHASES[1:]
+_LEARNING = PHASES[1:3]
+_OPTIMIZER = "optimizer"
 _HEAD, _LAYERS, _EMBEDDINGS = "head", "layers", "embeddings"
 """Moments of a pass, each with its own peak. Roles run their passes one after another, too."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -159,7 +160,7 @@ class _Model:
             yield from self._held("parameters", self._parameter_bytes(), self._how_many(self.shard))
         if self.trained and self.zero is None:
             held = numel(self.trained, self.shard)
-            yield from self._held("optimizer", 2 * FP32 * held + FP32 * len(self.trained), "AdamW: 2 float32 moments")
+            yield from self._held(_OPTIMIZER, 2 * FP32 * held + FP32 * len(self.trained), "AdamW: 2 float32 moments")
         yield from self._score_lines()
         if self.update is not None:
             yield from self._update_lines(self.update)
@@ -170,9 +171,10 @@ class _Model:
         size = self.run.a * -(-numel(self.shape.weights) // shard)
         yield from self._held("parameters", size, self._how_many(shard), zero.offload_parameters, exact=False)
         if self.trained:
-            size = 3 * FP32 * -(-numel(self.trained) // self.ranks)
-            note = "float32 parameters, AdamW's 2 moments"
-            yield from self._held("optimizer", size, note, zero.offload_optimizer, exact=False)
+            size = FP32 * -(-numel(self.trained) // self.ranks)
+            yield from self._held("master weights", size, "float32", zero.offload_optimizer, exact=False)
+            note = "AdamW: 2 float32 moments"
+            yield from self._held(_OPTIMIZER, 2 * size, note, zero.offload_optimizer, exact=False)
 
     def _parameter_bytes(self) -> int:
         trained = numel(self.trained, self.shard)
@@ -187,13 +189,18 @@ class _Model:
         return ", ".join(kinds) + parts + (f", over {shard} ranks" if shard > 1 else "")
 
     def _held(self, what: str, size: int, note: str, offload: bool = False, exact: bool = True) -> Iterator[MemoryLine]:
-        """Memory held between passes: on the device, or in host memory if it is offloaded."""
+        """Memory held between passes: on the device, or in host memory if it is offloaded.
+
+        A role that leaves the device comes back to learn, and of the policy its weights to be sent.
+        """
         line = MemoryLine(self.role, what, note, {"": size}, exact=exact)
         if self.run.on_gpu and (offload or (self.fsdp is not None and self.fsdp.cpu_offload)):
             yield replace(line, on_host=True)
         elif self.leaves:
-            yield replace(line, phases=_TRAINING)
-            yield replace(line, phases=("generating",), on_host=True)
+            sent = self.role == "policy" and what != _OPTIMIZER
+            phases = (*_LEARNING, "syncing") if sent else _LEARNING
+            yield replace(line, phases=phases)
+            yield replace(line, phases=tuple(phase for phase in PHASES if phase not in phases), on_host=True)
         else:
             yield line
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -44,6 +45,7 @@ def build_publisher(
     probe = Probe(
         token_ids=probe_ids,
         trainer_score=partial(score_sequences, learner, learner.policy),
+        engines_alone=_engines_alone(learner) if shares_memory(cfg) else nullcontext,
         **({"tolerance": HALF_PRECISION_PROBE_TOLERANCE} if half else {}),
     )
     return WeightPublisher(
@@ -56,6 +58,25 @@ def build_publisher(
         rehearse_first=True,
         adapter_only=sends_adapter(cfg, client.engines),
     )
+
+
+def shares_memory(cfg: Config) -> bool:
+    """Whether engines and learner take turns on the same accelerators."""
+    return cfg.device == "cuda" and cfg.trainer.placement.colocate_all and cfg.generator.run_engines_locally
+
+
+def _engines_alone(learner: Learner) -> Callable[[], AbstractAsyncContextManager[None]]:
+    """Inside, engines have the accelerators for themselves: to score they wake caches as large as all that is free."""
+
+    @asynccontextmanager
+    async def alone() -> AsyncIterator[None]:
+        await learner.offload()
+        try:
+            yield
+        finally:
+            await learner.keep_weights()
+
+    return alone
 
 
 def sends_adapter(cfg: Config, engines: Sequence[Any]) -> bool:
@@ -148,13 +169,13 @@ def _supervisor(base: Services, client: EngineClient, publisher: WeightPublisher
     """Restarts the run's own engines in their slots, and reconnects to engines that run elsewhere."""
     cfg, learner, role_slots = base.cfg, base.learner, base.layout.engines
     assert learner is not None
-    shares_memory = base.layout.time_shared and cfg.device == "cuda"
+    one_memory = shares_memory(cfg)
 
     async def start(name: str) -> Any:
         client.kill(name)
         if role_slots is None:
             return await connect_engine(name, cfg)  # restarting a server is up to its operator
-        if shares_memory:
+        if one_memory:
             await learner.offload()
         index = next(i for i in range(role_slots.count) if engine_name(cfg.generator, i) == name)
         return await build_engine(
@@ -162,9 +183,9 @@ def _supervisor(base: Services, client: EngineClient, publisher: WeightPublisher
         )
 
     async def sync(engine: Any) -> None:
-        if shares_memory:
+        if one_memory:
             await engine.sleep()
-            await learner.onload()
+            await learner.keep_weights()
             await engine.wake_up(["weights"])
         async with learner.at_rest() as version:
             await publisher.publish_to(engine, version)

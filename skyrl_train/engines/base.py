@@ -156,6 +156,8 @@ class InferenceEngine(Protocol):
 
         If the model's logits are not finite, these are not either; a server that cannot return such numbers raises
         EngineError. Either way a weight probe finds the weights broken.
+
+        An engine that sleeps without its cache may wake it for that, and frees it again.
         """
 
     async def abort(self, request_ids: Sequence[str]) -> None:

@@ -309,6 +309,11 @@ class Learner:
     async def onload(self) -> None:
         await self._call_all_groups("onload")
 
+    async def keep_weights(self) -> None:
+        """Have the policy's weights on the accelerator and nothing else: what a weight sync needs."""
+        others = (group.all("offload") for group in self._groups if group is not self.policy)
+        await asyncio.gather(self.policy.all("keep_parameters"), *others)
+
     async def close(self) -> None:
         await self._call_all_groups("close")
 

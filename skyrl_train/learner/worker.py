@@ -353,6 +353,9 @@ class LearnerWorker:
     def onload(self) -> None:
         self.strategy.onload()
 
+    def keep_parameters(self) -> None:
+        self.strategy.keep_parameters()
+
     def close(self) -> None:
         self._writer.shutdown()
         self.sender.close()

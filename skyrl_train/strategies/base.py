@@ -111,6 +111,9 @@ class Strategy(Protocol):
     def onload(self) -> None:
         """Move them back to the device."""
 
+    def keep_parameters(self) -> None:
+        """Have the parameters on the device and all else in host memory: what a weight sync needs."""
+
     def full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter, in a fixed order; a collective: all ranks must iterate.
 

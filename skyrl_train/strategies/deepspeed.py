@@ -166,7 +166,9 @@ class DeepSpeedStrategy(OptimizedModel):
             self._place_whole("cpu")
             return
         if self.zero.zero_stage < 3:
-            self.scorer.offload_states(pin_memory=False)
+            states = self.library.zero.offload_config.OffloadStateTypeEnum
+            others = [state for state in states if state is not states.optim_states]
+            self.scorer.offload_states(include=others, pin_memory=False)
         elif self._optimizer is None or self.zero.offload_parameters:
             self.scorer.optimizer.empty_partition_cache()
         else:
@@ -188,7 +190,7 @@ class DeepSpeedStrategy(OptimizedModel):
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
     def _move_rest(self, device: torch.device | str) -> None:
-        """Move what DeepSpeed does not move: frozen parameters, and in stage 3 the state of a foreign optimizer."""
+        """Move what DeepSpeed does not move: frozen parameters, and in stage 3 the weights of a foreign optimizer."""
         sharded = self.zero.zero_stage == 3
         if not (sharded and self.zero.offload_parameters):
             for parameter in self._parameters.values():
@@ -201,8 +203,10 @@ class DeepSpeedStrategy(OptimizedModel):
             return
         for piece in self._pieces.values():
             piece.flat.data = piece.flat.data.to(device)
-        for state in self._optimizer.state.values():
-            state |= {key: value.to(device) for key, value in state.items()}
+
+    def _move_state(self, device: torch.device | str) -> None:
+        if not self.zero.offload_optimizer:
+            super()._move_state(device)
 
     def _move_partitions(self, device: torch.device | str) -> None:
         """Move stage 3's compute copies of trained parameters: DeepSpeed's own move fails with frozen parameters."""

@@ -170,12 +170,13 @@ class FSDP2Strategy(OptimizedModel):
         """Whether a rank has rows of a parameter, or all of it."""
         return name not in self.parts or self.parts[name].dim == 0
 
-    def offload(self) -> int:
-        return 0 if self._offloads else super().offload()
-
-    def onload(self) -> None:
+    def _move(self, device: torch.device | str) -> None:
         if not self._offloads:
-            super().onload()
+            super()._move(device)
+
+    def _move_state(self, device: torch.device | str) -> None:
+        if not self._offloads:
+            super()._move_state(device)
 
 
 def _no_divisor(size: int, count: int, what: str) -> str:

@@ -139,22 +139,32 @@ class OptimizedModel:
             return 0
         before = torch.cuda.memory_allocated(self.device)
         self._move("cpu")
+        self._move_state("cpu")
         torch.cuda.empty_cache()
         return before - torch.cuda.memory_allocated(self.device)
 
     def onload(self) -> None:
         if self.device.type != "cpu":
             self._move(self.device)
+            self._move_state(self.device)
+
+    def keep_parameters(self) -> None:
+        """See `Strategy.keep_parameters`. What the allocator kept is free for others then, too."""
+        if self.device.type != "cpu":
+            self._move_state("cpu")
+            self._move(self.device)
+            torch.cuda.empty_cache()
 
     def _move(self, device: torch.device | str) -> None:
         self.scorer.to(device)
-        if self._optimizer is None:
-            return
-        for name, view in self._views.items():
-            view.data = local(self._parameters[name].detach())
-            state = self._optimizer.state[view]
-            for key, value in state.items():
-                state[key] = value.to(device)
+        if self._optimizer is not None:
+            for name, view in self._views.items():
+                view.data = local(self._parameters[name].detach())
+
+    def _move_state(self, device: torch.device | str) -> None:
+        """Move the optimizer's state."""
+        for state in self._optimizer.state.values() if self._optimizer is not None else ():
+            state |= {key: value.to(device) for key, value in state.items()}
 
     def full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See `Strategy.full_parameters`: tensors are on the device, tied weights occur once."""

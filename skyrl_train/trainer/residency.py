@@ -68,5 +68,6 @@ class TimeShared:
 
     @asynccontextmanager
     async def syncing(self) -> AsyncIterator[None]:
+        await self._learner.keep_weights()  # first: the engines' weights take the room that the rest had
         await self._engines.wake_up(["weights"])
         yield

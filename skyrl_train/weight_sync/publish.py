@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol
@@ -67,6 +67,8 @@ class Probe:
     token_ids: Sequence[Sequence[int]]
     trainer_score: Callable[[Sequence[Sequence[int]]], Awaitable[list[list[float]]]]
     """Log-probs (nats) of all tokens but the first of each sequence, at temperature 1."""
+    engines_alone: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    """Engines score inside this context, which on a shared accelerator takes the trainer out of their way."""
     tolerance: float = PROBE_TOLERANCE
 
 
@@ -291,9 +293,9 @@ class WeightPublisher:
         """Name of an engine -> largest difference (nats) of its log-probs from the trainer's."""
         self._phase = "the log-prob probe"
         names = [one.name for one in await gather_all(engine.health() for engine in engines)]
-        wanted, *answers = await gather_all(
-            [probe.trainer_score(probe.token_ids), *(engine.score(probe.token_ids) for engine in engines)]
-        )
+        wanted = await probe.trainer_score(probe.token_ids)
+        async with probe.engines_alone():
+            answers = await gather_all(engine.score(probe.token_ids) for engine in engines)
         return {name: _largest_difference(wanted, answer) for name, answer in zip(names, answers, strict=True)}
 
 

@@ -93,6 +93,9 @@ class Fakes:
     async def onload(self) -> None:
         self.events.append("onload")
 
+    async def keep_weights(self) -> None:
+        self.events.append("keep")
+
     async def wake_up(self, tags: Any = None) -> None:
         self.events.append(f"wake {tags[0] if tags else 'all'}")
 

@@ -75,8 +75,6 @@ class Traffic:
         self._loading = False
         self._scheduler_paused = False
         self._paused_before_sleep = False
-        self._cache_is_back = False
-        """Whether a score reallocated the cache before `wake_up` did."""
         self._scheduler = asyncio.Lock()
         """Held while the scheduler's state changes, or must not change."""
 
@@ -251,10 +249,14 @@ class Traffic:
         """Log-probs (nats, temperature 1) of all tokens but the first of each sequence, even while paused."""
         self._check_serving(only_weights=True)
         async with self._scheduler:
-            if "kv_cache" in self.asleep and not self._on_cpu and not self._cache_is_back:
+            borrows = "kv_cache" in self.asleep and not self._on_cpu
+            if borrows:
                 await self._memory("resume", {"kv_cache"})
-                self._cache_is_back = True
-            return list(await asyncio.gather(*(self._score(ids) for ids in token_ids)))
+            try:
+                return list(await asyncio.gather(*(self._score(ids) for ids in token_ids)))
+            finally:
+                if borrows:  # until wake_up its room may be the learner's
+                    await self._memory("release", {"kv_cache"})
 
     async def _score(self, ids: Sequence[int]) -> list[float]:
         from sglang.srt.managers.io_struct import GenerateReqInput
@@ -349,8 +351,7 @@ class Traffic:
         await self._abort_everything()
         async with self._scheduler:
             wanted = {"kv_cache"} if level < 2 else {"kv_cache", "weights"}
-            given = wanted - self.asleep | ({"kv_cache"} if self._cache_is_back else set())
-            self._cache_is_back = False
+            given = wanted - self.asleep
             self.asleep |= wanted
             if self._scheduler_paused:
                 self._go_on()
@@ -365,12 +366,11 @@ class Traffic:
     async def wake_up(self, tags: Sequence[str] | None) -> None:
         async with self._scheduler:
             wanted = self.asleep & ({"weights", "kv_cache"} if tags is None else set(tags))
-            missing = wanted - ({"kv_cache"} if self._cache_is_back else set())
-            if missing and not self._on_cpu:
-                await self._memory("resume", missing)
+            if wanted and not self._on_cpu:
+                await self._memory("resume", wanted)
             self.asleep -= wanted
             if wanted and not self.asleep:
-                self.paused, self._cache_is_back = self._paused_before_sleep, False
+                self.paused = self._paused_before_sleep
             self._settle()
 
     async def _memory(self, what: str, tags: set[str]) -> None:

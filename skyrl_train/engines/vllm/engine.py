@@ -460,7 +460,7 @@ class VLLMEngine:
 
     def _score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         self._check_serving(only_weights=True)
-        self._take_memory_back({"kv_cache"})
+        borrowed = self._take_memory_back({"kv_cache"})
         scheduler = self._core.scheduler
         running, waiting = scheduler.running, scheduler.waiting
         scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
@@ -482,6 +482,9 @@ class VLLMEngine:
             self._engine.abort_request(names)
             self._end_steps()
             scheduler.running, scheduler.waiting = [*running, *scheduler.running], waiting
+            if borrowed:  # until wake_up its room may be the learner's
+                self._forget_prompts()
+                self._core.model_executor.discard(tuple(borrowed))
         return [answers[name] for name in names]
 
     def _make_room(self, running: list[Request], waiting: RequestQueue) -> None:
@@ -507,11 +510,12 @@ class VLLMEngine:
         self._engine.sleep(level=level)
         return torch.cuda.mem_get_info()[0] - before
 
-    def _take_memory_back(self, wanted: Set[str]) -> None:
-        """Wake only sleeping tags: vLLM wakes nothing at all if one of the tags is awake already."""
+    def _take_memory_back(self, wanted: Set[str]) -> list[str]:
+        """Wake only sleeping tags, which it returns: vLLM wakes none at all if one of the tags is awake already."""
         asleep = sorted(wanted & self._core.model_executor.sleeping_tags)
         if asleep:
             self._engine.wake_up(asleep)
+        return asleep
 
     def _weights(self, method: str, *args: Any) -> None:
         try:

@@ -195,7 +195,8 @@ def test_on_an_accelerator_weights_wake_first_and_the_rest_later(on_device: Runn
         assert_logprobs(reference, request, bench.generate(request)[0])
 
 
-def test_on_an_accelerator_a_score_takes_the_cache_back_early(on_device: Running, reference: Reference):
+@pytest.mark.defect("probe-wakes-the-cache-beside-the-learner")
+def test_on_an_accelerator_a_score_borrows_the_cache_of_an_engine_asleep(on_device: Running, reference: Reference):
     bench, engine = on_device.bench, on_device.engine
     bench.run(engine.sleep(1))
     with pytest.raises(EngineError, match="asleep"):
@@ -203,6 +204,8 @@ def test_on_an_accelerator_a_score_takes_the_cache_back_early(on_device: Running
     bench.run(engine.wake_up(["weights"]))
     (got,) = bench.run(engine.score([[5, 9, 77]]))
     assert largest_gap(got, reference.score([[5, 9, 77]])[0]) <= TOLERANCE
+    assert on_device.core.model_executor.sleeping_tags == {"kv_cache"}
+    assert on_device.core.scheduler.kv_cache_manager.usage == 0, "and nothing in it is found again"
     with pytest.raises(EngineError, match="asleep"):
         bench.generate(bench.request(FIRST))
     bench.run(engine.wake_up())

@@ -268,6 +268,18 @@ def test_on_shared_accelerators_the_trainer_leaves_while_engines_generate(tmp_pa
     assert plan.total("generating", role="engine") == int(0.8 * GIB)
 
 
+@pytest.mark.defect("engines-woken-beside-the-optimizer")
+def test_on_shared_accelerators_a_sync_holds_weights_and_nothing_else(tmp_path: Path):
+    path = save_tiny_model(tmp_path)
+    (plan,) = memory_plan(on_gpus(config(path, "trainer.algorithm.use_kl_loss=true")), capacity=GIB)
+    weights, moments = (row(plan, "policy", what).size for what in ("parameters", "optimizer"))
+    sent = sum(row(plan, "policy", what, "syncing").size for what in ("weight-sync buckets", "tensor being sent"))
+    assert plan.total("syncing") == weights + sent + row(plan, "engine", "weights", "syncing").size
+    assert plan.total("syncing", role="reference") == 0
+    frozen = row(plan, "reference", "parameters").size
+    assert plan.total("syncing", on_host=True) == moments + frozen
+
+
 def test_cpu_offload_leaves_only_gathered_layers_on_the_accelerator(tmp_path: Path):
     path = save_tiny_model(tmp_path)
     keys = ["trainer.strategy=fsdp2", "trainer.policy.fsdp_config.cpu_offload=true"]
@@ -283,7 +295,8 @@ def test_zero_shards_what_its_stage_says(stage: int, parameters: int, tmp_path: 
     (plan,) = memory_plan(config(path, *keys, ranks=4, half=True))
     weights = numel(model_shape(path, key="k").weights)
     assert row(plan, "policy", "parameters").size == pytest.approx(2 * weights / parameters, rel=1e-3)
-    assert row(plan, "policy", "optimizer").size == pytest.approx(12 * weights / 4, rel=1e-3)
+    assert row(plan, "policy", "master weights").size == pytest.approx(4 * weights / 4, rel=1e-3)
+    assert row(plan, "policy", "optimizer").size == pytest.approx(8 * weights / 4, rel=1e-3)
 
 
 def test_ranks_of_a_parallel_group_share_the_tokens_of_a_micro_batch(tmp_path: Path):
