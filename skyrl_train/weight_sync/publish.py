@@ -67,9 +67,9 @@ class Probe:
     token_ids: Sequence[Sequence[int]]
     trainer_score: Callable[[Sequence[Sequence[int]]], Awaitable[list[list[float]]]]
     """Log-probs (nats) of all tokens but the first of each sequence, at temperature 1."""
+    tolerance: float = PROBE_TOLERANCE
     engines_alone: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
     """Engines score inside this context, which on a shared accelerator takes the trainer out of their way."""
-    tolerance: float = PROBE_TOLERANCE
 
 
 class WeightPublisher:

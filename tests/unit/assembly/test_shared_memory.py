@@ -112,7 +112,7 @@ def shared(device: Device) -> tuple[TimeShared, WeightPublisher, Engine, Learner
         lambda: [engine],
         route="in_process",
         deadline_s=5,
-        probe=Probe([[1, 2, 3]], trainer_score, _engines_alone(learner)),
+        probe=Probe([[1, 2, 3]], trainer_score, engines_alone=_engines_alone(learner)),
         rehearse_first=True,
     )
     return TimeShared(engine, learner), publisher, engine, learner
