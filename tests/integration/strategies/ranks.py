@@ -403,9 +403,19 @@ def check_move(ranks: Ranks, **options: Any) -> dict[str, bool]:
     update(strategy, 0)
     update(twin, 0)
     before = held(strategy)
-    left = move(strategy, strategy._leave_device)
+
+    def leave() -> None:
+        strategy._move("cpu")
+        strategy._move_state("cpu")
+
+    def come_back() -> None:
+        strategy._return_to_device()
+        strategy._move_state(strategy.device)
+
+    left = move(strategy, leave)
     away = equal(before, held(strategy))
-    returned = move(strategy, strategy._return_to_device)
+    strategy._return_to_device()  # as for a sync, which leaves the optimizer's state away
+    returned = move(strategy, leave) and move(strategy, come_back)
     same = update(strategy, 1) == update(twin, 1)
     return {"moved": left and returned, "away": away, "back": equal(held(strategy), held(twin)) and same}
 
