@@ -65,6 +65,7 @@ def engine_arguments(
         free |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "lora_target_modules": ["all"]}
     if device == "cpu":
         free |= _cpu_arguments(config, dtype, max_num_seqs, max_model_len)
+        given["disable_cuda_graph"] = True
     else:
         free["enable_memory_saver"] = True
     return {**free, **given, **fixed}
@@ -91,7 +92,6 @@ def _cpu_arguments(config: Any, dtype: str, max_num_seqs: int, max_model_len: in
     longest = max_model_len + RESERVED
     return {
         "attention_backend": "torch_native",
-        "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
         "max_total_tokens": max(longest, min(max_num_seqs * longest, _CPU_CACHE_BYTES // bytes_per_token)),
         "mem_fraction_static": 0.8,

@@ -28,6 +28,7 @@ import pytest
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.sglang.engine import SGLangEngine
@@ -128,11 +129,11 @@ def test_adapters_on_a_cpu_are_refused_with_the_reason(tiny_model_path: str):
         SGLangEngine(tiny_model_path, max_lora_rank=8)
 
 
-def arguments(path: str, **options: Any) -> dict[str, Any]:
+def arguments(path: str, device: str = "cpu", **options: Any) -> dict[str, Any]:
     return engine_arguments(
         path,
         name="particular",
-        device="cpu",
+        device=device,
         dtype="float32",
         max_num_seqs=4,
         max_model_len=100,
@@ -156,6 +157,13 @@ def test_our_keys_are_said_in_sglangs_words_and_its_own_win(tiny_model_path: str
     assert (plain["max_prefill_tokens"], plain["chunked_prefill_size"]) == (64, 64)
     assert arguments(tiny_model_path, enable_chunked_prefill=False)["chunked_prefill_size"] == -1
     assert arguments(tiny_model_path, attention_backend="intel_amx")["attention_backend"] == "intel_amx"
+
+
+def test_graphs_are_for_accelerators_where_they_are_the_default(tiny_model_path: str):
+    given = {"enforce_eager": GeneratorConfig().enforce_eager}
+    assert arguments(tiny_model_path, "cuda", **given)["disable_cuda_graph"] is False
+    assert arguments(tiny_model_path, "cuda", enforce_eager=True)["disable_cuda_graph"] is True
+    assert arguments(tiny_model_path, "cpu", **given)["disable_cuda_graph"] is True
 
 
 def test_stand_ins_have_every_name_and_do_nothing(monkeypatch: pytest.MonkeyPatch):

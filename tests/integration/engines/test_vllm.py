@@ -20,6 +20,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.engines.accelerator import Accelerator
 from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
@@ -230,6 +231,15 @@ def test_on_an_accelerator_level_2_loses_the_weights_until_a_commit(on_device: R
 def test_a_sampler_of_another_kind_is_refused(running: Running):
     with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         running.engine._engine.collective_rpc("prepare", args=("again", 0))  # finds ours in vLLM's place
+
+
+def test_graphs_are_for_accelerators_where_they_are_the_default(running: Running):
+    from skyrl_train.engines.vllm.arguments import engine_arguments
+
+    given = {"enforce_eager": GeneratorConfig().enforce_eager, "max_num_seqs": 4, "max_model_len": LENGTH}
+    model = running.engine._engine.model_config.model
+    assert [engine_arguments(model, cpu, 0, given)["enforce_eager"] for cpu in (False, True)] == [False, True]
+    assert engine_arguments(model, False, 0, given | {"enforce_eager": True})["enforce_eager"] is True
 
 
 def test_vllm_runs_as_this_engine_needs_it_whatever_the_environment_says(running: Running):
