@@ -12,6 +12,7 @@ from typing import Any
 
 from skyrl_train.assembly.layout import RoleSlots
 from skyrl_train.assembly.learner import threads_per_process
+from skyrl_train.assembly.sync_choices import wants_adapter
 from skyrl_train.cluster.actors import Remote, spawn
 from skyrl_train.cluster.placement import places_of, unless_lost, visible_devices
 from skyrl_train.cluster.runtime import Cluster
@@ -117,17 +118,6 @@ async def connect_engine(url: str, cfg: Config) -> RemoteEngine | NativeEngine:
         folder=str(Path(weight_folder(cfg)) / "served"),
     )
     return await engine.connect(timeouts.engine_start_s)
-
-
-def wants_adapter(cfg: Config) -> bool:
-    """Whether engines that support it should get the policy's adapter separately instead of merged into the model.
-
-    `auto`: only if merging into the engines' dtype would round most of the adapter away. In float32 it does not, and
-    merged weights are served faster.
-    """
-    lora = cfg.trainer.policy.model.lora
-    wanted = {"adapter": True, "merged": False, "auto": cfg.generator.model_dtype != "float32"}
-    return lora.rank > 0 and wanted[lora.sync]
 
 
 def engine_settings(cfg: Config) -> GeneratorConfig:

@@ -28,6 +28,7 @@ from skyrl_train.assembly.memory_shapes import (
     reward_model_shape,
     saved_bytes,
 )
+from skyrl_train.assembly.sync_choices import replaces_weights
 from skyrl_train.config.schema import (
     Config,
     CriticConfig,
@@ -496,8 +497,8 @@ def _pass(cfg: Config, sequences: int, prompts: int, ranks: int, over: int, part
 def _engine_lines(cfg: Config, capacity: int | None, shared: bool) -> Iterator[MemoryLine]:
     """The most that weights, keys and values may take.
 
-    Awake, vLLM and SGLang hold a share of an accelerator, however much they need. Asleep, vLLM frees all of it; the
-    others keep their weights there.
+    Awake, vLLM and SGLang hold a share of an accelerator, however much they need. Asleep until a sync that replaces
+    their weights, engines free all of it, and but for `transformers` keep no copy; else only vLLM does, with a copy.
     """
     generator, on_gpu = cfg.generator, cfg.device == "cuda"
     rope = {"rope_scaling": generator.rope_scaling, "rope_theta": generator.rope_theta}
@@ -508,9 +509,11 @@ def _engine_lines(cfg: Config, capacity: int | None, shared: bool) -> Iterator[M
     moves = shared and on_gpu
     note = f"{generator.model_dtype}" + (f", over {parts} slots" if parts > 1 else "")
     line = MemoryLine("engine", "weights", note, {"": weights}, exact=parts == 1)
-    if moves and generator.backend == "vllm":
+    replaced = replaces_weights(cfg)
+    if moves and (replaced or generator.backend == "vllm"):
         yield replace(line, phases=("generating", "syncing"))
-        yield replace(line, phases=("scoring", "updating"), on_host=True)
+        if generator.backend == "transformers" or not replaced:
+            yield replace(line, phases=_LEARNING, on_host=True)
     else:
         yield line
     note, cache = _cache(cfg, shape, parts, weights, capacity if on_gpu else None)

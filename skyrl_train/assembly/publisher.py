@@ -15,10 +15,10 @@ from skyrl_train.assembly.engines import (
     connect_engine,
     engine_name,
     engine_settings,
-    wants_adapter,
     weight_folder,
 )
 from skyrl_train.assembly.services import Services
+from skyrl_train.assembly.sync_choices import shares_memory, wants_adapter
 from skyrl_train.config.schema import Config
 from skyrl_train.config.slots import slots_per_engine
 from skyrl_train.data.sft import Demonstration, demonstration_batch
@@ -58,11 +58,6 @@ def build_publisher(
         rehearse_first=True,
         adapter_only=sends_adapter(cfg, client.engines),
     )
-
-
-def shares_memory(cfg: Config) -> bool:
-    """Whether engines and learner take turns on the same accelerators."""
-    return cfg.device == "cuda" and cfg.trainer.placement.colocate_all and cfg.generator.run_engines_locally
 
 
 def _engines_alone(learner: Learner) -> Callable[[], AbstractAsyncContextManager[None]]:

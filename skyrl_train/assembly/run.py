@@ -26,6 +26,7 @@ from skyrl_train.assembly.services import (
     schedule_of,
     start_learner,
 )
+from skyrl_train.assembly.sync_choices import sleep_level
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.schema import Config
 from skyrl_train.data.chat import render_prompt
@@ -99,7 +100,7 @@ async def services(
         if base.layout.time_shared and cfg.device == "cuda":
             # For the same reason the learner loads after the engine sleeps.
             client = get_client(await start_engines(base))
-            await client.sleep()
+            await client.sleep(sleep_level(cfg))
             await start_learner(base.learner, trainer)
         else:
             started, _ = await gather_all([start_engines(base), start_learner(base.learner, trainer)])
@@ -182,7 +183,7 @@ def build_trainer(
     collector = build_collector(cfg, judged(cfg, train_generator, running.reward_model), train_dataset, schedule)
     residency: Residency = AlwaysResident()
     if base.layout.time_shared:
-        residency = TimeShared(running.client, base.learner)
+        residency = TimeShared(running.client, base.learner, sleep_level(cfg))
     probe_ids = [
         render_prompt(tokenizer, prompt.messages, dict(cfg.generator.chat_template_kwargs))[:PROBE_TOKENS]
         for prompt in train_dataset.prompts[:PROBE_SEQUENCES]

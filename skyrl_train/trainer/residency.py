@@ -20,8 +20,8 @@ _LEAVING_S = 30.0
 class Residency(Protocol):
     """The phases of a step; entering one moves engines and learner onto or off the accelerator as it needs."""
 
-    def generating(self) -> AbstractAsyncContextManager[None]:
-        """While inside, the engines accept requests."""
+    def generating(self, before_sync: bool = False) -> AbstractAsyncContextManager[None]:
+        """While inside, the engines accept requests. `before_sync`: they get new weights before they do so again."""
 
     def training(self) -> AbstractAsyncContextManager[None]:
         """While inside, the learner may compute."""
@@ -34,7 +34,7 @@ class AlwaysResident:
     """Engines and learner have dedicated slots; nothing moves."""
 
     @asynccontextmanager
-    async def generating(self) -> AsyncIterator[None]:
+    async def generating(self, before_sync: bool = False) -> AsyncIterator[None]:
         yield
 
     training = syncing = generating
@@ -43,12 +43,14 @@ class AlwaysResident:
 class TimeShared:
     """Engines and learner take turns on the same slots; at first the learner holds them and the engines are asleep."""
 
-    def __init__(self, engines: Any, learner: Learner):
+    def __init__(self, engines: Any, learner: Learner, level_before_sync: int = 1):
+        """`level_before_sync`: how deeply engines sleep until a sync; at 2 they give up weights that it replaces."""
         self._engines = engines
         self._learner = learner
+        self._level_before_sync = level_before_sync
 
     @asynccontextmanager
-    async def generating(self) -> AsyncIterator[None]:
+    async def generating(self, before_sync: bool = False) -> AsyncIterator[None]:
         await self._learner.offload()
         try:
             await self._engines.wake_up()
@@ -59,7 +61,7 @@ class TimeShared:
                 async with asyncio.timeout(_LEAVING_S):
                     await self._engines.sleep()
             raise
-        await self._engines.sleep()
+        await self._engines.sleep(self._level_before_sync if before_sync else 1)
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:

@@ -52,7 +52,7 @@ class Trainer(TrainingLoop):
 
     async def _step(self) -> None:
         with self.metrics.timed("step"):
-            async with self.residency.generating():
+            async with self.residency.generating(before_sync=True):
                 groups = await self._collect()
             async with self.residency.training():
                 await self._learn(groups)

@@ -99,8 +99,8 @@ class Fakes:
     async def wake_up(self, tags: Any = None) -> None:
         self.events.append(f"wake {tags[0] if tags else 'all'}")
 
-    async def sleep(self) -> None:
-        self.events.append("sleep")
+    async def sleep(self, level: int = 1) -> None:
+        self.events.append("sleep" if level == 1 else f"sleep {level}")
 
     def begin(self, step: int, total: int) -> None:
         self.events.append(f"begin {step}/{total}")

@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from skyrl_train.assembly.capacity import capacity_of
 from skyrl_train.assembly.memory_plan import MemoryLine, SlotPlan, memory_plan, summary
 from skyrl_train.assembly.memory_shapes import Weight, model_shape, numel
+from skyrl_train.assembly.sync_choices import sleep_level
 from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.schema import Config, LoraConfig
@@ -278,6 +279,28 @@ def test_on_shared_accelerators_a_sync_holds_weights_and_nothing_else(tmp_path: 
     assert plan.total("syncing", role="reference") == 0
     frozen = row(plan, "reference", "parameters").size
     assert plan.total("syncing", on_host=True) == moments + frozen
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "on_device", "on_host"),
+    [
+        ("vllm", {}, False, False),
+        ("vllm", {"weight_sync_only_changed": True}, False, True),
+        ("vllm", {"engine_init_kwargs": {"max_lora_rank": 8}}, False, True),
+        ("sglang", {}, False, False),
+        ("sglang", {"weight_sync_only_changed": True}, True, False),
+        ("transformers", {}, False, True),
+    ],
+)
+def test_engines_asleep_hold_weights_only_if_no_sync_replaces_them(
+    backend: str, changes: dict[str, Any], on_device: bool, on_host: bool, tmp_path: Path
+):
+    cfg = on_gpus(config(save_tiny_model(tmp_path)), **changes)
+    cfg = replace(cfg, generator=replace(cfg.generator, backend=backend))
+    (plan,) = memory_plan(cfg, capacity=GIB)
+    weights = [r.on_host for r in plan.lines if (r.role, r.what) == ("engine", "weights") and "updating" in r.phases]
+    assert weights == [False] * on_device + [True] * on_host
+    assert sleep_level(cfg) == (1 if changes else 2)
 
 
 def test_cpu_offload_leaves_only_gathered_layers_on_the_accelerator(tmp_path: Path):

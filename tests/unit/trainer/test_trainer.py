@@ -78,6 +78,15 @@ def test_engines_sleep_while_the_learner_works_and_take_weights_awake():
     assert "sleep onload score update 4 keep wake weights publish 1 offload wake all sleep" in text
 
 
+def test_engines_give_up_their_weights_only_if_a_sync_brings_new_ones_before_they_generate():
+    fakes = Fakes()
+    trainer = trainer_of(fakes, residency=TimeShared(fakes, fakes, level_before_sync=2))  # type: ignore[arg-type]
+    asyncio.run(trainer.fit())
+    text = " ".join(fakes.events)
+    assert "evaluate 0 sleep offload wake all sleep 2 onload score" in text
+    assert text.count("evaluate") == text.replace("sleep 2", "").count("sleep")
+
+
 def test_engines_sleep_also_after_an_exception_in_a_rollout():
     fakes = Fakes()
 
