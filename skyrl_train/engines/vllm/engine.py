@@ -319,12 +319,7 @@ class VLLMEngine:
         if late := self._clock.late():
             self._abort(late)
         if not self._halted() and self._unfinished():
-            try:
-                self._engine.step()
-                self._deliver()
-            except Exception as error:
-                self._accelerator.examine()
-                self._fail(EngineError(f"Engine {self.name!r} failed: {type(error).__name__}: {error}"))
+            self._step()
         if self._draining and not self._entries and not self._core.batch_queue:
             self._paused, self._draining = True, False
             self._notify_drained()
@@ -344,14 +339,18 @@ class VLLMEngine:
             return
         scheduler = self._core.scheduler
         scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while self._core.batch_queue:
+            self._step()
+        scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def _step(self) -> None:
+        """Begin a step, unless the scheduler is paused, and take in the tokens of the oldest one under way."""
         try:
-            while self._core.batch_queue:
-                self._engine.step()
+            self._engine.step()
             self._deliver()
         except Exception as error:
+            self._accelerator.examine()
             self._fail(EngineError(f"Engine {self.name!r} failed: {type(error).__name__}: {error}"))
-        finally:
-            scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _submit(self, entries: Sequence[VLLMRequest]) -> None:
         self._check_serving()
