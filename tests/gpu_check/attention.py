@@ -1,7 +1,7 @@
 """Part 2: attention over packed sequences against plain SDPA in float32, one sequence at a time.
 
-As in FlashAttention's own tests, the bound of a kernel's error is twice that of SDPA in the kernel's own dtype, beyond an
-absolute floor: both are compared with the same computation in float32.
+As in FlashAttention's own tests, the bound of a kernel's error is twice that of SDPA in the kernel's own dtype, beyond
+an absolute floor: both are compared with the same computation in float32.
 """
 
 from __future__ import annotations

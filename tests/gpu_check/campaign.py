@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -121,10 +122,8 @@ def judged(status: int | None, rows: Sequence[Row], log: Path, seconds: float) -
 
 def end_group(child: subprocess.Popen[bytes]) -> None:
     """Kill whatever is left of a part, engines and ranks included, and reap it."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     child.wait()
 
 

@@ -78,7 +78,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def imports(optional: Set[str]) -> list[str]:
-    """Modules of the package that cannot be imported, with the reason; those that lack what is `optional` are not broken."""
+    """Modules that cannot be imported, with the reason; those that lack what is `optional` are not broken."""
     broken = []
     for module in pkgutil.walk_packages(skyrl_train.__path__, "skyrl_train.", onerror=lambda name: None):
         if module.name.startswith(NEED_OTHERS):

@@ -1,4 +1,4 @@
-"""Part 3: the weight transfer's own process group, NCCL on CUDA, gloo on a CPU: one rank, and a rank that never comes."""
+"""Part 3: the weight transfer's own process group, NCCL on CUDA, gloo on a CPU: alone, and with nobody."""
 
 from __future__ import annotations
 

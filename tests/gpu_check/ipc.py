@@ -26,16 +26,18 @@ from tests.gpu_check.report import Report, Setting
 
 LATE_CYCLES = 20_000_000
 """Of a waiting kernel: about 10 ms, ages beside the microseconds between two processes."""
+READER = 8
+"""An engine's copies are this many times later than the trainer's: else a page that is filled too early is not yet."""
 SYNCS, SETTLED = 200, 20
 """After the latter number of syncs no more memory may be taken."""
 LEAK_MIB = 64.0
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def late(device: str) -> None:
+def late(device: str, times: int = 1) -> None:
     """Whatever is queued from now on begins later."""
     if device == "cuda":
-        torch.cuda._sleep(LATE_CYCLES)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(times * LATE_CYCLES)  # type: ignore[no-untyped-call]
 
 
 def zeros(shapes: Shapes, device: str) -> dict[str, Tensor]:
@@ -50,7 +52,7 @@ class CopiesLate(InPlace):
         self._device = device
 
     def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        late(self._device)
+        late(self._device, READER)
         super().load([(name, tensor.clone()) for name, tensor in tensors])
 
     def held(self, name: str) -> None:

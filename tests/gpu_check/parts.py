@@ -31,4 +31,12 @@ PARTS = (
     Part("groups", "single-rank NCCL, deadlines", "groups"),
     Part("ipc", "200 syncs through shared memory while copies are late", "ipc"),
     Part("sync", "a colocated sync of 1.5B parameters", "ipc:run_large"),
+    Part("update", "FSDP2 updates in bfloat16 and float32 against float32 on the CPU", "update"),
+    Part("transformers", "the transformers engine's conformance", "engines:run_transformers"),
+    Part("training", "trainer-only tokens per second and MFU, 0.6B at 16k tokens", "training"),
+    Part("vllm", "vLLM without graphs: conformance, sleep, syncs", "engines:run_vllm_eager"),
+    Part("vllm-graphs", "vLLM with CUDA graphs: the same", "engines:run_vllm_graphs"),
+    Part("vllm-decode", "decoding with vLLM, ours against bare", "decoding"),
+    Part("sglang", "SGLang: conformance, sleep, syncs", "engines:run_sglang"),
+    Part("quickstart", "the quickstart, colocated", "quickstart"),
 )

@@ -1,0 +1,182 @@
+"""Parts 7, 9, 10 and 12: engines held to the protocol on the device, against a float32 model on the CPU."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.engines.base import Completion, SampleRequest
+from skyrl_train.errors import ConfigError
+from skyrl_train.registry import load_object
+from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
+from tests.gpu_check.report import Missing, Report, Setting
+from tests.support.engine_bench import BackgroundLoop, Bench
+from tests.support.reference_sampler import Reference
+
+HIDDEN = 256
+PROMPTS = [[5, 9, 77, 30, 12, 44], [8, 8, 8, 250], list(range(20, 60)), [100, 3, 17]]
+FLOAT32_NATS = 1e-3
+"""On CUDA; on a CPU 1e-4, as in the tests."""
+BFLOAT16_MEAN_NATS = 0.05
+"""Beyond it an importance ratio of a token is off by five percent on average."""
+
+
+def run_transformers(setting: Setting, report: Report) -> None:
+    """In float32, and in the dtype that a run on a GPU has."""
+    for dtype in ("float32",) if setting.toy else ("float32", "bfloat16"):
+        check("skyrl_train.engines.transformers.engine:TransformersEngine", setting, report, dtype)
+
+
+def run_vllm_eager(setting: Setting, report: Report) -> None:
+    run_vllm(setting, report, enforce_eager=True)
+
+
+def run_vllm_graphs(setting: Setting, report: Report) -> None:
+    """On a CPU vLLM has no graphs: the same run again, of what the arguments do."""
+    run_vllm(setting, report, enforce_eager=False)
+
+
+def run_vllm(setting: Setting, report: Report, **arguments: Any) -> None:
+    more = {} if setting.toy else {"gpu_memory_utilization": 0.4}
+    dtype = "float32" if setting.toy else "bfloat16"
+    check("skyrl_train.engines.vllm.engine:VLLMEngine", setting, report, dtype, **arguments, **more)
+
+
+def run_sglang(setting: Setting, report: Report) -> None:
+    more = {} if setting.toy else {"gpu_memory_utilization": 0.4}
+    dtype = "float32" if setting.toy else "bfloat16"
+    check("skyrl_train.engines.sglang.engine:SGLangEngine", setting, report, dtype, **more)
+
+
+def check(engine_class: str, setting: Setting, report: Report, dtype: str, **arguments: Any) -> None:
+    """Start, then every step of `Conformance`; raises Missing where the package is not installed."""
+    kind = load_engine(engine_class)
+    loop = BackgroundLoop()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = tiny_model("qwen3", hidden_size=HIDDEN)
+        model.save_pretrained(folder / "model")
+        byte_tokenizer().save_pretrained(folder / "model")
+        start = time.perf_counter()
+        engine = kind(
+            str(folder / "model"), dtype=dtype, device=setting.device, max_num_seqs=16, max_model_len=1024, **arguments
+        )
+        report.note(f"{dtype}: started, s", time.perf_counter() - start)
+        try:
+            Conformance(Bench(engine, model, loop, folder), setting, report, dtype).run()
+        finally:
+            loop.run(engine.close())
+            loop.close()
+    gc.collect()
+
+
+def load_engine(engine_class: str) -> Callable[..., Any]:
+    package = engine_class.split(".")[2]
+    if package != "transformers":
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise Missing(f"{package} is not installed ({error})") from error
+    try:
+        return load_object(engine_class)  # type: ignore[no-any-return]
+    except ConfigError as error:
+        raise Missing(str(error)) from error
+
+
+class Conformance:
+    """What every engine must do, a row each."""
+
+    def __init__(self, bench: Bench, setting: Setting, report: Report, dtype: str):
+        self._bench, self._report, self._dtype = bench, report, dtype
+        self._exact_nats = 1e-4 if setting.toy else FLOAT32_NATS
+
+    def run(self) -> None:
+        bench = self._bench
+        self.logprobs("as loaded", bench.model)
+        self.seeds()
+        self.pauses()
+        bench.run(bench.engine.sleep(1))
+        bench.run(bench.engine.wake_up())
+        self.logprobs("after sleep 1", bench.model)
+        for seed, route in enumerate(("", "ipc"), 5):
+            if route and route not in bench.capabilities.weight_routes:
+                continue
+            model = tiny_model("qwen3", hidden_size=HIDDEN, seed=seed)
+            bench.run(bench.publish(model, route))
+            self.logprobs(f"after a sync by {route or bench.easiest_route}", model)
+        bench.run(bench.engine.sleep(2))
+        bench.run(bench.engine.wake_up(["weights"]))
+        model = tiny_model("qwen3", hidden_size=HIDDEN, seed=9)
+        bench.run(bench.publish(model))
+        bench.run(bench.engine.wake_up(["kv_cache"]))
+        self.logprobs("after sleep 2 and a sync", model)
+
+    def logprobs(self, when: str, model: Any) -> None:
+        """Both log-probs of sampled tokens, and `score`, against the model in float32."""
+        bench, reference = self._bench, Reference(model)
+        requests = self.requests(top_k=20, temperature=0.8)
+        gaps: dict[str, list[float]] = {"log-probs": [], "full log-probs": [], "score": []}
+        for request, completion in zip(requests, bench.generate(*requests), strict=True):
+            wanted = reference.logprobs(request.token_ids, completion.token_ids, request.sampling)
+            found = completion.logprobs, completion.full_logprobs
+            for name, got, right in zip(gaps, found, wanted, strict=False):
+                gaps[name] += [abs(a - b) for a, b in zip(got, right, strict=True)]
+        scored = bench.run(bench.engine.score(PROMPTS))
+        for got, right in zip(scored, reference.score(PROMPTS), strict=True):
+            gaps["score"] += [abs(a - b) for a, b in zip(got, right, strict=True)]
+        for name, values in gaps.items():
+            what = f"{self._dtype}, {when}: {name}"
+            if self._dtype == "float32":
+                self._report.at_most(f"{what}, largest gap", largest(values), self._exact_nats, "nats")
+                continue
+            kept = [value for value in values if value != math.inf]  # top_k may keep another token than in float32
+            self._report.note(f"{what}, largest gap", largest(kept))
+            self._report.at_most(f"{what}, mean gap", sum(kept) / len(kept), BFLOAT16_MEAN_NATS, "nats")
+
+    def requests(self, **sampling: Any) -> list[SampleRequest]:
+        return [self._bench.request(prompt, seed=index, **sampling) for index, prompt in enumerate(PROMPTS)]
+
+    def seeds(self) -> None:
+        """The same seeds give the same tokens, other seeds others."""
+        bench = self._bench
+        first, second = (tokens(bench.generate(*self.requests(max_tokens=32))) for _ in range(2))
+        same = sum(one == other for one, other in zip(first, second, strict=True))
+        needed = len(PROMPTS) if self._dtype == "float32" else 0
+        self._report.note(
+            f"{self._dtype}: requests with the same tokens for the same seed",
+            f"{same} of {len(PROMPTS)}",
+            f"≥ {needed}",
+            same >= needed,
+        )
+        other = tokens(bench.generate(*(bench.request(prompt, seed=99, max_tokens=32) for prompt in PROMPTS)))
+        self._report.note(f"{self._dtype}: other seeds give other tokens", other != first, "True", other != first)
+
+    def pauses(self) -> None:
+        """Requests that are paused end after `resume`, with all of their tokens."""
+        bench = self._bench
+
+        async def interrupted() -> list[Completion]:
+            running = bench.start(*self.requests(max_tokens=128))
+            await bench.until_running()
+            await bench.engine.pause(bench.pause_mode)
+            await bench.engine.resume()
+            return await running
+
+        lengths = [len(completion.token_ids) for completion in bench.run(interrupted())]
+        whole = lengths == [128] * len(PROMPTS)
+        self._report.note(f"{self._dtype}: tokens of paused requests", str(lengths), "128 each", whole)
+
+
+def largest(values: list[float]) -> float:
+    """NaN if there is any: `max` may overlook it."""
+    return max(values, key=lambda value: (math.isnan(value), value))
+
+
+def tokens(completions: list[Completion]) -> list[list[int]]:
+    return [completion.token_ids for completion in completions]

@@ -1,0 +1,98 @@
+"""Part 6: FSDP2's updates on the device against the same updates in float32 on the CPU.
+
+The bound for bfloat16 is twice the error of the same updates in bfloat16 on the CPU, beyond a floor: a device may round
+elsewhere, but not more coarsely.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from skyrl_train.config.choices import STRATEGIES
+from skyrl_train.learner.worker import LearnerWorker, MiniBatch
+from skyrl_train.testing.tiny_models import save_tiny_model
+from tests.gpu_check.report import Report, Setting
+from tests.support.learner_specs import policy_batch, tiny_spec
+
+UPDATES = 3
+NATS_FLOOR = 1e-4
+RATIO_FLOOR = 1e-3
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a worker computed."""
+
+    before: Tensor
+    """[T] log-probs of the loss's tokens (nats)."""
+    after: Tensor
+    """The same after all updates."""
+    norms: Tensor
+    """[UPDATES] of the gradient."""
+
+    def errors(self, exact: Course) -> dict[str, float]:
+        return {
+            "log-probs before, mean nats": float((self.before - exact.before).abs().mean()),
+            "log-probs after, mean nats": float((self.after - exact.after).abs().mean()),
+            "gradient norm, ratio less 1": float((self.norms / exact.norms - 1).abs().max()),
+        }
+
+
+def run(setting: Setting, report: Report) -> None:
+    """One rank, three updates, a random model; then its state to the host and back."""
+    sizes = {"hidden_size": 64} if setting.toy else {"hidden_size": 512, "layers": 8, "vocab_size": 8192}
+    lengths = (9, 4, 12, 9, 2, 7, 9, 5) if setting.toy else (300, 200, 512, 64, 700, 128, 33, 33)
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_tiny_model(Path(folder), "qwen3", **sizes)
+        # The CPU last: its workers make torch deterministic in this process, which a device need not be.
+        ours = {name: course(path, "fsdp2", setting.device, name, lengths, report) for name in ("bfloat16", "float32")}
+        rounded = course(path, "single", "cpu", "bfloat16", lengths)
+        exact = course(path, "single", "cpu", "float32", lengths)
+    coarse = rounded.errors(exact)
+    for dtype, found in ours.items():
+        for name, error in found.errors(exact).items():
+            floor = RATIO_FLOOR if "ratio" in name else NATS_FLOOR
+            report.at_most(f"{dtype}: {name}", error, floor + (2 * coarse[name] if dtype == "bfloat16" else 0))
+
+
+def course(
+    path: str, strategy: str, device: str, dtype: str, lengths: tuple[int, ...], report: Report | None = None
+) -> Course:
+    threads = os.cpu_count() if device == "cpu" else None
+    spec = tiny_spec(path, strategy=STRATEGIES[strategy], device=device, dtype=dtype, threads=threads)
+    worker = LearnerWorker(spec, 0, 1)
+    try:
+        worker.setup(*worker.address())
+        batch = policy_batch(lengths)
+        batch = batch.with_tokens(old_logprobs=None, ref_logprobs=worker.score([batch], 1))
+        before, norms = worker.score([batch], 1)[batch.loss_mask], []
+        for _ in range(UPDATES):
+            metrics = worker.update(MiniBatch([batch], 1, int(batch.loss_mask.sum())))
+            total, weight = metrics["policy/grad_norm"]
+            norms.append(total / weight)
+        after = worker.score([batch], 1)[batch.loss_mask]
+        if report is not None:
+            move(worker, dtype, after, batch, report)
+        return Course(before, after, torch.tensor(norms))
+    finally:
+        worker.close()
+
+
+def move(worker: LearnerWorker, dtype: str, after: Tensor, batch: object, report: Report) -> None:
+    """Offload and onload: the log-probs must be the same bits."""
+    start = time.perf_counter()
+    freed = worker.offload()
+    away = time.perf_counter() - start
+    start = time.perf_counter()
+    worker.onload()
+    back = time.perf_counter() - start
+    report.note(f"{dtype}: offload, onload, s; bytes", f"{away:.3g}, {back:.3g}; {freed:,}")
+    same = torch.equal(worker.score([batch], 1)[batch.loss_mask], after)  # type: ignore[list-item, attr-defined]
+    report.note(f"{dtype}: log-probs unchanged by it", same, "True", same)
