@@ -49,6 +49,7 @@ class Campaign:
             result = self._run(part, left)
             self._results[self._key(part)] = result
             self._write()
+            print("\n".join(Row(**row).line() for row in result["rows"]))
             good = good and result["state"] in ("passed", "missing")
             print(f"{number} {part.name}: {result['state']} in {result['seconds']:.0f} s {result['said']}", flush=True)
         return good
@@ -82,10 +83,11 @@ class Campaign:
         rows.unlink(missing_ok=True)
         command = [sys.executable, "-m", "tests.gpu_check", "--child", part.name, "--device", self._device]
         start = time.monotonic()
-        with log.open("wb") as errors:
+        with log.open("wb") as output:
             child = subprocess.Popen(
                 [*command, "--seconds", str(seconds), "--rows", str(rows)],
-                stderr=errors,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
             )
             try:

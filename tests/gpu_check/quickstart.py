@@ -22,7 +22,7 @@ def run(setting: Setting, report: Report) -> None:
         folder = Path(name) / "run"
         command = [sys.executable, str(SCRIPT), "--output", str(folder)]
         if setting.toy:
-            command += ["--warm-up-steps", "2", "--operations", "1", "trainer.max_steps=2", "trainer.eval_interval=2"]
+            command += ["--warm-up-steps", "2", "--operations", "2", "trainer.max_steps=2", "trainer.eval_interval=2"]
         command += [f"device={setting.device}", "trainer.placement.colocate_all=true"]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         found = LAST_LINE.search(done.stdout)

@@ -21,6 +21,11 @@ class Row:
     """The bound, for people; empty for a figure that nothing is asked of."""
     ok: bool = True
 
+    def line(self) -> str:
+        """For a terminal."""
+        wanted = f" (wanted: {self.wanted})" if self.wanted else ""
+        return f"  {'ok  ' if self.ok else 'MISS'} {self.what}: {self.value}{wanted}"
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -50,10 +55,6 @@ class Report:
         self.rows.append(row)
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(row)) + "\n")
-        print(
-            f"  {'ok  ' if row.ok else 'MISS'} {what}: {row.value}{f' (wanted: {wanted})' if wanted else ''}",
-            flush=True,
-        )
 
     def at_most(self, what: str, value: float, bound: float, unit: str = "") -> None:
         """A figure that must not exceed its bound; one that is no number does."""

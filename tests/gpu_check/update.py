@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from skyrl_train.config.choices import STRATEGIES
+from skyrl_train.data.batch import TrainBatch
 from skyrl_train.learner.worker import LearnerWorker, MiniBatch
+from skyrl_train.metrics import Metrics
 from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.gpu_check.report import Report, Setting
 from tests.support.learner_specs import policy_batch, tiny_spec
@@ -74,9 +76,9 @@ def course(
         batch = batch.with_tokens(old_logprobs=None, ref_logprobs=worker.score([batch], 1))
         before, norms = worker.score([batch], 1)[batch.loss_mask], []
         for _ in range(UPDATES):
-            metrics = worker.update(MiniBatch([batch], 1, int(batch.loss_mask.sum())))
-            total, weight = metrics["policy/grad_norm"]
-            norms.append(total / weight)
+            metrics = Metrics()
+            metrics.merge(worker.update(MiniBatch([batch], 1, int(batch.loss_mask.sum()))))
+            norms.append(metrics.flush()["policy/grad_norm"])
         after = worker.score([batch], 1)[batch.loss_mask]
         if report is not None:
             move(worker, dtype, after, batch, report)
@@ -85,7 +87,7 @@ def course(
         worker.close()
 
 
-def move(worker: LearnerWorker, dtype: str, after: Tensor, batch: object, report: Report) -> None:
+def move(worker: LearnerWorker, dtype: str, after: Tensor, batch: TrainBatch, report: Report) -> None:
     """Offload and onload: the log-probs must be the same bits."""
     start = time.perf_counter()
     freed = worker.offload()
@@ -94,5 +96,5 @@ def move(worker: LearnerWorker, dtype: str, after: Tensor, batch: object, report
     worker.onload()
     back = time.perf_counter() - start
     report.note(f"{dtype}: offload, onload, s; bytes", f"{away:.3g}, {back:.3g}; {freed:,}")
-    same = torch.equal(worker.score([batch], 1)[batch.loss_mask], after)  # type: ignore[list-item, attr-defined]
+    same = torch.equal(worker.score([batch], 1)[batch.loss_mask], after)
     report.note(f"{dtype}: log-probs unchanged by it", same, "True", same)
