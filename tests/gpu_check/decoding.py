@@ -129,8 +129,7 @@ def bare(path: str, device: str, sizes: Sequence[int], new: int, *, seeded: bool
 
     arguments = engine_arguments(path, device == "cpu", 0, start_arguments(device, sizes))
     del arguments["worker_extension_cls"]
-    if device == "cpu":
-        bind_threads(None, 1)
+    bind_threads(None, 1, device == "cpu")
     llm = vllm.LLM(**arguments)
 
     def generate(given: list[list[int]]) -> int:

@@ -1,0 +1,84 @@
+"""`scripts/gpu_check` on a CPU: every part runs, results survive an interruption, and what fails is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu_check.campaign import judged
+from tests.gpu_check.parts import PARTS
+from tests.gpu_check.report import Report, Row, read
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "gpu_check"
+CHEAP = ["attention", "groups", "ipc", "sync", "update", "training"]
+"""The others start engines or import everything."""
+
+
+def check(file: Path, *arguments: str, expect: int = 0) -> str:
+    command = [str(SCRIPT), "--device", "cpu", "--json", str(file), *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=560, env=os.environ | {"PYTHON": sys.executable}
+    )
+    assert done.returncode == expect, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def numbers(names: list[str]) -> list[str]:
+    return [str(number) for number, part in enumerate(PARTS, 1) if part.name in names]
+
+
+def states(file: Path) -> dict[str, str]:
+    return {name: result["state"] for name, result in json.loads(file.read_text()).items()}
+
+
+@pytest.mark.slow
+def test_cheap_parts_pass_and_are_not_run_again(tmp_path: Path):
+    file = tmp_path / "results" / "gpu_check.json"
+    said = check(file, "--part", *numbers(CHEAP))
+    assert states(file) == {f"cpu/{name}": "passed" for name in CHEAP}, said
+    results: dict[str, Any] = json.loads(file.read_text())
+    assert all(result["rows"] for result in results.values())
+    again = check(file, "--minutes", "0")
+    assert [part.name for part in PARTS if f" {part.name}: no time left" not in again] == CHEAP
+    table = file.with_suffix(".md").read_text()
+    assert "| 4 ipc | syncs of 200 that went wrong | 0 | 0 |" in table
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+@pytest.mark.parametrize("part", [part.name for part in PARTS if part.name not in CHEAP])
+def test_a_part_with_engines_passes_or_says_what_is_missing(part: str, tmp_path: Path):
+    file = tmp_path / "gpu_check.json"
+    said = check(file, "--part", *numbers([part]))
+    assert states(file)[f"cpu/{part}"] in ("passed", "missing"), said
+
+
+@pytest.mark.parametrize(
+    ("status", "ok", "state", "why"),
+    [
+        (0, True, "passed", ""),
+        (0, False, "failed", "1 of 2 not as wanted"),
+        (1, True, "failed", "ValueError: no kernel; see part.log"),
+        (3, True, "missing", "ValueError: no kernel"),
+        (None, True, "cut off", "after 5 s; stacks and messages: part.log"),
+    ],
+)
+def test_how_a_part_ended(status: int | None, ok: bool, state: str, why: str, tmp_path: Path):
+    log = tmp_path / "part.log"
+    log.write_text("Traceback\nValueError: no kernel\n")
+    assert judged(status, [Row("a", "1"), Row("b", "2", "1", ok)], log, 5.0) == (state, why)
+
+
+def test_figures_are_held_to_their_bounds_and_one_that_is_no_number_is_not_within_any(tmp_path: Path):
+    report = Report(tmp_path / "rows")
+    report.at_most("a", 1.0, 1.0)
+    report.at_most("b", float("nan"), 1.0)
+    report.at_least("c", 1.0, 2.0)
+    report.at_least("d", float("nan"), 2.0)
+    assert [row.ok for row in read(tmp_path / "rows")] == [True, False, False, False]
