@@ -201,7 +201,8 @@ class _Model:
             sent = self.role == "policy" and what != _OPTIMIZER
             phases = (*_LEARNING, "syncing") if sent else _LEARNING
             yield replace(line, phases=phases)
-            yield replace(line, phases=tuple(phase for phase in PHASES if phase not in phases), on_host=True)
+            others = tuple(phase for phase in PHASES if phase not in phases)
+            yield replace(line, phases=others if self.zero else PHASES, on_host=True)  # in buffers that stay
         else:
             yield line
 

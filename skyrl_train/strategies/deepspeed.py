@@ -205,8 +205,10 @@ class DeepSpeedStrategy(OptimizedModel):
             piece.flat.data = piece.flat.data.to(device)
 
     def _move_state(self, device: torch.device | str) -> None:
-        if not self.zero.offload_optimizer:
-            super()._move_state(device)
+        if self._optimizer is None or self.zero.offload_optimizer:
+            return
+        for state in self._optimizer.state.values():
+            state |= {key: value.to(device) for key, value in state.items()}
 
     def _move_partitions(self, device: torch.device | str) -> None:
         """Move stage 3's compute copies of trained parameters: DeepSpeed's own move fails with frozen parameters."""

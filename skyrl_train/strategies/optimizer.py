@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import get_scheduler
 
 from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteUpdate
 from skyrl_train.strategies.base import OptimizerSettings
+from skyrl_train.strategies.host_copies import HostCopies
 from skyrl_train.strategies.shards import Shard, Slice, local, open_shards
 
 SCHEDULES = (
@@ -155,16 +157,34 @@ class OptimizedModel:
             self._move(self.device)
             torch.cuda.empty_cache()
 
+    @cached_property
+    def _host(self) -> HostCopies:
+        return HostCopies(self.device)
+
+    @torch.no_grad()
     def _move(self, device: torch.device | str) -> None:
-        self.scorer.to(device)
+        tensors = {**self._parameters, **{f"{name} (buffer)": buffer for name, buffer in self.scorer.named_buffers()}}
+        moved = self._host.moved({name: local(tensor.detach()) for name, tensor in tensors.items()}, device)
+        names = {id(tensor): name for name, tensor in tensors.items()}
+
+        def place(tensor: Tensor) -> Tensor:
+            there = moved[names[id(tensor)]]
+            if isinstance(tensor, DTensor):  # from_local would move it to the devices of the mesh
+                return DTensor(there, tensor._spec, requires_grad=False)
+            return there
+
+        self.scorer._apply(place)
         if self._optimizer is not None:
             for name, view in self._views.items():
                 view.data = local(self._parameters[name].detach())
 
     def _move_state(self, device: torch.device | str) -> None:
         """Move the optimizer's state."""
-        for state in self._optimizer.state.values() if self._optimizer is not None else ():
-            state |= {key: value.to(device) for key, value in state.items()}
+        states = self._optimizer.state if self._optimizer is not None else {}
+        tensors = {(id(view), key): value for view, state in states.items() for key, value in state.items()}
+        moved = self._host.moved(tensors, device)
+        for view, state in states.items():
+            state |= {key: moved[id(view), key] for key in state}
 
     def full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See `Strategy.full_parameters`: tensors are on the device, tied weights occur once."""
