@@ -57,6 +57,9 @@ class SGLangEngine:
     in the prompt cache. If a process of SGLang ends, all calls get EngineError, but this process lives on.
     """
 
+    _gone: str | None = None
+    """Why nothing can be asked any more."""
+
     def __init__(
         self,
         model: str,
@@ -102,7 +105,6 @@ class SGLangEngine:
             options={**options, "tensor_parallel_size": tensor_parallel_size},
         )
         self._asked: set[asyncio.Task[Any]] = set()
-        self._gone: str | None = None  # why nothing can be asked any more
         self._worker = ThreadPoolExecutor(1, f"weights-{name}")
         self._host = self._start(arguments, tokenizer, threads)
         self._traffic = Traffic(
