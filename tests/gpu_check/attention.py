@@ -88,8 +88,8 @@ def results(case: Case, inputs: list[Tensor], *, packed: bool) -> Results:
     repeated = torch.tensor(case.shared, device=query.device) if case.shared else None
     if packed and repeated is not None:
         packing = Packing.of(offsets, repeated)
-        rows = [tensor[packing.tokens] for tensor in (query, key, value)]
-        output = ragged_attention(*rows, packing.segments, sliding_window=case.window)[packing.places]
+        q, k, v = (tensor[packing.tokens] for tensor in (query, key, value))
+        output = ragged_attention(q, k, v, packing.segments, sliding_window=case.window)[packing.places]
     elif packed:
         output = ragged_attention(query, key, value, Segments.of(offsets), sliding_window=case.window)
     else:
