@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
+from typing import NoReturn
 
 import psutil
 
@@ -30,18 +32,24 @@ _IN_THE_START = "The run ended while Ray was starting: it was killed, or one of 
 """Ray's libraries end the process that they cannot connect to a raylet, without an exception."""
 _MARK = "SKYRL_GUARDED_BY"
 """Environment variable that Ray's processes inherit, from the first one on: no list of them is ever complete."""
+_TOLD = "told"
+"""The line that says that the driver was told to end."""
 
 
 class Guard:
-    """Kills all processes that are started inside `marking`, and theirs, if this process dies."""
+    """Kills all processes that are started inside `marking`, and theirs, if this process dies.
 
-    def __init__(self) -> None:
+    If it was told to end, the guard also removes `folder`, Ray's own: its logs say nothing that anybody asks for.
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
         self._mark = uuid.uuid4().hex
         self._heads: list[psutil.Process] = []
         self._names: dict[int, str] = {}
-        command = [sys.executable, "-m", __name__, self._mark, str(os.getpid())]
+        command = [sys.executable, "-m", __name__, self._mark, str(os.getpid()), folder or ""]
         # In a new session: a signal to the driver's process group must not end its guard.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        _living.append(self)
 
     @contextmanager
     def marking(self) -> Iterator[None]:
@@ -53,10 +61,13 @@ class Guard:
             del os.environ[_MARK]
         self._heads = [child for child in psutil.Process().children() if child.name() in HEADS]
         self._names = {head.pid: head.name() for head in self._heads}
+        self._say("".join(f"{pid} {name}\n" for pid, name in self._names.items()))
+
+    def _say(self, lines: str) -> None:
+        """Unbuffered, so that a handler of a signal may, whatever it has interrupted."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.write("".join(f"{pid} {name}\n" for pid, name in self._names.items()).encode())
-            self._process.stdin.flush()
+            os.write(self._process.stdin.fileno(), lines.encode())
 
     def dead_head(self) -> str | None:
         """The first of Ray's own processes that has died, by name and process id."""
@@ -77,8 +88,19 @@ class Guard:
 
     def close(self) -> None:
         """End the guard; the processes live on."""
+        _living.remove(self)
         self._process.kill()
         self._process.communicate()
+
+
+_living: list[Guard] = []
+
+
+def leave(status: int) -> NoReturn:
+    """End this process at once, because it was told to: nothing is closed, guards end what they guard."""
+    for guard in _living:
+        guard._say(f"{_TOLD}\n")
+    os._exit(status)
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -119,52 +141,76 @@ def _has(process: psutil.Process, mark: str) -> bool:
         return False
 
 
-def main(mark: str, driver: int) -> None:
+def main(mark: str, driver: int, folder: str) -> None:
     """Wait until the driver ends, which closes its end of the pipe; then kill what is left of its Ray."""
     wards = _Wards(mark)
-    cause = _cause_of_end(driver, wards)
-    if cause is not None:
-        to_stderr(f"{cause}: see the lines above and the logs of Ray's session.")
+    watch = _Watch(driver, wards)
+    watch.wait()
+    if watch.cause is not None:
+        to_stderr(f"{watch.cause}: see the lines above and the logs of Ray's session.")
     wards.kill()
+    if watch.told and folder:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _cause_of_end(driver: int, wards: _Wards) -> str | None:
-    """Wait for the driver's end; what of Ray's caused it, if that can be told."""
-    cause: str | None = None
-    poll = select.poll()
-    pipe = sys.stdin.fileno()
-    poll.register(pipe, select.POLLIN | select.POLLHUP)
-    watched: dict[int, str] = {}
+class _Watch:
+    """Waits for the driver's end."""
 
-    def watch(pid: int, name: str) -> None:
+    def __init__(self, driver: int, wards: _Wards):
+        self.cause: str | None = None
+        """What of Ray's caused it, if that can be told."""
+        self.told = False
+        """Whether the driver left because it was told to."""
+        self._starting = True
+        self._wards = wards
+        self._poll = select.poll()
+        self._pipe = sys.stdin.fileno()
+        self._poll.register(self._pipe, select.POLLIN | select.POLLHUP)
+        self._watched: dict[int, str] = {}
+        self._watch(driver, "")  # another child of its may hold its end of the pipe open for a moment
+
+    def wait(self) -> None:
+        """Returns once the driver has ended."""
+        while not self._ended():
+            pass
+        if self._starting and not self.told:
+            self.cause = _IN_THE_START
+
+    def _watch(self, pid: int, name: str) -> None:
         if not hasattr(os, "pidfd_open"):  # macOS: the pipe's end tells of the driver's
             return
         with suppress(ProcessLookupError):
-            watched[os.pidfd_open(pid)] = name
-            poll.register(next(reversed(watched)), select.POLLIN)
+            self._watched[os.pidfd_open(pid)] = name
+            self._poll.register(next(reversed(self._watched)), select.POLLIN)
 
-    watch(driver, "")  # another child of its may hold its end of the pipe open for a moment
-    starting = True
-    while True:
-        ready = [descriptor for descriptor, _ in poll.poll(_LOOKS_EVERY_S * 1000 if starting else None)]
-        if starting:
-            wards.look()
-        if any(watched.get(descriptor) == "" for descriptor in ready):
-            return _IN_THE_START if starting else cause
-        for descriptor in ready:
-            if descriptor != pipe:
-                poll.unregister(descriptor)
+    def _ended(self) -> bool:
+        """Take in the next thing that happens. Whether it is the driver's end."""
+        ready = [descriptor for descriptor, _ in self._poll.poll(_LOOKS_EVERY_S * 1000 if self._starting else None)]
+        if self._starting:
+            self._wards.look()
+        ended = any(self._watched.get(descriptor) == "" for descriptor in ready)
+        if self._pipe in ready:  # its last words before its end
+            ended |= not self._listen()
+        for descriptor in ready if not ended else ():
+            if descriptor != self._pipe:
+                self._poll.unregister(descriptor)
                 time.sleep(_AT_ONCE_S)
-                if all(watched.get(other) for other, _ in poll.poll(0)):  # neither the pipe nor the driver has ended
-                    cause = cause or f"Ray's {watched[descriptor]} died, and with it the run"
-            elif not (lines := os.read(pipe, 1 << 16)):
-                return _IN_THE_START if starting else cause
+                if all(self._watched.get(other) for other, _ in self._poll.poll(0)):  # the driver has not ended
+                    self.cause = self.cause or f"Ray's {self._watched[descriptor]} died, and with it the run"
+        return ended
+
+    def _listen(self) -> bool:
+        """Read what the driver says. Whether there was anything: else its end of the pipe is closed."""
+        lines = os.read(self._pipe, 1 << 16).decode().splitlines()
+        for line in lines:
+            if line == _TOLD:
+                self.told = True
             else:
-                starting = False
-                for line in lines.decode().splitlines():
-                    pid, name = line.split()
-                    watch(int(pid), name)
+                self._starting = False
+                pid, name = line.split()
+                self._watch(int(pid), name)
+        return bool(lines)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

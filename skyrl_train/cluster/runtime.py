@@ -14,7 +14,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import warnings
 import weakref
@@ -27,7 +26,7 @@ from typing import Any
 
 import psutil
 import ray
-from ray._private import ray_constants, ray_logging
+from ray._private import ray_constants, ray_logging, utils as ray_utils
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
@@ -160,15 +159,19 @@ def _own_folder(settings: Mapping[str, Any]) -> str | None:
 
 @contextmanager
 def _own_handlers() -> Iterator[None]:
-    """A program's own handler of SIGTERM stays: Ray sets one that exits. Raises Stopped if that one was called."""
-    handler = signal.getsignal(signal.SIGTERM)
+    """A program's own handler of SIGTERM stays, all the time: Ray would set one that raises SystemExit anywhere.
+
+    Raises Stopped if there was none, and Ray's was called.
+    """
+    sets_handler = ray_utils.set_sigterm_handler
+    if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, None):
+        ray_utils.set_sigterm_handler = lambda handler: None
     try:
         yield
     except SystemExit as leaving:
         raise (Stopped(signal.SIGTERM) if leaving.code == signal.SIGTERM else leaving) from None
     finally:
-        if handler not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
+        ray_utils.set_sigterm_handler = sets_handler
 
 
 @contextmanager
@@ -272,7 +275,7 @@ class Cluster:
             if folder := _own_folder(settings):
                 settings["_temp_dir"] = folder
                 _folders.append(folder)
-            guard = Guard()
+            guard = Guard(folder)
             try:
                 with _unless_set(self._idle_workers()), guard.marking():
                     _start_own(settings)

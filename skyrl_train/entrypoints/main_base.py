@@ -17,7 +17,7 @@ from skyrl_train.config.prepare import launch
 from skyrl_train.config.presence import Uses, slots_of
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
-from skyrl_train.entrypoints.stopping import exits_as_told, signals_raise, until_told
+from skyrl_train.entrypoints.stopping import exits_as_told, signals_leave, until_told
 from skyrl_train.errors import ClusterLost, SkyRLError, Stopped
 from skyrl_train.messages import to_stderr
 
@@ -204,7 +204,7 @@ def run_experiment(experiment: type[BasePPOExp], argv: Sequence[str] | None = No
 def start(experiment: type[BasePPOExp], argv: Sequence[str] | None = None, *, own_code: bool = False) -> None:
     """What `run_experiment` does; the entrypoints of this package bring no code of the user's."""
     try:
-        with signals_raise():
+        with signals_leave():
             uses = used_by(experiment)
             launch(lambda prepared: _run(experiment(prepared.config)), argv, own_code=own_code, uses=uses)
     except Stopped as stopped:

@@ -13,15 +13,12 @@ from collections.abc import Awaitable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
+from skyrl_train.cluster import guard
 from skyrl_train.errors import SkyRLError, Stopped
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class _Interrupted(BaseException):
-    """Not an Exception: libraries catch these, and would go on."""
 
 
 def _handle(handler: Any) -> dict[int, Any]:
@@ -32,24 +29,22 @@ def _handle(handler: Any) -> dict[int, Any]:
 def _leave(number: int, frame: object) -> None:
     with suppress(OSError):  # not by a stream of ours: the signal may have come while it was writing
         os.write(2, f"{Stopped(number)}\n".encode())
-    os._exit(128 + number)
+    guard.leave(128 + number)
 
 
 @contextmanager
-def signals_raise() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM raise Stopped: in a start, when there is nothing yet to be saved."""
+def signals_leave() -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM end the process at once: in a start, when there is nothing yet to be saved.
+
+    An exception, which a handler may raise as well, would appear in the middle of any library's code: one that
+    interrupts the release of a lock leaves that lock held for ever.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def stop(number: int, frame: object) -> None:
-        raise _Interrupted(number)
-
-    before = _handle(stop)
+    before = _handle(_leave)
     try:
         yield
-    except _Interrupted as interrupted:
-        raise Stopped(interrupted.args[0]) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -62,7 +57,7 @@ def exits_as_told() -> Iterator[None]:
     Told once there is nothing left to be saved, it leaves at once. The interpreter drops handlers before modules, whose
     teardown takes its time: from there on a signal is ignored, since the process is ending anyway.
 
-    A signal in a start may interrupt Ray as it connects, or the import of a library with threads of its own. Then the
+    A run that was told to end may leave a library with threads of its own in the middle of something. Then the
     interpreter may crash when it is torn down, and the status would be that of the crash. So the process ends without
     that, once modules have done what they do at exit.
     """

@@ -15,8 +15,8 @@ import pytest
 
 DRIVER = """
 import os, signal, subprocess, sys, time
-from skyrl_train.cluster.guard import Guard
-guard = Guard()
+from skyrl_train.cluster.guard import Guard, leave
+guard = Guard(os.environ.get("FOLDER"))
 with guard.marking():
     raylet = subprocess.Popen([sys.argv[1], "60"])
     other = subprocess.Popen(["sleep", "60"])
@@ -24,6 +24,10 @@ with guard.marking():
     if sys.argv[2] == "in the start":
         time.sleep(0.5)
         os._exit(1)
+    if sys.argv[2] == "told in the start":
+        leave(143)
+if sys.argv[2] == "told":
+    leave(143)
 if sys.argv[2] == "raylet first":
     raylet.kill()
     while guard.dead_head() is None:
@@ -39,13 +43,37 @@ os.kill(os.getpid(), signal.SIGKILL)
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 
 
-@pytest.mark.parametrize("order", ["raylet first", "driver first", "in the start"])
+SAYS = {
+    "raylet first": (-signal.SIGKILL, "Ray's raylet died"),
+    "driver first": (-signal.SIGKILL, ""),
+    "in the start": (1, "ended while Ray was starting"),
+    "told in the start": (143, ""),
+    "told": (143, ""),
+}
+"""Exit status of the driver, and what its guard says."""
+
+
+@pytest.mark.parametrize("order", SAYS)
 def test_what_a_driver_started_ends_with_it_and_what_of_ray_s_ended_it_is_named(tmp_path: Path, order: str):
     check_that_all_end(tmp_path, order, tmp_path / "said")
-    said_so = {"raylet first": "Ray's raylet died", "driver first": "", "in the start": "ended while Ray was starting"}
     last_words = (tmp_path / "said").read_text()
-    assert said_so[order] in last_words
-    assert bool(last_words) == bool(said_so[order])
+    assert SAYS[order][1] in last_words
+    assert bool(last_words) == bool(SAYS[order][1])
+
+
+@pytest.mark.defect("signals-in-a-library")
+@pytest.mark.parametrize("order", ["told", "told in the start", "driver first"])
+def test_ray_s_folder_goes_with_a_driver_that_was_told_to_end(
+    tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "ray"
+    folder.mkdir()
+    monkeypatch.setenv("FOLDER", str(folder))
+    check_that_all_end(tmp_path, order, tmp_path / "said")
+    until = time.monotonic() + (1 if order == "driver first" else 30)
+    while folder.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert folder.exists() == (order == "driver first"), "logs of one that was killed may say what failed"
 
 
 @pytest.mark.defect("lines-on-a-full-disk")
@@ -60,7 +88,7 @@ def check_that_all_end(folder: Path, order: str, stderr: Path) -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as driver:
             assert driver.stdout is not None
             wards = [int(pid) for pid in driver.stdout.readline().split()]
-            assert driver.wait(60) == (1 if order == "in the start" else -signal.SIGKILL)
+            assert driver.wait(60) == SAYS[order][0]
     deadline = time.monotonic() + 30
     while any(map(psutil.pid_exists, wards)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from skyrl_train.entrypoints.stopping import until_told
+from skyrl_train.entrypoints.stopping import signals_leave, until_told
 from skyrl_train.errors import ClusterLost, SkyRLError, Stopped
 
 
@@ -158,3 +158,36 @@ main()
         assert (ended.returncode, ended.stdout, ended.stderr) == (0, "torn down", "")
     else:
         assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", f"ended by {number.name}\n")
+
+
+@pytest.mark.fault("F39")
+@pytest.mark.defect("signals-in-a-library")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_start_ends_it_whatever_library_it_interrupts(number: signal.Signals):
+    """Exceptions in weak references' callbacks are printed and lost, as those in the release of a lock are."""
+    program = f"""
+import os, weakref
+from skyrl_train.entrypoints.stopping import signals_leave
+class Thing:
+    pass
+thing = Thing()
+ref = weakref.ref(thing, lambda ref: os.kill(os.getpid(), {int(number)}))
+with signals_leave():
+    del thing
+    print("went on", flush=True)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", f"ended by {number.name}\n")
+
+
+def test_a_program_s_own_handlers_are_back_after_a_start():
+    def ours(number: int, frame: object) -> None:
+        raise AssertionError
+
+    before = signal.signal(signal.SIGTERM, ours)
+    try:
+        with signals_leave():
+            assert signal.getsignal(signal.SIGTERM) is not ours
+        assert signal.getsignal(signal.SIGTERM) is ours
+    finally:
+        signal.signal(signal.SIGTERM, before)
