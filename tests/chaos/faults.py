@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from tests.chaos.elsewhere import Proxy
+from tests.support.handlers import catches
 
 MISCHIEF = "mischief"
 """A file in a run's folder that tells its environments how to misbehave."""
@@ -34,15 +35,6 @@ class Victim:
     def processes(self, pattern: str) -> list[psutil.Process]:
         """Its processes whose name or command line matches, the driver's own excepted."""
         return [one for one in self.family() if re.search(pattern, _title(one))]
-
-    def catches(self, number: signal.Signals) -> bool:
-        """Whether the driver has a handler of the signal."""
-        try:
-            status = Path(f"/proc/{self.driver.pid}/status").read_text()
-        except OSError:
-            return False
-        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
-        return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
     def family(self) -> list[psutil.Process]:
         try:
@@ -95,7 +87,9 @@ def _hit(pattern: str, number: signal.Signals) -> Callable[[Victim], bool]:
 
 def _signal(*numbers: signal.Signals) -> Callable[[Victim], bool]:
     def strike(victim: Victim) -> bool:
-        if not victim.catches(signal.SIGTERM):  # Python has not come to our first line, which sets handlers of both
+        if not catches(
+            victim.driver.pid, signal.SIGTERM
+        ):  # Python has not come to our first line, which sets handlers of both
             return False
         for number in numbers:
             victim.driver.send_signal(number)

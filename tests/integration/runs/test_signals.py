@@ -14,10 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.handlers import catches
+
 from .conftest import command
 
 MOMENTS: dict[str, Callable[[psutil.Process], bool]] = {
-    "imports": lambda driver: driver.cpu_times().user > 0.3,
+    "imports": lambda driver: catches(driver.pid, signal.SIGTERM),
     "Ray's start": lambda driver: "gcs_server" in children(driver),
     "actors' start": lambda driver: any(name.startswith("ray::") for name in children(driver)),
 }

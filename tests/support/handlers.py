@@ -1,0 +1,17 @@
+"""Which signals another process has handlers of."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether it has one of this signal; False once it is gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
