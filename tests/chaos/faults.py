@@ -89,7 +89,7 @@ def _signal(*numbers: signal.Signals) -> Callable[[Victim], bool]:
     def strike(victim: Victim) -> bool:
         if not catches(
             victim.driver.pid, signal.SIGTERM
-        ):  # Python has not come to our first line, which sets handlers of both
+        ):  # it has not come to our first line
             return False
         for number in numbers:
             victim.driver.send_signal(number)
