@@ -118,14 +118,21 @@ def supervised_publish(
     base: Services, client: EngineClient, publisher: WeightPublisher
 ) -> Callable[[int], Awaitable[dict[str, float]]]:
     """Publishes weights, and then restarts the engines that died since the last time, with the same weights."""
-    supervisor, learner = _supervisor(base, client, publisher), base.learner
+    learner = base.learner
     assert learner is not None
+    single: dict[str, float] = {}
+    """Metrics of the last sync with one engine."""
+
+    async def publish_to(engine: Any, version: int) -> None:
+        single.update(await publisher.publish_to(engine, version))
+
+    supervisor = _supervisor(base, client, publish_to)
 
     async def publish_to_the_living(version: int) -> None:
         """After a failed sync: publish to every living engine in turn; some may still hold rehearsal weights."""
         for engine in client.engines:
             try:
-                await publisher.publish_to(engine, version)
+                await publish_to(engine, version)
             except SkyRLError:
                 await client.health()
                 if engine in client.engines:
@@ -148,7 +155,8 @@ def supervised_publish(
                         await publish_to_the_living(version)
             if base.layout.time_shared and supervisor.restarts > before:
                 await client.sleep()
-        return metrics | await client.metrics() | {"engines/restarts": float(supervisor.restarts)}
+        # A failed sync was repeated engine by engine, with those that were left or came back.
+        return (metrics or single) | await client.metrics() | {"engines/restarts": float(supervisor.restarts)}
 
     async def revive_while_generating() -> None:
         await supervisor.revive()
@@ -160,7 +168,9 @@ def supervised_publish(
     return publish
 
 
-def _supervisor(base: Services, client: EngineClient, publisher: WeightPublisher) -> EngineSupervisor:
+def _supervisor(
+    base: Services, client: EngineClient, publish_to: Callable[[Any, int], Awaitable[None]]
+) -> EngineSupervisor:
     """Restarts the run's own engines in their slots, and reconnects to engines that run elsewhere."""
     cfg, learner, role_slots = base.cfg, base.learner, base.layout.engines
     assert learner is not None
@@ -183,7 +193,7 @@ def _supervisor(base: Services, client: EngineClient, publisher: WeightPublisher
             await learner.keep_weights()
             await engine.wake_up(["weights"])
         async with learner.at_rest() as version:
-            await publisher.publish_to(engine, version)
+            await publish_to(engine, version)
 
     async def stop(engine: Any) -> None:
         await (engine.close() if role_slots is None else asyncio.to_thread(engine.kill))

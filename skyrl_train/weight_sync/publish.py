@@ -142,12 +142,13 @@ class WeightPublisher:
                 )
         return metrics | {"weights/rehearsal_gap": min(gaps.values())}
 
-    async def publish_to(self, engine: WeightTarget, version: int) -> None:
-        """Sync a single engine, which has just been started or did not complete the last sync."""
+    async def publish_to(self, engine: WeightTarget, version: int) -> dict[str, float]:
+        """Sync a single engine, which has just been started or did not complete the last sync; returns metrics."""
         # This engine may lack what the others hold: send everything, over a new connection.
         await self._disconnect()
-        await self._publish(version, [engine])
+        metrics = await self._publish(version, [engine])
         self._connected = []
+        return metrics
 
     async def _publish(self, version: int, engines: list[WeightTarget]) -> dict[str, float]:
         async with self._all_or_nothing(version, engines):

@@ -87,9 +87,7 @@ def _hit(pattern: str, number: signal.Signals) -> Callable[[Victim], bool]:
 
 def _signal(*numbers: signal.Signals) -> Callable[[Victim], bool]:
     def strike(victim: Victim) -> bool:
-        if not catches(
-            victim.driver.pid, signal.SIGTERM
-        ):  # it has not come to our first line
+        if not catches(victim.driver.pid, signal.SIGTERM):  # it has not come to our first line
             return False
         for number in numbers:
             victim.driver.send_signal(number)

@@ -70,6 +70,7 @@ def assert_whole(folder: Path, *, steps: int) -> None:
     for step in range(1, steps + 1):
         values = found[step]
         assert values["rollouts/failed"] == 0
+        assert values["weights/version"] == step
         assert values["rollout/logprob_diff_max"] <= 1e-4
 
 
