@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -32,6 +33,7 @@ from skyrl_train.models.value_scorer import ValueScorer
 from skyrl_train.registry import load_object
 from skyrl_train.report.memory import AllocationRecord, peak_memory
 from skyrl_train.strategies.process_group import close_process_group, init_process_group, neighbours
+from skyrl_train.strategies.sharded_tensor import ShardedTensor
 from skyrl_train.weight_sync.sender import AdaptedModel, WeightSender
 from skyrl_train.weight_sync.wire import AdapterSpec, Bucket, Manifest
 
@@ -211,13 +213,14 @@ class LearnerWorker:
         self.strategy.max_skipped = spec.max_skipped_updates
         self.scorer = self.strategy.prepare(scorer, spec.total_steps)
         self.sender = WeightSender(
-            self.full_parameters,
+            self.sharded_parameters,
             wire_dtype=spec.wire_dtype,
             bucket_bytes=spec.bucket_bytes,
             rank=self.rank,
             only_changed=spec.only_changed,
             adapted=self._adapted_model(),
             updates=lambda: self.strategy.updates,
+            sum_over_ranks=self._sum_over_ranks,
         )
         return count
 
@@ -227,20 +230,30 @@ class LearnerWorker:
         if adapters is None or spec is None:
             return None
         adapter = AdapterSpec(spec.rank, adapters.scaling, tuple(adapters.layers))
-        return AdaptedModel(adapter, lambda trained: adapters.separate(self.strategy.full_parameters(trained)))
+        return AdaptedModel(adapter, lambda trained: adapters.separate(self.strategy.sharded_parameters(trained)))
 
     def _scorer(self, model: PreTrainedModel) -> RaggedModel:
         if self.spec.value_head is None:
             return TokenScorer(model, parallel_group=self.parallel_group)
         return ValueScorer(model, self.spec.value_head, self.parallel_group)
 
-    def full_parameters(self, adapters: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(checkpoint name, full tensor) of the model with adapters merged; the adapters are also put into `adapters`.
+    def sharded_parameters(self, adapters: dict[str, Tensor] | None = None) -> Iterator[tuple[str, ShardedTensor]]:
+        """(checkpoint name, this rank's part) of the model with adapters merged, which are also put into `adapters`.
 
         A collective: all ranks must iterate.
         """
-        parameters = self.strategy.full_parameters()
+        parameters = self.strategy.sharded_parameters()
         return parameters if self.adapters is None else self.adapters.merged(parameters, adapters)
+
+    def full_parameters(self, adapters: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Like `sharded_parameters`, but whole."""
+        for name, parameter in self.sharded_parameters(adapters):
+            yield name, parameter.whole()
+
+    def _sum_over_ranks(self, values: Tensor) -> Tensor:
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
 
     def score(self, micro_batches: list[TrainBatch], num_micro_batches: int, share_prompts: bool = False) -> Tensor:
         """[T] log-probs (nats) or values of all tokens of the micro-batches in order, without gradient, on the CPU."""

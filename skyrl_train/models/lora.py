@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -25,6 +26,19 @@ ALL_LINEAR = "all-linear"
 _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 """Parts of peft's names: of a layer's own parameters, of A [rank, in], and of B [out, rank]."""
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Sharded(Protocol):
+    """A rank's part of a parameter: see strategies/sharded_tensor.py."""
+
+    @property
+    def start(self) -> int: ...
+    def map(self, change: Callable[[Tensor], Tensor], /) -> Self: ...
+    def whole(self) -> Tensor: ...
+
+
+S = TypeVar("S", bound=Sharded)
 
 
 def adapted_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
@@ -94,29 +108,31 @@ class Adapters:
         inject_adapter_in_model(exact, nn.Sequential(model))
 
     def merged(
-        self, parameters: Iterator[tuple[str, Tensor]], adapters: dict[str, Tensor] | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
+        self, parameters: Iterator[tuple[str, S]], adapters: dict[str, Tensor] | None = None
+    ) -> Iterator[tuple[str, S]]:
         """(checkpoint name, tensor) of the model with merged weights W + s B A, in the adapters' dtype.
 
-        `parameters`: (name, full tensor) of the model, in its order; they are not changed. `adapters` is filled with A
-        and B under peft's names.
+        `parameters`: (name, this rank's part) of the model, in its order; they are not changed. A rank merges its part
+        of W, for which A and B are gathered: a collective of all ranks. `adapters` is filled with A and B under peft's
+        names.
         """
-        held: dict[str, Tensor] = {}
+        held: dict[str, S] = {}
         for name, tensor in parameters:
             if name.endswith((f"{_BASE}weight", _DOWN)):
                 held[name] = tensor
             elif name.endswith(_UP):
                 layer = name.removesuffix(_UP)
-                weight, down = held.pop(f"{layer}{_BASE}weight"), held.pop(f"{layer}{_DOWN}")
+                weight = held.pop(f"{layer}{_BASE}weight")
+                down, up = held.pop(f"{layer}{_DOWN}").whole(), tensor.whole()
                 if adapters is not None:
                     adapters[f"base_model.model.{layer}.lora_A.weight"] = down.cpu()
-                    adapters[f"base_model.model.{layer}.lora_B.weight"] = tensor.cpu()
-                yield f"{layer}.weight", torch.addmm(weight.to(tensor.dtype), tensor, down, alpha=self.scaling)
+                    adapters[f"base_model.model.{layer}.lora_B.weight"] = up.cpu()
+                yield f"{layer}.weight", weight.map(partial(_merged, up, down, self.scaling, weight.start))
             else:
                 yield name.replace(_BASE, "."), tensor
         assert not held, f"parameters ended before the adapter of {next(iter(held))} came"
 
-    def separate(self, parameters: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def separate(self, parameters: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         """(name, tensor) of `parameters` without merging: the model's under their checkpoint names, and A and B.
 
         The names of A and B are `{layer}.lora_A.weight` and `{layer}.lora_B.weight`.
@@ -129,6 +145,16 @@ class Adapters:
         self.config.save_pretrained(directory)
         held = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(held, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _merged(up: Tensor, down: Tensor, scaling: float, start: int, held: Tensor) -> Tensor:
+    """W + s B A for elements of W from `start` on, in their shape: of B only the rows that they lie in are used."""
+    columns, count = down.shape[1], held.numel()
+    first, last = start // columns, -(-(start + count) // columns)
+    inside = slice(start - first * columns, start - first * columns + count)
+    rows = held.new_zeros(last - first, columns, dtype=up.dtype)
+    rows.view(-1)[inside] = held.reshape(-1)
+    return torch.addmm(rows, up[first:last], down, alpha=scaling).view(-1)[inside].view_as(held)
 
 
 def _plain(names: Any) -> Any:

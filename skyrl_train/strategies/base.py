@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from skyrl_train.strategies.sharded_tensor import ShardedTensor
     from skyrl_train.strategies.shards import Shard
 
 
@@ -114,11 +115,14 @@ class Strategy(Protocol):
     def keep_parameters(self) -> None:
         """Have the parameters on the device and all else in host memory: what a weight sync needs."""
 
-    def full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every parameter, in a fixed order; a collective: all ranks must iterate.
+    def sharded_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, ShardedTensor]]:
+        """(Hugging Face name, this rank's part) of every parameter, in an order that is the same on all ranks.
 
-        With `trained_only` frozen parameters are left out, and not gathered.
+        With `trained_only` frozen parameters are left out.
         """
+
+    def full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """The same, but whole; a collective: all ranks must iterate."""
 
     @property
     def updates(self) -> int:

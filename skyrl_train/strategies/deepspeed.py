@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from skyrl_train.errors import ConfigError
 from skyrl_train.strategies.base import DeepSpeedSettings, FSDPSettings, OptimizerSettings
 from skyrl_train.strategies.optimizer import OptimizedModel, widest_dtype
+from skyrl_train.strategies.sharded_tensor import ShardedTensor, gather_equal_ranges, gather_ranges
 from skyrl_train.strategies.shards import Slice
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -222,27 +223,18 @@ class DeepSpeedStrategy(OptimizedModel):
                 partition.data = buffer.narrow(0, start, partition.numel())
                 start += partition.numel()
 
-    def full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """See `Strategy.full_parameters`: tensors are on the device, trained ones in float32."""
-        for name, parameter in self._parameters.items():
-            trained = parameter.requires_grad
-            if trained_only and not trained:
-                continue
-            if self.zero.zero_stage == 3 and trained:
-                yield name, self.library.utils.safe_get_full_fp32_param(parameter)
-            elif self.zero.zero_stage == 3:
-                with self.library.zero.GatheredParameters([parameter]):
-                    yield name, parameter.detach()
-            elif trained and parameter.dtype != torch.float32:
-                yield name, self._gathered(self._pieces[name])
-            else:
-                yield name, parameter.detach().to(self.device)
-
-    def _gathered(self, piece: _Piece) -> Tensor:
-        whole = torch.zeros(piece.slice.shape, device=self.device)
-        whole.view(-1)[piece.slice.start : piece.slice.stop] = piece.of(piece.flat).to(self.device)
-        dist.all_reduce(whole)
-        return whole
+    def _sharded(self, name: str, parameter: Any) -> ShardedTensor:
+        """See `Strategy.sharded_parameters`: trained ones are in float32."""
+        trained = parameter.requires_grad
+        if self.zero.zero_stage < 3 and not (trained and parameter.dtype != torch.float32):
+            return super()._sharded(name, parameter)
+        piece = self._pieces[name] if name in self._pieces else _partition(parameter, None, 0, self.rank)
+        shape, start = piece.slice.shape, piece.slice.start
+        if self.zero.zero_stage == 3:
+            gather = partial(gather_equal_ranges, shape, parameter.partition_numel(), self.world_size)
+        else:
+            gather = partial(gather_ranges, shape, start)
+        return ShardedTensor(piece.of(piece.flat.detach()).to(self.device), shape, start, True, gather)
 
     def _slices(self) -> dict[str, Slice]:
         return {name: piece.slice for name, piece in self._pieces.items()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.strategies.base import (
@@ -20,6 +23,7 @@ from skyrl_train.strategies.base import (
     TensorPart,
 )
 from skyrl_train.strategies.optimizer import OptimizedModel, widest_dtype
+from skyrl_train.strategies.sharded_tensor import ShardedTensor
 from skyrl_train.strategies.shards import Slice, local
 
 
@@ -132,9 +136,25 @@ class FSDP2Strategy(OptimizedModel):
         dist.all_reduce(value, group=self.mesh.get_group("shard"))
         return value if self.tensor_parallel is None else self.tensor_parallel.sum(value)
 
-    def full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in super().full_parameters(trained_only):
-            yield name, self._whole(name, tensor)
+    def _sharded(self, name: str, parameter: nn.Parameter) -> ShardedTensor:
+        tensor: Any = parameter.detach()
+        mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+        replica = zip(mesh.get_coordinate(), placements, strict=True)
+        first = all(index == 0 for index, placement in replica if placement.is_replicate())
+        if self.tensor_parallel is not None and name in self._alike:
+            first = first and self.tensor_parallel.rank == 0
+
+        def gather(held: Tensor) -> Tensor:
+            rows = DTensor.from_local(held, mesh, placements, run_check=False, shape=shape, stride=stride)
+            return self._whole(name, rows.full_tensor())
+
+        piece, part = Slice.of(tensor), self.parts.get(name)
+        sharded = ShardedTensor(tensor.to_local().to(self.device), piece.shape, piece.start, first, gather)
+        if part is None:
+            return sharded
+        piece = piece.within(part)
+        spread = sharded.spread if part.dim == 0 else partial(_among_zeros, part)
+        return replace(sharded, shape=piece.shape, start=piece.start, spread=spread)
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         """The whole parameter, on the device of `tensor`, gathered from all parts if `tensor` is only a part."""
@@ -177,6 +197,10 @@ class FSDP2Strategy(OptimizedModel):
     def _move_state(self, device: torch.device | str) -> None:
         if not self._offloads:
             super()._move_state(device)
+
+
+def _among_zeros(part: TensorPart, held: Tensor) -> Tensor:
+    return part.whole([held if rank == part.rank else torch.zeros_like(held) for rank in range(part.size)])
 
 
 def _no_divisor(size: int, count: int, what: str) -> str:

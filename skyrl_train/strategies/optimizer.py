@@ -16,6 +16,7 @@ from transformers import get_scheduler
 from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteUpdate
 from skyrl_train.strategies.base import OptimizerSettings
 from skyrl_train.strategies.host_copies import HostCopies
+from skyrl_train.strategies.sharded_tensor import ShardedTensor, replicated
 from skyrl_train.strategies.shards import Shard, Slice, local, open_shards
 
 SCHEDULES = (
@@ -186,23 +187,19 @@ class OptimizedModel:
         for view, state in states.items():
             state |= {key: moved[id(view), key] for key in state}
 
-    def full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """See `Strategy.full_parameters`: tensors are on the device, tied weights occur once."""
+    def sharded_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, ShardedTensor]]:
+        """See `Strategy.sharded_parameters`: tensors are on the device, tied weights occur once."""
         for name, parameter in self._parameters.items():
-            if trained_only and not parameter.requires_grad:
-                continue
-            tensor = parameter.detach()
-            if isinstance(tensor, DTensor):
-                placed = tensor.to_local().to(self.device)
-                tensor = DTensor.from_local(
-                    placed,
-                    tensor.device_mesh,
-                    tensor.placements,
-                    run_check=False,
-                    shape=tensor.shape,
-                    stride=tensor.stride(),
-                ).full_tensor()
-            yield name, tensor
+            if parameter.requires_grad or not trained_only:
+                yield name, self._sharded(name, parameter)
+
+    def full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """See `Strategy.full_parameters`."""
+        for name, parameter in self.sharded_parameters(trained_only):
+            yield name, parameter.whole()
+
+    def _sharded(self, name: str, parameter: nn.Parameter) -> ShardedTensor:
+        return replicated(parameter.detach().to(self.device), self.rank)
 
     def _slices(self) -> dict[str, Slice]:
         return {name: Slice.of(parameter) for name, parameter in self._saved.items()}

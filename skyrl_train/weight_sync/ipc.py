@@ -1,10 +1,15 @@
-"""The `ipc` route: a bucket is in memory that trainer and engine, on one machine, both map. Both ends are here."""
+"""The `ipc` route: a bucket is in memory that trainer and engine, on one machine, both map. Both ends are here.
+
+Accelerators copy when they get to it. Neither process waits for the other's queue, so each end waits for its own copies
+before it lets the other one have a page: the trainer for what fills it, the engine for what reads it.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -17,7 +22,7 @@ _NAME = "skyrl-weights"
 
 @dataclass
 class _Page:
-    """One buffer, and the handle with which other processes map it."""
+    """One buffer, and the handle with which other processes map all of it."""
 
     buffer: Tensor
     handle: SharedHandle
@@ -37,51 +42,88 @@ class SharedPages:
         self._slot = slot
         self._pages: list[_Page | None] = [None, None]
 
-    def page(self, index: int, size: int) -> tuple[Tensor, SharedHandle]:
-        """Page `index` % 2 as uint8 [size], to be filled, and the handle to read it with."""
+    def page(self, index: int, size: int) -> Tensor:
+        """Page `index` % 2 as uint8 [size], to be filled."""
         place = index % 2
         page = self._pages[place]
         if page is None or page.buffer.numel() < size:
             self._drop(place)
-            page = self._pages[place] = self._new(size)
-        handle = SharedHandle(page.handle.slot, size, page.handle.file, page.handle.cuda)
-        return page.buffer[:size], handle
+            page = self._pages[place] = self._new(place, size)
+        return page.buffer[:size]
+
+    def handle(self, index: int, size: int) -> SharedHandle:
+        """The handle with which others read the first `size` bytes of page `index` % 2, which are there by now."""
+        page = self._pages[index % 2]
+        assert page is not None, "a page is filled first"
+        wait_for_copies(self._device)
+        return replace(page.handle, size=size)
 
     def close(self) -> None:
         """Free both pages."""
         for place in range(2):
             self._drop(place)
 
-    def _new(self, size: int) -> _Page:
+    def _new(self, place: int, size: int) -> _Page:
+        handle = SharedHandle(self._slot, size, place=place, key=uuid4().hex)
         if self._device.type == "cuda":
             from torch.multiprocessing.reductions import reduce_tensor
 
             buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
-            return _Page(buffer, SharedHandle(self._slot, size, cuda=reduce_tensor(buffer)), None)
+            return _Page(buffer, replace(handle, cuda=reduce_tensor(buffer)), None)
         file = _memory_file()
         os.ftruncate(file, size)
         path = f"/proc/{os.getpid()}/fd/{file}"
-        return _Page(_map(path, size), SharedHandle(self._slot, size, file=path), file)
+        return _Page(_map(path, size), replace(handle, file=path), file)
 
     def _drop(self, place: int) -> None:
         page, self._pages[place] = self._pages[place], None
         if page is not None and page.file is not None:
             os.close(page.file)
+        if page is not None and self._device.type == "cuda":
+            del page
+            torch.cuda.ipc_collect()  # memory that no engine maps any more
 
 
-def open_handle(handle: SharedHandle) -> Tensor:
-    """The engine's end: map the other process's memory as uint8 [size], without a copy. Raises WeightSyncError."""
+class MappedPages:
+    """The engine's end: a page is mapped once, and kept until the trainer makes another in its place.
+
+    torch counts one mapping for each time that CUDA memory is shared, so mapping a page for every bucket would leak it.
+    """
+
+    def __init__(self) -> None:
+        self._pages: dict[int, tuple[str, Tensor]] = {}
+
+    def open(self, handle: SharedHandle) -> Tensor:
+        """The other process's memory as uint8 [size], without a copy. Raises WeightSyncError."""
+        key, page = self._pages.get(handle.place, ("", None))
+        if page is None or key != handle.key or page.numel() < handle.size:
+            self._pages.pop(handle.place, None)
+            page = _mapped(handle)
+            self._pages[handle.place] = handle.key, page
+        return page[: handle.size]
+
+    def close(self) -> None:
+        self._pages = {}
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Returns once all that this thread has queued on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _mapped(handle: SharedHandle) -> Tensor:
     try:
         if handle.cuda is not None:
             rebuild, arguments = handle.cuda
             tensor: Tensor = rebuild(*_on_my_device(arguments))
-            torch.cuda.synchronize()
-            return tensor[: handle.size]
+            return tensor
         assert handle.file is not None
-        # Mapping extends a file to the requested length, so check first that it is a page of sufficient size.
-        if _NAME not in os.readlink(handle.file) or os.stat(handle.file).st_size < handle.size:
+        # Mapping extends a file to the requested length, so ask for what is there.
+        size = os.stat(handle.file).st_size
+        if _NAME not in os.readlink(handle.file) or size < handle.size:
             raise WeightSyncError(f"{handle.file} is not {handle.size} bytes of a trainer's memory")
-        return _map(handle.file, handle.size)
+        return _map(handle.file, size)
     except (RuntimeError, OSError) as error:
         reason = str(error).partition("\n")[0][:200]
         raise WeightSyncError(f"the trainer's memory cannot be mapped: {reason}") from error

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from skyrl_train.errors import WeightSyncError
+from skyrl_train.weight_sync import ipc
 from skyrl_train.weight_sync.buckets import AlternatingBuffers, buffer_bytes, fingerprints, views
 from skyrl_train.weight_sync.files import read_bucket
-from skyrl_train.weight_sync.ipc import open_handle
 from skyrl_train.weight_sync.store import WeightStore
 from skyrl_train.weight_sync.transport import BroadcastGroup
 from skyrl_train.weight_sync.wire import ROUTES, AdapterSpec, Bucket, Manifest, TensorSpec, dtype_name, fingerprint
@@ -35,6 +35,7 @@ class WeightReceiver:
         self._route = "in_process"
         self._group: BroadcastGroup | None = None
         self._buffers = AlternatingBuffers()
+        self._pages = ipc.MappedPages()
         self._manifest: Manifest | None = None
         self._announced: dict[str, TensorSpec] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -113,6 +114,8 @@ class WeightReceiver:
         elif bucket.payload is not None or bucket.handles:
             self._pending = bucket, self._handed_over(bucket)
             self._settle()
+            if bucket.handles:
+                ipc.wait_for_copies(self._device)  # before the trainer may fill the page again
         else:
             self._pending = bucket, self._broadcast(manifest.version, bucket)
         self._next += 1
@@ -146,9 +149,10 @@ class WeightReceiver:
         self._newest = version - manifest.rehearsal
 
     def close(self) -> None:
-        """Leave the transfer group."""
+        """Leave the transfer group, and unmap the trainer's memory."""
         group, self._group = self._group, None
         self._buffers = AlternatingBuffers()
+        self._pages.close()
         self._pending = None
         if group is not None:
             group.close()
@@ -219,7 +223,7 @@ class WeightReceiver:
                 buffer = bucket.payload
             else:
                 colocated = [handle for handle in bucket.handles if handle.slot == self._slot]
-                buffer = open_handle((colocated or bucket.handles)[0])
+                buffer = self._pages.open((colocated or bucket.handles)[0])
             if buffer.numel() != size:
                 raise WeightSyncError(f"bucket {bucket.index} has {buffer.numel()} bytes instead of {size}")
             return buffer.to(self._device)

@@ -20,6 +20,7 @@ from skyrl_train.weight_sync.buckets import (
 )
 from skyrl_train.weight_sync.files import BucketFolder
 from skyrl_train.weight_sync.ipc import SharedPages
+from skyrl_train.weight_sync.sharded import Sharded, sharded
 from skyrl_train.weight_sync.transport import ROOT, BroadcastGroup
 from skyrl_train.weight_sync.wire import (
     AdapterSpec,
@@ -27,10 +28,9 @@ from skyrl_train.weight_sync.wire import (
     Manifest,
     TensorSpec,
     adapter_names,
-    all_finite,
     dtype_name,
     dtype_of,
-    fingerprint,
+    look,
 )
 
 REHEARSAL = 1.5
@@ -48,7 +48,7 @@ class _Sync:
     manifest: Manifest
     cut: list[Bucket]
     specs: dict[str, TensorSpec]
-    stream: Iterator[tuple[str, Tensor]]
+    stream: Iterator[tuple[str, Sharded]]
     buffers: AlternatingBuffers
     next: int = 0
     gathered: Tensor | None = None
@@ -60,21 +60,22 @@ class AdaptedModel:
     """A frozen model and its trained adapter, to be synced separately."""
 
     adapter: AdapterSpec
-    parameters: Callable[[bool], Iterator[tuple[str, Tensor]]]
+    parameters: Callable[[bool], Iterator[tuple[str, Tensor | Sharded]]]
     """Like a WeightSender's `parameters`, but not merged: with A and B by `adapter_names`; given True, only those."""
 
 
 class WeightSender:
     """Sends weights. Every trainer rank has one, as gathering full tensors is a collective; only rank 0 sends them.
 
-    A sync is `manifest(version)`, then `send(0)`, `send(1)`, ... in order, on all ranks. It reads the parameters twice,
-    first to check and fingerprint them, then to send them; the receiver verifies that both times were the same. While a
-    broadcast bucket is being sent, the next one is gathered. Memory: two buckets and one tensor.
+    A sync is `manifest(version)`, then `send(0)`, `send(1)`, ... in order, on all ranks. For the manifest each rank
+    looks at its own part of every tensor, in the dtype that is sent: fingerprints of parts add up to that of the whole.
+    So a tensor is gathered once, for its bucket, after the cast, and the receiver verifies that what came is what the
+    ranks have. While a broadcast bucket is being sent, the next one is gathered. Memory: two buckets and one tensor.
     """
 
     def __init__(
         self,
-        parameters: Callable[[], Iterator[tuple[str, Tensor]]],
+        parameters: Callable[[], Iterator[tuple[str, Tensor | Sharded]]],
         *,
         wire_dtype: str,
         bucket_bytes: int,
@@ -82,19 +83,21 @@ class WeightSender:
         only_changed: bool = False,
         adapted: AdaptedModel | None = None,
         updates: Callable[[], int] = lambda: 0,
+        sum_over_ranks: Callable[[Tensor], Tensor] = lambda values: values,
     ):
-        """`parameters` yields (Hugging Face name, full tensor) in a fixed order; a collective of all ranks.
+        """`parameters` yields (Hugging Face name, this rank's part or a whole tensor) in an order common to all ranks.
 
         Floating-point tensors are sent as `wire_dtype` ("bfloat16", "float32"), others in their own dtype. With
         `only_changed` a sync after a complete one leaves out tensors with unchanged bits. `adapted` is read instead of
         `parameters` if `connect` gets `adapter_only`: first the model once, then only the adapter. `updates` counts
-        the optimizer steps that made the parameters.
+        the optimizer steps that made the parameters. `sum_over_ranks` adds up int64 values of all ranks, on the CPU.
         """
         self._parameters = parameters
         self._wire_dtype = dtype_of(wire_dtype)
         self._bucket_bytes = bucket_bytes
         self._rank = rank
         self._updates = updates
+        self._sum_over_ranks = sum_over_ranks
         self._only_changed = only_changed
         self._route = "in_process"
         self._device = "cpu"
@@ -148,17 +151,7 @@ class WeightSender:
         """
         self._rehearsal = rehearsal
         follows = self._delivered if (self._only_changed or self._separate) and not rehearsal else None
-        specs, non_finite = [], []
-        looks = self._rank == ROOT or self._only_changed
-        for name, tensor in self._stream(follows is not None):
-            on_wire = self._to_wire(name, tensor) if looks else tensor
-            dtype = self._wire_dtype if tensor.is_floating_point() else tensor.dtype
-            bits = 0
-            if looks:
-                bits = fingerprint(on_wire)
-                if dtype.is_floating_point and not all_finite(on_wire):
-                    non_finite.append(name)
-            specs.append(TensorSpec(name, tuple(tensor.shape), dtype_name(dtype), bits))
+        specs, non_finite = self._look(self._stream(follows is not None))
         base = None
         if follows is not None:
             base, known = follows
@@ -167,9 +160,7 @@ class WeightSender:
         on_cpu = self._device == "cpu" and self._route in ("broadcast", "ipc")
         bucket_bytes = min(self._bucket_bytes, CPU_BUCKET) if on_cpu else self._bucket_bytes
         adapter = self._separate.adapter if self._separate is not None else None
-        manifest = Manifest(
-            version, tuple(specs), tuple(non_finite), bucket_bytes, base, rehearsal, adapter, self._updates()
-        )
+        manifest = Manifest(version, tuple(specs), non_finite, bucket_bytes, base, rehearsal, adapter, self._updates())
         by_name = {spec.name: spec for spec in specs}
         stream = self._stream(follows is not None)
         self._sync = _Sync(manifest, buckets(manifest), by_name, stream, self._buffers)
@@ -215,6 +206,26 @@ class WeightSender:
         """Disconnect."""
         self.disconnect()
 
+    def _look(self, stream: Iterator[tuple[str, Sharded]]) -> tuple[list[TensorSpec], tuple[str, ...]]:
+        """What every tensor is on the wire, and the names of those that hold NaN or infinity."""
+        specs, looks = [], []
+        for name, tensor in stream:
+            on_wire = self._to_wire(name, tensor)
+            elements = on_wire.elements if on_wire.counts else on_wire.local.new_empty(0)
+            looks.append(look(elements, on_wire.start * elements.itemsize))
+            specs.append(TensorSpec(name, tuple(on_wire.shape), dtype_name(elements.dtype)))
+        if not specs:
+            return [], ()
+        bits, non_finite = torch.stack(looks).cpu().unbind(1)
+        # In halves, as sums of whole words over ranks could overflow.
+        sums = self._sum_over_ranks(torch.stack((bits >> 32, bits & 0xFFFF_FFFF, non_finite)))
+        totals = ((sums[0] << 32) + sums[1]).tolist()
+        wrong = sums[2].tolist()
+        return (
+            [replace(spec, fingerprint=total) for spec, total in zip(specs, totals, strict=True)],
+            tuple(spec.name for spec, count in zip(specs, wrong, strict=True) if count),
+        )
+
     def _gather(self, sync: _Sync, bucket: Bucket) -> Tensor | None:
         """Take the bucket's tensors from the stream of parameters and pack them; None on ranks that do not send them.
 
@@ -231,9 +242,9 @@ class WeightSender:
                 name, tensor = next(sync.stream, ("nothing", None))  # skips unchanged tensors
             if name != spec.name or tensor is None or tuple(tensor.shape) != spec.shape:
                 raise WeightSyncError(f"{spec.name} was announced, {name} came: the parameters changed during a sync.")
+            on_wire = self._to_wire(name, tensor).whole()
             if place is None:
                 continue
-            on_wire = self._to_wire(name, tensor)
             if self._route == "broadcast" and len(specs) == 1 and _same_bytes(on_wire, place):
                 return on_wire.view(-1).view(torch.uint8)
             place.copy_(on_wire)
@@ -241,7 +252,7 @@ class WeightSender:
 
     def _buffer(self, sync: _Sync, index: int, specs: Sequence[TensorSpec]) -> Tensor | None:
         if self._pages is not None:
-            return self._pages.page(index, buffer_bytes(specs))[0]
+            return self._pages.page(index, buffer_bytes(specs))
         if self._rank != ROOT:
             return None
         device = self._group.device if self._group else "cpu"
@@ -269,22 +280,23 @@ class WeightSender:
     def _hand_over(self, sync: _Sync, bucket: Bucket, buffer: Tensor) -> Bucket:
         if self._route == "ipc":
             assert self._pages is not None
-            return replace(bucket, handles=(self._pages.page(bucket.index, buffer.numel())[1],))
+            return replace(bucket, handles=(self._pages.handle(bucket.index, buffer.numel()),))
         if self._route == "checkpoint":
             assert self._folder is not None
             named = zip(bucket.names, views(buffer, [sync.specs[name] for name in bucket.names]), strict=True)
             return replace(bucket, file=self._folder.write(sync.manifest.version, bucket.index, list(named)))
         return replace(bucket, payload=buffer)
 
-    def _stream(self, follows: bool) -> Iterator[tuple[str, Tensor]]:
+    def _stream(self, follows: bool) -> Iterator[tuple[str, Sharded]]:
         """The parameters that a sync reads; `follows`: it follows a complete sync."""
-        return self._parameters() if self._separate is None else self._separate.parameters(follows)
+        stream = self._parameters() if self._separate is None else self._separate.parameters(follows)
+        return ((name, sharded(tensor)) for name, tensor in stream)
 
-    def _to_wire(self, name: str, tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()
-        if not tensor.is_floating_point():
-            return tensor
-        return (self._altered(name, tensor) if self._rehearsal else tensor).to(self._wire_dtype)
+    def _to_wire(self, name: str, tensor: Sharded) -> Sharded:
+        def cast(held: Tensor) -> Tensor:
+            return (self._altered(name, held) if self._rehearsal else held).to(self._wire_dtype)
+
+        return tensor.map(cast) if tensor.local.is_floating_point() else tensor
 
     def _altered(self, name: str, tensor: Tensor) -> Tensor:
         if self._separate is None:

@@ -14,6 +14,8 @@ ROUTES = frozenset({"in_process", "broadcast", "ipc", "checkpoint"})
 
 WORD = 8
 """Bytes of the words that a fingerprint sums."""
+_IN_CACHE = 1 << 20
+"""Bytes that a CPU looks at for one thing after the other, which are read from memory once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,10 @@ class SharedHandle:
     """CPU: the path of a file in memory."""
     cuda: tuple[Any, ...] | None = None
     """CUDA: torch's data for mapping another process's tensor."""
+    place: int = 0
+    """Which of the pages this is that a rank shares in turn: 0 or 1."""
+    key: str = ""
+    """Of this page: another one in its place has another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +103,28 @@ class Bucket:
 def fingerprint(tensor: Tensor) -> int:
     """The wrapping sum of the tensor's bytes as int64 words, padded with zeros.
 
-    Any flipped bit changes it, and it is additive over shards and fused parameters of whole words. It cannot detect
-    swapped words, nor an even number of flips of the words' highest bit; the probe can.
+    Any flipped bit changes it, and it is additive over shards and over fused parameters of whole words. It cannot
+    detect swapped words, nor an even number of flips of the words' highest bit; the probe can.
     """
-    if not tensor.numel():
-        return 0
-    flat = tensor.detach().contiguous().view(-1)
-    if flat.nbytes % WORD or flat.storage_offset() * flat.itemsize % WORD:
-        padded = torch.zeros(-(-flat.nbytes // WORD) * WORD, dtype=torch.uint8, device=flat.device)
-        padded.view(flat.dtype)[: flat.numel()] = flat
-        flat = padded
-    return int(flat.view(torch.int64).sum().item())
+    return int(_words(tensor, 0).sum().item())
+
+
+def look(elements: Tensor, position: int = 0) -> Tensor:
+    """int64 [2], on the device: the fingerprint of a part of a tensor, and 1 if it holds NaN or infinity, else 0.
+
+    The fingerprints of all parts of a tensor add up to its own. `position`: the part's first byte in the tensor.
+    """
+    if not elements.is_cpu:  # nothing is waited for
+        bits, finite = _words(elements, position).sum(), torch.ones((), dtype=torch.bool, device=elements.device)
+        if elements.is_floating_point() and elements.numel():
+            finite = torch.stack(elements.aminmax()).isfinite().all()  # propagates NaN
+        return torch.stack((bits, (~finite).to(torch.int64)))
+    total, is_finite = 0, True
+    for piece in elements.split(_IN_CACHE // elements.itemsize):
+        total += int(_words(piece, position).sum().item())
+        is_finite = is_finite and (not piece.is_floating_point() or all_finite(piece))
+        position += piece.nbytes
+    return torch.tensor((_wrapped(total), not is_finite))
 
 
 def all_finite(tensor: Tensor) -> bool:
@@ -116,6 +133,25 @@ def all_finite(tensor: Tensor) -> bool:
         return True
     low, high = tensor.aminmax()  # a sum of finite values may overflow; aminmax propagates NaN, too
     return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+def _words(tensor: Tensor, position: int) -> Tensor:
+    """The int64 words that a tensor's bytes lie in, from byte `position` on, among zeros."""
+    flat = tensor.detach().contiguous().view(-1)
+    if not flat.numel():
+        return flat.new_zeros(0, dtype=torch.int64)
+    skipped = position % WORD
+    alone = flat.numel() == 1  # may have any stride, with which it cannot be viewed as another dtype
+    if alone or skipped or flat.nbytes % WORD or flat.storage_offset() * flat.itemsize % WORD:
+        padded = torch.zeros(-(-(skipped + flat.nbytes) // WORD) * WORD, dtype=torch.uint8, device=flat.device)
+        padded[skipped : skipped + flat.nbytes].view(flat.dtype).copy_(flat)
+        flat = padded
+    return flat.view(torch.int64)
+
+
+def _wrapped(value: int) -> int:
+    """As int64 arithmetic wraps."""
+    return (value + 2**63) % 2**64 - 2**63
 
 
 @functools.cache

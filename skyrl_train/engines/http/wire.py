@@ -213,6 +213,7 @@ class ReceiveWeights(Arguments):
             if handle.file is None or not re.fullmatch(r"/proc/[0-9]+/fd/[0-9]+", handle.file):
                 raise Malformed(f"bucket.handles[{index}].file", "must be /proc/<pid>/fd/<number>: a process's memory.")
             within(handle.size, 1 << 40, f"bucket.handles[{index}].size", "bytes")
+            within(handle.place, 1, f"bucket.handles[{index}].place", "as the place of a page", least=0)
         if bucket.file is not None and not re.fullmatch(r"/[^\0]*\.safetensors", bucket.file):
             raise Malformed("bucket.file", "must be the absolute path of a .safetensors file.")
         return self

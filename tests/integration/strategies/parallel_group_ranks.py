@@ -33,6 +33,7 @@ from skyrl_train.models.value_scorer import ValueScorer
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.process_group import close_process_group
 from skyrl_train.testing.tiny_models import tiny_model
+from tests.support.counted_syncs import counted_sync
 from tests.support.double_precision import double_precision
 from tests.support.learner_specs import policy_batch, tiny_spec
 from tests.support.padded_reference import grouped_batch, ragged_batch
@@ -293,6 +294,7 @@ def main(rank: int, world: int, kind: str, size: int, port: int, folder: Path) -
     assert parallel_group is not None
     found: dict[str, Any] = check_worker(worker, folder)
     found |= {"refused": check_refusals(parallel_group), "half_precision": check_half_precision(parallel_group)}
+    found["sync"] = {wire: counted_sync(worker.sharded_parameters, wire) for wire in ("float32", "bfloat16")}
     with double_precision():
         check_gradients(parallel_group, json.loads((folder / "kinds.json").read_text()), folder)
         check_critic(parallel_group, folder)

@@ -28,6 +28,7 @@ from skyrl_train.strategies.deepspeed import DeepSpeedStrategy
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.process_group import close_process_group, init_process_group
 from skyrl_train.testing.tiny_models import tiny_model
+from tests.support.counted_syncs import counted_sync, with_one_nan
 from tests.support.double_precision import double_precision
 from tests.support.padded_reference import ragged_batch
 from tests.support.tiny_adapters import fill_adapters
@@ -469,6 +470,32 @@ def check_frozen(ranks: Ranks) -> dict[str, Any]:
     }
 
 
+def check_syncs(ranks: Ranks) -> dict[str, Any]:
+    """Of trained and frozen models, with weights that were updated; and of merged adapters."""
+    policies = {"policy": ranks.policy(), "half": ranks.policy(dtype=torch.float32, compute_dtype=torch.bfloat16)}
+    if ranks.name == "fsdp2":
+        policies["replicas"] = ranks.policy(fsdp={"fsdp_size": 1})
+    for strategy in policies.values():
+        update(strategy, 0)
+    policies["frozen"] = ranks.strategy(TokenScorer(tiny_model()), None)
+    found = {
+        name: {wire: counted_sync(strategy.sharded_parameters, wire) for wire in ("float32", "bfloat16")}
+        for name, strategy in policies.items()
+    }
+    model = tiny_model("qwen2")
+    adapters = Adapters(model, LORA, "trainer.policy.model.lora")
+    fill_adapters(model)
+    adapted = ranks.strategy(TokenScorer(model))
+    merged = {name: tensor.whole() for name, tensor in adapters.merged(adapted.sharded_parameters())}
+    if ranks.rank == 0:
+        save_file(merged, ranks.folder / "merged.safetensors")
+    found["merged"] = {"float32": counted_sync(lambda: adapters.merged(adapted.sharded_parameters()), "float32")}
+    found["non_finite"] = with_one_nan(policies["policy"].sharded_parameters)  # type: ignore[assignment]
+    everywhere: list[Any] = [None] * ranks.world
+    dist.all_gather_object(everywhere, found)
+    return {"ranks": everywhere, "first": next(name for name, _ in policies["policy"].sharded_parameters())}
+
+
 def main(ranks: Ranks, port: int) -> None:
     torch.set_num_threads(1)
     init_process_group(ranks.rank, ranks.world, "127.0.0.1", port, "gloo", 60.0)
@@ -480,6 +507,7 @@ def main(ranks: Ranks, port: int) -> None:
         if ranks.name == "fsdp2":
             found["replicas"] = check_replicas(ranks)
     found |= {"mixed": check_mixed_precision(ranks), "frozen": check_frozen(ranks)}
+    found["syncs"] = check_syncs(ranks)
     if ranks.name != "fsdp2":
         found["moves"] = check_moves(ranks)
     if ranks.rank == 0:

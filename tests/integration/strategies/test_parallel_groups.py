@@ -194,5 +194,10 @@ def test_steps_checkpoints_and_weights_are_those_of_one_process(found: Found, ki
         assert_same(got, dict(strategy.full_parameters()), 1e-9)
 
 
+def test_a_sync_announces_and_sends_the_whole_of_what_ranks_have_parts_of(found: Found) -> None:
+    for sync in found.values["sync"].values():
+        assert (sync["announced"], sync["sent"]) == (True, True)
+
+
 def test_log_probs_in_half_precision_stay_close_to_those_of_one_process(found: Found) -> None:
     assert 0 <= found.values["half_precision"] < 0.25

@@ -22,6 +22,7 @@ from torch import Tensor
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import CheckpointError, ConfigError, DeadlineExceeded
+from skyrl_train.models.lora import Adapters
 from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.strategies.deepspeed import DeepSpeedStrategy
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
@@ -190,6 +191,39 @@ def test_weights_move_between_numbers_of_ranks_bit_for_bit(found: Found) -> None
 
 def test_a_parameter_without_state_in_a_checkpoint_leaves_the_others_theirs(found: Found) -> None:
     assert found.values["incomplete"] == {"steps": [3.0], "moments": True}
+
+
+@pytest.mark.defect("syncs-gather-twice")
+def test_a_sync_announces_and_sends_what_the_ranks_have_and_gathers_it_once(found: Found) -> None:
+    """Also where a rank's part ends within a word of the fingerprint; ranks of stage 2 have whole models in float32."""
+    for rank in found.values["syncs"]["ranks"]:
+        for name, wires in rank.items():
+            for wire, sync in wires.items() if name != "non_finite" else ():
+                assert (sync["announced"], sync["sent"]) == (True, True), (name, wire)
+                if name == "merged":  # A and B are gathered by each look, so that a rank can merge its part
+                    assert sync["gathered"] < 2
+                elif found.world == 1 or name == "replicas" or found.strategy == "zero2":
+                    assert sync["gathered"] == 0, (name, wire)
+                else:
+                    assert sync["gathered"] == pytest.approx(1.0, abs=0.01), (name, wire)
+
+
+def test_merged_adapters_are_those_of_one_process(found: Found) -> None:
+    model = tiny_model("qwen2")
+    adapters = Adapters(model, ranks.LORA, "trainer.policy.model.lora")
+    fill_adapters(model)
+    alone = SingleStrategy(optimizer=LINEAR)
+    alone.prepare(TokenScorer(model), 20)
+    merged = load_file(found.folder / "merged.safetensors")
+    for name, tensor in adapters.merged(alone.sharded_parameters()):
+        assert torch.allclose(merged.pop(name), tensor.whole(), atol=1e-6), name
+    assert not merged
+
+
+@pytest.mark.fault("F30")
+def test_a_number_that_is_not_finite_on_one_rank_is_in_the_manifest_of_all(found: Found) -> None:
+    for rank in found.values["syncs"]["ranks"]:
+        assert rank["non_finite"] == [found.values["syncs"]["first"]]
 
 
 def test_a_torn_checkpoint_of_the_ranks_is_refused(found: Found) -> None:

@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.ipc import SharedPages, open_handle
+from skyrl_train.weight_sync.ipc import MappedPages, SharedPages
 from skyrl_train.weight_sync.wire import SharedHandle
 
 
 def reader(connection: Connection) -> None:
     """A process that opens every handle it is sent, answers with the bytes, and leaves a mark on the first."""
+    pages = MappedPages()
     while (handle := connection.recv()) is not None:
-        memory = open_handle(handle)
+        memory = pages.open(handle)
         connection.send(bytes(memory.tolist()))
         memory[0] = 99
         connection.send(memory.numel())
@@ -33,8 +34,9 @@ def test_another_process_reads_what_was_written_and_writes_into_the_same_memory(
     pages = SharedPages("cpu", slot=3)
     try:
         for index, size in enumerate((32, 64, 16, 128)):
-            buffer, handle = pages.page(index, size)
+            buffer = pages.page(index, size)
             buffer.copy_(torch.arange(index, index + size, dtype=torch.uint8))
+            handle = pages.handle(index, size)
             assert (handle.slot, handle.size) == (3, size)
             connection.send(handle)
             assert connection.recv() == bytes(range(index, index + size))
@@ -51,17 +53,24 @@ def test_another_process_reads_what_was_written_and_writes_into_the_same_memory(
 
 def test_two_pages_take_turns_and_grow():
     pages = SharedPages("cpu", slot=0)
-    (first, handle), (second, other) = pages.page(0, 64), pages.page(1, 64)
+    first, second = pages.page(0, 64), pages.page(1, 64)
     first.fill_(1)
     second.fill_(2)
-    again, smaller = pages.page(2, 16)
+    handle, other = pages.handle(0, 64), pages.handle(1, 64)
+    again = pages.page(2, 16)
     again.fill_(3)
-    assert handle.file == smaller.file != other.file
+    smaller = pages.handle(2, 16)
+    assert (handle.file, handle.key) == (smaller.file, smaller.key) != (other.file, other.key)
     assert first.tolist() == [3] * 16 + [1] * 48  # the same memory
     assert second.tolist() == [2] * 64
-    larger, handle = pages.page(2, 4096)
+    mapped = MappedPages()
+    assert mapped.open(smaller).tolist() == [3] * 16
+    assert mapped.open(handle).data_ptr() == mapped.open(smaller).data_ptr(), "mapped once, whatever is read of it"
+    larger = pages.page(2, 4096)
     larger.fill_(4)
-    assert open_handle(handle).tolist() == [4] * 4096
+    handle = pages.handle(2, 4096)
+    assert handle.key != smaller.key
+    assert mapped.open(handle).tolist() == [4] * 4096, "another page, whatever the number of its file"
     assert first.tolist() == [3] * 16 + [1] * 48  # another one; who still reads the old one is not disturbed
     pages.close()
 
@@ -69,19 +78,21 @@ def test_two_pages_take_turns_and_grow():
 def test_memory_that_is_gone_is_an_error_and_no_file_is_left():
     before = set(os.listdir(f"/proc/{os.getpid()}/fd"))
     pages = SharedPages("cpu", slot=0)
-    _, handle = pages.page(0, 64)
+    pages.page(0, 64)
+    handle = pages.handle(0, 64)
     pages.close()
     pages.close()
     with pytest.raises(WeightSyncError, match="the trainer's memory cannot be mapped"):
-        open_handle(handle)
+        MappedPages().open(handle)
     with pytest.raises(WeightSyncError, match="the trainer's memory cannot be mapped"):
-        open_handle(replace(handle, file="/proc/999999999/fd/3"))
+        MappedPages().open(replace(handle, file="/proc/999999999/fd/3"))
     assert set(os.listdir(f"/proc/{os.getpid()}/fd")) <= before
 
 
 def test_a_handle_may_not_ask_for_more_than_there_is_nor_for_any_other_file(tmp_path: Path):
     pages = SharedPages("cpu", slot=0)
-    _, handle = pages.page(0, 64)
+    pages.page(0, 64)
+    handle = pages.handle(0, 64)
     with (tmp_path / "other").open("wb+") as other:
         other.write(bytes(64))
         other.flush()
@@ -90,5 +101,5 @@ def test_a_handle_may_not_ask_for_more_than_there_is_nor_for_any_other_file(tmp_
             SharedHandle(0, 64, file=f"/proc/{os.getpid()}/fd/{other.fileno()}"),
         ):
             with pytest.raises(WeightSyncError, match="bytes of a trainer's memory"):
-                open_handle(wrong)
+                MappedPages().open(wrong)
     pages.close()
