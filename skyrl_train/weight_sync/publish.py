@@ -13,10 +13,13 @@ from typing import Any, Protocol
 from skyrl_train.errors import DeadlineExceeded, EngineError, NonFiniteWeights, WeightSyncError
 from skyrl_train.tasks import gather_all
 from skyrl_train.weight_sync.buckets import buckets, num_bytes
+from skyrl_train.weight_sync.transport import call_off
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 PROBE_TOLERANCE = 1e-4
 """In nats, for float32 on both sides; half-precision engines need a larger one."""
+_CLOSES_S = 1.0
+"""A rank that waits for nobody has left a group within this time."""
 _ANSWER_S = 5.0
 """A living engine answers a health check within this time."""
 
@@ -106,6 +109,8 @@ class WeightPublisher:
         self._rehearses = rehearse_first
         self._adapter_only = adapter_only
         self._connected: list[WeightTarget] = []
+        self._address = ""
+        """Of the transfer group (broadcast)."""
         self._phase = ""
         self._made_by: tuple[int, int] | None = None
         """A version that was announced, and the optimizer steps that made it."""
@@ -269,7 +274,7 @@ class WeightPublisher:
         if self._route == "broadcast":
             others = any(engine.capabilities.other_machine for engine in engines)
             host, port = (await self._trainer.all("address", others))[0]
-            address = f"{host}:{port}"
+            address = self._address = f"{host}:{port}"
         timeout = self._deadline_s
         await gather_all(
             [
@@ -286,6 +291,10 @@ class WeightPublisher:
         """Disconnect the trainer, so that no engine waits for it in vain; its errors do not matter to the caller."""
         self._connected = []
         closing = asyncio.ensure_future(self._trainer.all("disconnect_weights"))
+        address, self._address = self._address, ""
+        done, _ = await asyncio.wait([closing], timeout=_CLOSES_S)
+        if not done and address:  # a rank that waits for a peer takes no other call
+            await asyncio.to_thread(call_off, address)
         done, _ = await asyncio.wait([closing], timeout=self._deadline_s)
         for task in done:
             task.exception()

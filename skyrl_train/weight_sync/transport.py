@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
+import socket
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -15,13 +19,19 @@ from skyrl_train.cluster.sockets import listen, own_address
 from skyrl_train.errors import WeightSyncError
 
 ROOT = 0
+_CALLED_OFF = "called off"
+"""Key of the group's store."""
+_LOOKS_EVERY_S = 0.2
+_CALL_S = 5.0
+"""Within this time a root that lives is reached."""
+_POLLS_EVERY_S = 0.0005
 
 
 class BroadcastGroup:
     """A process group independent of torch's default group, which the trainer's ranks use. gloo on CPU, NCCL on CUDA.
 
-    Connecting, like every transfer, is a collective with a deadline. After a failure the group is unusable: close it
-    and make a new one.
+    Connecting, like every transfer, is a collective with a deadline, and ends earlier if it is called off (`call_off`).
+    After a failure the group is unusable: close it and make a new one.
     """
 
     def __init__(self, address: str, rank: int, world_size: int, device: torch.device | str, timeout_s: float):
@@ -36,16 +46,9 @@ class BroadcastGroup:
         self._timeout = timedelta(seconds=timeout_s)
         host, _, port = address.rpartition(":")
         try:
-            # Do not wait for the others here: that wait would not end when a peer has failed.
-            self._store: Any = dist.TCPStore(
-                host,
-                int(port),
-                None,
-                is_master=rank == ROOT,
-                timeout=self._timeout,
-                wait_for_workers=False,
-                master_listen_fd=listen(host, int(port)).detach() if rank == ROOT else None,
-            )
+            listens = listen(host, int(port)).detach() if rank == ROOT else None
+            self._store: Any = _store(address, self._timeout, listens)
+            self._meet(world_size)
             own = own_address(host, int(port))
             self._group: Any = _backend(self.device.type, self._store, rank, world_size, self._timeout, own)
             self._check_in(world_size)
@@ -67,7 +70,7 @@ class BroadcastGroup:
             under_way = self._group.broadcast([tensor], options)
             if meanwhile is not None:
                 meanwhile()
-            under_way.wait(self._timeout)
+            self._wait(under_way)
             if tensor.is_cuda:
                 torch.cuda.current_stream(tensor.device).synchronize()
         except RuntimeError as error:
@@ -109,9 +112,77 @@ class BroadcastGroup:
             group.abort()
         self._store = None
 
+    def _meet(self, world_size: int) -> None:
+        """Wait for all ranks: unlike the wait for them within the backend, this one can be called off."""
+        self._store.set(f"rank {self.rank}", "")
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        absent = list(range(world_size))
+        while absent := [rank for rank in absent if not self._store.check([f"rank {rank}"])]:
+            self._check_called_off()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"rank {absent[0]} did not come")
+            time.sleep(_LOOKS_EVERY_S / 10)
+
+    def _wait(self, under_way: Any) -> None:
+        """Wait for a transfer. Raises RuntimeError if it fails, is called off or takes too long."""
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        try:
+            while not _ends_within(under_way, _LOOKS_EVERY_S, self.device):
+                self._check_called_off()
+                if time.monotonic() > deadline:
+                    raise RuntimeError("it takes too long")
+        finally:
+            under_way = None  # see `broadcast`
+
+    def _check_called_off(self) -> None:
+        if self._store.check([_CALLED_OFF]):
+            raise RuntimeError("it was called off, as another one's part of it failed")
+
     def _check_in(self, world_size: int) -> None:
         """Make all ranks connect: NCCL connects only on first use, but a missing peer must be noticed here."""
         self.broadcast(torch.full((1,), world_size, dtype=torch.int64, device=self.device))
+
+
+def call_off(address: str) -> None:
+    """End whatever the ranks of the group at this address wait for, as one of them failed. No error if it is gone."""
+    host, _, port = address.rpartition(":")
+    with suppress(RuntimeError, OSError):
+        socket.create_connection((host, int(port)), _CALL_S).close()  # a store would try again and again
+        _store(address, timedelta(seconds=_CALL_S)).set(_CALLED_OFF, "")
+
+
+def _store(address: str, timeout: timedelta, listens: int | None = None) -> Any:
+    """`listens`: the descriptor of the root's socket. Nobody waits here for others: that wait would not end early."""
+    host, _, port = address.rpartition(":")
+    return dist.TCPStore(
+        host,
+        int(port),
+        None,
+        is_master=listens is not None,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listens,
+    )
+
+
+def _ends_within(under_way: Any, seconds: float, device: torch.device) -> bool:
+    """Whether a transfer ends within this time. Raises RuntimeError if it fails."""
+    if device.type == "cpu":
+        try:
+            under_way.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            if under_way.is_completed():
+                under_way = None
+                raise
+            return False
+        return True
+    until = time.monotonic() + seconds  # NCCL's own wait marks a transfer as failed when its time is over
+    while not under_way.is_completed():
+        if time.monotonic() > until:
+            return False
+        time.sleep(_POLLS_EVERY_S)
+    under_way.wait()
+    return True
 
 
 def _backend(device: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta, own: str) -> Any:
@@ -124,6 +195,9 @@ def _backend(device: str, store: dist.Store, rank: int, world_size: int, timeout
         settings._timeout = timeout
         return gloo(store, rank, world_size, settings)
     options = dist.ProcessGroupNCCL.Options()
+    # Otherwise NCCL waits for its peers for ever, in the first transfer.
+    options.config.blocking = 0
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout.total_seconds())))
     # After its own timeout NCCL's watchdog ends the process, so the wait in `broadcast` must time out earlier.
     options._timeout = 4 * timeout
     return dist.ProcessGroupNCCL(store, rank, world_size, options)

@@ -42,6 +42,8 @@ class Faulty(ModelTarget):
         if action == "die":
             self.receiver.close()
             raise EngineError(f"{self.name} died")
+        if action == "refuse":
+            raise EngineError(f"{self.name} refuses")
         if action == "hang":
             await asyncio.sleep(3600)
         if action != "drop":
@@ -162,6 +164,48 @@ def test_an_engine_lost_between_buckets_ends_the_sync_in_time_and_a_complete_one
     asyncio.run(story())
     close(trainer, *engines)
     assert not [thread for thread in set(threading.enumerate()) - before if "asyncio" in thread.name]
+
+
+class OneCallAtATime(LocalTrainer):
+    """As an actor's: what it is asked next waits until it has answered."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.thread = ThreadPoolExecutor(1)
+
+    async def all(self, method: str, *args: Any) -> list[Any]:
+        return [await asyncio.get_running_loop().run_in_executor(self.thread, getattr(self, method), *args)]
+
+
+class Unwilling(Faulty):
+    """Fails as it is asked to connect, while the others wait for it."""
+
+    async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        if self.action == "connect":
+            self.action = ""
+            raise EngineError(f"{self.name} does not connect")
+        await super().connect_weights(route, address, rank, world_size, timeout_s)
+
+
+@pytest.mark.fault("F30")
+@pytest.mark.defect("a-disconnect-waits-for-what-hangs")
+@pytest.mark.parametrize("action", ["refuse", "connect"])
+def test_a_sync_that_one_engine_fails_is_called_off_for_all_long_before_its_deadline(action: str):
+    """Without closing its connection: the others would wait for it as long as they may."""
+    trainer = OneCallAtATime(tiny_model(seed=1, **SMALL), bucket_bytes=20_000)
+    engines = [Unwilling("left"), Unwilling("right", action)]
+    publisher = publisher_of(trainer, engines, deadline_s=120)
+
+    async def story() -> None:
+        start = time.monotonic()
+        with pytest.raises(EngineError, match=r"right (refuses|does not connect)"):
+            await publisher.publish(1)
+        assert time.monotonic() - start < 30
+        await publisher.publish(1)
+        assert all(holds_trainers_weights(trainer, engine) for engine in engines)
+
+    asyncio.run(story())
+    close(trainer, *engines)
 
 
 class Forgetful(LocalTrainer):
