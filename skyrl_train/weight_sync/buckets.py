@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, groupby
 
 import numpy as np
@@ -63,6 +63,19 @@ def views(buffer: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
             padded = num_bytes(spec) % ALIGNMENT
             yield (place[: math.prod(spec.shape)] if padded else place).view(spec.shape)
         start = end
+
+
+def pack(buffer: Tensor, specs: Sequence[TensorSpec], tensors: Iterable[Tensor]) -> None:
+    """Copy tensors, in their wire dtypes, into a buffer that may have been used before."""
+    whole_words = all(num_bytes(spec) % ALIGNMENT == 0 and spec.dtype == specs[0].dtype for spec in specs)
+    if buffer.is_cpu and whole_words:
+        tensors = list(tensors)
+        if all(tensor.is_cpu for tensor in tensors):  # one call instead of one for each
+            torch.cat([tensor.reshape(-1) for tensor in tensors], out=buffer.view(dtype_of(specs[0].dtype)))
+            return
+    clear_gaps(buffer, specs)
+    for place, tensor in zip(views(buffer, specs), tensors, strict=True):
+        place.copy_(tensor)
 
 
 def clear_gaps(buffer: Tensor, specs: Sequence[TensorSpec]) -> None:

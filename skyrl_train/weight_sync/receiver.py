@@ -13,7 +13,15 @@ from skyrl_train.weight_sync.buckets import AlternatingBuffers, buffer_bytes, fi
 from skyrl_train.weight_sync.files import read_bucket
 from skyrl_train.weight_sync.store import WeightStore
 from skyrl_train.weight_sync.transport import BroadcastGroup
-from skyrl_train.weight_sync.wire import ROUTES, AdapterSpec, Bucket, Manifest, TensorSpec, dtype_name, fingerprint
+from skyrl_train.weight_sync.wire import (
+    ROUTES,
+    AdapterSpec,
+    Bucket,
+    Manifest,
+    TensorSpec,
+    dtype_name,
+    fingerprint,
+)
 
 
 class WeightReceiver:

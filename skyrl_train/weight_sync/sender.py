@@ -14,8 +14,8 @@ from skyrl_train.weight_sync.buckets import (
     AlternatingBuffers,
     buckets,
     buffer_bytes,
-    clear_gaps,
     empty_buffer,
+    pack,
     views,
 )
 from skyrl_train.weight_sync.files import BucketFolder
@@ -30,7 +30,7 @@ from skyrl_train.weight_sync.wire import (
     adapter_names,
     dtype_name,
     dtype_of,
-    look,
+    looks,
 )
 
 REHEARSAL = 1.5
@@ -208,15 +208,16 @@ class WeightSender:
 
     def _look(self, stream: Iterator[tuple[str, Sharded]]) -> tuple[list[TensorSpec], tuple[str, ...]]:
         """What every tensor is on the wire, and the names of those that hold NaN or infinity."""
-        specs, looks = [], []
-        for name, tensor in stream:
-            on_wire = self._to_wire(name, tensor)
-            elements = on_wire.elements if on_wire.counts else on_wire.local.new_empty(0)
-            looks.append(look(elements, on_wire.start * elements.itemsize))
-            specs.append(TensorSpec(name, tuple(on_wire.shape), dtype_name(elements.dtype)))
-        if not specs:
-            return [], ()
-        bits, non_finite = torch.stack(looks).cpu().unbind(1)
+        specs: list[TensorSpec] = []
+
+        def parts() -> Iterator[tuple[Tensor, int]]:
+            for name, tensor in stream:
+                on_wire = self._to_wire(name, tensor)
+                local = on_wire.local
+                specs.append(TensorSpec(name, tuple(on_wire.shape), dtype_name(local.dtype)))
+                yield on_wire.elements if on_wire.counts else local.new_empty(0), on_wire.start * local.itemsize
+
+        bits, non_finite = looks(parts()).cpu().unbind(1)
         # In halves, as sums of whole words over ranks could overflow.
         sums = self._sum_over_ranks(torch.stack((bits >> 32, bits & 0xFFFF_FFFF, non_finite)))
         totals = ((sums[0] << 32) + sums[1]).tolist()
@@ -233,22 +234,28 @@ class WeightSender:
         """
         specs = [sync.specs[name] for name in bucket.names]
         buffer = self._buffer(sync, bucket.index, specs)
-        if buffer is not None:
-            clear_gaps(buffer, specs)
-        places = [None] * len(specs) if buffer is None else list(views(buffer, specs))
-        for spec, place in zip(specs, places, strict=True):
+        wholes = self._wholes(sync, specs)
+        if buffer is None:
+            for _ in wholes:
+                pass
+            return None
+        if self._route == "broadcast" and len(specs) == 1:
+            whole = next(wholes)
+            if _same_bytes(whole, buffer):
+                return whole.view(-1).view(torch.uint8)
+            wholes = iter([whole])
+        pack(buffer, specs, wholes)
+        return buffer
+
+    def _wholes(self, sync: _Sync, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
+        """The next tensors of the stream of parameters, as they are sent; a collective."""
+        for spec in specs:
             name, tensor = next(sync.stream, ("nothing", None))
             while sync.manifest.base_version is not None and tensor is not None and name != spec.name:
                 name, tensor = next(sync.stream, ("nothing", None))  # skips unchanged tensors
             if name != spec.name or tensor is None or tuple(tensor.shape) != spec.shape:
                 raise WeightSyncError(f"{spec.name} was announced, {name} came: the parameters changed during a sync.")
-            on_wire = self._to_wire(name, tensor).whole()
-            if place is None:
-                continue
-            if self._route == "broadcast" and len(specs) == 1 and _same_bytes(on_wire, place):
-                return on_wire.view(-1).view(torch.uint8)
-            place.copy_(on_wire)
-        return buffer
+            yield self._to_wire(name, tensor).whole()
 
     def _buffer(self, sync: _Sync, index: int, specs: Sequence[TensorSpec]) -> Tensor | None:
         if self._pages is not None:
@@ -304,7 +311,7 @@ class WeightSender:
         return tensor + ADAPTER_REHEARSAL if name.endswith(adapter_names("")) else tensor
 
 
-def _same_bytes(on_wire: Tensor, place: Tensor) -> bool:
+def _same_bytes(on_wire: Tensor, buffer: Tensor) -> bool:
     """Whether a tensor's memory is the same as its packed bytes in a buffer, without padding."""
     size = on_wire.nbytes
-    return on_wire.device == place.device and on_wire.is_contiguous() and size > 0 and size % ALIGNMENT == 0
+    return on_wire.device == buffer.device and on_wire.is_contiguous() and size > 0 and size % ALIGNMENT == 0

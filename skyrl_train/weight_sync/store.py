@@ -54,8 +54,7 @@ class InPlace:
 
     @torch.no_grad()
     def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        for name, tensor in tensors:
-            self._held[name].copy_(tensor)
+        torch._foreach_copy_([self._held[name] for name, _ in tensors], [tensor for _, tensor in tensors])
 
     def finish(self) -> None:
         self._held = self._parameters()  # read again: the model must still use the tensors that were loaded into

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,22 +110,38 @@ def fingerprint(tensor: Tensor) -> int:
     return int(_words(tensor, 0).sum().item())
 
 
-def look(elements: Tensor, position: int = 0) -> Tensor:
-    """int64 [2], on the device: the fingerprint of a part of a tensor, and 1 if it holds NaN or infinity, else 0.
+def looks(parts: Iterable[tuple[Tensor, int]]) -> Tensor:
+    """int64 [n, 2], on the device: fingerprints of parts of tensors, and 1 for one that holds NaN or infinity, else 0.
 
-    The fingerprints of all parts of a tensor add up to its own. `position`: the part's first byte in the tensor.
+    A part is its elements [...] and the position of its first byte in the tensor. The fingerprints of all parts of a
+    tensor add up to its own.
     """
-    if not elements.is_cpu:  # nothing is waited for
-        bits, finite = _words(elements, position).sum(), torch.ones((), dtype=torch.bool, device=elements.device)
-        if elements.is_floating_point() and elements.numel():
-            finite = torch.stack(elements.aminmax()).isfinite().all()  # propagates NaN
-        return torch.stack((bits, (~finite).to(torch.int64)))
+    numbers: list[tuple[int, int]] = []
+    on_device: list[Tensor] = []
+    for elements, position in parts:
+        if elements.is_cpu:
+            numbers.append(_look(elements, position))
+        else:
+            on_device.append(_look_on_device(elements, position))
+    return torch.stack(on_device) if on_device else torch.tensor(numbers, dtype=torch.int64).view(-1, 2)
+
+
+def _look(elements: Tensor, position: int) -> tuple[int, int]:
     total, is_finite = 0, True
-    for piece in elements.split(_IN_CACHE // elements.itemsize):
+    pieces = (elements,) if elements.nbytes <= _IN_CACHE else elements.reshape(-1).split(_IN_CACHE // elements.itemsize)
+    for piece in pieces:
         total += int(_words(piece, position).sum().item())
         is_finite = is_finite and (not piece.is_floating_point() or all_finite(piece))
         position += piece.nbytes
-    return torch.tensor((_wrapped(total), not is_finite))
+    return _wrapped(total), int(not is_finite)
+
+
+def _look_on_device(elements: Tensor, position: int) -> Tensor:
+    """Nothing is waited for."""
+    bits, finite = _words(elements, position).sum(), torch.ones((), dtype=torch.bool, device=elements.device)
+    if elements.is_floating_point() and elements.numel():
+        finite = torch.stack(elements.aminmax()).isfinite().all()  # propagates NaN
+    return torch.stack((bits, (~finite).to(torch.int64)))
 
 
 def all_finite(tensor: Tensor) -> bool:
