@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from skyrl_train.engines.base import SamplingParams
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_AHEAD = 16
+"""Steps for which random numbers are made at once: one by one, their many small operations would cost a step more."""
 _BLOCK = 512
 """Larger vocabularies are searched block by block: a cumulative sum of all of it would cost more than the head."""
 _CACHED = 1 << 18
@@ -21,20 +23,41 @@ _CANDIDATES = 256
 """How many of the likeliest tokens are searched first for the last one to keep: nearly always enough."""
 
 
-def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One number in [0, 1) per row, determined by (seed, position): float64 [B] from uint64 [B] and int [B].
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """One number in [0, 1) for each pair of seed and position, on their device: float64 from int64, broadcast.
 
-    SplitMix64 (Steele, Lea, Flood 2014) of the mixed seed plus (position + 1) times its increment.
+    SplitMix64 (Steele, Lea, Flood 2014) of the mixed seed plus (position + 1) times its increment. int64 wraps and so
+    has the bits of the unsigned numbers.
     """
-    with np.errstate(over="ignore"):
-        bits = _mix(_mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
+    bits = _mix(_mix(seeds + _GOLDEN) + (positions + 1) * _GOLDEN)
+    return _shifted(bits, 12).double() * 2.0**-52
 
 
-def _mix(bits: np.ndarray) -> np.ndarray:
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
+def _mix(bits: Tensor) -> Tensor:
+    bits = _shifted(bits, 30).bitwise_xor_(bits).mul_(0xBF58476D1CE4E5B9 - 2**64)
+    bits = _shifted(bits, 27).bitwise_xor_(bits).mul_(0x94D049BB133111EB - 2**64)
+    return _shifted(bits, 31).bitwise_xor_(bits)
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """Right, with zeros from the left, as a new tensor: int64 itself would repeat its sign."""
+    return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
+
+
+def uniform_columns(seeds: Tensor, positions: Tensor) -> Iterator[Tensor]:
+    """Numbers for `positions`, then for those after them, and so on: float64 [B, 1] each, from int64 [B]."""
+    while True:
+        ahead = positions + torch.arange(_AHEAD, device=positions.device).unsqueeze(1)
+        columns = uniforms(seeds, ahead).unsqueeze(2)
+        for step in range(_AHEAD):  # to iterate over the tensor would make all views at once
+            yield columns[step]
+        positions = positions + _AHEAD
+
+
+def to_device(values: Sequence[object] | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of these; on an accelerator it is copied when its turn comes, and nobody waits for it."""
+    accelerated = device.type != "cpu"
+    return torch.tensor(values, dtype=dtype, pin_memory=accelerated).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,43 +71,69 @@ class Sampled:
     """nats, of log_softmax(logits / temperature); temperature 1 for greedy rows."""
 
 
-class RowSampler:
-    """Samples one token for each row of a batch, with each row's own parameters.
+Mask = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Sets all but the likeliest to -inf, maybe in place, ties as it likes: of logits [R, V], top_k int32 [R] (V is off),
+then top_p [R] of what is left (1 is off)."""
 
-    They are applied in Hugging Face's order: repetition penalty, forbidden tokens, temperature, top_k, top_p, min_p.
-    Tokens tied with the last one kept are kept too, so the distribution does not depend on how ties are broken.
+
+class RowSampler:
+    """Samples a token for each row of a batch, call by call, with each row's own parameters and random numbers.
+
+    Parameters are applied in Hugging Face's order: repetition penalty, forbidden tokens, temperature, top_k, top_p,
+    min_p. Tokens tied with the last one kept are kept too, so the distribution does not depend on how ties are broken.
     """
 
-    def __init__(self, params: Sequence[SamplingParams], device: torch.device):
+    def __init__(
+        self,
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        positions: Sequence[int],
+        device: torch.device,
+        mask: Mask | None = None,
+    ):
+        """`params`: ours, or vLLM's, which have the same names. Seeds have 64 bits.
+
+        `positions`: how many tokens each row has already, and so which of its seed's numbers come next.
+        `mask` truncates without waiting for the device; without one the host looks at which rows are done.
+        """
         self._device = device
+        signed = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64).view(np.int64)
+        both = to_device(np.array((signed, positions)), torch.int64, device)
+        self._random = uniform_columns(both[0], both[1])
         temperatures = [p.temperature or 1.0 for p in params]
         self._temperature = None if all(t == 1.0 for t in temperatures) else self._column(temperatures)
         greedy = [p.temperature == 0 for p in params]
         self._all_greedy = all(greedy)
-        self._greedy = torch.tensor(greedy, device=device).unsqueeze(1) if any(greedy) else None
-        self._truncation = _Truncation(params, device) if any(map(_truncates, params)) else None
+        self._greedy = to_device(greedy, torch.bool, device).unsqueeze(1) if any(greedy) else None
+        self._truncation = _Truncation(params, device, mask) if any(map(_truncates, params)) else None
         penalised = [i for i, p in enumerate(params) if p.repetition_penalty != 1]
-        self._penalised = torch.tensor(penalised, device=device) if penalised else None
+        self._penalised = to_device(penalised, torch.int64, device) if penalised else None
         self._penalty = self._column([params[i].repetition_penalty for i in penalised]) if penalised else None
 
     def _column(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device).unsqueeze(1)
+        return to_device(values, torch.float32, self._device).unsqueeze(1)
 
     def __call__(
-        self,
-        logits: Tensor,
-        random: np.ndarray,
-        seen: Sequence[Tensor] = (),
-        forbidden: Sequence[tuple[int, Tensor]] = (),
+        self, logits: Tensor, seen: Sequence[Tensor] = (), forbidden: Sequence[tuple[int, Tensor]] = ()
     ) -> Sampled:
-        """`logits` [B, V]; `random` float64 [B] in [0, 1).
+        """Sample the next token of every row from `logits` [B, V].
 
         `seen` has a bool [V] for each row with a repetition penalty, in row order; `forbidden` gives ids that a row
         must not sample now.
         """
         logits = logits.float()
-        scaled = logits if self._temperature is None else logits / self._temperature
-        target = self._target(logits, scaled, seen, forbidden)
+        scaled = self.scale(logits)
+        return self.sample(self._target(logits, scaled, seen, forbidden), scaled)
+
+    def scale(self, logits: Tensor) -> Tensor:
+        """By each row's temperature; the logits themselves where all are 1."""
+        return logits if self._temperature is None else logits / self._temperature
+
+    def sample(self, target: Tensor, scaled: Tensor) -> Sampled:
+        """Sample from `target` [B, V], which penalties and the like have changed: `scaled` itself if nothing has.
+
+        `scaled` is what `scale` returned of the logits as they were.
+        """
         if self._all_greedy:
             ids = target.argmax(-1, keepdim=True)
             full = scaled.gather(1, ids) - scaled.logsumexp(-1, keepdim=True)
@@ -94,8 +143,8 @@ class RowSampler:
         normaliser = target.amax(-1, keepdim=True) - probabilities.amax(-1, keepdim=True).log()
         full_normaliser = normaliser if target is scaled else scaled.logsumexp(-1, keepdim=True)
         if self._truncation is not None:
-            normaliser = normaliser + self._truncation.apply(probabilities).log()
-        ids = inverse_cdf(probabilities, torch.from_numpy(random).to(self._device).unsqueeze(1))
+            normaliser = normaliser + self._truncation.apply(target, probabilities).log()
+        ids = inverse_cdf(probabilities, next(self._random))
         if self._greedy is not None:
             ids = torch.where(self._greedy, target.argmax(-1, keepdim=True), ids)
         full = scaled.gather(1, ids) - full_normaliser
@@ -130,26 +179,46 @@ def _truncates(params: SamplingParams) -> bool:
 class _Truncation:
     """Applies top_k, top_p and min_p to the rows that have any of them."""
 
-    def __init__(self, params: Sequence[SamplingParams], device: torch.device):
+    def __init__(self, params: Sequence[SamplingParams], device: torch.device, mask: Mask | None):
         rows = [row for row, p in enumerate(params) if _truncates(p)]
-        self._rows = torch.tensor(rows, device=device)
+        self._rows = to_device(rows, torch.int64, device)
         chosen = [params[row] for row in rows]
-        limits = [[p.top_k or math.inf, p.top_p if p.top_p < 1 else math.inf, p.min_p] for p in chosen]
-        self._limits = torch.tensor(limits, dtype=torch.float64, device=device)
+        limits = [[p.top_k if p.top_k > 0 else math.inf, p.top_p if p.top_p < 1 else math.inf, p.min_p] for p in chosen]
+        self._limits = to_device(limits, torch.float64, device)
         self._largest_k = max(p.top_k for p in chosen)
+        self._mask = mask
 
-    def apply(self, probabilities: Tensor) -> Tensor:
-        """Set dropped tokens of [B, V] to 0, in place; returns the remaining mass [B, 1], 1 for other rows."""
+    def apply(self, logits: Tensor, probabilities: Tensor) -> Tensor:
+        """Set dropped tokens of `probabilities` [B, V], the softmax of `logits`, to 0, in place.
+
+        Returns the remaining mass [B, 1], 1 for other rows.
+        """
         mass = probabilities.new_ones(len(probabilities), 1)
         at_once = len(self._rows)
         if probabilities.device.type == "cpu":
             at_once = max(1, _CACHED // probabilities.shape[1])
         for index, limits in zip(self._rows.split(at_once), self._limits.split(at_once), strict=True):
             rows = probabilities[index]
-            smallest = smallest_kept(rows, limits, max(_CANDIDATES, self._largest_k + 1))
+            if self._mask is None:
+                smallest = smallest_kept(rows, limits, max(_CANDIDATES, self._largest_k + 1))
+            else:
+                smallest = smallest_unmasked(logits[index], rows, limits, self._mask)
             rows.mul_(torch.ge(rows, smallest, out=torch.empty_like(rows)))  # a mask of bools takes three times as long
             probabilities[index], mass[index] = rows, rows.sum(-1, keepdim=True)
         return mass
+
+
+def smallest_unmasked(logits: Tensor, probabilities: Tensor, limits: Tensor, mask: Mask) -> Tensor:
+    """As `smallest_kept`, by a kernel that need not keep all ties: to keep what is no smaller puts them back.
+
+    `mask` may change `logits` [R, V].
+    """
+    top_k, top_p, min_p = limits.unbind(1)
+    masked = mask(logits, top_k.clamp(max=logits.shape[1]).int(), top_p.clamp(max=1.0).float())
+    dropped = masked == -math.inf
+    smallest = masked.copy_(probabilities).masked_fill_(dropped, math.inf).amin(-1, keepdim=True)
+    least = min_p.unsqueeze(1) * probabilities.amax(-1, keepdim=True)
+    return torch.maximum(smallest.double(), least).float()
 
 
 def smallest_kept(probabilities: Tensor, limits: Tensor, candidates: int) -> Tensor:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.layers import sampler as sglang_sampler
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput, SamplingMaskOutput, SamplingMaskStatus
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.stop_strings import StopStrings
-from skyrl_train.engines.token_sampler import RowSampler, uniforms
+from skyrl_train.engines.token_sampler import RowSampler
 
 BACKEND = "pytorch"
 """The `sampling_backend` to replace."""
@@ -96,8 +95,8 @@ class _Batch:
 
     def __init__(self, rows: Sequence[_BatchEntry], device: torch.device):
         self.rows = rows
-        self._sampler = RowSampler([row.params for row in rows], device)
-        self._seeds = np.array([row.seed for row in rows], dtype=np.uint64)
+        params, seeds = [row.params for row in rows], [row.seed for row in rows]
+        self._sampler = RowSampler(params, seeds, [row.generated for row in rows], device)
         self._penalised = [(index, row.seen) for index, row in enumerate(rows) if row.seen is not None]
         self._patient = [(index, row.never_yet) for index, row in enumerate(rows) if row.never_yet is not None]
         both = [index for index, row in enumerate(rows) if row.returns_both]
@@ -105,13 +104,13 @@ class _Batch:
 
     def sample(self, logits: Tensor, output: LogitsProcessorOutput) -> Tensor:
         """Sample one token per row: [B, V] -> int64 [B]; log-probs are put into `output`."""
-        generated = np.array([row.generated for row in self.rows])
-        forbidden = [(i, ends) for i, ends in self._patient if generated[i] < self.rows[i].params.min_tokens]
+        rows = self.rows
+        forbidden = [(i, ends) for i, ends in self._patient if rows[i].generated < rows[i].params.min_tokens]
         seen = [seen for _, seen in self._penalised]
-        sampled = self._sampler(logits, uniforms(self._seeds, generated), seen, forbidden)
+        sampled = self._sampler(logits, seen, forbidden)
         for index, mine in self._penalised:
             mine.index_fill_(0, sampled.ids[index : index + 1], True)
-        for row in self.rows:
+        for row in rows:
             row.generated += 1
         output.next_token_logprobs = sampled.full_logprobs
         if self._both is not None:

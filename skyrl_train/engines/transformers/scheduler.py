@@ -17,7 +17,7 @@ from torch import Tensor
 from skyrl_train.engines.checks import check_logprobs, check_new_ids
 from skyrl_train.engines.run_clock import RunClock
 from skyrl_train.engines.stop_strings import StopStrings
-from skyrl_train.engines.token_sampler import RowSampler, uniforms
+from skyrl_train.engines.token_sampler import RowSampler
 from skyrl_train.engines.transformers.adapters import adapted_rows
 from skyrl_train.engines.transformers.cache import DecodeCache, Key, NewPrompt
 from skyrl_train.engines.transformers.model import ServedModel
@@ -314,11 +314,11 @@ class _Batch:
 
     def __init__(self, rows: Sequence[TrackedRequest], served: ServedModel):
         self.rows = rows
+        generated = [row.generated for row in rows]
         params = [row.request.sampling for row in rows]
-        self._sampler = RowSampler(params, served.device)
-        self._seeds = np.array([row.request.seed % 2**64 for row in rows], dtype=np.uint64)
+        self._sampler = RowSampler(params, [row.request.seed for row in rows], generated, served.device)
         self.pages = np.array([row.page for row in rows])
-        self.generated = np.array([row.generated for row in rows])
+        self.generated = np.array(generated)
         self.reread = np.array([row.reread for row in rows])
         self.adapted = adapted_rows([row.key.adapter for row in rows], [1] * len(rows), served.device)
         self.limits = np.array([row.limit for row in rows])
@@ -339,7 +339,7 @@ class _Batch:
             if self.generated[index] < self.rows[index].request.sampling.min_tokens
         ]
         seen = [self.rows[index].seen for index in self.penalised]
-        sampled = self._sampler(logits, uniforms(self._seeds, self.generated), seen, forbidden)  # type: ignore[arg-type]
+        sampled = self._sampler(logits, seen, forbidden)  # type: ignore[arg-type]
         # One transfer from the device; float64 holds every id exactly.
         columns = torch.stack((sampled.ids.double(), sampled.logprobs.double(), sampled.full_logprobs.double()))
         ids, *logprobs = columns.cpu().numpy()

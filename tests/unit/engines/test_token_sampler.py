@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessorList
@@ -21,12 +20,11 @@ from skyrl_train.engines.base import SamplingParams
 from skyrl_train.engines.token_sampler import RowSampler, inverse_cdf, smallest_kept, uniforms
 
 CPU = torch.device("cpu")
+GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _draw(params: SamplingParams, logits: torch.Tensor, count: int, **more):
-    rows = logits.expand(count, -1)
-    random = uniforms(np.full(count, 7, dtype=np.uint64), np.arange(count))
-    return RowSampler([params] * count, CPU)(rows, random, **more)
+    return RowSampler([params] * count, [7] * count, range(count), CPU)(logits.expand(count, -1), **more)
 
 
 def _reference(params: SamplingParams, logits: torch.Tensor, seen: list[int]) -> torch.Tensor:
@@ -165,7 +163,7 @@ def test_rows_whose_candidates_do_not_suffice_look_further():
 def test_rows_without_truncation_are_left_alone_beside_truncated_ones():
     logits = torch.randn(1, 700, generator=torch.Generator().manual_seed(4)).expand(300, -1)
     params = [SamplingParams(1, top_k=3) if row % 3 == 0 else SamplingParams(1) for row in range(300)]
-    sampled = RowSampler(params, CPU)(logits, uniforms(np.arange(300, dtype=np.uint64), np.zeros(300)))
+    sampled = RowSampler(params, range(300), [0] * 300, CPU)(logits)
     free = torch.arange(300) % 3 > 0
     assert torch.equal(sampled.logprobs[free], sampled.full_logprobs[free])
     assert len(sampled.ids[free].unique()) > 100
@@ -176,7 +174,7 @@ def test_rows_without_truncation_are_left_alone_beside_truncated_ones():
 
 def test_greedy_takes_the_largest_and_says_zero():
     logits = torch.randn(5, 40)
-    sampled = RowSampler([SamplingParams(1, temperature=0.0)] * 5, CPU)(logits, np.zeros(5))
+    sampled = RowSampler([SamplingParams(1, temperature=0.0)] * 5, [0] * 5, [0] * 5, CPU)(logits)
     assert torch.equal(sampled.ids, logits.argmax(-1))
     assert torch.equal(sampled.logprobs, torch.zeros(5))
     torch.testing.assert_close(sampled.full_logprobs, logits.log_softmax(-1).amax(-1))
@@ -191,10 +189,9 @@ def test_rows_keep_their_own_parameters():
         SamplingParams(1, top_k=2),
         SamplingParams(1, temperature=0.3, top_p=0.5),
     ]
-    random = np.full(4, 0.83)
-    together = RowSampler(params, CPU)(logits.expand(4, -1), random)
+    together = RowSampler(params, [5] * 4, [3] * 4, CPU)(logits.expand(4, -1))
     for row, each in enumerate(params):
-        alone = RowSampler([each], CPU)(logits, random[:1])
+        alone = RowSampler([each], [5], [3], CPU)(logits)
         assert together.ids[row] == alone.ids[0]
         torch.testing.assert_close(together.logprobs[row], alone.logprobs[0])
 
@@ -232,24 +229,74 @@ def test_a_token_without_probability_is_never_returned():
         assert inverse_cdf(weights, torch.tensor([[0.0], [1 - 2**-52]], dtype=torch.float64)).eq(position).all()
 
 
-def test_random_numbers_are_uniform_pinned_and_a_function_of_seed_and_position():
-    seeds = np.repeat(np.arange(400, dtype=np.uint64), 50)
-    positions = np.tile(np.arange(50), 400)
+def test_random_numbers_are_uniform_and_a_function_of_seed_and_position():
+    seeds, positions = torch.arange(400).repeat_interleave(50), torch.arange(50).repeat(400)
     values = uniforms(seeds, positions)
     assert values.min() >= 0 and values.max() < 1
-    counts = np.histogram(values, bins=50, range=(0, 1))[0]
+    counts = values.histc(50, 0, 1)
     assert ((counts - 400) ** 2 / 400).sum() < 90  # chi-square, 49 degrees: p = 0.0003
-    correlation = np.corrcoef(values.reshape(400, 50)[:, :-1].ravel(), values.reshape(400, 50)[:, 1:].ravel())[0, 1]
-    assert abs(correlation) < 0.03
-    shuffled = np.random.default_rng(0).permutation(len(seeds))
-    assert np.array_equal(uniforms(seeds[shuffled], positions[shuffled]), values[shuffled])
-    assert uniforms(np.array([2**64 - 1], dtype=np.uint64), np.array([5]))[0] == 0.15403342580516743
+    pairs = torch.stack((values.view(400, 50)[:, :-1].flatten(), values.view(400, 50)[:, 1:].flatten()))
+    assert abs(torch.corrcoef(pairs)[0, 1]) < 0.03
+    shuffled = torch.randperm(len(seeds), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(uniforms(seeds[shuffled], positions[shuffled]), values[shuffled])
+    assert torch.equal(uniforms(torch.arange(400).unsqueeze(1), torch.arange(50)).flatten(), values)
+
+
+def test_random_numbers_are_those_of_unsigned_arithmetic():
+    """Python's own integers, cut to 64 bits, as in the paper."""
+
+    def mixed(bits: int) -> int:
+        bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2**64
+        return bits ^ bits >> 31
+
+    seeds = [0, 1, 2**63 - 1, 2**63, 2**64 - 1, *(mixed(n) for n in range(200))]
+    for position in (0, 5, 131_071):
+        wanted = [
+            (mixed((mixed((seed + GOLDEN) % 2**64) + (position + 1) * GOLDEN) % 2**64) >> 12) * 2.0**-52
+            for seed in seeds
+        ]
+        signed = torch.tensor([seed - (seed >= 2**63) * 2**64 for seed in seeds])
+        assert uniforms(signed, torch.tensor(position)).tolist() == wanted
+    assert uniforms(torch.tensor(-1), torch.tensor(5)) == 0.15403342580516743
+
+
+def test_a_sampler_goes_on_with_every_row_where_it_stands():
+    """More steps than random numbers are made for at once."""
+    seeds, begun = [3, 2**64 - 1, 2**63], [0, 7, 1000]
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    params = [SamplingParams(1)] * 3
+    sampler = RowSampler(params, seeds, begun, CPU)
+    ids = torch.stack([sampler(logits).ids for _ in range(40)])
+    afresh = [RowSampler(params, seeds, [n + step for n in begun], CPU)(logits).ids for step in range(40)]
+    assert torch.equal(ids, torch.stack(afresh))
+    assert len(ids.unique()) > 20
+
+
+@pytest.mark.parametrize("options", TRUNCATIONS, ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
+def test_a_kernel_that_breaks_ties_truncates_to_the_same_tokens(options: dict[str, Any]):
+    """As vLLM's on accelerators does: of tied tokens it keeps as many as asked for."""
+
+    def mask(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+        ranked, places = logits.sort(dim=-1, descending=True, stable=True)
+        ranked[torch.arange(logits.shape[1]) >= top_k.unsqueeze(1)] = -math.inf
+        shares = ranked.double().softmax(-1)
+        ranked[shares.cumsum(-1) - shares >= top_p.unsqueeze(1)] = -math.inf
+        return logits.scatter_(1, places, ranked)
+
+    logits = (torch.randn(400, 320, generator=torch.Generator().manual_seed(8)) * 4).round() / 4
+    params = [SamplingParams(1, **options), SamplingParams(1), SamplingParams(1, temperature=0.0)] * 133
+    rows = logits[: len(params)].clone()
+    by_host, by_kernel = (RowSampler(params, range(399), [0] * 399, CPU, how)(rows) for how in (None, mask))
+    assert torch.equal(rows, logits[:399]), "the kernel writes into a copy"
+    assert (by_host.ids != by_kernel.ids).sum() <= 1, "float32 rounds thresholds"
+    same = by_host.ids == by_kernel.ids
+    torch.testing.assert_close(by_host.logprobs[same], by_kernel.logprobs[same], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
 @pytest.mark.parametrize("count", [320, 1000])  # one block, and several of which the last is not full
 def test_logits_that_are_not_finite_give_a_token_whose_log_prob_tells(value: float, count: int):
-    sampler = RowSampler([SamplingParams(max_tokens=1)], torch.device("cpu"))
-    found = sampler(torch.full((1, count), value), np.array([0.9]))
+    found = RowSampler([SamplingParams(max_tokens=1)], [0], [0], CPU)(torch.full((1, count), value))
     assert 0 <= int(found.ids) < count
     assert not torch.isfinite(found.logprobs).any()
