@@ -180,7 +180,7 @@ SERVING_ENGINE = Needs(
 )
 VLLM_ON_ACCELERATOR = Needs(
     lambda config: config.generator.backend != "vllm" or config.device != "cpu",
-    "On a CPU vLLM compiles nothing, reads a prompt in one piece and has a cache of the size that it needs.",
+    "On a CPU vLLM has a cache of the size that it needs.",
 )
 
 SEVERAL_TURNS = only_above("generator.max_turns", 1)

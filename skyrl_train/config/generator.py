@@ -177,7 +177,7 @@ class GeneratorConfig(OpenSection):
     """Run vLLM's scheduler in the engine's own process."""
     enable_prefix_caching: bool = key(True, needs=SERVING_ENGINE, aliases=SINCE_0_4)
     """Reuse the KV cache for prompts that begin with the same tokens."""
-    enable_chunked_prefill: bool = key(True, needs=(SERVING_ENGINE, VLLM_ON_ACCELERATOR), aliases=SINCE_0_4)
+    enable_chunked_prefill: bool = key(True, needs=SERVING_ENGINE, aliases=SINCE_0_4)
     """Split long prompts so that they do not delay the sampling of other responses."""
     max_num_batched_tokens: int = key(8192, range=AT_LEAST_ONE, needs=SERVING_ENGINE, aliases=SINCE_0_4)
     """Maximum number of tokens per step of the engine."""

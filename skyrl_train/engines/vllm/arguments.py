@@ -16,6 +16,8 @@ from skyrl_train.engines.base import SampleRequest
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import load_config
 
+SEED = "seed"
+"""A request's seed is in its `extra_args`: in vLLM's own place for it, vLLM would make a generator for each request."""
 _CPU_CACHE_BYTES = 4 << 30
 """Upper limit for keys and values on a CPU, which otherwise take what max_num_seqs full sequences need."""
 
@@ -67,7 +69,7 @@ def bind_threads(threads: int | None, ranks: int, on_cpu: bool) -> None:
 
 
 def _cpu_arguments(config: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that differ on a CPU: no compilation, unchunked prefill, a cache of the size needed."""
+    """The arguments that differ on a CPU: no compilation, a cache of the size needed."""
     text = config.get_text_config()
     length = given["max_model_len"] or text.max_position_embeddings
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -88,9 +90,6 @@ def _cpu_arguments(config: Any, given: dict[str, Any]) -> dict[str, Any]:
     needed = bytes_per_token * length * given["max_num_seqs"]
     return {
         "enforce_eager": True,
-        # Seeds of requests combined with chunked prefill fail on CPU: a prompt must fit into one step.
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(given.get("max_num_batched_tokens") or 0, length, 8192),
         "kv_cache_memory_bytes": given.get("kv_cache_memory_bytes") or max(64 << 20, min(needed, _CPU_CACHE_BYTES)),
     }
 
@@ -109,7 +108,7 @@ def sampling_params(request: SampleRequest) -> SamplingParams:
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
-        seed=request.seed % 2**63,
+        extra_args={SEED: request.seed % 2**64},
         logprobs=1,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),

@@ -10,7 +10,7 @@ from skyrl_train.weight_sync.wire import ROUTES
 _NO_LORA = "adapters are off; start it with max_lora_rank above 0 (generator.engine_init_kwargs)."
 
 
-def vllm_capabilities(name: str, ranks: int, max_lora_rank: int, on_cpu: bool) -> Capabilities:
+def vllm_capabilities(name: str, ranks: int, max_lora_rank: int) -> Capabilities:
     engine = f"vLLM {vllm.__version__}"
     refusals = {
         "score.temperature": f"{engine} gives log-probs of prompts at temperature 1 only.",
@@ -19,8 +19,6 @@ def vllm_capabilities(name: str, ranks: int, max_lora_rank: int, on_cpu: bool) -
     }
     if not max_lora_rank:
         refusals["adapter"] = _NO_LORA
-    if on_cpu:
-        refusals["enable_chunked_prefill"] = f"{engine} on CPU cannot combine it with seeds of requests: it is off."
     return Capabilities(
         name=name,
         sampling=SAMPLING,

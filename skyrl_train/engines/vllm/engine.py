@@ -35,7 +35,7 @@ from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 # vLLM reads these on import: run the scheduler in this process, no compilation on the first step, no usage reports.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-# The model runner whose sampler can return both log-probs of a token: see worker.BehaviourSampler.
+# The model runner whose sampler can return both log-probs of a token: see sampler.BehaviourSampler.
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -96,7 +96,7 @@ class VLLMEngine:
         given = {"dtype": dtype, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len, **engine_args}
         arguments = engine_arguments(model, self._on_cpu, max_lora_rank, given)
         ranks = arguments["tensor_parallel_size"]
-        self.capabilities = vllm_capabilities(name, ranks, max_lora_rank, self._on_cpu)
+        self.capabilities = vllm_capabilities(name, ranks, max_lora_rank)
         if (stages := arguments.pop("pipeline_parallel_size", 1)) > 1:
             refusal = self.capabilities.refusals["pipeline_parallel_size"]
             raise ConfigError(f"generator.inference_engine_pipeline_parallel_size={stages}: {refusal}")

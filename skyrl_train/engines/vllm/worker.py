@@ -7,26 +7,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-from vllm.v1.sample.sampler import Sampler
 
 from skyrl_train.engines.accelerator import compute
+from skyrl_train.engines.vllm.sampler import replace_sampler
 from skyrl_train.engines.vllm.synced_adapter import SyncedAdapter
-from skyrl_train.errors import ConfigError, WeightSyncError
+from skyrl_train.errors import WeightSyncError
 from skyrl_train.models.loading import meta_parameters
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.wire import AdapterSpec
 
-_GREEDY = 1e-5
-"""Temperatures below count as greedy, as in vLLM."""
 _RELOADS = "vllm.model_executor.model_loader.reload.layerwise"
 """vLLM's logger that warns at every sync of layers that got no weights."""
 
@@ -35,17 +30,11 @@ class WorkerExtension:
     """Methods that vLLM adds to each of its workers, called through collective_rpc."""
 
     def prepare(self: Any, name: str, slot: int, adapter_folder: str = "") -> None:
-        """To be called once, before the first request. Raises ConfigError if the model runner has another sampler.
+        """To be called once, before the first request. Raises ConfigError, see `replace_sampler`.
 
         `adapter_folder`: a folder of this engine's own, for adapters from weight syncs.
         """
-        sampler = type(self.model_runner.sampler)
-        if sampler is not Sampler:
-            raise ConfigError(
-                f"Engine {name!r}: vLLM samples by {sampler.__module__}.{sampler.__name__}, which cannot tell both "
-                f"log-probs; it must be {Sampler.__module__}.Sampler: set VLLM_USE_V2_MODEL_RUNNER=0."
-            )
-        self.model_runner.sampler = BehaviourSampler("processed_logprobs")
+        replace_sampler(self.model_runner, name)
         head = getattr(self.model_runner.model, "logits_processor", None)
         if hasattr(head, "punica_wrapper"):
             _score_without_adapters(head)
@@ -124,52 +113,6 @@ def _skip_rows_without_adapter() -> None:
 
     for module in (lora_ops, punica_cpu):
         module.bgmv_shrink = bgmv_shrink  # type: ignore[attr-defined]
-
-
-class BehaviourSampler(Sampler):
-    """Returns two log-probs of each sampled token, in the two columns that `logprobs=1` provides.
-
-    The first is of the distribution sampled from (penalties, temperature, top-k, top-p, min-p; 0 if greedy), the second
-    of the temperature-scaled logits alone (temperature 1 if greedy).
-    """
-
-    _scaled: Tensor | None = None
-    _greedy: Tensor | None = None
-
-    def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        temperature = sampling_metadata.temperature
-        if temperature is None:  # everything is greedy
-            temperature = torch.zeros(len(logits), device=logits.device)
-        self._greedy = temperature < _GREEDY
-        # A copy: processors write into `logits`.
-        self._scaled = logits.float() / torch.where(self._greedy, 1.0, temperature)[:, None]
-        try:
-            return super().forward(logits, sampling_metadata, *args, **kwargs)
-        finally:
-            self._scaled = self._greedy = None
-
-    def sample(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Sample in the order of all engines: temperature, top-k, top-p, min-p. vLLM itself begins with min-p."""
-        if sampling_metadata.all_greedy:
-            return super().sample(logits, sampling_metadata, *args, **kwargs)  # type: ignore[no-any-return]
-        greedy = None if sampling_metadata.all_random else self.greedy_sample(logits)
-        logits = self.apply_temperature(logits, sampling_metadata.temperature, sampling_metadata.all_random)
-        logits = apply_top_k_top_p(logits, sampling_metadata.top_k, sampling_metadata.top_p)
-        for processor in sampling_metadata.logitsprocs.argmax_invariant:
-            logits = processor.apply(logits)
-        sampled, logprobs = self.topk_topp_sampler(logits, sampling_metadata.generators, None, None)
-        if greedy is not None:
-            sampled = torch.where(sampling_metadata.temperature < _GREEDY, greedy, sampled)
-        return sampled, logprobs
-
-    def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:  # type: ignore[override]
-        if self._scaled is None or self._greedy is None:  # of a prompt
-            return Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
-        ids = token_ids[:, None]
-        behaviour = logprobs.gather(-1, ids).masked_fill(self._greedy[:, None], 0.0)
-        full = self._scaled.gather(-1, ids) - self._scaled.logsumexp(-1, keepdim=True)
-        both = torch.cat((behaviour, full), dim=1)
-        return LogprobsTensors(ids.expand(-1, 2).to(torch.int32), both, torch.zeros_like(token_ids))
 
 
 def _of_layers_with_weights(record: logging.LogRecord) -> bool:

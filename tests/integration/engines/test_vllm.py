@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +23,11 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.engines.accelerator import Accelerator
+from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 from tests.support.engine_bench import TOLERANCE, BackgroundLoop, Bench, assert_logprobs, largest_gap
+from tests.support.overlapped_vllm import overlap_steps
 from tests.support.reference_sampler import Reference
 
 pytestmark = [
@@ -233,6 +236,21 @@ def test_a_sampler_of_another_kind_is_refused(running: Running):
         running.engine._engine.collective_rpc("prepare", args=("again", 0))  # finds ours in vLLM's place
 
 
+@pytest.mark.parametrize("option", ["speculative_config", "logits_processors"])
+def test_what_would_sample_beside_our_sampler_is_refused_by_name(running: Running, option: str):
+    from vllm.v1.sample.sampler import Sampler
+
+    from skyrl_train.engines.vllm.sampler import replace_sampler
+
+    processors: Any = SimpleNamespace(argmax_invariant=[object()] if option == "logits_processors" else [])
+    drafts = {"method": "ngram"} if option == "speculative_config" else None
+    runner = SimpleNamespace(
+        sampler=Sampler(), input_batch=SimpleNamespace(logitsprocs=processors), speculative_config=drafts
+    )
+    with pytest.raises(ConfigError, match=f"'one': {option}.*engine_init_kwargs"):
+        replace_sampler(runner, "one")
+
+
 def test_graphs_are_for_accelerators_where_they_are_the_default(running: Running):
     from skyrl_train.engines.vllm.arguments import engine_arguments
 
@@ -240,6 +258,13 @@ def test_graphs_are_for_accelerators_where_they_are_the_default(running: Running
     model = running.engine._engine.model_config.model
     assert [engine_arguments(model, cpu, 0, given)["enforce_eager"] for cpu in (False, True)] == [False, True]
     assert engine_arguments(model, False, 0, given | {"enforce_eager": True})["enforce_eager"] is True
+
+
+def test_on_a_cpu_nothing_is_compiled(running: Running):
+    """Which its environment settles before vLLM's modules of compiled functions are imported."""
+    from vllm.v1.sample.ops.logprobs import batched_count_greater_than
+
+    assert not hasattr(batched_count_greater_than, "_torchdynamo_orig_callable")
 
 
 def test_vllm_runs_as_this_engine_needs_it_whatever_the_environment_says(running: Running):
@@ -363,3 +388,50 @@ def test_experts_that_vllm_pads_are_refused_when_a_sync_begins(one: Running):
         assert len(padded.run(engine.score([[5, 9, 77]]))[0]) == 2, "it serves what it has"
     finally:
         one.loop.run(engine.close())
+
+
+def test_seeds_decide_tokens_through_pieces_of_prompts_preemptions_pauses_and_steps_under_way(
+    one: Running, monkeypatch: pytest.MonkeyPatch
+):
+    """The other engine has ended. The cache has room for two of the four; a step reads at most 48 tokens of prompts."""
+    path, preempted = str(one.folder / "model"), list[str]()
+    overlap_steps(monkeypatch)
+    options = {"kv_cache_memory_bytes": 6 * BLOCK_BYTES, "enable_chunked_prefill": True, "max_num_batched_tokens": 48}
+    engine = start(path, **options)
+    scheduler = engine._core.scheduler
+    preempt = scheduler._preempt_request
+
+    def counted(request: Any, *args: Any, **kwargs: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(request, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", counted)
+    bench = Bench(engine, tiny_model("qwen3"), one.loop, one.folder)
+    ways: list[dict[str, Any]] = [{}, {"top_k": 20}, {"top_p": 0.9}, {"temperature": 0.7, "min_p": 0.02}]
+    requests = [
+        bench.request([20 * n + i % 40 + 1 for i in range(100)], seed=2**64 - 1 - n, max_tokens=140, **way)
+        for n, way in enumerate(ways)
+    ]
+
+    async def run() -> Any:
+        call = bench.start(*requests)
+        for mode in ("keep", "retract"):
+            await bench.until_running(2)
+            await asyncio.sleep(0.1)
+            await engine.pause(mode)
+            assert not call.done()
+            await engine.resume()
+        return await call
+
+    try:
+        assert engine._core.batch_queue is not None, "steps overlap"
+        got = bench.run(run(), 60)
+    finally:
+        one.loop.run(engine.close())
+    assert len(preempted) > 2, "more than retraction preempts"
+    other = TransformersEngine(path, max_num_seqs=4)
+    wanted = one.loop.run(other.generate(requests))
+    one.loop.run(other.close())
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert mine.token_ids == theirs.token_ids
+        assert len(mine.token_ids) == 140
