@@ -1,0 +1,79 @@
+"""`scripts/check_cuda_wheels`: see docs/gpu.md. Needs uv, a C compiler and 15 GB, and neither a GPU nor a driver."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+ENGINES = ("vllm", "sglang")
+ROOM_GB = 15
+"""Of an environment and its download."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/check_cuda_wheels", description=__doc__)
+    parser.add_argument("engine", nargs="?", choices=(*ENGINES, "both"), default="both")
+    parser.add_argument("--python", default="3.11", help="of the environments: 3.11 or 3.12")
+    given = parser.parse_args()
+    results = {engine: check(engine, given.python) for engine in ENGINES if given.engine in (engine, "both")}
+    for engine, good in results.items():
+        print(f"{engine}: {'all as it must be' if good else 'see MISS above'}")
+    return 0 if all(results.values()) else 1
+
+
+def check(engine: str, python: str) -> bool:
+    """Make an environment, check in it, and delete it."""
+    with tempfile.TemporaryDirectory(prefix="skyrl-cuda-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        free = shutil.disk_usage(folder).free / 1e9
+        if free < ROOM_GB:
+            print(f"{folder} has {free:.0f} GB left, and needs {ROOM_GB}: set TMPDIR to a larger disk.")
+            return False
+        interpreter = make_environment(folder / "environment", engine, python)
+        make_driver(folder / "driver")
+        (folder / "tmp").mkdir()
+        environment = os.environ | {
+            "PYTHONPATH": str(REPOSITORY),
+            "LD_LIBRARY_PATH": str(folder / "driver"),
+            "TMPDIR": str(folder / "tmp"),  # for what engines leave
+            "HF_HUB_OFFLINE": "1",
+            "WANDB_MODE": "offline",
+        }
+        done = subprocess.run(
+            [interpreter, "-m", "tests.cuda_wheels.check", engine], cwd=REPOSITORY, env=environment, check=False
+        )
+        return done.returncode == 0
+
+
+def make_environment(folder: Path, engine: str, python: str) -> str:
+    """What `uv run --extra` installs where only the package index can be reached; returns its Python."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("UV_FIND_LINKS", "PIP_FIND_LINKS")}
+    interpreter = str(folder / "bin" / "python")
+    commands = (
+        ["uv", "venv", "--quiet", "--python", python, str(folder)],
+        ["uv", "pip", "install", "--python", interpreter, "-r", "pyproject.toml", "--extra", engine],
+    )
+    for command in commands:
+        print("$", *command, flush=True)
+        done = subprocess.run(command, cwd=REPOSITORY, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            sys.exit(done.stderr)
+    return interpreter
+
+
+def make_driver(folder: Path) -> None:
+    folder.mkdir()
+    library = folder / "libcuda.so.1"
+    source = Path(__file__).with_name("driver.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    shutil.copy(library, folder / "libnvidia-ml.so.1")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

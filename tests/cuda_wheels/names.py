@@ -1,0 +1,427 @@
+"""What our code touches of vLLM, SGLang and torch beyond what it imports, by the file of skyrl_train that does.
+
+A row is a Python expression:
+
+- `package.Class.name`: exists, as an attribute of the class or one that its methods assign;
+- `package.function(_, second, key=_)`: can be called so; a positional argument other than `_` is its parameter's name,
+  and `...` at the beginning stands for other arguments;
+- `"name" in package.TABLE`: one of its entries is, or begins with, that name.
+
+What files import is read from them: see touched.py.
+"""
+
+from __future__ import annotations
+
+VLLM = {
+    "assembly/engines.py": """
+        vllm.EngineArgs(..., enable_prefix_caching=_, enable_chunked_prefill=_, max_num_batched_tokens=_)
+        vllm.EngineArgs(..., dtype=_, max_num_seqs=_, gpu_memory_utilization=_, tensor_parallel_size=_, enforce_eager=_)
+    """,
+    "engines/vllm/arguments.py": """
+        vllm.EngineArgs(..., model=_, tensor_parallel_size=_, enable_expert_parallel=_, enable_lora=_, max_lora_rank=_)
+        vllm.EngineArgs(..., logprobs_mode=_, worker_extension_cls=_, async_scheduling=_, disable_log_stats=_, seed=_)
+        vllm.EngineArgs(..., generation_config=_, trust_remote_code=_, hf_overrides=_, distributed_executor_backend=_)
+        vllm.EngineArgs(..., enable_sleep_mode=_, enforce_eager=_, enable_chunked_prefill=_, max_num_batched_tokens=_)
+        vllm.EngineArgs(..., max_model_len=_, kv_cache_memory_bytes=_)
+        vllm.SamplingParams(..., max_tokens=_, temperature=_, top_p=_, top_k=_, min_p=_, repetition_penalty=_)
+        vllm.SamplingParams(..., min_tokens=_, stop=_, stop_token_ids=_, ignore_eos=_, seed=_, logprobs=_)
+        vllm.SamplingParams(..., output_kind=_, flat_logprobs=_, detokenize=_, skip_special_tokens=_)
+        vllm.sampling_params.RequestOutputKind.FINAL_ONLY
+        vllm.transformers_utils.model_arch_config_convertor.ModelArchConfigConvertorBase(hf_config, hf_text_config)
+        vllm.transformers_utils.model_arch_config_convertor.ModelArchConfigConvertorBase.get_num_experts(self)
+    """,
+    "engines/vllm/engine.py": """
+        vllm.SamplingParams(..., max_tokens=_, temperature=_, prompt_logprobs=_, flat_logprobs=_, detokenize=_)
+        vllm.inputs.tokens_input(prompt_token_ids, cache_salt=_)
+        vllm.v1.engine.llm_engine.LLMEngine.from_engine_args(engine_args)
+        vllm.v1.engine.llm_engine.LLMEngine.collective_rpc(self, method, args=_, timeout=_)
+        vllm.v1.engine.llm_engine.LLMEngine.get_supported_tasks(self)
+        vllm.v1.engine.llm_engine.LLMEngine.abort_request(self, request_ids)
+        vllm.v1.engine.llm_engine.LLMEngine.step(self)
+        vllm.v1.engine.llm_engine.LLMEngine.sleep(self, level=_)
+        vllm.v1.engine.llm_engine.LLMEngine.wake_up(self, tags)
+        vllm.v1.engine.llm_engine.LLMEngine.engine_core
+        vllm.v1.engine.llm_engine.LLMEngine.input_processor
+        vllm.v1.engine.llm_engine.LLMEngine.output_processor
+        vllm.v1.engine.llm_engine.LLMEngine.model_config
+        vllm.v1.engine.llm_engine.LLMEngine.renderer
+        vllm.v1.engine.core_client.InprocClient.engine_core
+        vllm.v1.engine.core_client.InprocClient.add_request(self, request)
+        vllm.v1.engine.core_client.InprocClient.shutdown(self)
+        vllm.v1.engine.core.EngineCore.set_weight_version(self, weight_version)
+        vllm.v1.engine.core.EngineCore.reset_prefix_cache(self, reset_running_requests=_)
+        vllm.v1.engine.core.EngineCore.scheduler
+        vllm.v1.engine.core.EngineCore.batch_queue
+        vllm.v1.engine.core.EngineCore.model_executor
+        vllm.v1.executor.abstract.Executor.sleeping_tags
+        vllm.v1.executor.abstract.Executor.discard(self, tags)
+        vllm.v1.core.sched.scheduler.Scheduler.has_unfinished_requests(self)
+        vllm.v1.core.sched.scheduler.Scheduler.set_pause_state(self, pause_state)
+        vllm.v1.core.sched.scheduler.Scheduler._preempt_request(self, request, timestamp, drop_stale_output=_)
+        vllm.v1.core.sched.scheduler.Scheduler.prev_step_scheduled_req_ids
+        vllm.v1.core.sched.scheduler.Scheduler.running
+        vllm.v1.core.sched.scheduler.Scheduler.waiting
+        vllm.v1.core.sched.scheduler.Scheduler.policy
+        vllm.v1.core.sched.interface.PauseState.PAUSED_ALL
+        vllm.v1.core.sched.interface.PauseState.UNPAUSED
+        vllm.v1.core.sched.request_queue.create_request_queue(policy)
+        vllm.v1.engine.input_processor.InputProcessor.process_inputs(
+            self, request_id, prompt, params, supported_tasks=_, lora_request=_
+        )
+        vllm.v1.engine.input_processor.InputProcessor.assign_request_id(request)
+        vllm.v1.engine.output_processor.OutputProcessor.add_request(self, request, prompt, queue=_)
+        vllm.v1.engine.output_processor.OutputProcessor.request_states
+        vllm.v1.engine.output_processor.RequestState.detokenizer
+        vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer.min_tokens
+        vllm.v1.engine.EngineCoreRequest.request_id
+        vllm.v1.engine.EngineCoreRequest.sampling_params
+        vllm.v1.engine.EngineCoreRequest.cache_salt
+        vllm.v1.engine.EngineCoreRequest.lora_request
+        vllm.v1.request.Request.request_id
+        vllm.v1.request.Request.lora_request
+        vllm.v1.request.Request.cache_salt
+        vllm.v1.request.Request.block_hashes
+        vllm.v1.request.Request.update_block_hashes(self)
+        vllm.config.ModelConfig.max_model_len
+        vllm.config.ModelConfig.get_vocab_size(self)
+        vllm.renderers.base.BaseRenderer.tokenizer
+        vllm.lora.request.LoRARequest.lora_int_id
+        vllm.outputs.RequestOutput.num_cached_tokens
+    """,
+    "engines/vllm/requests.py": """
+        vllm.outputs.CompletionOutput(index, text, token_ids, cumulative_logprob, logprobs, finish_reason=_)
+        vllm.outputs.CompletionOutput.stop_reason
+        vllm.outputs.CompletionOutput.weight_versions
+        vllm.outputs.WeightVersionSpan.start
+        vllm.outputs.WeightVersionSpan.end
+        vllm.outputs.WeightVersionSpan.version
+        vllm.outputs.RequestOutput(request_id, prompt, prompt_token_ids, prompt_logprobs, outputs, finished=_)
+        vllm.outputs.RequestOutput.prompt_logprobs
+        vllm.logprobs.FlatLogprobs.start_indices
+        vllm.logprobs.FlatLogprobs.logprobs
+    """,
+    "engines/vllm/adapters.py": """
+        vllm.lora.request.LoRARequest(lora_name, lora_int_id, lora_path, load_inplace=_)
+        vllm.v1.engine.llm_engine.LLMEngine.vllm_config
+        vllm.v1.engine.llm_engine.LLMEngine.add_lora(self, lora_request)
+        vllm.v1.engine.llm_engine.LLMEngine.remove_lora(self, lora_id)
+        vllm.config.VllmConfig.lora_config
+        vllm.config.ModelConfig.model
+    """,
+    "engines/vllm/worker.py": """
+        vllm.v1.worker.gpu_worker.Worker.model_runner
+        vllm.v1.worker.gpu_worker.Worker.model_config
+        vllm.v1.worker.gpu_worker.Worker.lora_config
+        vllm.v1.worker.gpu_worker.Worker.device
+        vllm.v1.worker.gpu_worker.Worker.rank
+        vllm.v1.worker.gpu_model_runner.GPUModelRunner.model
+        vllm.v1.worker.gpu_model_runner.GPUModelRunner.sampler
+        vllm.config.ModelConfig.dtype
+        vllm.config.ModelConfig.hf_text_config
+        vllm.config.LoRAConfig.max_lora_rank
+        vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA.base_layer
+        vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA.punica_wrapper
+        vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA._get_logits(..., self, hidden_states, lm_head)
+        vllm.model_executor.layers.logits_processor.LogitsProcessor._get_logits(..., self, hidden_states, lm_head)
+        vllm.lora.punica_wrapper.punica_base.PunicaWrapperBase.sampler_indices
+        vllm.lora.ops.torch_ops.lora_ops.bgmv_shrink(inputs, _, output_tensor, lora_indices_tensor, scaling)
+        vllm.lora.punica_wrapper.punica_cpu.bgmv_shrink
+        vllm.v1.sample.sampler.Sampler(logprobs_mode)
+        vllm.v1.sample.sampler.Sampler.forward(self, logits, sampling_metadata)
+        vllm.v1.sample.sampler.Sampler.sample(self, logits, sampling_metadata)
+        vllm.v1.sample.sampler.Sampler.greedy_sample(logits)
+        vllm.v1.sample.sampler.Sampler.apply_temperature(logits, temp, all_random)
+        vllm.v1.sample.sampler.Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
+        vllm.v1.sample.sampler.Sampler.topk_topp_sampler
+        vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_native(self, logits, generators, k, p)
+        vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cuda(self, logits, generators, k, p)
+        vllm.v1.sample.ops.topk_topp_sampler.apply_top_k_top_p(logits, k, p)
+        vllm.v1.sample.metadata.SamplingMetadata.temperature
+        vllm.v1.sample.metadata.SamplingMetadata.all_greedy
+        vllm.v1.sample.metadata.SamplingMetadata.all_random
+        vllm.v1.sample.metadata.SamplingMetadata.top_k
+        vllm.v1.sample.metadata.SamplingMetadata.top_p
+        vllm.v1.sample.metadata.SamplingMetadata.generators
+        vllm.v1.sample.metadata.SamplingMetadata.logitsprocs
+        vllm.v1.sample.logits_processor.LogitsProcessors.argmax_invariant
+        vllm.v1.sample.logits_processor.LogitsProcessor.apply(self, logits)
+        vllm.v1.outputs.LogprobsTensors(logprob_token_ids, logprobs, selected_token_ranks)
+        vllm.model_executor.model_loader.reload.layerwise
+        vllm.model_executor.model_loader.reload.initialize_layerwise_reload(model)
+        vllm.model_executor.model_loader.reload.finalize_layerwise_reload(_, _)
+        vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=_)
+        vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts.moe_config
+        vllm.model_executor.layers.fused_moe.config.FusedMoEConfig.intermediate_size_per_partition
+    """,
+    "engines/http/native_vllm.py": """
+        vllm.entrypoints.openai.completion.protocol.CompletionRequest(..., model=_, prompt=_, return_token_ids=_)
+        vllm.entrypoints.openai.completion.protocol.CompletionRequest(..., skip_special_tokens=_, top_p=_, top_k=_)
+        vllm.entrypoints.openai.completion.protocol.CompletionRequest(..., min_p=_, repetition_penalty=_, request_id=_)
+        vllm.entrypoints.openai.completion.protocol.CompletionRequest(..., seed=_, max_tokens=_, temperature=_, stop=_)
+        vllm.entrypoints.openai.completion.protocol.CompletionRequest(..., stop_token_ids=_, ignore_eos=_)
+        vllm.entrypoints.openai.completion.protocol.CompletionRequest(..., logprobs=_, prompt_logprobs=_)
+        "/v1/completions" in vllm.entrypoints.openai.completion.api_router.router
+        "/v1/models" in vllm.entrypoints.openai.models.api_router.router
+        "/version" in vllm.entrypoints.serve.instrumentator.basic.router
+        "/health" in vllm.entrypoints.serve.instrumentator.health.router
+        "/reset_prefix_cache" in vllm.entrypoints.serve.dev.cache.api_router.router
+        "/collective_rpc" in vllm.entrypoints.serve.dev.rpc.api_router.router
+        "/sleep" in vllm.entrypoints.serve.dev.sleep.api_router.router
+        "/wake_up" in vllm.entrypoints.serve.dev.sleep.api_router.router
+        "/is_paused" in vllm.entrypoints.rl.online.api_router.router
+        "/abort_requests" in vllm.entrypoints.rl.online.api_router.router
+        vllm.v1.worker.gpu_worker.Worker.reload_weights
+    """,
+}
+
+SGLANG = {
+    "engines/sglang/arguments.py": """
+        sglang.srt.server_args.ServerArgs(..., tp_size=_, ep_size=_, disable_cuda_graph=_, mem_fraction_static=_)
+        sglang.srt.server_args.ServerArgs(..., model_path=_, device=_, dtype=_, context_length=_)
+        sglang.srt.server_args.ServerArgs(..., max_running_requests=_, skip_tokenizer_init=_)
+        sglang.srt.server_args.ServerArgs(..., sampling_backend=_, weight_version=_)
+        sglang.srt.server_args.ServerArgs(..., trust_remote_code=_, grammar_backend=_, log_level=_, sleep_on_idle=_)
+        sglang.srt.server_args.ServerArgs(..., random_seed=_, json_model_override_args=_, enable_lora=_)
+        sglang.srt.server_args.ServerArgs(..., max_lora_rank=_, lora_target_modules=_, enable_memory_saver=_)
+        sglang.srt.server_args.ServerArgs(..., disable_radix_cache=_, max_prefill_tokens=_)
+        sglang.srt.server_args.ServerArgs(..., chunked_prefill_size=_, attention_backend=_)
+        sglang.srt.server_args.ServerArgs(..., disable_overlap_schedule=_, max_total_tokens=_)
+    """,
+    "engines/sglang/engine.py": """
+        sglang.srt.managers.tokenizer_manager.TokenizerManager.max_req_input_len
+    """,
+    "engines/sglang/host.py": """
+        sglang.srt.entrypoints.engine.Engine.run_scheduler_process_func
+        sglang.srt.entrypoints.engine.Engine._launch_detokenizer_subprocesses
+        sglang.srt.entrypoints.engine.Engine.tokenizer_manager
+        sglang.srt.entrypoints.engine.Engine.send_to_rpc
+        sglang.srt.entrypoints.engine.Engine.port_args
+        sglang.srt.entrypoints.engine.Engine.shutdown(self)
+        sglang.srt.server_args.PortArgs.instance_id
+        sglang.srt.managers.tokenizer_manager.TokenizerManager._subprocess_watchdog
+        sglang.srt.managers.tokenizer_manager.TokenizerManager.event_loop
+        sglang.srt.managers.tokenizer_manager.TokenizerManager.handle_loop(self)
+        sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler(self, obj)
+        sglang.srt.managers.tokenizer_manager.TokenizerManager.recv_from_detokenizer
+        sglang.srt.managers.tokenizer_manager.TokenizerManager.send_to_scheduler
+        sglang.srt.managers.io_struct.ShutdownReq()
+        sglang.srt.environ.envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN
+    """,
+    "engines/sglang/traffic.py": """
+        sglang.srt.managers.io_struct.GenerateReqInput(..., rid=_, input_ids=_, sampling_params=_, return_logprob=_)
+        sglang.srt.managers.io_struct.GenerateReqInput(..., logprob_start_len=_, return_sampling_mask=_, lora_path=_)
+        sglang.srt.managers.io_struct.ContinueGenerationReqInput(torch_empty_cache=_)
+        sglang.srt.managers.io_struct.PauseGenerationReqInput(mode=_)
+        sglang.srt.managers.io_struct.UpdateWeightVersionReqInput(new_version=_)
+        sglang.srt.managers.io_struct.LoadLoRAAdapterReqInput(lora_name=_, lora_path=_)
+        sglang.srt.managers.io_struct.UnloadLoRAAdapterReqInput(lora_name=_)
+        sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request(self, obj)
+        sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request(self, rid=_)
+        sglang.srt.managers.tokenizer_manager.TokenizerManager.flush_cache(self)
+        sglang.srt.managers.tokenizer_manager.TokenizerManager.load_lora_adapter(self, obj)
+        sglang.srt.managers.tokenizer_manager.TokenizerManager.unload_lora_adapter(self, obj)
+        sglang.srt.managers.tokenizer_manager.TokenizerManager.rid_to_state
+        "update_weight_version" in sglang.srt.managers.tokenizer_control_mixin._COMMUNICATOR_SPECS
+    """,
+    "engines/sglang/weight_store.py": """
+        sglang.srt.managers.io_struct.BeginWeightUpdateReqInput()
+        sglang.srt.managers.io_struct.EndWeightUpdateReqInput()
+        sglang.srt.managers.io_struct.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=_, load_format=_, flush_cache=_
+        )
+        sglang.srt.utils.MultiprocessingSerializer.serialize(obj)
+        sglang.srt.weight_sync.tensor_bucket.FlattenedTensorMetadata(
+            name, shape, dtype, start_idx=_, end_idx=_, numel=_
+        )
+        "begin_weight_update" in sglang.srt.managers.tokenizer_control_mixin._COMMUNICATOR_SPECS
+        "update_weights_from_tensor" in sglang.srt.managers.tokenizer_control_mixin._COMMUNICATOR_SPECS
+        "end_weight_update" in sglang.srt.managers.tokenizer_control_mixin._COMMUNICATOR_SPECS
+    """,
+    "engines/sglang/scheduler.py": """
+        sglang.srt.managers.scheduler.Scheduler._add_request_to_queue(self, req, is_retracted)
+        sglang.srt.managers.scheduler.Scheduler.flush_cache(self, empty_cache)
+        sglang.srt.managers.scheduler.Scheduler.is_fully_idle(self, ignore_waiting=_)
+        sglang.srt.managers.scheduler.Scheduler.pause_generation(self, recv_req)
+        sglang.srt.managers.scheduler.Scheduler.process_batch_result(self, batch, result)
+        sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine(self)
+        sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle(self)
+        sglang.srt.managers.scheduler.Scheduler.abort_request(self, recv_req)
+        sglang.srt.managers.scheduler.Scheduler._release_aborted_request(self, req)
+        sglang.srt.managers.scheduler.Scheduler.process_pending_chunked_abort(self)
+        sglang.srt.managers.scheduler.Scheduler.collect_inflight_reqs(self)
+        sglang.srt.managers.scheduler.Scheduler.ingest_requests(self)
+        sglang.srt.managers.scheduler.Scheduler.on_idle(self)
+        sglang.srt.managers.scheduler.Scheduler.cur_batch_for_debug
+        sglang.srt.managers.scheduler.Scheduler.enable_overlap
+        sglang.srt.managers.scheduler.Scheduler.waiting_queue
+        sglang.srt.managers.scheduler.Scheduler.running_batch
+        sglang.srt.managers.scheduler.Scheduler.last_batch
+        sglang.srt.managers.scheduler.Scheduler.chunked_req
+        sglang.srt.managers.scheduler.Scheduler.result_queue
+        sglang.srt.managers.scheduler.Scheduler.tree_cache
+        sglang.srt.managers.scheduler.Scheduler.output_streamer
+        sglang.srt.managers.scheduler.Scheduler.device
+        sglang.srt.managers.scheduler.Scheduler._engine_paused
+        sglang.srt.managers.scheduler.Scheduler._pending_chunked_abort_req
+        sglang.srt.managers.scheduler.run_scheduler_process
+        sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output(
+            self, reqs, return_logprob
+        )
+        sglang.srt.managers.schedule_batch.ScheduleBatch(reqs=_, batch_is_full=_)
+        sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch(self, chunked_req_to_exclude=_)
+        sglang.srt.managers.schedule_batch.ScheduleBatch.merge_batch(self, other)
+        sglang.srt.managers.schedule_batch.ScheduleBatch.is_empty(self)
+        sglang.srt.managers.schedule_batch.ScheduleBatch.forward_mode
+        sglang.srt.model_executor.forward_batch_info.ForwardMode.is_extend(self)
+        sglang.srt.managers.schedule_batch.Req.cache_salt
+        sglang.srt.managers.schedule_batch.Req.rid
+        sglang.srt.managers.schedule_batch.Req.to_finish
+        sglang.srt.managers.schedule_batch.Req.finished(self)
+        sglang.srt.managers.schedule_batch.Req.finished_reason
+        sglang.srt.managers.schedule_batch.Req.return_logprob
+        sglang.srt.managers.schedule_batch.FINISH_ABORT()
+        sglang.srt.managers.io_struct.AbortReq(rid=_)
+        sglang.srt.managers.io_struct.AbortReq.abort_all
+        sglang.srt.managers.io_struct.PauseGenerationReqInput(mode=_)
+        sglang.srt.mem_cache.common.release_kv_cache(req, tree_cache, is_insert=_)
+    """,
+    "engines/sglang/sampler.py": """
+        sglang.srt.layers.sampler.Sampler()
+        sglang.srt.layers.sampler.Sampler.forward
+        sglang.srt.layers.sampler.register_sampler_backend(backend, factory)
+        sglang.srt.layers.logits_processor.SamplingMaskOutput(
+            token_ids=_, lengths=_, selected_logprobs=_, support_logprobs=_, statuses=_
+        )
+        sglang.srt.layers.logits_processor.SamplingMaskStatus.OK
+        sglang.srt.layers.logits_processor.LogitsProcessorOutput.next_token_logits
+        sglang.srt.layers.logits_processor.LogitsProcessorOutput.next_token_logprobs
+        sglang.srt.layers.logits_processor.LogitsProcessorOutput.sampling_mask_output
+        sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_from_schedule_batch(self, batch, vocab_size)
+        sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_merge_batch(self, other)
+        sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_filter_batch(
+            self, keep_indices, keep_indices_device
+        )
+        sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.custom_params
+        sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.device
+        sglang.srt.sampling.sampling_params.SamplingParams.custom_params
+        sglang.srt.sampling.sampling_params.SamplingParams.max_new_tokens
+        sglang.srt.managers.schedule_batch.Req.update_finish_state(self, new_accepted_len)
+        sglang.srt.managers.schedule_batch.Req.sampling_params
+        sglang.srt.managers.schedule_batch.Req.origin_input_ids
+        sglang.srt.managers.schedule_batch.Req.output_ids
+        sglang.srt.managers.schedule_batch.Req.return_sampling_mask
+        sglang.srt.managers.schedule_batch.FINISH_MATCHED_STR(matched=_)
+        sglang.srt.managers.schedule_batch.FINISH_MATCHED_TOKEN(matched=_)
+        sglang.srt.managers.schedule_batch.FINISH_LENGTH(length=_)
+    """,
+    "engines/http/native_sglang.py": """
+        sglang.srt.managers.io_struct.GenerateReqInput(..., input_ids=_, sampling_params=_, return_logprob=_, rid=_)
+        sglang.srt.managers.io_struct.GenerateReqInput(..., logprob_start_len=_)
+        sglang.srt.sampling.sampling_params.SamplingParams(..., max_new_tokens=_, temperature=_, stop=_)
+        sglang.srt.sampling.sampling_params.SamplingParams(..., stop_token_ids=_, ignore_eos=_, top_p=_, top_k=_)
+        sglang.srt.sampling.sampling_params.SamplingParams(..., min_p=_, repetition_penalty=_, skip_special_tokens=_)
+        "/server_info" in sglang.srt.entrypoints.http_server.app
+        "/ready" in sglang.srt.entrypoints.http_server.app
+        "/generate" in sglang.srt.entrypoints.http_server.app
+        "/abort_request" in sglang.srt.entrypoints.http_server.app
+        "/update_weights_from_disk" in sglang.srt.entrypoints.http_server.app
+        "/flush_cache" in sglang.srt.entrypoints.http_server.app
+        "/release_memory_occupation" in sglang.srt.entrypoints.http_server.app
+        "/resume_memory_occupation" in sglang.srt.entrypoints.http_server.app
+    """,
+}
+
+TORCH = {
+    "weight_sync/transport.py": """
+        torch.distributed.TCPStore(
+            host_name, port, world_size, is_master=_, timeout=_, wait_for_workers=_, master_listen_fd=_
+        )
+        torch.distributed.ProcessGroupGloo(store, rank, size, options)
+        torch.distributed.ProcessGroupGloo._Options()
+        torch.distributed.ProcessGroupGloo._Options._devices
+        torch.distributed.ProcessGroupGloo._Options._timeout
+        torch.distributed.ProcessGroupGloo.create_device(hostname=_, interface=_)
+        torch.distributed.ProcessGroupGloo.broadcast(self, tensors, opts)
+        torch.distributed.ProcessGroupGloo.abort(self)
+        torch.distributed.BroadcastOptions.rootRank
+        torch.distributed.Work.wait(self, timeout)
+    """,
+    "weight_sync/ipc.py": """
+        torch.multiprocessing.reductions.reduce_tensor(tensor)
+        torch.multiprocessing.reductions.rebuild_cuda_tensor(_, _, _, _, _, _, storage_device, _, _, _, _, _, _, _, _)
+    """,
+    "strategies/fsdp2.py": """
+        torch.distributed.device_mesh.init_device_mesh(device_type, mesh_shape, mesh_dim_names=_)
+        torch.distributed.fsdp.fully_shard(module, mesh=_, reshard_after_forward=_, mp_policy=_, offload_policy=_)
+        torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=_, reduce_dtype=_, cast_forward_inputs=_)
+        torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor(self, factor)
+        torch.distributed.fsdp.FSDPModule.set_force_sum_reduction_for_comms(self, enable)
+        torch.distributed.fsdp.FSDPModule.set_requires_gradient_sync(self, requires_gradient_sync)
+    """,
+    "strategies/optimizer.py": """
+        torch.distributed.tensor.DTensor._spec
+        torch.nn.Module._apply(self, fn)
+        torch._foreach_mul_
+        torch._foreach_norm
+    """,
+    "strategies/shards.py": """
+        torch.distributed.tensor._utils.compute_local_shape_and_global_offset(global_shape, mesh, placements)
+    """,
+    "report/memory.py": """
+        torch.cuda.memory._record_memory_history(enabled=_)
+        torch.cuda.memory._record_memory_history(max_entries=_)
+        torch.cuda.memory._dump_snapshot(filename)
+    """,
+    "models/flash_attention.py": """
+        torch.nn.attention.varlen.varlen_attn(
+            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=_, window_size=_, enable_gqa=_
+        )
+    """,
+    "engines/sglang/weight_store.py": """
+        torch.UntypedStorage._new_shared(size)
+    """,
+    "engines/transformers/cpu_linear.py": """
+        torch.ops.mkldnn._linear_pointwise
+    """,
+}
+
+TRANSFORMERS = {
+    "engines/transformers/attention.py": """
+        transformers.AttentionInterface.register(key, value)
+    """,
+    "models/ragged_model.py": """
+        transformers.PreTrainedModel._can_set_attn_implementation()
+        transformers.PreTrainedModel._no_split_modules
+        transformers.PreTrainedModel.set_attn_implementation(self, attn_implementation)
+    """,
+    "models/tensor_parallel.py": """
+        transformers.PreTrainedModel.tp_plan
+    """,
+    "models/loading.py": """
+        transformers.core_model_loading.revert_weight_conversion(model, state_dict)
+    """,
+}
+
+CUDA = {
+    "weight_sync/transport.py": """
+        torch.distributed.ProcessGroupNCCL(store, rank, size, options)
+        torch.distributed.ProcessGroupNCCL.Options()
+        torch.distributed.ProcessGroupNCCL.Options._timeout
+        torch.distributed.ProcessGroupNCCL.broadcast(self, tensors, opts)
+        torch.distributed.ProcessGroupNCCL.abort(self)
+    """,
+    "strategies/host_copies.py": """
+        torch._C._cudart.cudaHostRegister
+        torch._C._cudart.cudaHostUnregister
+    """,
+}
+"""What only a CUDA build of torch has."""
+
+_BATCH_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+REPLACED = {
+    "skyrl_train.engines.sglang.sampler._made": f"{_BATCH_INFO}.adjusted_from_schedule_batch",
+    "skyrl_train.engines.sglang.sampler._merged": f"{_BATCH_INFO}.adjusted_merge_batch",
+    "skyrl_train.engines.sglang.sampler._filtered": f"{_BATCH_INFO}.adjusted_filter_batch",
+    "skyrl_train.engines.sglang.sampler._finish": "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+}
+"""Functions of ours that are put in the place of others."""

@@ -1,0 +1,103 @@
+"""`python -m tests.cuda_wheels.start ENGINE CASE`: an engine on CUDA as a run starts it; the driver has no device."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.assembly.engines import engine_kwargs
+from skyrl_train.config.choices import ENGINES
+from skyrl_train.config.generator import GeneratorConfig
+from skyrl_train.registry import load_object
+from skyrl_train.testing.tiny_models import save_tiny_model
+
+CASES: dict[str, dict[str, Any]] = {
+    "as it is by default": {},
+    "without graphs": {"enforce_eager": True},
+    "with adapters": {"max_lora_rank": 16},
+}
+"""More arguments for the engine."""
+NO_DRIVER = "Found no NVIDIA driver"
+REACHED = {"vllm": "in init_device", "sglang": "in run_scheduler_process"}
+"""The function of the engine's worker that asks for the device."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "vllm": {
+        "model_config.enable_sleep_mode": True,
+        "model_config.logprobs_mode": "processed_logprobs",
+        "scheduler_config.async_scheduling": True,
+        "compilation_config.cudagraph_mode.name": "FULL_AND_PIECEWISE",
+        "parallel_config.distributed_executor_backend": "uni",
+    },
+    "sglang": {
+        "enable_memory_saver": True,
+        "sampling_backend": "pytorch",
+        "disable_overlap_schedule": False,
+        "disable_cuda_graph": False,
+        "sleep_on_idle": True,
+    },
+}
+"""What the engine makes of our arguments by default: engines drop in silence what does not go together."""
+
+
+def reaches_the_driver(engine: str, case: str) -> None:
+    """Raises RuntimeError if a start ends earlier, or otherwise, than for want of a driver."""
+    command = [sys.executable, "-m", __name__, engine, case]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False
+    )
+    if not done.returncode or NO_DRIVER not in done.stdout or REACHED[engine] not in done.stdout:
+        raise RuntimeError(f"ended with status {done.returncode}:\n{done.stdout[-6000:]}")
+
+
+def main(engine: str, case: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_tiny_model(Path(folder))
+        settings = GeneratorConfig(
+            backend=engine,
+            model_name=model,
+            rope_scaling=None,
+            rope_theta=None,
+            engine_init_kwargs={"max_model_len": 256, **CASES[case]},
+        )
+        arguments = engine_kwargs(settings, "cuda", engine)
+        if not CASES[case]:
+            check_settings(engine, arguments)
+        load_object(ENGINES[engine])(**arguments)
+
+
+def check_settings(engine: str, arguments: dict[str, Any]) -> None:
+    """Raises AssertionError for a setting that the engine has made something else of."""
+    found = (of_vllm if engine == "vllm" else of_sglang)(dict(arguments))
+    wrong = {name: attrgetter(name)(found) for name in SETTINGS[engine]}
+    wrong = {name: value for name, value in wrong.items() if value != SETTINGS[engine][name]}
+    assert not wrong, f"{wrong} instead of {SETTINGS[engine]}"
+
+
+def of_vllm(given: dict[str, Any]) -> Any:
+    from vllm import EngineArgs
+
+    from skyrl_train.engines.vllm.arguments import engine_arguments
+
+    model = given.pop("model")
+    for name in ("device", "name", "pipeline_parallel_size"):
+        del given[name]
+    return EngineArgs(**engine_arguments(model, False, 0, given)).create_engine_config()
+
+
+def of_sglang(given: dict[str, Any]) -> Any:
+    from sglang.srt.server_args import ServerArgs
+
+    from skyrl_train.engines.sglang.arguments import engine_arguments
+
+    given.pop("pipeline_parallel_size")
+    own = {name: given.pop(name) for name in ("name", "device", "dtype", "max_num_seqs", "max_model_len")}
+    rope = {name: given.pop(name) for name in ("rope_scaling", "rope_theta")}
+    return ServerArgs(**engine_arguments(given.pop("model"), **own, **rope, max_lora_rank=0, options=given))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
