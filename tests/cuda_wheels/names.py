@@ -21,8 +21,7 @@ VLLM = {
         vllm.EngineArgs(..., model=_, tensor_parallel_size=_, enable_expert_parallel=_, enable_lora=_, max_lora_rank=_)
         vllm.EngineArgs(..., logprobs_mode=_, worker_extension_cls=_, async_scheduling=_, disable_log_stats=_, seed=_)
         vllm.EngineArgs(..., generation_config=_, trust_remote_code=_, hf_overrides=_, distributed_executor_backend=_)
-        vllm.EngineArgs(..., enable_sleep_mode=_, enforce_eager=_, enable_chunked_prefill=_, max_num_batched_tokens=_)
-        vllm.EngineArgs(..., max_model_len=_, kv_cache_memory_bytes=_)
+        vllm.EngineArgs(..., enable_sleep_mode=_, enforce_eager=_, max_model_len=_, kv_cache_memory_bytes=_)
         vllm.SamplingParams(..., max_tokens=_, temperature=_, top_p=_, top_k=_, min_p=_, repetition_penalty=_)
         vllm.SamplingParams(..., min_tokens=_, stop=_, stop_token_ids=_, ignore_eos=_, seed=_, logprobs=_)
         vllm.SamplingParams(..., output_kind=_, flat_logprobs=_, detokenize=_, skip_special_tokens=_)
@@ -126,32 +125,36 @@ VLLM = {
         vllm.lora.punica_wrapper.punica_base.PunicaWrapperBase.sampler_indices
         vllm.lora.ops.torch_ops.lora_ops.bgmv_shrink(inputs, _, output_tensor, lora_indices_tensor, scaling)
         vllm.lora.punica_wrapper.punica_cpu.bgmv_shrink
-        vllm.v1.sample.sampler.Sampler(logprobs_mode)
-        vllm.v1.sample.sampler.Sampler.forward(self, logits, sampling_metadata)
-        vllm.v1.sample.sampler.Sampler.sample(self, logits, sampling_metadata)
-        vllm.v1.sample.sampler.Sampler.greedy_sample(logits)
-        vllm.v1.sample.sampler.Sampler.apply_temperature(logits, temp, all_random)
-        vllm.v1.sample.sampler.Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
-        vllm.v1.sample.sampler.Sampler.topk_topp_sampler
-        vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_native(self, logits, generators, k, p)
-        vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cuda(self, logits, generators, k, p)
-        vllm.v1.sample.ops.topk_topp_sampler.apply_top_k_top_p(logits, k, p)
-        vllm.v1.sample.metadata.SamplingMetadata.temperature
-        vllm.v1.sample.metadata.SamplingMetadata.all_greedy
-        vllm.v1.sample.metadata.SamplingMetadata.all_random
-        vllm.v1.sample.metadata.SamplingMetadata.top_k
-        vllm.v1.sample.metadata.SamplingMetadata.top_p
-        vllm.v1.sample.metadata.SamplingMetadata.generators
-        vllm.v1.sample.metadata.SamplingMetadata.logitsprocs
-        vllm.v1.sample.logits_processor.LogitsProcessors.argmax_invariant
-        vllm.v1.sample.logits_processor.LogitsProcessor.apply(self, logits)
-        vllm.v1.outputs.LogprobsTensors(logprob_token_ids, logprobs, selected_token_ranks)
         vllm.model_executor.model_loader.reload.layerwise
         vllm.model_executor.model_loader.reload.initialize_layerwise_reload(model)
         vllm.model_executor.model_loader.reload.finalize_layerwise_reload(_, _)
         vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=_)
         vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts.moe_config
         vllm.model_executor.layers.fused_moe.config.FusedMoEConfig.intermediate_size_per_partition
+    """,
+    "engines/vllm/sampler.py": """
+        vllm.v1.worker.gpu_model_runner.GPUModelRunner.sampler
+        vllm.v1.worker.gpu_model_runner.GPUModelRunner.input_batch
+        vllm.v1.worker.gpu_model_runner.GPUModelRunner.speculative_config
+        vllm.v1.worker.gpu_model_runner.GPUModelRunner.device
+        vllm.v1.worker.gpu_input_batch.InputBatch.logitsprocs
+        vllm.v1.sample.logits_processor.LogitsProcessors.argmax_invariant
+        vllm.v1.sample.logits_processor.LogitsProcessors.non_argmax_invariant
+        vllm.v1.sample.logits_processor.MinTokensLogitsProcessor.min_toks
+        vllm.v1.sample.logits_processor.LogitBiasLogitsProcessor.biases
+        vllm.v1.sample.logits_processor.builtin.process_dict_updates(req_entries, batch_update, new_state)
+        vllm.SamplingParams.extra_args
+        vllm.v1.sample.sampler.Sampler(logprobs_mode)
+        vllm.v1.sample.sampler.Sampler.forward(self, logits, sampling_metadata)
+        vllm.v1.sample.sampler.Sampler.apply_logits_processors(self, logits, sampling_metadata, predict_bonus_token=_)
+        vllm.v1.sample.metadata.SamplingMetadata.no_penalties
+        vllm.v1.sample.metadata.SamplingMetadata.bad_words_token_ids
+        vllm.v1.sample.metadata.SamplingMetadata.allowed_token_ids_mask
+        vllm.v1.sample.metadata.SamplingMetadata.thinking_budget_state_holder
+        vllm.v1.sample.metadata.SamplingMetadata.max_num_logprobs
+        vllm.v1.sample.metadata.SamplingMetadata.logitsprocs
+        vllm.v1.outputs.SamplerOutput(sampled_token_ids, logprobs_tensors)
+        vllm.v1.outputs.LogprobsTensors(logprob_token_ids, logprobs, selected_token_ranks)
     """,
     "engines/http/native_vllm.py": """
         vllm.entrypoints.openai.completion.protocol.CompletionRequest(..., model=_, prompt=_, return_token_ids=_)
@@ -345,6 +348,11 @@ TORCH = {
         torch.distributed.ProcessGroupGloo.abort(self)
         torch.distributed.BroadcastOptions.rootRank
         torch.distributed.Work.wait(self, timeout)
+        torch.distributed.Work.is_completed(self)
+        torch.distributed.TCPStore.check(self, _)
+    """,
+    "weight_sync/store.py": """
+        torch._foreach_copy_
     """,
     "weight_sync/ipc.py": """
         torch.multiprocessing.reductions.reduce_tensor(tensor)
@@ -407,6 +415,8 @@ CUDA = {
         torch.distributed.ProcessGroupNCCL(store, rank, size, options)
         torch.distributed.ProcessGroupNCCL.Options()
         torch.distributed.ProcessGroupNCCL.Options._timeout
+        torch.distributed.ProcessGroupNCCL.Options.config
+        torch.distributed.ProcessGroupNCCL.NCCLConfig.blocking
         torch.distributed.ProcessGroupNCCL.broadcast(self, tensors, opts)
         torch.distributed.ProcessGroupNCCL.abort(self)
     """,
