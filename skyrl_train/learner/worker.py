@@ -22,10 +22,11 @@ from skyrl_train.data.batch import TrainBatch
 from skyrl_train.durable import Written
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.compiled_layers import compile_layers
-from skyrl_train.models.loading import POLICY_PATH, export_hf, load_causal_lm, load_tokenizer
+from skyrl_train.models.loading import POLICY_PATH, export_hf, load_tokenizer, open_causal_lm
 from skyrl_train.models.lora import Adapters
 from skyrl_train.models.ragged_model import RaggedModel
 from skyrl_train.models.rank_group import RankGroup
+from skyrl_train.models.saved_weights import SavedWeights
 from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.tensor_parallel import TensorParallel
 from skyrl_train.models.token_scorer import TokenScorer
@@ -171,12 +172,11 @@ class LearnerWorker:
         self._build(path)
 
     def _build(self, path: str) -> int:
-        """Load and shard; returns the number of parameters."""
+        """Shard, and load what this rank keeps; returns the number of parameters."""
         spec = self.spec
-        model = load_causal_lm(
+        model, saved = open_causal_lm(
             path,
             dtype=torch.float32 if spec.optimizer and not spec.lora else getattr(torch, spec.dtype),
-            device="cpu",  # the strategy moves it, shard by shard
             model_config_kwargs=spec.model_config_kwargs,
             rope_scaling=spec.rope_scaling,
             rope_theta=spec.rope_theta,
@@ -191,7 +191,7 @@ class LearnerWorker:
         if spec.lora:
             torch.manual_seed(spec.seed)
             self.adapters = Adapters(model, spec.lora, spec.model_key.removesuffix("path") + "lora")
-        scorer = self._scorer(model)
+        scorer = self._scorer(model, saved)
         for parameter in scorer.parameters():
             if spec.lora and parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -212,6 +212,7 @@ class LearnerWorker:
         )
         self.strategy.max_skipped = spec.max_skipped_updates
         self.scorer = self.strategy.prepare(scorer, spec.total_steps)
+        scorer.saved = None  # its files are closed
         self.sender = WeightSender(
             self.sharded_parameters,
             wire_dtype=spec.wire_dtype,
@@ -232,10 +233,10 @@ class LearnerWorker:
         adapter = AdapterSpec(spec.rank, adapters.scaling, tuple(adapters.layers))
         return AdaptedModel(adapter, lambda trained: adapters.separate(self.strategy.sharded_parameters(trained)))
 
-    def _scorer(self, model: PreTrainedModel) -> RaggedModel:
+    def _scorer(self, model: PreTrainedModel, saved: SavedWeights) -> RaggedModel:
         if self.spec.value_head is None:
-            return TokenScorer(model, parallel_group=self.parallel_group)
-        return ValueScorer(model, self.spec.value_head, self.parallel_group)
+            return TokenScorer(model, parallel_group=self.parallel_group, saved=saved)
+        return ValueScorer(model, self.spec.value_head, self.parallel_group, saved)
 
     def sharded_parameters(self, adapters: dict[str, Tensor] | None = None) -> Iterator[tuple[str, ShardedTensor]]:
         """(checkpoint name, this rank's part) of the model with adapters merged, which are also put into `adapters`.

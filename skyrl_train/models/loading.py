@@ -26,6 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.saved_weights import SavedWeights, make_rest_real, tie_equal
 
 POLICY_PATH = "trainer.policy.model.path"
 REWARD_PATH = "trainer.reward.model.path"
@@ -77,6 +78,28 @@ def load_causal_lm(
     return model.to(device)  # type: ignore[arg-type]
 
 
+def open_causal_lm(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    model_config_kwargs: Mapping[str, Any] | None = None,
+    rope_scaling: Mapping[str, Any] | None = None,
+    rope_theta: float | None = None,
+    attention: str = "sdpa",
+    key: str = POLICY_PATH,
+) -> tuple[PreTrainedModel, SavedWeights]:
+    """The model of `load_causal_lm` with its parameters on the meta device, and the checkpoint that has their values.
+
+    Raises the same errors. Everything else of the model, such as buffers, is on the CPU.
+    """
+    config = load_config(path, key=key, overrides=model_config_kwargs, rope_scaling=rope_scaling, rope_theta=rope_theta)
+    model, _ = _load(AutoModelForCausalLM, path, config, key, dtype, attention, "meta")
+    saved = SavedWeights(model, _weight_files(path, config))
+    tie_equal(model, saved)
+    make_rest_real(model, saved)
+    return model, saved
+
+
 def load_reward_model(
     path: str,
     *,
@@ -125,11 +148,18 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 
 def _load(
-    kind: Any, path: str, config: PreTrainedConfig, key: str, dtype: torch.dtype, attention: str | None = None
+    kind: Any,
+    path: str,
+    config: PreTrainedConfig,
+    key: str,
+    dtype: torch.dtype,
+    attention: str | None = None,
+    device: str | None = None,
 ) -> tuple[PreTrainedModel, list[str]]:
     """The model, and the names of the checkpoint's tensors that do not belong to it.
 
-    `kind`: the Auto class. `attention`: None for the best implementation that the model supports.
+    `kind`: the Auto class. `attention`: None for the best implementation that the model supports. `device`: "meta" to
+    check everything, but read no weights.
     """
     try:
         model, info = kind.from_pretrained(
@@ -137,6 +167,7 @@ def _load(
             config=config,
             dtype=dtype,
             attn_implementation=attention,
+            device_map=device,
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
@@ -181,6 +212,17 @@ def checkpoint_names(path: str) -> set[str]:
         with safe_open(file, framework="pt") as opened:
             return set(opened.keys())
     return set()
+
+
+def _weight_files(path: str, config: PreTrainedConfig) -> list[str]:
+    """The safetensors files of a folder or hub name, in the order in which transformers looks for them."""
+    first = getattr(config, "transformers_weights", None) or "model.safetensors"
+    file = cached_file(path, first, _raise_exceptions_for_missing_entries=False)
+    found = Path(file or str(cached_file(path, "model.safetensors.index.json")))
+    if found.suffix != ".json":
+        return [str(found)]
+    files = set(json.loads(found.read_text())["weight_map"].values())
+    return [str(cached_file(path, name)) for name in sorted(files)]
 
 
 def has_tokenizer(path: str) -> bool:

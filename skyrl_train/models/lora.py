@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from skyrl_train.config.schema import LoraConfig
 from skyrl_train.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
-_BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
+BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 """Parts of peft's names: of a layer's own parameters, of A [rank, in], and of B [out, rank]."""
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -105,7 +106,8 @@ class Adapters:
         start: Any = True if settings.init_method == "kaiming" else settings.init_method
         names = [f"0.{layer}" for layer in self.layers]
         exact = lora_config(target_modules=names, init_lora_weights=start, **shape)
-        inject_adapter_in_model(exact, nn.Sequential(model))
+        with _seen_in_host_memory(model):
+            inject_adapter_in_model(exact, nn.Sequential(model))
 
     def merged(
         self, parameters: Iterator[tuple[str, S]], adapters: dict[str, Tensor] | None = None
@@ -118,18 +120,18 @@ class Adapters:
         """
         held: dict[str, S] = {}
         for name, tensor in parameters:
-            if name.endswith((f"{_BASE}weight", _DOWN)):
+            if name.endswith((f"{BASE}weight", _DOWN)):
                 held[name] = tensor
             elif name.endswith(_UP):
                 layer = name.removesuffix(_UP)
-                weight = held.pop(f"{layer}{_BASE}weight")
+                weight = held.pop(f"{layer}{BASE}weight")
                 down, up = held.pop(f"{layer}{_DOWN}").whole(), tensor.whole()
                 if adapters is not None:
                     adapters[f"base_model.model.{layer}.lora_A.weight"] = down.cpu()
                     adapters[f"base_model.model.{layer}.lora_B.weight"] = up.cpu()
                 yield f"{layer}.weight", weight.map(partial(_merged, up, down, self.scaling, weight.start))
             else:
-                yield name.replace(_BASE, "."), tensor
+                yield name.replace(BASE, "."), tensor
         assert not held, f"parameters ended before the adapter of {next(iter(held))} came"
 
     def separate(self, parameters: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
@@ -138,7 +140,7 @@ class Adapters:
         The names of A and B are `{layer}.lora_A.weight` and `{layer}.lora_B.weight`.
         """
         for name, tensor in parameters:
-            yield name.replace(_BASE, ".").replace(_DOWN, ".lora_A.weight").replace(_UP, ".lora_B.weight"), tensor
+            yield name.replace(BASE, ".").replace(_DOWN, ".lora_A.weight").replace(_UP, ".lora_B.weight"), tensor
 
     def save(self, tensors: dict[str, Tensor], directory: Path) -> None:
         """Write a folder for peft's `PeftModel.from_pretrained`; `tensors` are the `adapters` filled by `merged`."""
@@ -155,6 +157,22 @@ def _merged(up: Tensor, down: Tensor, scaling: float, start: int, held: Tensor) 
     rows = held.new_zeros(last - first, columns, dtype=up.dtype)
     rows.view(-1)[inside] = held.reshape(-1)
     return torch.addmm(rows, up[first:last], down, alpha=scaling).view(-1)[inside].view_as(held)
+
+
+@contextmanager
+def _seen_in_host_memory(model: PreTrainedModel) -> Iterator[None]:
+    """Within it parameters on the meta device look as if they were on the CPU, where one number is all they have.
+
+    peft moves an adapter to the device of its layer, and on the meta device it would lose its values.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.is_meta]
+    for parameter in parameters:
+        number = torch.empty(1, dtype=parameter.dtype)
+        torch.utils.swap_tensors(parameter, nn.Parameter(number.expand(parameter.shape), parameter.requires_grad))
+    yield
+    for parameter in parameters:
+        nothing = torch.empty_like(parameter, device="meta", memory_format=torch.contiguous_format)
+        torch.utils.swap_tensors(parameter, nn.Parameter(nothing, parameter.requires_grad))
 
 
 def _plain(names: Any) -> Any:

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.lent_weights import weights_lent
+from skyrl_train.models.lora import BASE
 from skyrl_train.models.packing import Packing
 from skyrl_train.models.ragged_attention import RAGGED, gathered
 from skyrl_train.models.rank_group import RankGroup
+from skyrl_train.models.saved_weights import EVERYTHING, SavedWeights
 from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.tensor_parallel import Part, TensorParallel
 
@@ -27,12 +30,18 @@ class RaggedModel(nn.Module):
     on other sequences in the batch, or on randomness.
     """
 
-    def __init__(self, model: PreTrainedModel, parallel_group: RankGroup | None = None):
-        """`parallel_group`: the ranks that share every batch; each passes the whole batch and gets its whole result."""
+    def __init__(
+        self, model: PreTrainedModel, parallel_group: RankGroup | None = None, saved: SavedWeights | None = None
+    ):
+        """`parallel_group`: the ranks that share every batch; each passes the whole batch and gets its whole result.
+
+        `saved`: what the parameters of a model on the meta device are read from.
+        """
         super().__init__()
         _refuse_what_packing_changes(model)
         model.set_attn_implementation(RAGGED)
         self.model = model
+        self.saved = saved
         self.parallel_group = parallel_group
         self.sequence_parallel = parallel_group if isinstance(parallel_group, SequenceParallel) else None
         self.tensor_parallel = parallel_group if isinstance(parallel_group, TensorParallel) else None
@@ -43,6 +52,13 @@ class RaggedModel(nn.Module):
     def hf_name(self, name: str) -> str:
         """A parameter's name in the Hugging Face checkpoint, from its name in this module."""
         return name.removeprefix("model.")
+
+    def read(self, name: str, rows: slice = EVERYTHING) -> Tensor:
+        """Rows of this rank's part of a parameter, by its name in this module, from the checkpoint, in its dtype."""
+        assert self.saved is not None, f"{name} has no values: its model was made on the meta device"
+        name = self.hf_name(name)
+        part, saved = self.parts.get(name), name.replace(BASE, ".")
+        return self.saved.read(saved, rows) if part is None else part.of(self.saved.read(saved))[rows]
 
     def decoder_layers(self) -> list[nn.Module]:
         """The repeated blocks, which strategies shard one by one."""
@@ -122,6 +138,11 @@ def check_and_divide(scorer: RaggedModel) -> None:
     It runs the same three tokens twice in one batch, after different ones: results must be equal. Then the parallel
     group, if there is one, must get the same results as one process. Raises ConfigError.
     """
+    with weights_lent(scorer):
+        _check_and_divide(scorer)
+
+
+def _check_and_divide(scorer: RaggedModel) -> None:
     parameter = next(scorer.parameters())
     ids = torch.tensor([1, 2, 3, 4, 5, 1, 2, 3], device=parameter.device) % scorer.model.config.vocab_size
     places = torch.tensor([0, 1, 2, 0, 1, 0, 1, 2], device=parameter.device)
@@ -129,7 +150,7 @@ def check_and_divide(scorer: RaggedModel) -> None:
     with torch.no_grad():
         computed = scorer._hidden(ids, places, packing, None)
     first, second = computed[packing.places[:3]], computed[packing.places[5:]]
-    if not close(first, second, parameter.dtype):
+    if not close(first, second, computed.dtype):
         raise ConfigError(
             f"{type(scorer.model).__name__} lets sequences of one batch see each other (its layers are not all "
             "attention), so it cannot run without padding."
@@ -154,7 +175,7 @@ def check_and_divide(scorer: RaggedModel) -> None:
         raise ConfigError(f"{message} ({error})") from error
     deviation = (again - computed).float().norm(dim=-1) / computed.float().norm(dim=-1)
     if not float(deviation.max()) <= (
-        0.25 if parameter.dtype.itemsize < 4 else 1e-4
+        0.25 if computed.dtype.itemsize < 4 else 1e-4
     ):  # relative: some channels are large
         raise ConfigError(message)
 

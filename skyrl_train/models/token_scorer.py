@@ -13,9 +13,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.lent_weights import weights_lent
 from skyrl_train.models.ragged_model import RaggedModel, check_and_divide, close, linear_head
 from skyrl_train.models.rank_group import RankGroup
 from skyrl_train.models.sampled_logprobs import LogitShape, sampled_logprobs
+from skyrl_train.models.saved_weights import SavedWeights
 
 CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
 """Size of one chunk's float32 logits: a hundred rows of a vocabulary of 150,000 on a CPU; on a GPU at least four times
@@ -54,16 +56,23 @@ class TokenScorer(RaggedModel):
     at least float32. Raises ConfigError for a model whose logits it cannot reproduce.
     """
 
-    def __init__(self, model: PreTrainedModel, chunk_bytes: int | None = None, parallel_group: RankGroup | None = None):
-        """`chunk_bytes`: None for the device's own, see the function. `parallel_group`: see RaggedModel."""
-        super().__init__(model, parallel_group)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        chunk_bytes: int | None = None,
+        parallel_group: RankGroup | None = None,
+        saved: SavedWeights | None = None,
+    ):
+        """`chunk_bytes`: None for the device's own, see the function. The others: see RaggedModel."""
+        super().__init__(model, parallel_group, saved)
         self.chunk_bytes = chunk_bytes
         config = model.config
         self._shape = LogitShape(
             factor=getattr(config, "logit_scale", None) or 1.0 / getattr(config, "logits_scaling", 1.0),
             softcap=getattr(config, "final_logit_softcapping", None),
         )
-        _check_head(self)
+        with weights_lent(self):
+            _check_head(self)
         check_and_divide(self)
 
     def head_parameters(self) -> list[Tensor]:

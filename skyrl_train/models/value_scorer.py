@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.models.ragged_model import RaggedModel, check_and_divide, linear_head
 from skyrl_train.models.rank_group import RankGroup
+from skyrl_train.models.saved_weights import SavedWeights
 
 
 class ValueScorer(RaggedModel):
@@ -19,14 +20,21 @@ class ValueScorer(RaggedModel):
     model that cannot run without padding.
     """
 
-    def __init__(self, model: PreTrainedModel, head_name: str = "value_head", parallel_group: RankGroup | None = None):
-        """`head_name`: the head's name in checkpoints."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head_name: str = "value_head",
+        parallel_group: RankGroup | None = None,
+        saved: SavedWeights | None = None,
+    ):
+        """`head_name`: the head's name in checkpoints. The others: see RaggedModel."""
         size = linear_head(model).in_features
         body: Any = model.base_model
-        super().__init__(body, parallel_group)
+        super().__init__(body, parallel_group, saved)
         self._prefix = model.base_model_prefix
         self._head_name = head_name
-        self.value_head = nn.Linear(size, 1, bias=False, dtype=model.dtype, device=model.device)
+        device = model.device if saved is None else "cpu"
+        self.value_head = nn.Linear(size, 1, bias=False, dtype=model.dtype, device=device)
         nn.init.zeros_(self.value_head.weight)
         check_and_divide(self)
 

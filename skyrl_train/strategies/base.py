@@ -95,7 +95,10 @@ class Strategy(Protocol):
     """After this many consecutive updates without a finite gradient `step` raises NonFiniteUpdate."""
 
     def prepare(self, scorer: nn.Module, total_steps: int | None) -> nn.Module:
-        """Shard or wrap the scorer, build optimizer and schedule (neither if total_steps is None: a frozen model)."""
+        """Shard or wrap the scorer, build optimizer and schedule (neither if total_steps is None: a frozen model).
+
+        Parameters on the meta device get memory and the values of the checkpoint: see strategies.fill.
+        """
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulate gradients; `last`: it is the last micro-batch of the update, so reduce gradients over ranks."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.strategies.base import DeepSpeedSettings, FSDPSettings, OptimizerSettings
+from skyrl_train.strategies.fill import fill_whole
 from skyrl_train.strategies.optimizer import OptimizedModel, widest_dtype
 from skyrl_train.strategies.sharded_tensor import ShardedTensor, gather_equal_ranges, gather_ranges
 from skyrl_train.strategies.shards import Slice
@@ -36,7 +37,7 @@ class _Piece:
 
 
 class DeepSpeedStrategy(OptimizedModel):
-    """Call `init_process_group` first, even for one rank, and load the model on the CPU.
+    """Call `init_process_group` first, even for one rank. The model is on the CPU or the meta device.
 
     With a compute dtype narrower than the parameters', the model's parameters get that dtype, and the optimizer has
     float32 copies. Gradients are summed over ranks after every micro-batch, in float32. A frozen model is whole on
@@ -72,6 +73,7 @@ class DeepSpeedStrategy(OptimizedModel):
         for parameter in scorer.parameters():
             parameter.data = parameter.data.to(self._dtype)
         if total_steps is None and self.zero.zero_stage < 3:
+            fill_whole(scorer)
             self._place_whole(self.device)
             return scorer
         self.scorer = self._initialize(scorer, total_steps)
@@ -80,11 +82,15 @@ class DeepSpeedStrategy(OptimizedModel):
     def _initialize(self, scorer: nn.Module, total_steps: int | None) -> Any:
         config = self._config()
         self.library.utils.groups._WORLD_GROUP = dist.group.WORLD  # otherwise it makes one without our deadline
-        if self.zero.zero_stage == 3:  # parameter by parameter, so that the device never has the whole model
-            self.library.zero.Init(module=scorer, config_dict_or_path=config)
-            head_parameters: Any = scorer.head_parameters
-            for parameter in head_parameters():
+        model: Any = scorer
+        if self.zero.zero_stage == 3:  # module by module, so that neither host nor device ever has the whole model
+            for module in (*(one for one in scorer.modules() if one._parameters), scorer):
+                fill_whole(scorer, module)
+                self.library.zero.Init(module=module, config_dict_or_path=config)
+            for parameter in model.head_parameters():
                 self.library.zero.register_external_parameter(scorer, parameter)
+        else:
+            fill_whole(scorer)
         if total_steps is None:
             engine = self._engine(scorer, None, config)
             self._pieces = {name: _partition(p, None, 0, self.rank) for name, p in self._saved.items()}

@@ -22,6 +22,7 @@ from skyrl_train.strategies.base import (
     TensorGroup,
     TensorPart,
 )
+from skyrl_train.strategies.fill import fill
 from skyrl_train.strategies.optimizer import OptimizedModel, widest_dtype
 from skyrl_train.strategies.sharded_tensor import ShardedTensor
 from skyrl_train.strategies.shards import Slice, local
@@ -33,7 +34,7 @@ class FSDP2Strategy(OptimizedModel):
     Parameters and gradients keep the dtype that the model was loaded in; `compute_dtype` is that of gathered weights
     and activations. Gradients are summed over ranks in the parameters' dtype: once per update if memory is not scarce
     (on CPUs, and without reshard_after_forward), else after every micro-batch, so that a whole gradient never exists.
-    Load the model on the CPU: layers are moved to the device one by one as they are sharded.
+    A model on the meta device is sharded first, and read row by row; one on the CPU is moved layer by layer.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class FSDP2Strategy(OptimizedModel):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+        fill(root, "cpu" if self._offloads else self.device)
         self._own(root, total_steps)
         return root
 

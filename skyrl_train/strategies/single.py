@@ -9,6 +9,7 @@ from torch import nn
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.strategies.base import DeepSpeedSettings, FSDPSettings, OptimizerSettings
+from skyrl_train.strategies.fill import fill_whole
 from skyrl_train.strategies.optimizer import OptimizedModel, widest_dtype
 
 
@@ -32,6 +33,7 @@ class SingleStrategy(OptimizedModel):
         self.compute_dtype = compute_dtype
 
     def prepare(self, scorer: nn.Module, total_steps: int | None) -> nn.Module:
+        fill_whole(scorer)
         scorer.to(self.device)
         if self.compute_dtype.itemsize < widest_dtype(scorer).itemsize:
             compute: Any = torch.autocast(self.device.type, dtype=self.compute_dtype)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.learner.worker import LearnerSpec, LearnerWorker
 from skyrl_train.models.ragged_model import RaggedModel
+from skyrl_train.models.saved_weights import SavedWeights
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.single import SingleStrategy
 from tests.support.tiny_adapters import fill_adapters
@@ -62,10 +63,10 @@ class RecordingWorker(LearnerWorker):
         self._chunk_bytes = chunk_bytes
         torch.compiler.set_default_backend(backend)
 
-    def _scorer(self, model: PreTrainedModel) -> RaggedModel:
+    def _scorer(self, model: PreTrainedModel, saved: SavedWeights) -> RaggedModel:
         if self.adapters is not None:
             fill_adapters(model)
-        scorer = super()._scorer(model)
+        scorer = super()._scorer(model, saved)
         if self._chunk_bytes is not None:
             scorer.chunk_bytes = self._chunk_bytes  # type: ignore[assignment]
         return scorer

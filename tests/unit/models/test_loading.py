@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import checkpoint_names, export_hf, load_causal_lm, load_config, load_tokenizer
+from skyrl_train.models.loading import (
+    checkpoint_names,
+    export_hf,
+    load_causal_lm,
+    load_config,
+    load_tokenizer,
+    open_causal_lm,
+)
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 
 
@@ -63,12 +71,29 @@ def test_code_that_a_checkpoint_brings_is_not_run(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
-def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loader", [load_causal_lm, open_causal_lm])
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path, loader: Callable[..., Any]) -> None:
     model = tiny_model()
     tensors = ((name, value) for name, value in model.named_parameters() if "layers.1.mlp.up_proj" not in name)
     export_hf(model.config, tensors, byte_tokenizer(), tmp_path)
-    with pytest.raises(ConfigError, match=r"lacks 1 tensors, such as 'model\.layers\.1\.mlp\.up_proj\.weight'"):
-        load(str(tmp_path))
+    wanted = r"^a\.key=.* lacks 1 tensors, such as 'model\.layers\.1\.mlp\.up_proj\.weight'"
+    with pytest.raises(ConfigError, match=wanted):
+        loader(str(tmp_path), dtype=torch.float32, key="a.key")
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "gemma"])
+def test_a_model_without_memory_is_the_one_that_is_loaded_row_by_row(tmp_path: Path, kind: str) -> None:
+    path = save_tiny_model(tmp_path, kind, dtype=torch.bfloat16)
+    whole, (model, saved) = load(path), open_causal_lm(path, dtype=torch.float32)
+    parameters = dict(whole.named_parameters())
+    assert [(name, one.dtype, one.is_meta) for name, one in model.named_parameters()] == [
+        (name, one.dtype, True) for name, one in parameters.items()
+    ]
+    for name, parameter in parameters.items():
+        for rows in (slice(None), slice(0, 3), slice(1, 2), slice(len(parameter) - 1, len(parameter))):
+            assert torch.equal(saved.read(name, rows).float(), parameter[rows]), (name, rows)
+    assert all(torch.equal(one, whole.get_buffer(name)) for name, one in model.named_buffers())
+    assert model.config.to_dict() == whole.config.to_dict()
 
 
 def test_overrides_change_the_configuration_and_misspelt_ones_are_refused(folder: str) -> None:

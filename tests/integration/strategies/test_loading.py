@@ -1,0 +1,144 @@
+"""Ranks load their rows of a model: the bits of the whole model, in the memory of one."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from skyrl_train.config.choices import STRATEGIES
+from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, LoraConfig
+from skyrl_train.learner.worker import LearnerSpec, LearnerWorker
+from skyrl_train.models.loading import load_causal_lm
+from skyrl_train.models.lora import Adapters
+from skyrl_train.testing.tiny_models import save_tiny_model
+from tests.support.learner_specs import tiny_spec
+from tests.support.loading_memory import RANKS, peak_of_loading
+from tests.support.rank_processes import free_port, run_ranks
+
+FROZEN = {"optimizer": None, "total_steps": None, "objective": None, "dtype": "bfloat16"}
+LORA = LoraConfig(rank=4, alpha=8)
+Ways = dict[str, tuple[str, dict[str, Any]]]
+WAYS: Ways = {
+    "tied": ("qwen2", {}),
+    "saved in bfloat16": ("llama-bfloat16", {}),
+    "compute in bfloat16": ("qwen2", {"dtype": "bfloat16"}),
+    "tied, but saved twice": ("saved-twice", {}),
+    "experts": ("qwen3_moe", {}),
+    "other values of the configuration": (
+        "qwen2",
+        {"model_config_kwargs": {"num_hidden_layers": 1}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    ),
+    "a critic": ("llama", {"value_head": "value_head"}),
+    "a frozen reference": ("qwen3_moe", FROZEN),
+    "adapters": ("qwen2", {"lora": LORA, "dtype": "bfloat16"}),
+    "adapters of a critic": ("llama", {"lora": LORA, "value_head": "value_head"}),
+}
+GROUPS: Ways = {
+    "replicas": ("qwen3_moe", {"fsdp": FSDPConfig(fsdp_size=2)}),
+    "parts of layers": ("llama", {"tensor_parallel_size": 2}),
+    "parts of experts": ("qwen3_moe", {"tensor_parallel_size": 2}),
+    "parts of sequences": ("qwen2", {"sequence_parallel_size": 2}),
+}
+ZERO: Ways = {
+    "ZeRO 2": ("qwen2", {"strategy": STRATEGIES["deepspeed"], "deepspeed": DeepSpeedConfig(zero_stage=2)}),
+    "ZeRO 3": ("qwen3_moe", {"strategy": STRATEGIES["deepspeed"]}),
+    "ZeRO 3, frozen": ("qwen2", {"strategy": STRATEGIES["deepspeed"], **FROZEN}),
+}
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+
+def loaded_whole(spec: LearnerSpec, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters by name and buffers of the model, loaded in one piece."""
+    model = load_causal_lm(
+        path,
+        dtype=torch.float32 if spec.optimizer and not spec.lora else getattr(torch, spec.dtype),
+        model_config_kwargs=spec.model_config_kwargs,
+        rope_scaling=spec.rope_scaling,
+        rope_theta=spec.rope_theta,
+    )
+    if spec.lora:
+        torch.manual_seed(spec.seed)
+        Adapters(model, spec.lora, "lora")
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    if spec.value_head is not None:
+        parameters = {name: one for name, one in parameters.items() if name.startswith(model.base_model_prefix)}
+        parameters[f"{spec.value_head}.weight"] = torch.zeros(1, model.config.hidden_size)
+    return parameters, dict(model.named_buffers())
+
+
+def assert_bits(worker: LearnerWorker, path: str) -> None:
+    """What this rank has, gathered, is bit for bit what one process loads."""
+    wanted, buffers = loaded_whole(worker.spec, path)
+    found = {name: tensor.clone() for name, tensor in worker.strategy.full_parameters()}
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor.to(found[name].dtype)), name
+        is_adapter = "lora_" in name
+        assert found[name].dtype == (torch.float32 if is_adapter else tensor.dtype), name
+    scorer: nn.Module = worker.scorer
+    theirs = {name.rpartition("model.")[2]: tensor for name, tensor in scorer.named_buffers()}
+    ours = {name.rpartition("model.")[2]: tensor for name, tensor in buffers.items()}
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in ours.items())
+
+
+def load_every_way(rank: int, world: int, ways: Ways, folders: dict[str, str], ports: list[int]) -> None:
+    for (way, (folder, changes)), port in zip(ways.items(), ports, strict=True):
+        spec = tiny_spec(folders[folder], **{"strategy": STRATEGIES["fsdp2"], **changes})
+        worker = LearnerWorker(spec, rank, world)
+        worker.setup("127.0.0.1", port)
+        try:
+            assert_bits(worker, folders[folder])
+            if spec.optimizer is None:
+                worker.reload(folders["another"])
+                assert_bits(worker, folders["another"])
+        except AssertionError as error:
+            raise AssertionError(f"{way}: {error}") from error
+        worker.close()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    at: Callable[[str], Path] = tmp_path_factory.mktemp
+    twice = at("twice")
+    found = {kind: save_tiny_model(at(kind), kind, tied=kind == "qwen2") for kind in ("qwen2", "llama", "qwen3_moe")}
+    found["llama-bfloat16"] = save_tiny_model(at("half"), "llama", dtype=torch.bfloat16)
+    found["another"] = save_tiny_model(at("another"), "qwen2", seed=5)
+    found["saved-twice"] = save_tiny_model(twice, "qwen2")
+    tensors = load_file(twice / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, twice / "model.safetensors", metadata={"format": "pt"})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "ways"),
+    [
+        pytest.param(1, {name: WAYS[name] for name in ("tied", "experts")}, id="one rank"),
+        pytest.param(3, WAYS, id="ranks that rows do not divide by"),
+        pytest.param(4, GROUPS, id="groups of ranks"),
+        pytest.param(2, ZERO, id="deepspeed", marks=needs_deepspeed),
+    ],
+)
+def test_ranks_have_the_bits_of_a_model_that_is_loaded_in_one_piece(
+    world: int, ways: Ways, folders: dict[str, str], tmp_path: Path
+) -> None:
+    ports = [free_port() for _ in ways]
+    run_ranks(load_every_way, [(rank, world, ways, folders, ports) for rank in range(world)], tmp_path)
+
+
+@pytest.mark.defect("every-rank-loads-the-whole-model")
+def test_ranks_take_no_more_memory_for_loading_than_the_model_they_share(tmp_path: Path) -> None:
+    """A mixture of experts, which are saved one by one in bfloat16 and trained in float32, as published models are."""
+    folder = tmp_path / "model"
+    path = save_tiny_model(folder, "qwen3_moe", hidden_size=512, layers=12, vocab_size=8192, dtype=torch.bfloat16)
+    whole = 2 * (folder / "model.safetensors").stat().st_size
+    assert whole > 100 << 20
+    assert peak_of_loading(path, tmp_path, RANKS) < 1.3 * whole
