@@ -32,6 +32,8 @@ FAULTS_PER_RUN = 8
 """After so many a run may go to its end."""
 _MASKING_RUNS = 0.4
 """The share of runs that may be hit by what costs episodes."""
+_SPARED_STARTS = 0.5
+"""The share of starts in which nothing is hit before a step was taken: most that is hit in a start ends the run."""
 WITHIN_S = 240.0
 """Every run has ended, or taken its next step, within this time."""
 _CLOCKS = ("timing/", "throughput/", "memory/", "engines/", "time")
@@ -104,6 +106,7 @@ class Campaign:
             driver = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         victim, known, last = Victim(driver, folder, self.chance, self.proxy), set[psutil.Process](), None
         moved_at, seen, next_at = time.monotonic(), before, self._soon()
+        spares_start = self.chance.random() < _SPARED_STARTS
         try:
             while driver.poll() is None:
                 time.sleep(0.05)
@@ -111,9 +114,10 @@ class Campaign:
                 now = time.monotonic()
                 if len(_rows(folder)) != seen:
                     seen, moved_at = len(_rows(folder)), now
+                    next_at = self._soon() if spares_start and next_at < now else next_at
                 if now - moved_at > WITHIN_S:
                     raise Miss(f"nothing happens after {last and last.name}: {_tail(folder)}")
-                if most and now >= next_at and (last is None or not last.ends):
+                if most and now >= next_at and (last is None or not last.ends) and (seen > before or not spares_start):
                     fault = self.chance.choice(faults)
                     next_at = self._soon()
                     if (seen > before or not fault.needs_start) and fault.strike(victim):
@@ -143,10 +147,11 @@ class Campaign:
             raise Miss(f"after {name} a step is recorded twice: {steps}")
         if self._code == 0:
             return
-        if last is None or not last.ends or self._code not in last.codes:
+        says = "" if last is None else last.says if last.ends else "" if took_steps else last.in_start
+        if last is None or not (last.ends or says) or self._code not in last.codes:
             raise Miss(f"{name} ended the run with {self._code}: {_tail(folder)}")
-        if not re.search(last.says, (folder / "log").read_text()[-6000:]):
-            raise Miss(f"after {name} the run does not say {last.says}: {_tail(folder)}")
+        if not re.search(says, (folder / "log").read_text()[-6000:]):
+            raise Miss(f"after {name} the run does not say {says}: {_tail(folder)}")
         checkpoints = Checkpoints(folder / "ckpts")
         saved = [step for step in checkpoints.steps() if verify(folder / "ckpts" / f"global_step_{step}") is None]
         done = max(steps, default=0)

@@ -61,6 +61,8 @@ class Fault:
     codes: tuple[int, ...] = (1,)
     says: str = ""
     """A pattern of what a run says that it ends."""
+    in_start: str = ""
+    """A pattern of what a run says that it ends in its start, where the run would go on later."""
     saves: bool = False
     """Whether the run that it ends saves its last whole step."""
     masks: bool = False
@@ -135,8 +137,8 @@ LOST = (
 )
 
 FAULTS = (
-    Fault("engine killed", _hit(ENGINE, KILL), settles_s=3),
-    Fault("engine stopped", _hit(ENGINE, STOP), settles_s=60),
+    Fault("engine killed", _hit(ENGINE, KILL), in_start="EngineError: .* died during start", settles_s=3),
+    Fault("engine stopped", _hit(ENGINE, STOP), in_start="DeadlineExceeded: .*start", settles_s=60),
     Fault("rank killed", _hit(RANK, KILL), ends=True, says="WorkerDied"),
     Fault("rank stopped", _hit(RANK, STOP), ends=True, says="DeadlineExceeded", settles_s=60),
     Fault("environment killed", _hit(ENVIRONMENT, KILL)),
