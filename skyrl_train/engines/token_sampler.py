@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,18 +47,34 @@ def _shifted(bits: Tensor, by: int) -> Tensor:
 
 def uniform_columns(seeds: Tensor, positions: Tensor) -> Iterator[Tensor]:
     """Numbers for `positions`, then for those after them, and so on: float64 [B, 1] each, from int64 [B]."""
+    count = 1  # at first: in a busy engine most batches live for one step
     while True:
-        ahead = positions + torch.arange(_AHEAD, device=positions.device).unsqueeze(1)
+        ahead = positions + torch.arange(count, device=positions.device).unsqueeze(1)
         columns = uniforms(seeds, ahead).unsqueeze(2)
-        for step in range(_AHEAD):  # to iterate over the tensor would make all views at once
+        for step in range(count):  # to iterate over the tensor would make all views at once
             yield columns[step]
-        positions = positions + _AHEAD
+        positions, count = positions + count, _AHEAD
 
 
 def to_device(values: Sequence[object] | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of these; on an accelerator it is copied when its turn comes, and nobody waits for it."""
     accelerated = device.type != "cpu"
     return torch.tensor(values, dtype=dtype, pin_memory=accelerated).to(device, non_blocking=True)
+
+
+class Numbers(NamedTuple):
+    """What a RowSampler reads of a row's parameters: read once, where batches change in every step."""
+
+    temperature: float
+    top_k: float
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+
+    @classmethod
+    def of(cls, params: Any) -> Numbers:
+        """Of SamplingParams, ours or vLLM's, which have the same names."""
+        return cls(params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +102,13 @@ class RowSampler:
 
     def __init__(
         self,
-        params: Sequence[SamplingParams],
+        params: Sequence[SamplingParams | Numbers],
         seeds: Sequence[int],
         positions: Sequence[int],
         device: torch.device,
         mask: Mask | None = None,
     ):
-        """`params`: ours, or vLLM's, which have the same names. Seeds have 64 bits.
+        """Seeds have 64 bits.
 
         `positions`: how many tokens each row has already, and so which of its seed's numbers come next.
         `mask` truncates without waiting for the device; without one the host looks at which rows are done.
@@ -100,17 +117,21 @@ class RowSampler:
         signed = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64).view(np.int64)
         both = to_device(np.array((signed, positions)), torch.int64, device)
         self._random = uniform_columns(both[0], both[1])
-        temperatures = [p.temperature or 1.0 for p in params]
-        self._temperature = None if all(t == 1.0 for t in temperatures) else self._column(temperatures)
-        greedy = [p.temperature == 0 for p in params]
-        self._all_greedy = all(greedy)
-        self._greedy = to_device(greedy, torch.bool, device).unsqueeze(1) if any(greedy) else None
-        self._truncation = _Truncation(params, device, mask) if any(map(_truncates, params)) else None
-        penalised = [i for i, p in enumerate(params) if p.repetition_penalty != 1]
-        self._penalised = to_device(penalised, torch.int64, device) if penalised else None
-        self._penalty = self._column([params[i].repetition_penalty for i in penalised]) if penalised else None
+        read = [p if isinstance(p, Numbers) else Numbers.of(p) for p in params]
+        numbers = np.array(read, dtype=np.float64).reshape(len(read), 5)
+        temperatures, top_k, top_p, min_p, penalties = numbers.T
+        greedy = temperatures == 0
+        self._all_greedy = bool(greedy.all())
+        self._greedy = to_device(greedy, torch.bool, device).unsqueeze(1) if greedy.any() else None
+        scales = np.where(greedy, 1.0, temperatures)
+        self._temperature = None if (scales == 1).all() else self._column(scales)
+        rows = np.flatnonzero(~greedy & ((top_p < 1) | (top_k > 0) | (min_p > 0)))
+        self._truncation = _Truncation(rows, top_k[rows], top_p[rows], min_p[rows], device, mask) if len(rows) else None
+        penalised = np.flatnonzero(penalties != 1)
+        self._penalised = to_device(penalised, torch.int64, device) if len(penalised) else None
+        self._penalty = self._column(penalties[penalised]) if len(penalised) else None
 
-    def _column(self, values: Sequence[float]) -> Tensor:
+    def _column(self, values: np.ndarray) -> Tensor:
         return to_device(values, torch.float32, self._device).unsqueeze(1)
 
     def __call__(
@@ -172,20 +193,23 @@ class RowSampler:
         return target
 
 
-def _truncates(params: SamplingParams) -> bool:
-    return params.temperature > 0 and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
-
-
 class _Truncation:
     """Applies top_k, top_p and min_p to the rows that have any of them."""
 
-    def __init__(self, params: Sequence[SamplingParams], device: torch.device, mask: Mask | None):
-        rows = [row for row, p in enumerate(params) if _truncates(p)]
+    def __init__(
+        self,
+        rows: np.ndarray,
+        top_k: np.ndarray,
+        top_p: np.ndarray,
+        min_p: np.ndarray,
+        device: torch.device,
+        mask: Mask | None,
+    ):
+        """`rows`: their indices; the rest, each [R], are theirs."""
         self._rows = to_device(rows, torch.int64, device)
-        chosen = [params[row] for row in rows]
-        limits = [[p.top_k if p.top_k > 0 else math.inf, p.top_p if p.top_p < 1 else math.inf, p.min_p] for p in chosen]
+        limits = np.stack((np.where(top_k > 0, top_k, np.inf), np.where(top_p < 1, top_p, np.inf), min_p), axis=1)
         self._limits = to_device(limits, torch.float64, device)
-        self._largest_k = max(p.top_k for p in chosen)
+        self._largest_k = int(top_k.max())
         self._mask = mask
 
     def apply(self, logits: Tensor, probabilities: Tensor) -> Tensor:

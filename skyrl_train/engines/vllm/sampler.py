@@ -25,7 +25,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
-from skyrl_train.engines.token_sampler import RowSampler, Sampled
+from skyrl_train.engines.token_sampler import Numbers, RowSampler, Sampled
 from skyrl_train.engines.vllm.arguments import SEED
 from skyrl_train.errors import ConfigError
 
@@ -65,8 +65,8 @@ class BatchRows(LogitsProcessor):
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._rows: dict[int, tuple[Any, Sequence[int]]] = {}
-        """Of each row in use: its sampling parameters, and its tokens so far."""
+        self._rows: dict[int, tuple[Numbers, int, Sequence[int]]] = {}
+        """Of each row in use: its sampling parameters, its seed, and its tokens so far."""
         self._generated: list[int] = []
 
     def is_argmax_invariant(self) -> bool:
@@ -77,15 +77,19 @@ class BatchRows(LogitsProcessor):
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Called by vLLM before every step."""
-        process_dict_updates(self._rows, batch_update, lambda params, prompt, output: (params, output))
+        process_dict_updates(self._rows, batch_update, _row)
         rows = [self._rows[index] for index in range(len(self._rows))]
-        generated = [len(output) for _, output in rows]
+        generated = [len(output) for _, _, output in rows]
         # A row that reads a part of its prompt does not sample: its next number stays the same.
         if batch_update is not None or generated != [count + 1 for count in self._generated]:
-            seeds = [(params.extra_args or {}).get(SEED, 0) for params, _ in rows]
+            numbers, seeds, _ = zip(*rows, strict=True) if rows else ((), (), ())
             mask = None if self._device.type == "cpu" else apply_top_k_top_p
-            self.sampler = RowSampler([params for params, _ in rows], seeds, generated, self._device, mask)
+            self.sampler = RowSampler(numbers, seeds, generated, self._device, mask)
         self._generated = generated
+
+
+def _row(params: Any, prompt: Any, output: Sequence[int]) -> tuple[Numbers, int, Sequence[int]]:
+    return Numbers.of(params), (params.extra_args or {}).get(SEED, 0), output
 
 
 class BehaviourSampler(Sampler):
