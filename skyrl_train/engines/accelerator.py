@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from skyrl_train.errors import EngineError, SkyRLError
+from skyrl_train.errors import EngineError, SkyRLError, WeightSyncError
 
 T = TypeVar("T")
 
@@ -26,21 +26,31 @@ def compute(device: torch.device) -> None:
         torch.ones((), device=device).item()
 
 
+def query(device: torch.device) -> None:
+    """Raises the device's error if it is known by now; waits for nothing that the device still has to do."""
+    if device.type != "cpu":
+        torch.cuda.current_stream(device).query()
+
+
 class Accelerator:
     """The accelerator of one engine; once it does not compute any more it is lost for good."""
 
-    def __init__(self, engine: str, compute: Callable[[], Any]):
-        """`compute` raises if the device of any of the engine's ranks does not compute: see the function."""
+    def __init__(self, engine: str, compute: Callable[[], Any], query: Callable[[], Any] = lambda: None):
+        """`compute` and `query` raise if the device of any of the engine's ranks does not compute, as the functions."""
         self._engine = engine
         self._compute = compute
+        self._query = query
         self._lost: str | None = None
 
     def examine(self) -> None:
         """Ask the device; to be called after an exception whose cause it may be, where the engine computes."""
+        self._ask(self._compute)
+
+    def _ask(self, question: Callable[[], Any]) -> None:
         if self._lost is not None:
             return
         try:
-            self._compute()
+            question()
         except Exception as error:
             self._lost = f"{type(error).__name__}: {error}"
 
@@ -52,14 +62,16 @@ class Accelerator:
     def run(self, command: Callable[[], T]) -> T:
         """Run a command; after an exception that is not one of ours the device is asked.
 
-        Raises EngineError instead of that exception if the accelerator is lost.
+        So it is after a failed weight transfer, which tells of what went wrong before it, too; but then nobody waits:
+        a transfer that another rank gave up may still be on the device. Raises EngineError instead of that exception if
+        the accelerator is lost.
         """
         try:
             return command()
-        except SkyRLError:
-            raise
         except Exception as error:
-            self.examine()
+            if isinstance(error, SkyRLError) and not isinstance(error, WeightSyncError):
+                raise
+            self._ask(self._query if isinstance(error, WeightSyncError) else self._compute)
             if self._lost is not None:
                 raise self._error() from error
             raise

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import GenerationConfig
 
-from skyrl_train.engines.accelerator import Accelerator, compute
+from skyrl_train.engines.accelerator import Accelerator, compute, query
 from skyrl_train.engines.base import (
     PAUSE_MODES,
     SAMPLING,
@@ -118,7 +118,7 @@ class SGLangEngine:
         )
         store = SGLangWeights(skeleton, self._host.manager, self._wait, self._traffic.halt, ranks=tensor_parallel_size)
         self._receiver = self._traffic.receiver = WeightReceiver(store, name, torch.device(device), slot)
-        self._accelerator = Accelerator(name, partial(compute, torch.device(device)))
+        self._accelerator = Accelerator(name, *(partial(ask, torch.device(device)) for ask in (compute, query)))
         self._host.watch(self._died)
 
     # -- requests ----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from skyrl_train.engines.accelerator import Accelerator, compute
+from skyrl_train.engines.accelerator import Accelerator, compute, query
 from skyrl_train.engines.base import (
     PAUSE_MODES,
     SAMPLING,
@@ -97,7 +97,7 @@ class TransformersEngine:
             max_model_len=max_model_len,
             name=name,
         )
-        self._accelerator = Accelerator(name, partial(compute, device))
+        self._accelerator = Accelerator(name, partial(compute, device), partial(query, device))
         self._receiver = WeightReceiver(ServedWeights(self._served), name, device, slot)
         self.capabilities = _capabilities(name, max_model_len, strings=tokenizer is not None)
         self._checks = Checks(self.capabilities, self._served.vocab_size, max_model_len, max_score_len=longest)

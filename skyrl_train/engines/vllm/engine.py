@@ -502,12 +502,12 @@ class VLLMEngine:
 
     def _give_memory_back(self, level: int) -> int:
         """Let vLLM sleep: it frees weights and cache at every level; at level 2 it keeps no copy of the weights."""
-        before = torch.cuda.mem_get_info()[0]
+        before = self._engine.collective_rpc("free_memory")  # to ask from here would take memory there
         if level >= 2 and "weights" not in self._core.model_executor.sleeping_tags:
             self._torn = self._weights_are_gone = True
         self._asleep |= SLEEPING
         self._engine.sleep(level=level)
-        return torch.cuda.mem_get_info()[0] - before
+        return sum(self._engine.collective_rpc("free_memory")) - sum(before)
 
     def _take_memory_back(self, wanted: Set[str]) -> list[str]:
         """Wake only sleeping tags, which it returns: vLLM wakes none at all if one of the tags is awake already."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -14,7 +15,7 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from skyrl_train.engines.accelerator import compute
+from skyrl_train.engines.accelerator import compute, query
 from skyrl_train.engines.vllm.sampler import replace_sampler
 from skyrl_train.engines.vllm.synced_adapter import SyncedAdapter
 from skyrl_train.errors import WeightSyncError
@@ -50,6 +51,10 @@ class WorkerExtension:
         """Raises the device's error if it does not compute any more."""
         compute(self.device)
 
+    def free_memory(self: Any) -> int:
+        """Bytes that are free on this rank's accelerator."""
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
     def weights(self: Any, method: str, *args: Any) -> tuple[str | None, bool]:
         """Call a WeightReceiver's method; returns its error message (exceptions would lose their type) and `torn`.
 
@@ -62,6 +67,7 @@ class WorkerExtension:
         try:
             getattr(receiver, method)(*args)
         except WeightSyncError as error:
+            query(self.device)  # a transfer also fails with what went wrong on the device before it
             return str(error), receiver.torn
         except Exception as error:  # of vLLM's loaders, of the device
             compute(self.device)

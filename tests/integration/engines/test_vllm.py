@@ -180,7 +180,7 @@ def test_after_a_step_that_fails_the_ranks_devices_are_asked(
 def on_device(running: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
     """As on an accelerator: vLLM's executor is told to sleep and to wake, for which its workers on CPUs do nothing."""
     monkeypatch.setattr(running.engine, "_on_cpu", False)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     monkeypatch.setattr(running.core.model_executor.driver_worker.worker, "discard", lambda tags: None)
     return running
 

@@ -130,6 +130,21 @@ def test_after_an_error_of_ours_no_device_is_asked():
     assert device.asked == 0
 
 
+@pytest.mark.defect("poisoned-device-counted-as-alive")
+def test_a_transfer_that_fails_as_the_device_is_poisoned_is_the_engines_death():
+    device = Device()
+    accelerator = Accelerator("a", device.compute, device.illegal_access)
+
+    def failed() -> None:
+        raise WeightSyncError("a transfer of 8 bytes did not complete")
+
+    with pytest.raises(EngineError, match=f"'a' is dead: .*{ILLEGAL}"):
+        accelerator.run(failed)
+    with pytest.raises(EngineError, match="'a' is dead"):
+        accelerator.check()
+    assert device.asked == 0, "nobody waits for a device on which a transfer may still hang"
+
+
 def test_a_full_memory_is_no_poisoned_device(monkeypatch: pytest.MonkeyPatch):
     def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
