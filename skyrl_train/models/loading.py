@@ -90,11 +90,25 @@ def open_causal_lm(
 ) -> tuple[PreTrainedModel, SavedWeights]:
     """The model of `load_causal_lm` with its parameters on the meta device, and the checkpoint that has their values.
 
-    Raises the same errors. Everything else of the model, such as buffers, is on the CPU.
+    Raises the same errors, and ConfigError for quantized weights and for a parameter that cannot be read row by row.
+    Everything else of the model, such as buffers, is on the CPU.
     """
     config = load_config(path, key=key, overrides=model_config_kwargs, rope_scaling=rope_scaling, rope_theta=rope_theta)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{key}={path!r}: quantized weights are not trained; give the checkpoint without quantization."
+        )
     model, _ = _load(AutoModelForCausalLM, path, config, key, dtype, attention, "meta")
-    saved = SavedWeights(model, _weight_files(path, config))
+    try:
+        saved = SavedWeights(model, _weight_files(path, config))
+    except OSError as error:
+        raise _cannot_load(key, path, error) from error
+    if lost := [name for name, _ in model.named_parameters() if name not in saved]:
+        raise ConfigError(
+            f"{key}={path!r}: {len(lost)} parameters, such as {lost[0]!r}, cannot be read from the checkpoint row by "
+            "row: transformers makes them of its tensors in a way that is not known here. Save the model with "
+            "save_pretrained, and give that folder."
+        )
     tie_equal(model, saved)
     make_rest_real(model, saved)
     return model, saved

@@ -109,17 +109,15 @@ def _merges_rows(converter: WeightConverter) -> bool:
 
 
 def make_rest_real(model: PreTrainedModel, saved: SavedWeights) -> None:
-    """Give a model on the meta device, on the CPU, all but its parameters that are saved: buffers, above all.
+    """Give a model on the meta device, on the CPU, all but its parameters: its buffers.
 
     What no file has is computed as `from_pretrained` does, such as the frequencies of rotary embeddings.
     """
-    parameters = {name: one for name, one in model.named_parameters() if name not in saved}
     buffers = dict(model.named_buffers())
-    for name, tensor in {**parameters, **buffers}.items():
+    for name, tensor in buffers.items():
         owner, _, attribute = name.rpartition(".")
         module: Any = model.get_submodule(owner)
-        empty = torch.empty_like(tensor, device="cpu")
-        setattr(module, attribute, torch.nn.Parameter(empty) if name in parameters else empty)
+        setattr(module, attribute, torch.empty_like(tensor, device="cpu"))
         module._is_hf_initialized = False
     model.initialize_weights()
     for name, _ in buffers.items():

@@ -19,6 +19,7 @@ from skyrl_train.models.loading import (
     load_tokenizer,
     open_causal_lm,
 )
+from skyrl_train.models.saved_weights import SavedWeights
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 
 
@@ -79,6 +80,25 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path, loader: Cal
     wanted = r"^a\.key=.* lacks 1 tensors, such as 'model\.layers\.1\.mlp\.up_proj\.weight'"
     with pytest.raises(ConfigError, match=wanted):
         loader(str(tmp_path), dtype=torch.float32, key="a.key")
+
+
+@pytest.mark.defect("quantized-weights-read-as-they-are")
+def test_what_cannot_be_read_row_by_row_is_refused_not_trained(
+    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(save_tiny_model(tmp_path))
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"^a\.key=.* quantized weights are not trained"):
+        open_causal_lm(str(path), dtype=torch.float32, key="a.key")
+
+    contains = SavedWeights.__contains__
+    monkeypatch.setattr(
+        SavedWeights, "__contains__", lambda saved, name: "up_proj" not in name and contains(saved, name)
+    )
+    with pytest.raises(ConfigError, match=r"^a\.key=.* 2 parameters, such as 'model\.layers\.0\.mlp\.up_proj\.weight'"):
+        open_causal_lm(folder, dtype=torch.float32, key="a.key")
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "gemma"])
