@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import closing
 
@@ -43,6 +44,31 @@ def interface_of(address: str) -> str | None:
         if any(one.address.partition("%")[0] == address for one in found):
             return name
     return None
+
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_chosen: list[str] = []
+"""The interface that `choose_interface` has set, if it has."""
+
+
+def choose_interface(address: str) -> None:
+    """Have gloo's groups listen at this address, those that torch makes later, too; until `forget_interface`."""
+    interface = interface_of(address)
+    if interface is not None and _INTERFACE not in os.environ:
+        os.environ[_INTERFACE] = interface
+        _chosen.append(interface)
+
+
+def forget_interface() -> None:
+    """Undo `choose_interface`, if it has done anything."""
+    while _chosen:
+        _chosen.pop()
+        os.environ.pop(_INTERFACE, None)
+
+
+def configured_interface() -> str:
+    """The interface that this machine's user wants gloo to use; empty if gloo is to choose."""
+    return "" if _chosen else os.environ.get(_INTERFACE, "")
 
 
 def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:

@@ -100,6 +100,8 @@ class LearnerSpec:
     """Run the decoder layers through torch.compile."""
     max_skipped_updates: int = 5
     """After this many consecutive updates without a finite gradient it raises NonFiniteUpdate."""
+    shares_accelerator: bool = False
+    """Other models of the learner have processes on the same accelerator; between its passes this one makes room."""
     memory_folder: str | None = None
     """Folder for a record of the accelerator's allocations; None for no record."""
 
@@ -265,6 +267,7 @@ class LearnerWorker:
                 scored, _ = self._scored(batch, repeated, wants_entropy=False)
                 if not is_filler:
                     parts.append(scored.float().cpu())
+        self._rest()
         return torch.cat(parts) if parts else torch.zeros(0)
 
     def update(self, mini_batch: MiniBatch) -> dict[str, Any]:
@@ -295,7 +298,12 @@ class LearnerWorker:
             metrics.add(f"{role}/{name}", value)
         for name, gib in peak_memory(self.spec.device).items():
             metrics.maximum(f"memory/learner_{name}", gib)
+        self._rest()
         return metrics.state()
+
+    def _rest(self) -> None:
+        if self.spec.shares_accelerator:
+            self.strategy.rest()
 
     def connect_weights(
         self, route: str, address: str, world_size: int, timeout_s: float, adapter_only: bool = False

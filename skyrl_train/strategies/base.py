@@ -36,7 +36,9 @@ class FSDPSettings(Protocol):
     @property
     def cpu_offload(self) -> bool: ...
     @property
-    def reshard_after_forward(self) -> bool | int: ...
+    def reshard_after_forward(self) -> bool | int | None: ...
+    @property
+    def reduce_once(self) -> bool | None: ...
     @property
     def fsdp_size(self) -> int: ...
 
@@ -108,6 +110,9 @@ class Strategy(Protocol):
 
         If the gradient is not finite on any rank, all ranks skip: parameters stay bit-equal and `skipped` is 1.
         """
+
+    def rest(self) -> None:
+        """Give up what only the next pass needs: gathered weights, and memory that torch keeps for it (on GPUs)."""
 
     def offload(self) -> int:
         """Move parameters, gradients and optimizer state to host memory; returns the bytes freed (0 on CPU)."""

@@ -32,8 +32,9 @@ class FSDP2Strategy(OptimizedModel):
     """Shards decoder layers one by one, and the rest as the root. Call `init_process_group` first, even for one rank.
 
     Parameters and gradients keep the dtype that the model was loaded in; `compute_dtype` is that of gathered weights
-    and activations. Gradients are summed over ranks in the parameters' dtype: once per update if memory is not scarce
-    (on CPUs, and without reshard_after_forward), else after every micro-batch, so that a whole gradient never exists.
+    and activations. Gradients are summed over ranks in the parameters' dtype: once per update (`fsdp.reduce_once`; null
+    does so on CPUs, and without reshard_after_forward), else after every micro-batch, so that a whole gradient never
+    exists.
     A model on the meta device is sharded first, and read row by row; one on the CPU is moved layer by layer.
     """
 
@@ -57,7 +58,9 @@ class FSDP2Strategy(OptimizedModel):
         self._alike: frozenset[str] = frozenset()
         """Names of the layers' parameters that are replicated over the ranks of `tensor_parallel`."""
         self.compute_dtype = compute_dtype
-        self.reduce_once = self.device.type == "cpu" or not fsdp.reshard_after_forward
+        self._reshards = True if fsdp.reshard_after_forward is None else fsdp.reshard_after_forward
+        frugal = self.device.type != "cpu" and bool(self._reshards)
+        self.reduce_once = not frugal if fsdp.reduce_once is None else fsdp.reduce_once
 
     def prepare(self, scorer: Any, total_steps: int | None) -> nn.Module:
         """See Strategy. A scorer that is divided over `scorer.tensor_parallel` has the `scorer.parts` of its layers.
@@ -73,7 +76,7 @@ class FSDP2Strategy(OptimizedModel):
         dtype = widest_dtype(scorer)
         narrower = self.compute_dtype.itemsize < dtype.itemsize
         options: dict[str, Any] = {
-            "reshard_after_forward": self.fsdp.reshard_after_forward,
+            "reshard_after_forward": self._reshards,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=self.compute_dtype if narrower else None,
                 reduce_dtype=dtype if narrower else None,
@@ -119,6 +122,13 @@ class FSDP2Strategy(OptimizedModel):
         root: Any = self.scorer
         root.set_requires_gradient_sync(last or not self.reduce_once)
         loss.backward()
+
+    def rest(self) -> None:
+        """See `Strategy.rest`. Without resharding after forward, a pass without gradient leaves all layers gathered."""
+        for module in self.scorer.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        super().rest()
 
     def step(self) -> dict[str, float]:
         self._add_up()

@@ -136,6 +136,11 @@ class OptimizedModel:
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         return value
 
+    def rest(self) -> None:
+        """See `Strategy.rest`."""
+        if self.device.type != "cpu":
+            torch.cuda.empty_cache()
+
     def offload(self) -> int:
         """See `Strategy.offload`."""
         if self.device.type == "cpu":

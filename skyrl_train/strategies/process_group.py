@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from skyrl_train.cluster.sockets import interface_of, listen, own_address
+from skyrl_train.cluster.sockets import choose_interface, forget_interface, listen, own_address
 from skyrl_train.errors import DeadlineExceeded
 
 _BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
 """With NCCL, host tensors (offloaded shards, agreement flags) still go through gloo."""
-
-_INTERFACE = "GLOO_SOCKET_IFNAME"
-_chosen: list[str] = []
-"""Variables of the environment that this module has set."""
 
 
 def init_process_group(
@@ -41,7 +36,7 @@ def init_process_group(
             timeout=timedelta(seconds=timeout_s),
             master_listen_fd=listen(address, port).detach() if rank == 0 else None,
         )
-        _choose_interface(own_address(address, port))
+        choose_interface(own_address(address, port))
         dist.init_process_group(
             _BACKENDS[backend],
             store=store,
@@ -50,7 +45,7 @@ def init_process_group(
             timeout=timedelta(seconds=collective_s or timeout_s),
         )
     except (dist.DistStoreError, dist.DistNetworkError, OSError) as error:
-        _forget_interface()
+        forget_interface()
         meeting = f"Rank {rank}: the meeting of {world_size} ranks at {address}:{port}"
         raise DeadlineExceeded(meeting, timeout_s) from error
 
@@ -65,17 +60,4 @@ def close_process_group() -> None:
     """Leave the default group and its subgroups, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    _forget_interface()
-
-
-def _choose_interface(address: str) -> None:
-    """Have gloo listen at this address, in subgroups too, which are made later; until the group is closed."""
-    interface = interface_of(address)
-    if interface is not None and _INTERFACE not in os.environ:
-        os.environ[_INTERFACE] = interface
-        _chosen.append(_INTERFACE)
-
-
-def _forget_interface() -> None:
-    while _chosen:
-        os.environ.pop(_chosen.pop(), None)
+    forget_interface()

@@ -42,13 +42,14 @@ class SharedPages:
         self._slot = slot
         self._pages: list[_Page | None] = [None, None]
 
-    def page(self, index: int, size: int) -> Tensor:
-        """Page `index` % 2 as uint8 [size], to be filled."""
+    def page(self, index: int, size: int, largest: int = 0) -> Tensor:
+        """Page `index` % 2 as uint8 [size], to be filled. `largest`: the most bytes that it is known to be for."""
         place = index % 2
         page = self._pages[place]
         if page is None or page.buffer.numel() < size:
+            page = None  # or its memory would stay beside that of the next one
             self._drop(place)
-            page = self._pages[place] = self._new(place, size)
+            page = self._pages[place] = self._new(place, max(size, largest))
         return page.buffer[:size]
 
     def handle(self, index: int, size: int) -> SharedHandle:
@@ -90,7 +91,9 @@ class MappedPages:
     torch counts one mapping for each time that CUDA memory is shared, so mapping a page for every bucket would leak it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu"):
+        """`device`: the engine's, for pages on CUDA."""
+        self._device = torch.device(device)
         self._pages: dict[int, tuple[str, Tensor]] = {}
 
     def open(self, handle: SharedHandle) -> Tensor:
@@ -98,7 +101,7 @@ class MappedPages:
         key, page = self._pages.get(handle.place, ("", None))
         if page is None or key != handle.key or page.numel() < handle.size:
             self._pages.pop(handle.place, None)
-            page = _mapped(handle)
+            page = _mapped(handle, self._device)
             self._pages[handle.place] = handle.key, page
         return page[: handle.size]
 
@@ -112,11 +115,11 @@ def wait_for_copies(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _mapped(handle: SharedHandle) -> Tensor:
+def _mapped(handle: SharedHandle, device: torch.device) -> Tensor:
     try:
         if handle.cuda is not None:
             rebuild, arguments = handle.cuda
-            tensor: Tensor = rebuild(*_on_my_device(arguments))
+            tensor: Tensor = rebuild(*_on_device(arguments, device))
             return tensor
         assert handle.file is not None
         # Mapping extends a file to the requested length, so ask for what is there.
@@ -139,9 +142,9 @@ def _memory_file() -> int:
     raise WeightSyncError("the ipc route on CPUs needs Linux; use generator.weight_sync_route=broadcast.")
 
 
-def _on_my_device(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def _on_device(arguments: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
     """Replace the sender's device index in a handle by ours: every process numbers its visible accelerators."""
     device_index = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
     mine = list(arguments)
-    mine[device_index] = torch.cuda.current_device()
+    mine[device_index] = torch.cuda.current_device() if device.index is None else device.index
     return tuple(mine)

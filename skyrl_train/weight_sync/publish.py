@@ -238,11 +238,21 @@ class WeightPublisher:
         self._made_by = version, updates
 
     async def _broadcast(self, cut: Sequence[Bucket], engines: Sequence[WeightTarget]) -> None:
-        """Trainer and engines take part in a collective for every bucket."""
-        for bucket in cut:
-            self._name_bucket(bucket, cut)
-            sending = self._trainer.all("send_weights", bucket.index)
-            await gather_all([sending, *(engine.receive_weights(bucket) for engine in engines)])
+        """Trainer and engines take part in a collective for every bucket; nobody waits for others between them."""
+        under_way = dict.fromkeys(range(len(engines) + 1), 0)
+
+        async def take_part(who: int, act: Callable[[Bucket], Awaitable[Any]]) -> None:
+            for bucket in cut:
+                under_way[who] = bucket.index
+                self._name_bucket(cut[min(under_way.values())], cut)  # the slowest one's
+                await act(bucket)
+            del under_way[who]
+
+        def send(bucket: Bucket) -> Awaitable[Any]:
+            return self._trainer.all("send_weights", bucket.index)
+
+        acts = [send, *(engine.receive_weights for engine in engines)]
+        await gather_all(take_part(who, act) for who, act in enumerate(acts))
 
     async def _hand_over(self, cut: Sequence[Bucket], engines: Sequence[WeightTarget]) -> None:
         """The trainer's answer contains a bucket or its location; it prepares the next one while engines load it."""

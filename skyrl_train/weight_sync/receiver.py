@@ -43,7 +43,7 @@ class WeightReceiver:
         self._route = "in_process"
         self._group: BroadcastGroup | None = None
         self._buffers = AlternatingBuffers()
-        self._pages = ipc.MappedPages()
+        self._pages = ipc.MappedPages(self._device)
         self._manifest: Manifest | None = None
         self._announced: dict[str, TensorSpec] = {}
         self._dtypes: dict[str, torch.dtype] = {}

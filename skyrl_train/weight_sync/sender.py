@@ -50,6 +50,8 @@ class _Sync:
     specs: dict[str, TensorSpec]
     stream: Iterator[tuple[str, Sharded]]
     buffers: AlternatingBuffers
+    largest: int
+    """Bytes of the largest bucket."""
     next: int = 0
     gathered: Tensor | None = None
     """The next bucket, packed in advance (broadcast)."""
@@ -134,7 +136,7 @@ class WeightSender:
         self._separate = self._adapted if adapter_only else None
         self._route = route
         self._device = device
-        if route == "ipc" and (self._rank == ROOT or device != "cpu"):
+        if route == "ipc" and self._pages is None and (self._rank == ROOT or device != "cpu"):
             self._pages = SharedPages(device, self._rank)
         if self._rank != ROOT:
             return
@@ -162,8 +164,9 @@ class WeightSender:
         adapter = self._separate.adapter if self._separate is not None else None
         manifest = Manifest(version, tuple(specs), non_finite, bucket_bytes, base, rehearsal, adapter, self._updates())
         by_name = {spec.name: spec for spec in specs}
-        stream = self._stream(follows is not None)
-        self._sync = _Sync(manifest, buckets(manifest), by_name, stream, self._buffers)
+        stream, cut = self._stream(follows is not None), buckets(manifest)
+        largest = max((buffer_bytes([by_name[name] for name in bucket.names]) for bucket in cut), default=0)
+        self._sync = _Sync(manifest, cut, by_name, stream, self._buffers, largest)
         return manifest
 
     def delivered(self, version: int) -> None:
@@ -191,20 +194,26 @@ class WeightSender:
         return None if buffer is None else self._hand_over(sync, bucket, buffer)
 
     def disconnect(self) -> None:
-        """Leave the transfer group, e.g. after a failed sync; connect again before the next one."""
+        """Leave the transfer group, e.g. after a failed sync; connect again before the next one.
+
+        Pages stay: on CUDA torch keeps memory that was shared until who mapped it has let it go, which an engine that
+        was killed never does.
+        """
         group, self._group = self._group, None
-        pages, self._pages = self._pages, None
         folder, self._folder = self._folder, None
         self._sync = None
         self._buffers = AlternatingBuffers()
         self._delivered = None
-        for resource in (group, pages, folder):
+        for resource in (group, folder):
             if resource is not None:
                 resource.close()
 
     def close(self) -> None:
-        """Disconnect."""
+        """Disconnect, and free what was shared."""
         self.disconnect()
+        pages, self._pages = self._pages, None
+        if pages is not None:
+            pages.close()
 
     def _look(self, stream: Iterator[tuple[str, Sharded]]) -> tuple[list[TensorSpec], tuple[str, ...]]:
         """What every tensor is on the wire, and the names of those that hold NaN or infinity."""
@@ -217,7 +226,7 @@ class WeightSender:
                 specs.append(TensorSpec(name, tuple(on_wire.shape), dtype_name(local.dtype)))
                 yield on_wire.elements if on_wire.counts else local.new_empty(0), on_wire.start * local.itemsize
 
-        bits, non_finite = looks(parts()).cpu().unbind(1)
+        bits, non_finite = torch.tensor(looks(parts()), dtype=torch.int64).view(-1, 2).unbind(1)
         # In halves, as sums of whole words over ranks could overflow.
         sums = self._sum_over_ranks(torch.stack((bits >> 32, bits & 0xFFFF_FFFF, non_finite)))
         totals = ((sums[0] << 32) + sums[1]).tolist()
@@ -233,11 +242,16 @@ class WeightSender:
         A broadcast of a single tensor reads it in place.
         """
         specs = [sync.specs[name] for name in bucket.names]
-        buffer = self._buffer(sync, bucket.index, specs)
         wholes = self._wholes(sync, specs)
-        if buffer is None:
-            for _ in wholes:
+        try:
+            return self._packed(sync, bucket.index, specs, wholes)
+        finally:
+            for _ in wholes:  # those not taken: the other ranks wait for this one, even if it has no memory left
                 pass
+
+    def _packed(self, sync: _Sync, index: int, specs: Sequence[TensorSpec], wholes: Iterator[Tensor]) -> Tensor | None:
+        buffer = self._buffer(sync, index, specs)
+        if buffer is None:
             return None
         if self._route == "broadcast" and len(specs) == 1:
             whole = next(wholes)
@@ -258,8 +272,8 @@ class WeightSender:
             yield self._to_wire(name, tensor).whole()
 
     def _buffer(self, sync: _Sync, index: int, specs: Sequence[TensorSpec]) -> Tensor | None:
-        if self._pages is not None:
-            return self._pages.page(index, buffer_bytes(specs))
+        if self._route == "ipc" and self._pages is not None:
+            return self._pages.page(index, buffer_bytes(specs), sync.largest)
         if self._rank != ROOT:
             return None
         device = self._group.device if self._group else "cpu"
@@ -270,19 +284,21 @@ class WeightSender:
     def _broadcast(self, sync: _Sync, bucket: Bucket) -> Bucket | None:
         """Rank 0 sends the bucket; meanwhile all ranks gather the next one."""
         group, version = self._group, sync.manifest.version
-        if self._rank == ROOT and group is None:
-            raise WeightSyncError(f"version {version}: no transfer group is connected; connect before a sync.")
         buffer = sync.gathered if bucket.index else self._gather(sync, bucket)
+        following = sync.cut[bucket.index + 1 : bucket.index + 2]
 
         def gather_next() -> None:
-            following = bucket.index + 1
-            sync.gathered = self._gather(sync, sync.cut[following]) if following < len(sync.cut) else None
+            sync.gathered = self._gather(sync, following.pop()) if following else sync.gathered
 
-        if group is None or buffer is None:
-            gather_next()
-            return None
-        group.send_bucket(version, bucket.index, buffer, gather_next)
-        return bucket
+        try:
+            if buffer is None:
+                return None
+            if group is None:
+                raise WeightSyncError(f"version {version}: no transfer group is connected; connect before a sync.")
+            group.send_bucket(version, bucket.index, buffer, gather_next)
+            return bucket
+        finally:
+            gather_next()  # even if sending failed: the other ranks are in it, and would wait for this one
 
     def _hand_over(self, sync: _Sync, bucket: Bucket, buffer: Tensor) -> Bucket:
         if self._route == "ipc":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_train.cluster.sockets import listen, own_address
+from skyrl_train.cluster.sockets import configured_interface, listen, own_address
 from skyrl_train.errors import WeightSyncError
+from skyrl_train.weight_sync.gloo_sockets import Address, end_connections, new_device
 
 ROOT = 0
 _CALLED_OFF = "called off"
@@ -24,14 +26,17 @@ _CALLED_OFF = "called off"
 _LOOKS_EVERY_S = 0.2
 _CALL_S = 5.0
 """Within this time a root that lives is reached."""
+_ROOT_LISTENS_S = 60.0
+"""Within this time the root listens: it does so before all else, but may be asked later than the others."""
 _POLLS_EVERY_S = 0.0005
 
 
 class BroadcastGroup:
     """A process group independent of torch's default group, which the trainer's ranks use. gloo on CPU, NCCL on CUDA.
 
-    Connecting, like every transfer, is a collective with a deadline, and ends earlier if it is called off (`call_off`).
-    After a failure the group is unusable: close it and make a new one.
+    Connecting, like every transfer, is a collective with a deadline, and ends earlier if it is called off (`call_off`);
+    only while NCCL itself connects it does not, and that deadline is the one of the process's first group. After a
+    failure the group is unusable: close it and make a new one.
     """
 
     def __init__(self, address: str, rank: int, world_size: int, device: torch.device | str, timeout_s: float):
@@ -44,15 +49,21 @@ class BroadcastGroup:
         self.rank = rank
         self.device = torch.device(device)
         self._timeout = timedelta(seconds=timeout_s)
+        self._store: Any = None
+        self._group: Any = None
+        self._devices: list[Address] = []
+        """Of gloo: where each rank listens."""
         host, _, port = address.rpartition(":")
         try:
             listens = listen(host, int(port)).detach() if rank == ROOT else None
-            self._store: Any = _store(address, self._timeout, listens)
+            if rank != ROOT:
+                _reach(host, int(port), min(timeout_s, _ROOT_LISTENS_S))
+            self._store = _store(address, self._timeout, listens)
             self._meet(world_size)
-            own = own_address(host, int(port))
-            self._group: Any = _backend(self.device.type, self._store, rank, world_size, self._timeout, own)
+            self._connect(world_size, own_address(host, int(port)))
             self._check_in(world_size)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, WeightSyncError) as error:
+            self.close()
             raise WeightSyncError(
                 f"rank {rank} of {world_size} could not meet the others of the weight transfer at {address} "
                 f"within {timeout_s:g} s: {_first_line(error)}"
@@ -108,9 +119,25 @@ class BroadcastGroup:
     def close(self) -> None:
         """Close the connections: peers waiting for this rank fail at once instead of at their deadline."""
         group, self._group = self._group, None
+        if self._devices:
+            end_connections(self._devices[self.rank], self._devices)
         if group is not None:
             group.abort()
         self._store = None
+
+    def _connect(self, world_size: int, own: str) -> None:
+        """Make the backend's group. `own`: the address to listen at; NCCL chooses its own, or NCCL_SOCKET_IFNAME's."""
+        if self.device.type != "cpu":
+            self._group = _nccl(self._store, self.rank, world_size, self._timeout)
+            return
+        gloo: Any = dist.ProcessGroupGloo  # whose options are not typed
+        device, address = new_device(own, configured_interface())
+        self._store.set(f"device {self.rank}", json.dumps(address))
+        settings = gloo._Options()
+        settings._devices, settings._timeout = [device], self._timeout
+        self._group = gloo(self._store, self.rank, world_size, settings)
+        found = (json.loads(self._store.get(f"device {rank}")) for rank in range(world_size))
+        self._devices = [(host, port) for host, port in found]
 
     def _meet(self, world_size: int) -> None:
         """Wait for all ranks: unlike the wait for them within the backend, this one can be called off."""
@@ -151,6 +178,18 @@ def call_off(address: str) -> None:
         _store(address, timedelta(seconds=_CALL_S)).set(_CALLED_OFF, "")
 
 
+def _reach(host: str, port: int, within_s: float) -> None:
+    """Wait for the root to listen. A store's own wait would last as long as a transfer may. Raises OSError."""
+    until = time.monotonic() + within_s
+    while True:
+        try:
+            return socket.create_connection((host, port), _CALL_S).close()
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_LOOKS_EVERY_S)
+
+
 def _store(address: str, timeout: timedelta, listens: int | None = None) -> Any:
     """`listens`: the descriptor of the root's socket. Nobody waits here for others: that wait would not end early."""
     host, _, port = address.rpartition(":")
@@ -171,10 +210,12 @@ def _ends_within(under_way: Any, seconds: float, device: torch.device) -> bool:
         try:
             under_way.wait(timedelta(seconds=seconds))
         except RuntimeError:
-            if under_way.is_completed():
-                under_way = None
-                raise
-            return False
+            if not under_way.is_completed():
+                return False
+        try:
+            under_way.wait()  # it may have ended just after that wait, or raises what went wrong
+        finally:
+            under_way = None
         return True
     until = time.monotonic() + seconds  # NCCL's own wait marks a transfer as failed when its time is over
     while not under_way.is_completed():
@@ -185,22 +226,30 @@ def _ends_within(under_way: Any, seconds: float, device: torch.device) -> bool:
     return True
 
 
-def _backend(device: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta, own: str) -> Any:
-    """`own`: the address to listen at. NCCL chooses its own interface, or the one that NCCL_SOCKET_IFNAME names."""
-    if device == "cpu":
-        gloo: Any = dist.ProcessGroupGloo  # whose options are not typed
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-        settings = gloo._Options()
-        settings._devices = [gloo.create_device(hostname="" if interface else own, interface=interface)]
-        settings._timeout = timeout
-        return gloo(store, rank, world_size, settings)
+def _nccl(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     # Otherwise NCCL waits for its peers for ever, in the first transfer.
     options.config.blocking = 0
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout.total_seconds())))
     # After its own timeout NCCL's watchdog ends the process, so the wait in `broadcast` must time out earlier.
     options._timeout = 4 * timeout
-    return dist.ProcessGroupNCCL(store, rank, world_size, options)
+    # So it does when a peer is lost, which `_wait` sees and the trainer and other engines survive.
+    with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Inside, a variable of this process's environment is set."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _first_line(error: Exception) -> str:

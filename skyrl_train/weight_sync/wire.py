@@ -110,20 +110,26 @@ def fingerprint(tensor: Tensor) -> int:
     return int(_words(tensor, 0).sum().item())
 
 
-def looks(parts: Iterable[tuple[Tensor, int]]) -> Tensor:
-    """int64 [n, 2], on the device: fingerprints of parts of tensors, and 1 for one that holds NaN or infinity, else 0.
+def looks(parts: Iterable[tuple[Tensor, int]]) -> list[tuple[int, int]]:
+    """In their order: fingerprints of parts of tensors, and 1 for one that holds NaN or infinity, else 0.
 
     A part is its elements [...] and the position of its first byte in the tensor. The fingerprints of all parts of a
-    tensor add up to its own.
+    tensor add up to its own. Parts may lie on several devices; accelerators are waited for once, at the end.
     """
-    numbers: list[tuple[int, int]] = []
-    on_device: list[Tensor] = []
+    found: list[tuple[int, int]] = []
+    queued: dict[int, Tensor] = {}
+    device: torch.device | None = None
     for elements, position in parts:
         if elements.is_cpu:
-            numbers.append(_look(elements, position))
+            found.append(_look(elements, position))
         else:
-            on_device.append(_look_on_device(elements, position))
-    return torch.stack(on_device) if on_device else torch.tensor(numbers, dtype=torch.int64).view(-1, 2)
+            device = device or elements.device
+            queued[len(found)] = _look_on_device(elements, position).to(device)
+            found.append((0, 0))
+    if queued:
+        for place, (total, non_finite) in zip(queued, torch.stack([*queued.values()]).tolist(), strict=True):
+            found[place] = total, non_finite
+    return found
 
 
 def _look(elements: Tensor, position: int) -> tuple[int, int]:

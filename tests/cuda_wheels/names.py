@@ -335,6 +335,9 @@ SGLANG = {
 }
 
 TORCH = {
+    "weight_sync/gloo_sockets.py": """
+        torch.distributed.ProcessGroupGloo.create_device(hostname=_, interface=_)
+    """,
     "weight_sync/transport.py": """
         torch.distributed.TCPStore(
             host_name, port, world_size, is_master=_, timeout=_, wait_for_workers=_, master_listen_fd=_
@@ -343,7 +346,6 @@ TORCH = {
         torch.distributed.ProcessGroupGloo._Options()
         torch.distributed.ProcessGroupGloo._Options._devices
         torch.distributed.ProcessGroupGloo._Options._timeout
-        torch.distributed.ProcessGroupGloo.create_device(hostname=_, interface=_)
         torch.distributed.ProcessGroupGloo.broadcast(self, tensors, opts)
         torch.distributed.ProcessGroupGloo.abort(self)
         torch.distributed.BroadcastOptions.rootRank

@@ -36,10 +36,17 @@ class Faulty(ModelTarget):
         super().__init__(tiny_model(seed=2, **SMALL), name)
         self.action = action
         self.at = at
+        self.dead = False
+
+    async def health(self) -> EngineHealth:
+        if self.dead:
+            raise EngineError(f"{self.name} died")
+        return await super().health()
 
     async def receive_weights(self, bucket: Bucket) -> None:
         action, self.action = (self.action, "") if bucket.index == self.at else ("", self.action)
         if action == "die":
+            self.dead = True
             self.receiver.close()
             raise EngineError(f"{self.name} died")
         if action == "refuse":
@@ -133,9 +140,9 @@ def test_the_probe_agrees_over_a_bfloat16_wire_when_the_trainer_scores_in_it_too
 @pytest.mark.parametrize(
     ("action", "error", "message"),
     [
-        ("die", EngineError, "right died"),
+        ("die", EngineError, "right died|engine 'right' was lost"),  # the others may notice first
         ("hang", DeadlineExceeded, r"weight sync of version 2: bucket 2 of \d+ .* within 6 s"),
-        ("drop", DeadlineExceeded, r"weight sync of version 2: bucket 2 of \d+ .* within 6 s"),
+        ("drop", WeightSyncError, "engine right: bucket 1 is missing: bucket 2 came instead"),
     ],
 )
 def test_an_engine_lost_between_buckets_ends_the_sync_in_time_and_a_complete_one_heals(action, error, message):
@@ -152,9 +159,11 @@ def test_an_engine_lost_between_buckets_ends_the_sync_in_time_and_a_complete_one
         with pytest.raises(error, match=message):
             await publisher.publish(2)
         assert time.monotonic() - start < 30
-        assert engines[0].receiver.torn
+        if action == "hang":  # else it may end before left has loaded anything
+            assert engines[0].receiver.torn
         assert engines[0].receiver.version == 1
-        with pytest.raises(WeightSyncError, match="engine left is torn"):
+        engines[1].dead = False  # restarted
+        with pytest.raises(WeightSyncError, match=r"engine left (is torn|serves version 1)"):
             await publisher.check(2)
         await publisher.publish(2)
         for engine in engines:

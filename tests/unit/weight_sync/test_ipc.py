@@ -13,6 +13,7 @@ import torch
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.ipc import MappedPages, SharedPages
+from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train.weight_sync.wire import SharedHandle
 
 
@@ -49,6 +50,25 @@ def test_another_process_reads_what_was_written_and_writes_into_the_same_memory(
         process.kill()
         process.join()
         pages.close()
+
+
+@pytest.mark.defect("pages-lost-with-every-engine")
+def test_pages_outlive_connections_and_have_room_for_the_largest_bucket():
+    """On CUDA a page that is dropped while an engine maps it, or that none ever mapped, is memory lost."""
+    tensors = {"small": torch.ones(8), "large": torch.ones(4096)}
+    sender = WeightSender(lambda: iter(tensors.items()), wire_dtype="float32", bucket_bytes=1, rank=0)
+    sender.connect("ipc", "", 2, 20.0)
+    sender.manifest(1)
+    first = sender.send(0)
+    sender.disconnect()
+    sender.connect("ipc", "", 2, 20.0)
+    sender.manifest(2)
+    again, other = sender.send(0), sender.send(1)
+    assert first is not None and again is not None and other is not None
+    assert first.handles[0].key == again.handles[0].key
+    assert {os.stat(str(handle.file)).st_size for handle in (*again.handles, *other.handles)} == {4096 * 4}
+    sender.close()
+    assert not os.path.exists(str(again.handles[0].file))
 
 
 def test_two_pages_take_turns_and_grow():

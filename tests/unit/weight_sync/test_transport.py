@@ -1,0 +1,149 @@
+"""How a transfer group ends: by its deadlines, for all ranks, and never in the middle of what other ranks are in."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.cluster import sockets
+from skyrl_train.cluster.sockets import configured_interface, free_address
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.weight_sync import transport
+from skyrl_train.weight_sync.sender import WeightSender
+from skyrl_train.weight_sync.transport import ROOT, BroadcastGroup
+
+
+def address() -> str:
+    return "{}:{}".format(*free_address())
+
+
+@pytest.mark.defect("ranks-left-alone-in-a-gather")
+@pytest.mark.parametrize("fails", ["as the header is sent", "without a group", "without memory for it"])
+def test_a_rank_that_cannot_send_takes_part_in_the_gathers_of_the_others(fails: str, monkeypatch: pytest.MonkeyPatch):
+    """The others are in the next one, and would wait for as long as an update may take."""
+    read: list[str] = []
+
+    def parameters() -> Iterator[tuple[str, Tensor]]:
+        for name in "abc":
+            read.append(name)
+            yield name, torch.ones(64)
+
+    sender = WeightSender(parameters, wire_dtype="float32", bucket_bytes=1, rank=ROOT)
+    with ThreadPoolExecutor(1) as pool:
+        where = address()
+        joining = pool.submit(BroadcastGroup, where, 1, 2, "cpu", 20.0)
+        sender.connect("broadcast", where, 2, 20.0)
+        sender.manifest(1)
+        read.clear()
+        if fails == "as the header is sent":
+            joining.result().close()
+        if fails == "without a group":
+            sender._group = None
+        if fails == "without memory for it":
+            monkeypatch.setattr(sender, "_buffer", out_of_memory)
+        with pytest.raises((WeightSyncError, MemoryError)):
+            sender.send(0)
+        assert read == (["a"] if fails == "without memory for it" else ["a", "b"])
+        sender.close()
+        joining.result().close()
+
+
+def out_of_memory(*arguments: Any) -> Any:
+    raise MemoryError
+
+
+class Work:
+    """A transfer that ends just after a wait for it has given up, as torch's own."""
+
+    def __init__(self, ends: Callable[[], None]):
+        self._ends = ends
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is not None:
+            raise RuntimeError("Operation timed out!")
+        self._ends()
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def failed() -> None:
+    raise RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.defect("transfers-that-end-as-their-wait-does")
+def test_a_transfer_that_ends_as_a_wait_for_it_does_has_not_failed():
+    assert transport._ends_within(Work(lambda: None), 0.2, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        transport._ends_within(Work(failed), 0.2, torch.device("cpu"))
+
+
+@pytest.mark.defect("transfers-that-closing-does-not-end")
+@pytest.mark.parametrize("closes_first", [0, 1, 2])
+def test_closing_ends_what_a_rank_and_its_peers_wait_for(closes_first: int):
+    """Rank 2 takes no part in what 0 and 1 wait for, so that neither would end before its deadline."""
+    where = address()
+    with ThreadPoolExecutor(3) as pool:
+        groups = list(pool.map(lambda rank: BroadcastGroup(where, rank, 3, "cpu", 60.0), range(3)))
+        waiting = [pool.submit(group.broadcast, torch.zeros(8)) for group in groups[:2]]
+        waiting.append(pool.submit(groups[1].broadcast, torch.zeros(8)))
+        time.sleep(0.3)
+        start = time.monotonic()
+        for group in (groups[closes_first], *groups):
+            group.close()
+        for one in waiting:
+            assert isinstance(one.exception(timeout=20), WeightSyncError | AttributeError | None)
+        groups.clear()
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.defect("engines-that-wait-for-a-root-that-failed")
+def test_a_root_that_never_listens_is_not_waited_for_as_long_as_a_transfer_may_take(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(transport, "_ROOT_LISTENS_S", 0.5)
+    start = time.monotonic()
+    with pytest.raises(WeightSyncError, match="rank 1 of 2 could not meet the others"):
+        BroadcastGroup(address(), 1, 2, "cpu", 600.0)
+    assert time.monotonic() - start < 20
+
+
+def test_a_group_that_cannot_check_in_is_named_and_closed(monkeypatch: pytest.MonkeyPatch):
+    def check_in(group: BroadcastGroup, world_size: int) -> None:
+        raise WeightSyncError("a transfer of 8 bytes did not complete")
+
+    closed: list[BroadcastGroup] = []
+    leave = BroadcastGroup.close
+
+    def close(group: BroadcastGroup) -> None:
+        closed.append(group)
+        leave(group)
+
+    monkeypatch.setattr(BroadcastGroup, "_check_in", check_in)
+    monkeypatch.setattr(BroadcastGroup, "close", close)
+    with pytest.raises(WeightSyncError, match="rank 0 of 1 could not meet the others of the weight transfer"):
+        BroadcastGroup(address(), ROOT, 1, "cpu", 20.0)
+    (group,) = closed
+    assert group._group is None
+
+
+@pytest.mark.defect("weights-for-another-machine-on-loopback")
+def test_the_interface_of_the_trainers_own_group_is_no_choice_of_the_user_s(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    sockets.choose_interface("127.0.0.1")
+    try:
+        assert configured_interface() == ""
+    finally:
+        sockets.forget_interface()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    sockets.choose_interface("127.0.0.1")
+    assert configured_interface() == "eth7"
+    sockets.forget_interface()
+    assert configured_interface() == "eth7"
