@@ -45,7 +45,6 @@ def build_learner(
 ) -> Learner:
     """Spawn the ranks of policy, reference and critic; `Learner.setup` loads their models later."""
     assert layout.policy is not None
-    timeouts = trainer.timeouts
     spec = LearnerSpec(
         model_path=trainer.policy.model.path,
         strategy=STRATEGIES[trainer.strategy],
@@ -70,19 +69,20 @@ def build_learner(
         lora=_lora(trainer.policy.model.lora),
         **_parallel_sizes(trainer.policy),
         compile_layers=trainer.policy.use_torch_compile,
+        shares_accelerator=layout.policy in (layout.reference, layout.critic, layout.reward),
         memory_folder=_memory_folder(trainer),
     )
     reference = critic = None
     if layout.reference is not None:
         check_same_tokens(trainer.policy.model.path, trainer.ref.model.path, "trainer.ref.model.path")
         frozen = _reference(spec, trainer, threads_per_process(cluster, layout.reference, device))
-        reference = _group(cluster, frozen, layout.reference, "reference", timeouts)
+        reference = _group(cluster, frozen, layout.reference, "reference", trainer.timeouts)
     if layout.critic is not None:
         check_same_tokens(trainer.policy.model.path, str(trainer.critic.model.path), "trainer.critic.model.path")
         valued = _critic(spec, trainer, threads_per_process(cluster, layout.critic, device), learning, schedule)
-        critic = _group(cluster, valued, layout.critic, "critic", timeouts)
+        critic = _group(cluster, valued, layout.critic, "critic", trainer.timeouts)
     return Learner(
-        _group(cluster, spec, layout.policy, "policy", timeouts),
+        _group(cluster, spec, layout.policy, "policy", trainer.timeouts),
         reference,
         batch_sizes(trainer),
         critic=critic,
@@ -190,8 +190,8 @@ def batch_sizes(trainer: TrainerConfig) -> BatchSizes:
         mini_batch_groups=trainer.policy_mini_batch_size,
         critic_mini_batch_groups=trainer.critic_mini_batch_size,
         update_epochs=trainer.update_epochs_per_batch,
-        micro_train_sequences=trainer.micro_train_batch_size_per_gpu,
-        micro_forward_sequences=trainer.micro_forward_batch_size_per_gpu,
+        micro_train_sequences=trainer.micro_train_batch_size_per_gpu or 1,
+        micro_forward_sequences=trainer.micro_forward_batch_size_per_gpu or 1,
         max_tokens=trainer.max_tokens_per_microbatch,
         share_prompt=trainer.share_prompt,
     )

@@ -38,6 +38,7 @@ from skyrl_train.config.schema import (
     RefConfig,
 )
 from skyrl_train.config.slots import slots_per_engine
+from skyrl_train.data.batch import MAX_REACH
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import to_stderr
 from skyrl_train.models.loading import POLICY_PATH
@@ -45,7 +46,8 @@ from skyrl_train.models.token_scorer import KEPT_CHUNKS, chunk_bytes
 from skyrl_train.weight_sync.sender import CPU_BUCKET
 
 PHASES = ("generating", "scoring", "updating", "syncing")
-_LEARNING = PHASES[1:3]
+LEARNING = PHASES[1:3]
+"""The phases in which a learner's models compute."""
 _OPTIMIZER = "optimizer"
 _HEAD, _LAYERS, _EMBEDDINGS = "head", "layers", "embeddings"
 """Moments of a pass, each with its own peak. Roles run their passes one after another, too."""
@@ -111,15 +113,17 @@ class _Pass:
     """The largest micro-batch of a rank."""
 
     tokens: int
-    """Prompts that samples share count once per sample."""
+    """That it computes."""
     scored: int
     """How many of these tokens are scored."""
+    seen: int
+    """Tokens whose keys and values attention reads: prompts that samples share count once for each."""
     several: bool
     """Whether the rank runs more than one micro-batch."""
 
 
 @dataclass(frozen=True)
-class _Model:
+class ModelRank:
     """One rank of a policy, reference or critic."""
 
     role: str
@@ -152,7 +156,15 @@ class _Model:
     @property
     def reduces_once(self) -> bool:
         """Whether gradients are reduced over ranks once per update: see FSDP2Strategy."""
-        return self.fsdp is not None and not (self.run.on_gpu and self.fsdp.reshard_after_forward)
+        if self.fsdp is None:
+            return False
+        chosen = self.fsdp.reduce_once
+        return not (self.run.on_gpu and self.reshards) if chosen is None else chosen
+
+    @property
+    def reshards(self) -> bool:
+        """Whether FSDP2 frees gathered layers after forward."""
+        return self.fsdp is not None and self.fsdp.reshard_after_forward is not False
 
     def lines(self) -> Iterator[MemoryLine]:
         if self.zero is not None:
@@ -199,7 +211,7 @@ class _Model:
             yield replace(line, on_host=True)
         elif self.leaves:
             sent = self.role == "policy" and what != _OPTIMIZER
-            phases = (*_LEARNING, "syncing") if sent else _LEARNING
+            phases = (*LEARNING, "syncing") if sent else LEARNING
             yield replace(line, phases=phases)
             others = tuple(phase for phase in PHASES if phase not in phases)
             yield replace(line, phases=others if self.zero else PHASES, on_host=True)  # in buffers that stay
@@ -219,10 +231,10 @@ class _Model:
             self.role, "gradients under way", "before they are added", self._fresh_gradients(update), updating
         )
         yield from self._gathered(updating)
-        saved = saved_bytes(shape, update.tokens, self.run)
+        saved = saved_bytes(shape, update.tokens, update.seen, self.run)
         note = f"{update.tokens:,} tokens, " + ("layers' inputs" if self.run.checkpointing else "all layers")
         yield MemoryLine(self.role, "activations", note, {_HEAD: saved, _LAYERS: saved}, updating)
-        again = layer_backward_bytes(shape, update.tokens, self.run)
+        again = layer_backward_bytes(shape, update.tokens, update.seen, self.run)
         what = "a layer, computed again" if self.run.checkpointing else "a layer's gradients"
         yield MemoryLine(self.role, "backward of a layer", what, {_LAYERS: again}, updating)
         kept = KEPT_CHUNKS[self._device]
@@ -258,7 +270,7 @@ class _Model:
             return
         if self.fsdp is not None:
             few = 1 if self.shard == 1 else min(3, layers)
-            count = few if self.fsdp.reshard_after_forward else layers
+            count = few if self.reshards else layers
             note = f"root and {count} of {layers} layers"
         elif self.run.autocast and self.trained:
             count, note = layers, "autocast's copy"
@@ -352,16 +364,8 @@ def memory_plan(cfg: Config, capacity: int | None = None, learning: Learning | N
     """
     learning = policy_learning(cfg) if learning is None else learning
     placement, generator = cfg.trainer.placement, cfg.generator
-    policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node
-    colocated: list[_Model] = [_policy(cfg, policy, capacity)]
-    dedicated: list[_Model] = []
-    if learning.with_reference:
-        shares = placement.colocate_policy_ref or placement.colocate_all
-        ranks = policy if shares else placement.ref_num_nodes * placement.ref_num_gpus_per_node
-        (colocated if shares else dedicated).append(_reference(cfg, ranks, colocated[0]))
-    if learning.critic is not None:
-        ranks = policy if placement.colocate_all else placement.critic_num_nodes * placement.critic_num_gpus_per_node
-        (colocated if placement.colocate_all else dedicated).append(_critic(cfg, ranks, colocated[0]))
+    colocated, dedicated = model_ranks(cfg, capacity, learning)
+    policy = colocated[0].ranks
     reward = tuple(_reward_lines(cfg))
     local = generator.run_engines_locally
     shared = placement.colocate_all and local
@@ -386,13 +390,29 @@ def memory_plan(cfg: Config, capacity: int | None = None, learning: Learning | N
     return [plan for plan in plans if plan.count]
 
 
+def model_ranks(cfg: Config, capacity: int | None, learning: Learning) -> tuple[list[ModelRank], list[ModelRank]]:
+    """The learner's models: those in the policy's slots, the policy first, and those in slots of their own."""
+    placement = cfg.trainer.placement
+    policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    colocated = [_policy(cfg, policy, capacity)]
+    dedicated: list[ModelRank] = []
+    if learning.with_reference:
+        shares = placement.colocate_policy_ref or placement.colocate_all
+        ranks = policy if shares else placement.ref_num_nodes * placement.ref_num_gpus_per_node
+        (colocated if shares else dedicated).append(_reference(cfg, ranks, colocated[0]))
+    if learning.critic is not None:
+        ranks = policy if placement.colocate_all else placement.critic_num_nodes * placement.critic_num_gpus_per_node
+        (colocated if placement.colocate_all else dedicated).append(_critic(cfg, ranks, colocated[0]))
+    return colocated, dedicated
+
+
 def _policy_shape(cfg: Config, parts: int) -> ModelShape:
     policy = cfg.trainer.policy
     lora, changes = policy.model.lora, policy.model_config_kwargs
     return _shape(cfg, policy.model.path, POLICY_PATH, changes, lora=lora, parts=parts)
 
 
-def _policy(cfg: Config, ranks: int, capacity: int | None) -> _Model:
+def _policy(cfg: Config, ranks: int, capacity: int | None) -> ModelRank:
     trainer, generator = cfg.trainer, cfg.generator
     policy, on_gpu = trainer.policy, cfg.device == "cuda"
     shape = _policy_shape(cfg, policy.tensor_parallel_size)
@@ -401,21 +421,21 @@ def _policy(cfg: Config, ranks: int, capacity: int | None) -> _Model:
         autocast=trainer.strategy == "single" and trainer.bf16,
         on_gpu=on_gpu,
         checkpointing=trainer.gradient_checkpointing,
-        longest=_longest(cfg),
+        longest=longest_sequence(cfg),
         capacity=capacity,
     )
     leaves = on_gpu and trainer.placement.colocate_all and generator.run_engines_locally
     return _model(cfg, "policy", policy, shape, ranks, run, leaves, trainer.policy_mini_batch_size)
 
 
-def _reference(cfg: Config, ranks: int, policy: _Model) -> _Model:
+def _reference(cfg: Config, ranks: int, policy: ModelRank) -> ModelRank:
     ref = cfg.trainer.ref
     key, parts = "trainer.ref.model.path", ref.tensor_parallel_size
     shape = _shape(cfg, ref.model.path, key, ref.model_config_kwargs, parts=parts)
     return _model(cfg, "reference", ref, shape, ranks, policy.run, policy.leaves, None)
 
 
-def _critic(cfg: Config, ranks: int, policy: _Model) -> _Model:
+def _critic(cfg: Config, ranks: int, policy: ModelRank) -> ModelRank:
     critic = cfg.trainer.critic
     assert critic.model.path is not None, "a critic is only asked for where it has a path"
     key, overrides = "trainer.critic.model.path", critic.model_config_kwargs
@@ -431,7 +451,7 @@ def _reward_lines(cfg: Config) -> Iterator[MemoryLine]:
     if reward.model.path is None:
         return
     shape = reward_model_shape(reward.model.path, reward.model_config_kwargs)
-    size, tokens = 2 if cfg.trainer.bf16 else FP32, _longest(cfg)
+    size, tokens = 2 if cfg.trainer.bf16 else FP32, longest_sequence(cfg)
     run = Settings(a=size, autocast=False, on_gpu=cfg.device == "cuda", checkpointing=False, longest=tokens)
     weights = numel(shape.weights)
     yield MemoryLine("reward model", "parameters", f"{weights / 1e6:,.1f} M frozen", {"": size * weights}, exact=True)
@@ -448,13 +468,13 @@ def _model(
     run: Settings,
     leaves: bool,
     mini_batch: int | None,
-) -> _Model:
+) -> ModelRank:
     """`mini_batch`: prompts per optimizer step; None for a frozen model."""
     trainer, parts, tokens = cfg.trainer, section.tensor_parallel_size, section.sequence_parallel_size
     update = None
     if mini_batch is not None:
-        update = _pass(cfg, trainer.micro_train_batch_size_per_gpu, mini_batch, ranks, tokens, parts)
-    return _Model(
+        update = _pass(cfg, trainer.micro_train_batch_size_per_gpu or 1, mini_batch, ranks, tokens, parts)
+    return ModelRank(
         role=role,
         shape=shape,
         ranks=ranks,
@@ -464,7 +484,7 @@ def _model(
         run=run,
         leaves=leaves,
         update=update,
-        score=_pass(cfg, trainer.micro_forward_batch_size_per_gpu, trainer.train_batch_size, ranks, tokens, parts),
+        score=_pass(cfg, trainer.micro_forward_batch_size_per_gpu or 1, trainer.train_batch_size, ranks, tokens, parts),
     )
 
 
@@ -473,7 +493,7 @@ def _shape(cfg: Config, path: str, key: str, overrides: Mapping[str, Any], **opt
     return model_shape(path, key=key, overrides=overrides, rope_scaling=scaling, rope_theta=theta, **options)
 
 
-def _longest(cfg: Config) -> int:
+def longest_sequence(cfg: Config) -> int:
     """The most tokens that a sequence may have."""
     return cfg.generator.max_input_length + cfg.generator.sampling_params.max_generate_length
 
@@ -485,14 +505,16 @@ def _pass(cfg: Config, sequences: int, prompts: int, ranks: int, over: int, part
     each of `parts` ranks runs all of them, with a part of the layers. Either way it scores its share of the tokens.
     """
     group = over * parts
-    trainer, generator, longest = cfg.trainer, cfg.generator, _longest(cfg)
+    trainer, generator, longest = cfg.trainer, cfg.generator, longest_sequence(cfg)
     share = -(-min(prompts, trainer.train_batch_size) * generator.n_samples_per_prompt * group // ranks)
     budget = trainer.max_tokens_per_microbatch
     tokens = min(max(budget, longest) if budget else sequences * longest, share * longest)
+    shares = budget and generator.n_samples_per_prompt > 1 and trainer.share_prompt is not False
+    seen = min(MAX_REACH * tokens, share * longest) if shares else tokens
     # Only where sequences are counted, and have one response each, is it known how much of them is response.
     response = longest if budget or generator.max_turns > 1 else generator.sampling_params.max_generate_length
     scored = tokens * response // longest
-    return _Pass(-(-tokens // over), -(-scored // group), share * longest > tokens)
+    return _Pass(-(-tokens // over), -(-scored // group), -(-seen // over), share * longest > tokens)
 
 
 def _engine_lines(cfg: Config, capacity: int | None, shared: bool) -> Iterator[MemoryLine]:
@@ -514,7 +536,7 @@ def _engine_lines(cfg: Config, capacity: int | None, shared: bool) -> Iterator[M
     if moves and (replaced or generator.backend == "vllm"):
         yield replace(line, phases=("generating", "syncing"))
         if generator.backend == "transformers" or not replaced:
-            yield replace(line, phases=_LEARNING, on_host=True)
+            yield replace(line, phases=LEARNING, on_host=True)
     else:
         yield line
     note, cache = _cache(cfg, shape, parts, weights, capacity if on_gpu else None)

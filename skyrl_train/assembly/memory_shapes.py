@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.errors import ConfigError
@@ -113,6 +113,19 @@ def model_shape(
     there is nothing to load, or for a model that cannot be trained.
     """
     config = load_config(path, key=key, overrides=overrides, rope_scaling=rope_scaling, rope_theta=rope_theta)
+    # A plan is made many times, see memory_fit.py, and to build a model takes long even without its weights.
+    same = config.to_json_string(use_diff=False), repr(lora), critic, parts
+    if same not in _shapes:
+        _shapes[same] = _shape_of(config, path, key, lora, critic, parts)
+    return _shapes[same]
+
+
+_shapes: dict[tuple[str, str, bool, int], ModelShape] = {}
+
+
+def _shape_of(
+    config: PreTrainedConfig, path: str, key: str, lora: LoraConfig | None, critic: bool, parts: int
+) -> ModelShape:
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     try:
         with torch.device("meta"):
@@ -256,25 +269,36 @@ def layer_bytes_per_token(shape: ModelShape, run: Settings) -> int:
     return norms + casts + attention + mlp + scores
 
 
-def saved_bytes(shape: ModelShape, tokens: int, run: Settings) -> int:
+def saved_bytes(shape: ModelShape, tokens: int, seen: int, run: Settings) -> int:
     """Bytes saved for a micro-batch at the end of its forward (estimate).
 
     All that every layer saves, or with gradient checkpointing only every layer's input; also the last norm, the rotary
-    tables, and the rows that the head reads.
+    tables, and the rows that the head reads. `seen`: the tokens whose keys and values attention reads.
     """
     of_layer = run.stream * shape.hidden if run.checkpointing else layer_bytes_per_token(shape, run)
     last = shape.hidden * (FP32 + 2 * run.stream) + 2 * shape.head_dim * run.stream
-    return tokens * (len(shape.layers) * of_layer + last)
+    repeated = 0 if run.checkpointing else len(shape.layers) * _repeated_bytes(shape, seen - tokens, run)
+    return tokens * (len(shape.layers) * of_layer + last) + repeated
 
 
-def layer_backward_bytes(shape: ModelShape, tokens: int, run: Settings) -> int:
+def _repeated_bytes(shape: ModelShape, tokens: int, run: Settings) -> int:
+    """Bytes of one layer's keys and values of tokens that are read again: attention has a copy for every sample."""
+    return tokens * 2 * run.a * shape.key_value_heads * shape.head_dim
+
+
+def layer_backward_bytes(shape: ModelShape, tokens: int, seen: int, run: Settings) -> int:
     """Bytes that backward through one layer adds (estimate).
 
     Gradients of the MLP's product and of the residual stream; with gradient checkpointing also everything that the
-    layer saves, as it is computed again.
+    layer saves, as it is computed again. Where prompts are shared, the gradients of all `seen` keys and values, and of
+    one of the two in float32 as they are added up.
     """
     again = layer_bytes_per_token(shape, run) if run.checkpointing else 0
-    return tokens * (again + run.a * shape.intermediate + run.stream * shape.hidden)
+    size = tokens * (again + run.a * shape.intermediate + run.stream * shape.hidden)
+    if seen > tokens:
+        size += seen * shape.key_value_heads * shape.head_dim * (2 * run.a + FP32)
+        size += _repeated_bytes(shape, seen - tokens, run) if run.checkpointing else 0
+    return size
 
 
 def layer_forward_bytes(shape: ModelShape, tokens: int, run: Settings) -> int:

@@ -14,6 +14,7 @@ from skyrl_train.assembly.algorithm import build_advantage_step, build_correctio
 from skyrl_train.assembly.collector import build_collector
 from skyrl_train.assembly.engines import build_engines, connect_engine, engine_settings, require_installed, server_urls
 from skyrl_train.assembly.environments import build_environments
+from skyrl_train.assembly.memory_fit import announce_fit
 from skyrl_train.assembly.publisher import build_publisher, supervised_publish
 from skyrl_train.assembly.reward import build_reward_model, judged, start_reward_model
 from skyrl_train.assembly.services import (
@@ -77,9 +78,11 @@ async def services(
     local = cfg.generator.run_engines_locally
     if local:
         require_installed(cfg.generator.backend)
-    learning = policy_learning(cfg) if train_dataset is not None else None
-    if learning is not None:
-        memory_plan.announce(cfg, learning)
+    learning, fitted = None, cfg
+    if train_dataset is not None:
+        learning = policy_learning(cfg)
+        fitted = announce_fit(cfg, learning)
+        memory_plan.announce(fitted, learning)
     async with AsyncExitStack() as stack:
         base = await stack.enter_async_context(
             learner_services(
@@ -88,6 +91,7 @@ async def services(
                 fingerprints=fingerprints_of(trainer, train_dataset.fingerprint) if train_dataset else {},
                 schedule=schedule_of(trainer, len(train_dataset)) if train_dataset else None,
                 learning=learning,
+                fitted=fitted.trainer,
                 with_engines=local,
                 with_reward=trainer.reward.model.path is not None,
                 get_tracker=get_tracker,

@@ -83,11 +83,15 @@ async def learner_services(
     fingerprints: Mapping[str, str],
     schedule: StepSchedule | None,
     learning: Learning | None,
+    fitted: TrainerConfig,
     with_engines: bool = False,
     with_reward: bool = False,
     get_tracker: Callable[[Path], Trackers],
 ) -> AsyncIterator[Services]:
-    """Folder, trackers, cluster, slots, and a learner that is not set up yet. On exit everything is closed."""
+    """Folder, trackers, cluster, slots, and a learner that is not set up yet. On exit everything is closed.
+
+    `fitted`: the trainer's section for the learner, see memory_fit.py; what the run saves is `cfg`, as it was written.
+    """
     trainer = cfg.trainer
     with ExitStack() as stack:
         directory = stack.enter_context(run_directory(cfg, fingerprints))
@@ -110,7 +114,7 @@ async def learner_services(
         if schedule is not None and learning is not None:
             learner = build_learner(
                 cluster,
-                trainer,
+                fitted,
                 layout,
                 learning=learning,
                 schedule=schedule,

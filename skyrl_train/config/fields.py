@@ -43,6 +43,8 @@ class Facts:
     """Other names: of the same section, or dotted ones from the root, in which `{name}` is the field's own name."""
     spellings: Mapping[Any, Any] = field(default_factory=dict)
     """Other ways to write a value, and the value. `convert.read` has those that apply to a whole type."""
+    skyrl_default: Any = ...
+    """SkyRL's default, where ours is another one: recipes spell theirs out, which says nothing about the run."""
 
 
 NO_FACTS = Facts()

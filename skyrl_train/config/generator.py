@@ -181,7 +181,7 @@ class GeneratorConfig(OpenSection):
     """Split long prompts so that they do not delay the sampling of other responses."""
     max_num_batched_tokens: int = key(8192, range=AT_LEAST_ONE, needs=SERVING_ENGINE, aliases=SINCE_0_4)
     """Maximum number of tokens per step of the engine."""
-    enforce_eager: bool = key(False, aliases=SINCE_0_4)
+    enforce_eager: bool = key(False, aliases=SINCE_0_4, skyrl_default=True)
     """Run the engine without CUDA graphs, which cost memory and time at the start and make decoding of small models two
     to four times faster. On a CPU there are none. SkyRL's default is true."""
     fully_sharded_loras: bool = key(False, aliases=SINCE_0_4)

@@ -38,9 +38,11 @@ IGNORED = {
 
 def without_effect(config: Config, defaults: Config) -> Iterator[str]:
     """A line for every key that differs from its default and that nothing reads in this configuration."""
-    for name in leaves():
+    for name, key in leaves().items():
         value = value_at(config, name)
-        if value != _default(config, defaults, name) and (advice := _why_not_read(config, name)):
+        if value in (_default(config, defaults, name), key.facts.skyrl_default):
+            continue
+        if advice := _why_not_read(config, name):
             yield f"{name}={show(value)} has no effect here. {advice}"
 
 

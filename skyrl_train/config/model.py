@@ -114,9 +114,12 @@ class FSDPConfig(Section):
 
     cpu_offload: bool = key(False, needs=ACCELERATOR)
     """Keep parameters, gradients and optimizer state in host memory, and compute on the accelerator."""
-    reshard_after_forward: bool | int = True
+    reshard_after_forward: bool | int | None = key(None, skyrl_default=True)
     """Free gathered parameters after the forward pass. This saves memory and costs one more gather in the backward
-    pass."""
+    pass. null is true, but false on accelerators where one rank has the whole model and there is room."""
+    reduce_once: bool | None = None
+    """Sum gradients over ranks once an update instead of after every micro-batch, which needs a whole gradient in
+    float32 on every rank. null: on accelerators if there is room, on CPUs always."""
     fsdp_size: int = key(-1, range=MINUS_ONE_OR_MORE)
     """Number of ranks that one copy of the model is sharded over; -1 is all of them."""
 

@@ -175,13 +175,16 @@ class TrainerConfig(Section):
     """Prompts per optimizer update of the policy. The last mini-batch of a step may be smaller."""
     critic_mini_batch_size: int = key(256, range=AT_LEAST_ONE, needs=CRITIC)
     """Prompts per optimizer update of the critic. The last mini-batch of a step may be smaller."""
-    micro_train_batch_size_per_gpu: int = key(1, range=AT_LEAST_ONE)
+    micro_train_batch_size_per_gpu: int | None = key(None, range=AT_LEAST_ONE, skyrl_default=1)
     """Sequences per micro-batch: those that a rank runs through one forward and backward pass. Changes memory and speed
-    only, never the update."""
-    micro_forward_batch_size_per_gpu: int = key(1, range=AT_LEAST_ONE)
-    """Sequences per micro-batch of a pass without gradient, on each rank. Changes memory and speed only."""
+    only, never the update. null: one, unless tokens are counted."""
+    micro_forward_batch_size_per_gpu: int | None = key(None, range=AT_LEAST_ONE, skyrl_default=1)
+    """Sequences per micro-batch of a pass without gradient, on each rank. Changes memory and speed only. null: one,
+    unless tokens are counted."""
     max_tokens_per_microbatch: int | None = key(None, range=AT_LEAST_ONE)
-    """Tokens per micro-batch on a rank. It replaces the two numbers of sequences above; null uses those."""
+    """Tokens per micro-batch on a rank. It replaces the two numbers of sequences above. null: on accelerators, if
+    neither of those is set either, the most that the memory plan finds room for, up to 16,384; else sequences are
+    counted."""
     share_prompt: bool | None = None
     """Run a prompt that several samples in a micro-batch share only once. null does so if it saves at least a sixteenth
     of the tokens."""

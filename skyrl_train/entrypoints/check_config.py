@@ -44,12 +44,15 @@ def report(prepared: PreparedConfig) -> None:
 
 def report_with_plan(prepared: PreparedConfig) -> None:
     """torch is only imported here: a check without a plan is done before it would be loaded."""
+    from skyrl_train.assembly.algorithm import policy_learning
     from skyrl_train.assembly.capacity import capacity_of
+    from skyrl_train.assembly.memory_fit import announce_fit
     from skyrl_train.assembly.memory_plan import memory_plan
 
-    config = prepared.config
+    learning = policy_learning(prepared.config)
+    config = announce_fit(prepared.config, learning)
     capacity = capacity_of(config.device)
-    plans = memory_plan(config, capacity)
+    plans = memory_plan(config, capacity, learning)
     report(prepared)
     for line in plan_lines(plans, config.device, capacity, capacity_of("cpu")):
         print(line)

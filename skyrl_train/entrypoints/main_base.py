@@ -220,13 +220,15 @@ def _run(experiment: BasePPOExp) -> None:
         try:
             experiment.run()
         except Exception as error:
+            from skyrl_train.assembly.algorithm import policy_learning, sft_learning
             from skyrl_train.assembly.memory_advice import out_of_memory
 
             if isinstance(error, ClusterLost | Stopped):
                 raise
             if (death := experiment.cluster.death()) is not None:
                 raise death from error  # what else went wrong follows from it
-            if (full := out_of_memory(error, experiment.cfg)) is not None:
+            learning = policy_learning if experiment.uses.rewards else sft_learning
+            if (full := out_of_memory(error, experiment.cfg, learning)) is not None:
                 raise full from error
             raise
 

@@ -30,6 +30,7 @@ class SFTExp(BasePPOExp):
     async def _train(self) -> Path:
         from skyrl_train.assembly.algorithm import sft_learning
         from skyrl_train.assembly.data import build_demonstrations
+        from skyrl_train.assembly.memory_fit import announce_fit
         from skyrl_train.assembly.services import (
             build_batch_dump,
             build_state,
@@ -42,7 +43,7 @@ class SFTExp(BasePPOExp):
         from skyrl_train.data.order import PromptOrder
         from skyrl_train.trainer.sft_trainer import SFTTrainer
 
-        trainer = self.cfg.trainer
+        trainer, learning = self.cfg.trainer, sft_learning(self.cfg)
         demonstrations, fingerprint = build_demonstrations(self.cfg, self.tokenizer)
         schedule = schedule_of(trainer, len(demonstrations))
         fingerprints = fingerprints_of(trainer, fingerprint)
@@ -51,7 +52,8 @@ class SFTExp(BasePPOExp):
             self.cluster,
             fingerprints=fingerprints,
             schedule=schedule,
-            learning=sft_learning(self.cfg),
+            learning=learning,
+            fitted=announce_fit(self.cfg, learning).trainer,
             get_tracker=self.get_tracker,
         ) as base:
             assert base.learner is not None
