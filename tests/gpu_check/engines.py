@@ -109,6 +109,7 @@ class Conformance:
                 continue
             model = tiny_model("qwen3", hidden_size=HIDDEN, seed=seed)
             bench.run(bench.publish(model, route))
+            # By ipc through the host's memory: the device's own cannot be shared within a process, see part 4.
             self.logprobs(f"after a sync by {route or bench.easiest_route}", model)
         bench.run(bench.engine.sleep(2))
         bench.run(bench.engine.wake_up(["weights"]))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
 
 import torch
 
 from skyrl_train.cluster.sockets import free_address
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.transport import ROOT, BroadcastGroup
+from skyrl_train.weight_sync.transport import ROOT, BroadcastGroup, _reach, _store
 from tests.gpu_check.report import Report, Setting
 
 SLACK_S = 3.0
@@ -20,17 +23,37 @@ def address() -> str:
 
 
 def run(setting: Setting, report: Report) -> None:
-    """Connect alone, broadcast, leave; then connect to nobody, which must end by its deadline; then connect again."""
-    alone(setting.device, report)
+    """Connect to a rank that hangs, and to one that never comes, which must end by the deadline; then connect alone.
+
+    The first comes first: NCCL's own deadline, the one under test there, is that of a process's first group.
+    """
     deadline = 2.0 if setting.toy else 10.0
+    hangs = address()
+    with ThreadPoolExecutor(1) as pool:
+        store = pool.submit(comes_and_hangs, hangs)
+        refused("a rank that comes, but never connects", hangs, setting.device, deadline, report)
+        store.result()
+    refused("a rank that never comes", address(), setting.device, deadline, report)
+    alone(setting.device, report)
+
+
+def comes_and_hangs(address: str) -> Any:
+    """Do what rank 1 does before the backend connects, and no more. The store must live as long as the others wait."""
+    host, _, port = address.rpartition(":")
+    _reach(host, int(port), 30.0)
+    store = _store(address, timedelta(seconds=30))
+    store.set("rank 1", "")
+    return store
+
+
+def refused(name: str, address: str, device: str, deadline: float, report: Report) -> None:
     start = time.perf_counter()
     try:
-        BroadcastGroup(address(), ROOT, 2, setting.device, deadline)
-        report.note("a rank that never comes", "no error", "WeightSyncError", False)
+        BroadcastGroup(address, ROOT, 2, device, deadline)
+        report.note(name, "no error", "WeightSyncError", False)
     except WeightSyncError as error:
-        report.note("a rank that never comes", str(error)[:160], "WeightSyncError")
+        report.note(name, str(error)[:160], "WeightSyncError")
     report.at_most("seconds until then", time.perf_counter() - start, deadline + SLACK_S, "s")
-    alone(setting.device, report)
 
 
 def alone(device: str, report: Report) -> None:

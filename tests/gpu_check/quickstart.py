@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -23,6 +24,9 @@ def run(setting: Setting, report: Report) -> None:
         command = [sys.executable, str(SCRIPT), "--output", str(folder)]
         if setting.toy:
             command += ["--warm-up-steps", "2", "--operations", "2", "trainer.max_steps=2", "trainer.eval_interval=2"]
+        elif importlib.util.find_spec("vllm") is None:
+            command.append("generator.backend=transformers")
+            report.note("engine", "transformers: vLLM is not installed")
         command += [f"device={setting.device}", "trainer.placement.colocate_all=true"]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         found = LAST_LINE.search(done.stdout)

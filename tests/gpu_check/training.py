@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from skyrl_train.algorithms.losses import clipped_surrogate
 from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.config.choices import STRATEGIES
+from skyrl_train.config.schema import FSDPConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.learner.worker import LearnerWorker, MiniBatch
 from skyrl_train.testing.tiny_models import byte_tokenizer
@@ -111,6 +112,7 @@ def measure(path: str, device: str, recompute: bool, length: int, steps: int) ->
         dtype="bfloat16",
         objective=PolicyObjective(partial(clipped_surrogate, eps_low=0.2, eps_high=0.2)),
         gradient_checkpointing=recompute,
+        fsdp=FSDPConfig(reshard_after_forward=False, reduce_once=True),  # what a run chooses: see memory_fit.py
     )
     worker = LearnerWorker(spec, 0, 1)
     try:
