@@ -37,7 +37,8 @@ def end_connections(own: Address, others: Sequence[Address]) -> None:
         if not one.raddr or not (one.laddr.port == own[1] or _plain(one.raddr) in others):
             continue
         with suppress(OSError), socket.socket(fileno=os.dup(one.fd)) as connection:
-            connection.shutdown(socket.SHUT_RDWR)
+            if connection.getsockname()[1] == one.laddr.port:  # or another thread has the descriptor by now
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _listening() -> set[Address]:
