@@ -104,6 +104,10 @@ class RolloutsFailed(SkyRLError):
     """Too many failed episodes in one step, or too many failed steps in a row."""
 
 
+class StaleRollout(SkyRLError):
+    """A step would have trained on a token that is older than its bound."""
+
+
 class OutOfMemory(SkyRLError):
     """No memory is left; the message names where, and the settings that would need less, in GiB."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+
+from skyrl_train.clock import now
 
 
 class Metrics:
@@ -42,12 +43,12 @@ class Metrics:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Measure the wall time of a block in seconds, summed under timing/<name>_s."""
-        start = time.perf_counter()
+        """Measure the time of a block in seconds, summed under timing/<name>_s."""
+        start = now()
         try:
             yield
         finally:
-            self.count(f"timing/{name}_s", time.perf_counter() - start)
+            self.count(f"timing/{name}_s", now() - start)
 
     def state(self) -> dict[str, dict[str, float]]:
         """Plain numbers to send to another process; see `merge`."""

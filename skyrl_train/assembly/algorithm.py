@@ -62,6 +62,7 @@ def policy_learning(cfg: Config) -> Learning:
     Raises ConfigError for a name that is not registered, or a function with an argument that does not exist.
     """
     algorithm = cfg.trainer.algorithm
+    _warn_of_uncorrected(cfg)
     build_advantage_step(algorithm)  # an invalid estimator must raise before engines are started
     objective = build_objective(algorithm)
     return Learning(
@@ -72,6 +73,17 @@ def policy_learning(cfg: Config) -> Learning:
         needs_old_logprobs=True if read_before_loss(algorithm) else None if objective.reads_old_logprobs else False,
         critic=build_critic_objective(cfg.trainer),
     )
+
+
+def _warn_of_uncorrected(cfg: Config) -> None:
+    """Old samples need a correction: the engine's policy is then not the one that a loss takes its ratio against."""
+    ahead, algorithm = cfg.trainer.fully_async, cfg.trainer.algorithm
+    corrected = corrects(algorithm) or "rollout_logprobs" in keywords_of(policy_losses.get(algorithm.policy_loss_type))
+    if ahead.enabled and ahead.max_staleness_steps and not corrected:
+        _log.warning(
+            f"trainer.fully_async.max_staleness_steps={ahead.max_staleness_steps} without a correction: tokens that older "
+            "weights sampled count as if the newest had. Set trainer.algorithm.off_policy_correction.tis_ratio_type=token."
+        )
 
 
 def sft_learning(cfg: Config) -> Learning:

@@ -13,15 +13,16 @@ from skyrl_train.trainer.schedule import StepSchedule
 
 def build_collector(cfg: Config, rollout: Rollout, dataset: PromptDataset, schedule: StepSchedule) -> RolloutCollector:
     """A collector that goes through the training data in the order given by the seed."""
-    trainer = cfg.trainer
+    trainer, ahead = cfg.trainer, cfg.trainer.fully_async
     order = PromptOrder(len(dataset), trainer.seed)
     return RolloutCollector(
         rollout,
         prompt_at=lambda position: dataset.prompts[order.row(position)],
         prompts_of_step=schedule.prompts_of_step,
-        max_staleness=trainer.fully_async.max_staleness_steps if trainer.fully_async.enabled else 0,
+        max_staleness=ahead.max_staleness_steps if ahead.enabled else 0,
         max_failed_fraction=trainer.max_failed_fraction,
         samplers=build_samplers(cfg),
+        max_in_flight=ahead.num_parallel_generation_workers if ahead.enabled else None,
     )
 
 
@@ -44,8 +45,9 @@ def build_samplers(cfg: Config) -> Samplers:
 
 def _dynamic_sampling(cfg: Config) -> DynamicSampling | None:
     settings = cfg.trainer.algorithm.dynamic_sampling
+    ahead = cfg.trainer.fully_async
     if settings.type is None:
-        return None
+        return DynamicSampling() if ahead.enabled and ahead.sample_full_batch else None
     return DynamicSampling(
         min_useful_fraction=settings.min_replace_ratio if settings.type == "replace" else 1.0,
         max_batches=settings.max_sample_batches,

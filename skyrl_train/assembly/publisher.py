@@ -114,63 +114,86 @@ def weight_route(cfg: Config, engines: Sequence[Any]) -> str:
     return "broadcast" if all("broadcast" in one.capabilities.weight_routes for one in engines) else "checkpoint"
 
 
+PAUSES = {"keep": "keep", "recompute": "retract", "abort": "abort"}
+"""trainer.fully_async.on_sync -> how engines pause."""
+
+
+def pause_mode(cfg: Config, engines: Sequence[Any]) -> str | None:
+    """How requests under way are paused for a sync; None without fully_async, where there are none.
+
+    Raises ConfigError if an engine cannot do that.
+    """
+    if not cfg.trainer.fully_async.enabled:
+        return None
+    chosen = cfg.trainer.fully_async.on_sync
+    for one in engines:
+        able = one.capabilities.pause_modes
+        if PAUSES[chosen] not in able:
+            can = ", ".join(name for name, mode in PAUSES.items() if mode in able) or "none of them"
+            raise ConfigError(
+                f"trainer.fully_async.on_sync={chosen}: engine {one.capabilities.name!r} cannot pause in this way; it "
+                f"can: {can}."
+            )
+    return PAUSES[chosen]
+
+
 def supervised_publish(
-    base: Services, client: EngineClient, publisher: WeightPublisher
+    learner: Learner,
+    client: EngineClient,
+    publisher: WeightPublisher,
+    supervisor: EngineSupervisor,
+    *,
+    mode: str | None = None,
+    time_shared: bool = False,
 ) -> Callable[[int], Awaitable[dict[str, float]]]:
-    """Publishes weights, and then restarts the engines that died since the last time, with the same weights."""
-    learner = base.learner
-    assert learner is not None
-    single: dict[str, float] = {}
-    """Metrics of the last sync with one engine."""
+    """Publishes weights, and then restarts the engines that died since the last time, with the same weights.
 
-    async def publish_to(engine: Any, version: int) -> None:
-        single.update(await publisher.publish_to(engine, version))
-
-    supervisor = _supervisor(base, client, publish_to)
+    `mode`: how rollouts that go on meanwhile are paused (see `pause_mode`), which is while weights are sent, and not
+    while engines are restarted; None if there are none.
+    """
 
     async def publish_to_the_living(version: int) -> None:
         """After a failed sync: publish to every living engine in turn; some may still hold rehearsal weights."""
         for engine in client.engines:
             try:
-                await publish_to(engine, version)
+                await publisher.publish_to(engine, version)
             except SkyRLError:
                 await client.health()
                 if engine in client.engines:
                     raise
 
     async def publish(version: int) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        async with client.held():
+        async with nullcontext() if mode else client.held():
             before = supervisor.restarts
             async with supervisor.syncing():
-                alive = len(client.engines)
-                async with learner.at_rest():
+                async with learner.at_rest(), client.paused(mode) if mode else nullcontext():
+                    alive = len(client.engines)
                     try:
                         if alive:
-                            metrics = await publisher.publish(version)
+                            await publisher.publish(version)
                     except SkyRLError:
                         await client.health()  # marks engines that do not answer as dead
                         if len(client.engines) == alive:
                             raise
                         await publish_to_the_living(version)
-            if base.layout.time_shared and supervisor.restarts > before:
+            if time_shared and supervisor.restarts > before:
                 await client.sleep()
-        # A failed sync was repeated engine by engine, with those that were left or came back.
-        return (metrics or single) | await client.metrics() | {"engines/restarts": float(supervisor.restarts)}
+        # Those of the last sync: if a failed one was repeated, that is the one with the last engine.
+        metrics = publisher.metrics | await client.metrics() | {"engines/restarts": float(supervisor.restarts)}
+        idle, wasted = metrics.pop("engines/idle"), metrics.pop("engines/wasted_tokens")
+        return metrics | ({"async/engines_idle": idle, "async/wasted_tokens": wasted} if mode else {})
 
     async def revive_while_generating() -> None:
         await supervisor.revive()
-        if base.layout.time_shared:
+        if time_shared:
             await learner.offload()
             await client.wake_up()
 
-    client.revive = revive_while_generating
+    client.revive, client.revives_at_once = revive_while_generating, mode is not None
     return publish
 
 
-def _supervisor(
-    base: Services, client: EngineClient, publish_to: Callable[[Any, int], Awaitable[None]]
-) -> EngineSupervisor:
+def build_supervisor(base: Services, client: EngineClient, publisher: WeightPublisher) -> EngineSupervisor:
     """Restarts the run's own engines in their slots, and reconnects to engines that run elsewhere."""
     cfg, learner, role_slots = base.cfg, base.learner, base.layout.engines
     assert learner is not None
@@ -193,7 +216,7 @@ def _supervisor(
             await learner.keep_weights()
             await engine.wake_up(["weights"])
         async with learner.at_rest() as version:
-            await publish_to(engine, version)
+            await publisher.publish_to(engine, version)
 
     async def stop(engine: Any) -> None:
         await (engine.close() if role_slots is None else asyncio.to_thread(engine.kill))

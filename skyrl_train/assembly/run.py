@@ -15,7 +15,7 @@ from skyrl_train.assembly.collector import build_collector
 from skyrl_train.assembly.engines import build_engines, connect_engine, engine_settings, require_installed, server_urls
 from skyrl_train.assembly.environments import build_environments
 from skyrl_train.assembly.memory_fit import announce_fit
-from skyrl_train.assembly.publisher import build_publisher, supervised_publish
+from skyrl_train.assembly.publisher import build_publisher, build_supervisor, pause_mode, supervised_publish
 from skyrl_train.assembly.reward import build_reward_model, judged, start_reward_model
 from skyrl_train.assembly.services import (
     Services,
@@ -152,6 +152,7 @@ def build_generator(
         ends_stopped_turns=generator.append_eos_token_after_stop_str_in_multi_turn,
         step_wise=generator.step_wise_trajectories,
         retokenize=generator.retokenize_chat_history,
+        namespace="evaluation." if evaluation else "",
     )
     limit = generator.rate_limit
     # Taking the fastest groups requires that groups run independently, and with a rate limit a group that may not begin
@@ -192,13 +193,21 @@ def build_trainer(
         render_prompt(tokenizer, prompt.messages, dict(cfg.generator.chat_template_kwargs))[:PROBE_TOKENS]
         for prompt in train_dataset.prompts[:PROBE_SEQUENCES]
     ]
+    publisher = build_publisher(cfg, base.learner, running.client, probe_ids)
     return Trainer(
         schedule=schedule,
         intervals=intervals(trainer, schedule),
         collector=collector,
         learner=base.learner,
         batch_steps=[advantage_step, *build_correction_steps(trainer.algorithm)],
-        publish=supervised_publish(base, running.client, build_publisher(cfg, base.learner, running.client, probe_ids)),
+        publish=supervised_publish(
+            base.learner,
+            running.client,
+            publisher,
+            build_supervisor(base, running.client, publisher),
+            mode=pause_mode(cfg, running.client.engines),
+            time_shared=base.layout.time_shared,
+        ),
         residency=residency,
         evaluator=build_evaluator(cfg, running, eval_generator, eval_dataset) if eval_dataset else None,
         state=build_state(
@@ -214,12 +223,13 @@ def build_evaluator(
     cfg: Config, running: RunningServices, generator: ConversationGenerator, dataset: PromptDataset
 ) -> Evaluator:
     dump_to = Path(cfg.trainer.export_path) / "dumped_evals" if cfg.trainer.dump_eval_results else None
-    rollout = judged(cfg, generator, running.reward_model)
+    rollout, ahead = judged(cfg, generator, running.reward_model), cfg.trainer.fully_async.enabled
     return Evaluator(
         rollout,
         dataset.prompts,
         cfg.trainer.eval_batch_size,
         dump_to,
         cfg.trainer.max_failed_fraction,
-        after=running.client.begin_anew,
+        after=None if ahead else running.client.begin_anew,  # rollouts for training go on
+        one_version=ahead,
     )

@@ -58,14 +58,26 @@ class PlacementConfig(Section):
 
 @dataclass
 class FullyAsyncConfig(Section):
-    """Training on rollouts that began with older weights."""
+    """Generating and training at the same time, on engines that are not colocated with the trainer."""
 
-    enabled: bool = key(False, choices=(False,), unavailable="Only synchronous training is available in this version.")
-    """Generate and train at the same time; `false` is synchronous training."""
+    enabled: bool = False
+    """Rollouts of later steps go on while a step is learnt; `false` is synchronous training."""
     max_staleness_steps: int = key(4, range=NOT_NEGATIVE)
-    """Maximum age of a rollout, in weight versions, when it is trained on."""
+    """The age, in steps, of the oldest weights that may have sampled a token of those that a step trains on; 1 is one
+    step off."""
     num_parallel_generation_workers: int = key(768, range=AT_LEAST_ONE)
     """Maximum number of groups of rollouts in flight."""
+    on_sync: str = key(
+        "keep",
+        choices=("keep", "recompute", "abort"),
+        aliases="clear_kv_cache_on_weight_sync",
+        spellings={False: "keep", True: "recompute"},
+    )
+    """What new weights mean for sequences that are being sampled: they go on with the keys and values that they have,
+    these are computed anew with the new weights, or the sequences are begun again."""
+    sample_full_batch: bool = False
+    """With `trainer.algorithm.zero_variance_filter`: groups with equal rewards are left out, and others are sampled until
+    a step is full; the same as `trainer.algorithm.dynamic_sampling.type=filter`."""
 
 
 GUARDS = ("equal_rewards", "ratio", "cut")

@@ -333,6 +333,13 @@ def _samplers(config: Config) -> Iterator[Problem]:
     if algorithm.dynamic_sampling.max_sample_batches == 0:
         key, advice = "trainer.algorithm.dynamic_sampling.max_sample_batches", "A step draws at least one batch."
         yield Problem(key, 0, "at least 1, or -1 for no bound", advice)
+    if config.trainer.fully_async.enabled and config.trainer.placement.colocate_all:
+        advice = "Engines and trainer take turns on the same accelerators: neither works while the other does."
+        yield Problem("trainer.placement.colocate_all", True, "false with trainer.fully_async.enabled", advice)
+    if config.trainer.fully_async.sample_full_batch and not algorithm.zero_variance_filter:
+        advice = "It is the filter that says which groups are left out."
+        allowed = "false without trainer.algorithm.zero_variance_filter"
+        yield Problem("trainer.fully_async.sample_full_batch", True, allowed, advice)
     if generator.over_provisioning and config.trainer.fully_async.enabled:
         advice = "Running ahead already hides slow rollouts, and cutting them would break the order of the others."
         yield Problem(

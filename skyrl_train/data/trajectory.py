@@ -45,6 +45,8 @@ class Turn:
     """The engine's stop | length | abort."""
     min_version: int
     max_version: int
+    mean_version: float = 0.0
+    """Over its tokens."""
 
 
 @dataclass(frozen=True, slots=True)

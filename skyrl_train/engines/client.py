@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -11,14 +10,31 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from skyrl_train.clock import now
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
-from skyrl_train.engines.progress import GRACE_S, Progress
+from skyrl_train.engines.progress import GRACE_S, LOOK_S, Progress
 from skyrl_train.errors import DeadlineExceeded, EngineError, UnsupportedParameter, WorkerDied
 
 _REMEMBERED = 1 << 16
 """How many sessions and groups, the latest ones, have their engine remembered."""
 
 _DEATHS = (EngineError, WorkerDied, DeadlineExceeded, ConnectionError)
+
+
+class _BusyClock:
+    """Counts the seconds in which calls were running."""
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._seconds = self._until = 0.0
+
+    def change(self, calls: int) -> None:
+        self._seconds, self._until = self.seconds, now()
+        self._running += calls
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds + (now() - self._until if self._running else 0.0)
 
 
 @dataclass(eq=False, slots=True)
@@ -28,6 +44,7 @@ class _EngineRecord:
     engine: Any
     name: str
     progress: Progress
+    busy: _BusyClock
     load: int = 0
     """Tokens of running requests: their prompts and max_tokens."""
     cause: str | None = None
@@ -48,27 +65,32 @@ class EngineClient:
     no more requests until `replace`.
     """
 
-    def __init__(self, engines: Sequence[Any], *, deadline_s: float):
-        """`deadline_s`: of requests that have none of their own, and of all other calls."""
-        self._all = [_record(one, getattr(one, "name", f"engine {index}")) for index, one in enumerate(engines)]
+    def __init__(self, engines: Sequence[Any], *, deadline_s: float, looks_every_s: float = LOOK_S):
+        """`deadline_s`: of requests that have none of their own, and of all other calls. `looks_every_s`: how often an
+        engine with requests is asked whether it gets on."""
+        self._looks_every_s = looks_every_s
+        self._all = [self._record(one, getattr(one, "name", f"engine {index}")) for index, one in enumerate(engines)]
         self._deadline_s = deadline_s
         self._homes: OrderedDict[tuple[str, str], int] = OrderedDict()
         """("session" or "group", its name) -> index of its engine."""
         self._background: set[asyncio.Task[Any]] = set()
         self._reviving: asyncio.Task[None] | None = None
-        self._under_way = 0
-        self._busy_s = self._busy_until = 0.0
-        """Seconds in which requests were running, and the time up to which these were counted."""
-        self._measured: dict[str, float] = defaultdict(float)
+        self._busy = _BusyClock()
+        """Of all engines: runs while one of them does."""
+        self._measured: dict[str, float] = defaultdict(float, now=now())
         """The counters at the last call of `metrics`."""
         self._asleep = False
         self._holds = 0
-        self._interruptions = 0
+        self._interruptions = self._aborts = 0
+        self._wasted = 0
+        """Tokens of requests that a pause ended, and which were sampled again."""
         self._serving = asyncio.Event()
         """Cleared while the engines sleep or take weights; requests then wait."""
         self._serving.set()
         self.revive: Callable[[], Awaitable[None]] | None = None
         """Restarts dead engines; called if no engine is alive when a request comes."""
+        self.revives_at_once = False
+        """Whether `revive` is called as soon as an engine dies, while the others go on."""
 
     @property
     def engines(self) -> list[Any]:
@@ -80,6 +102,11 @@ class EngineClient:
         """Name -> cause of death, of dead engines."""
         return {record.name: record.cause for record in self._all if record.cause is not None}
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which engines had requests, added up over engines."""
+        return sum(record.busy.seconds for record in self._all)
+
     def kill(self, name: str) -> None:
         """End the dead engine called `name`: one that hangs still occupies its slot, or its connections."""
         engine = self._named(name).engine
@@ -90,7 +117,11 @@ class EngineClient:
 
     def replace(self, name: str, engine: Any) -> None:
         """Replace the engine called `name` by a new one, which must already have the current weights."""
-        self._all[self._all.index(self._named(name))] = _record(engine, name)
+        self._all[self._all.index(self._named(name))] = self._record(engine, name)
+
+    def _record(self, engine: Any, name: str) -> _EngineRecord:
+        progress = Progress(name, lambda: engine.health(), self._looks_every_s)
+        return _EngineRecord(engine, name, progress, _BusyClock())
 
     def _named(self, name: str) -> _EngineRecord:
         return next(record for record in self._all if record.name == name)
@@ -112,13 +143,17 @@ class EngineClient:
             await self._until_serving()
             if not self.engines and self.revive is not None:
                 await self._revived()
-            before = self._interruptions
+            before, aborts = self._interruptions, self._aborts
             failed = await self._dispatch(missing, completions, avoid=lost_at)
+            if aborts != self._aborts:
+                self._take_back(missing, completions)
             missing = {number: missing[number] for number in missing if number not in completions}
             died = {record: error for record, error in failed.items() if not self._was_interrupted(before, error)}
             for record, error in died.items():
                 if not (isinstance(error, EngineError) and await self._serves(record)):
                     record.mark_dead(error)
+                    if self.revives_at_once and self.revive is not None:
+                        self._reviving_now()
             if died and (lost_at or not (self.engines or self.revive)):
                 record, error = next(iter(died.items()))
                 raise EngineError(self._lost(record, error)) from error
@@ -161,6 +196,16 @@ class EngineClient:
                 completions.update(zip(part, result, strict=True))
         return failed
 
+    def _take_back(self, requests: dict[int, SampleRequest], completions: dict[int, Completion]) -> None:
+        """Forget the completions of requests that a pause ended, unless their own deadline did."""
+        for number, request in requests.items():
+            found = completions.get(number)
+            if found is None or found.stop_reason != "abort":
+                continue
+            if request.deadline_s is None or found.running_s < request.deadline_s:
+                self._wasted += len(found.token_ids)
+                del completions[number]
+
     def _was_interrupted(self, before: int, error: BaseException) -> bool:
         """Whether requests were refused because the engines began to sleep or to take weights."""
         return self._interruptions != before and isinstance(error, EngineError)
@@ -168,7 +213,8 @@ class EngineClient:
     async def _generate(self, record: _EngineRecord, requests: list[SampleRequest]) -> list[Completion]:
         # Not less because these requests have little time left: the engine may be busy with the long ones of others.
         limit = max([self._deadline_s, *(request.deadline_s or 0.0 for request in requests)]) + GRACE_S
-        self._count_under_way(1)
+        self._busy.change(1)
+        record.busy.change(1)
         try:
             return await record.progress.until_done(record.engine.generate(requests), limit)
         except (asyncio.CancelledError, DeadlineExceeded):
@@ -176,14 +222,8 @@ class EngineClient:
             self._in_background(self._abort_quietly(record, [request.request_id for request in requests]))
             raise
         finally:
-            self._count_under_way(-1)
-
-    def _count_under_way(self, change: int) -> None:
-        now = time.monotonic()
-        if self._under_way:
-            self._busy_s += now - self._busy_until
-        self._busy_until = now
-        self._under_way += change
+            self._busy.change(-1)
+            record.busy.change(-1)
 
     def _route(self, request: SampleRequest, avoid: Collection[_EngineRecord]) -> _EngineRecord:
         keys = [(kind, name) for kind, name in (("session", request.session), ("group", request.group)) if name]
@@ -228,10 +268,14 @@ class EngineClient:
 
     async def _revived(self) -> None:
         """Wait for one restart that all waiting requests share; it continues even if they are cancelled."""
+        await asyncio.shield(self._reviving_now())
+
+    def _reviving_now(self) -> asyncio.Task[None]:
+        """The restart that is under way, or a new one."""
         assert self.revive is not None
         if self._reviving is None or self._reviving.done():
             self._reviving = self._in_background(self.revive())
-        await asyncio.shield(self._reviving)
+        return self._reviving
 
     def _in_background(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[assignment]
@@ -251,6 +295,21 @@ class EngineClient:
 
     async def resume(self) -> None:
         await self._each("resume")
+
+    @asynccontextmanager
+    async def paused(self, mode: str) -> AsyncIterator[None]:
+        """Requests under way stop between two tokens, and go on afterwards; new ones wait. `mode`: as of `pause`.
+
+        What "abort" ends is sent again with the same seed, as if it had just come.
+        """
+        async with self.held():
+            if mode == "abort":
+                self._aborts += 1
+            await self.pause(mode)
+            try:
+                yield
+            finally:
+                await self.resume()
 
     async def sleep(self, level: int = 1) -> int:
         """Let all engines sleep; returns the bytes freed by all. Requests wait until `wake_up`."""
@@ -303,20 +362,23 @@ class EngineClient:
     async def metrics(self) -> dict[str, float]:
         """engines/* and memory/engine_*.
 
-        Since the last call: generated tokens per second in which requests were running, and the share of prompt tokens
-        that needed no prefill. Current values: running and queued requests, the number of dead engines, and the memory
-        of the engine that needed most.
+        Since the last call: generated tokens per second in which requests were running, the share of time in which an
+        engine had none, the share of prompt tokens that needed no prefill, and the tokens that were sampled for
+        nothing, as a pause ended their requests. Current values: running and queued requests, the number of dead
+        engines, and the memory of the engine that needed most.
         """
         every = await self.health()
-        self._count_under_way(0)
         kinds = ("generated_tokens", "prefilled_tokens", "cached_tokens")
-        counted = {kind: float(sum(getattr(one, kind) for one in every)) for kind in kinds} | {"busy_s": self._busy_s}
+        counted = {kind: float(sum(getattr(one, kind) for one in every)) for kind in kinds}
+        counted |= {"busy_s": self._busy.seconds, "each_s": self.busy_s, "now": now(), "wasted": float(self._wasted)}
         # A restarted engine counts from 0 again.
         since = {kind: max(0.0, count - self._measured[kind]) for kind, count in counted.items()}
         self._measured = defaultdict(float, counted)
         prompts = since["prefilled_tokens"] + since["cached_tokens"]
         return {
             "engines/tokens_per_s": since["generated_tokens"] / max(since["busy_s"], 1e-9),
+            "engines/idle": 1.0 - min(1.0, since["each_s"] / max(since["now"] * len(self._all), 1e-9)),
+            "engines/wasted_tokens": since["wasted"],
             "engines/prefix_cache_hit_rate": since["cached_tokens"] / max(prompts, 1.0),
             "engines/running": float(sum(one.running for one in every)),
             "engines/queued": float(sum(one.queued for one in every)),
@@ -356,10 +418,6 @@ class EngineClient:
             if deadline.expired():
                 raise DeadlineExceeded(f"{record.name}.{method}", seconds) from error
             raise
-
-
-def _record(engine: Any, name: str) -> _EngineRecord:
-    return _EngineRecord(engine, name, Progress(name, lambda: engine.health()))
 
 
 def _peaks(every: Sequence[EngineHealth]) -> dict[str, float]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from skyrl_train.clock import now
 from skyrl_train.engines.base import EngineHealth
 from skyrl_train.errors import DeadlineExceeded
 
@@ -27,24 +27,25 @@ class Progress:
     health checks, and one that works counts tokens.
     """
 
-    def __init__(self, name: str, health: Callable[[], Awaitable[EngineHealth]]):
+    def __init__(self, name: str, health: Callable[[], Awaitable[EngineHealth]], looks_every_s: float = LOOK_S):
         self._name = name
+        self._looks_every_s = looks_every_s
         self._health = health
         self._counters: tuple[int, ...] = ()
         self._moved_at = self._asked_at = -math.inf
-        """time.monotonic() at which a counter was last seen to have moved, and of the last health check."""
+        """The time at which a counter was last seen to have moved, and of the last health check."""
 
     async def until_done(self, call: Awaitable[T], stalls_s: float) -> T:
         """The result of a call. Raises DeadlineExceeded if the engine does nothing for `stalls_s`, or does not answer.
 
         The call is then cancelled, as it is if this is cancelled.
         """
-        task, begun = asyncio.ensure_future(call), time.monotonic()
-        look_s = min(LOOK_S, stalls_s)
+        task, begun = asyncio.ensure_future(call), now()
+        look_s = min(self._looks_every_s, stalls_s)
         try:
             while not (await asyncio.wait([task], timeout=look_s))[0]:
                 await self._look(look_s)
-                stalled = time.monotonic() - max(begun, self._moved_at) > stalls_s
+                stalled = now() - max(begun, self._moved_at) > stalls_s
                 if stalled and not task.done():
                     raise DeadlineExceeded(f"{self._name}.generate", stalls_s)
             return task.result()
@@ -54,10 +55,10 @@ class Progress:
 
     async def _look(self, look_s: float) -> None:
         """Ask for the counters, unless another call just has."""
-        now = time.monotonic()
-        if now - self._asked_at < look_s / 2:
+        moment = now()
+        if moment - self._asked_at < look_s / 2:
             return
-        self._asked_at = now
+        self._asked_at = moment
         try:
             async with asyncio.timeout(GRACE_S) as deadline:
                 health = await self._health()
@@ -67,4 +68,4 @@ class Progress:
             raise DeadlineExceeded(f"{self._name}.health", GRACE_S) from error
         counters = tuple(getattr(health, one) for one in COUNTERS)
         if counters != self._counters:
-            self._counters, self._moved_at = counters, time.monotonic()
+            self._counters, self._moved_at = counters, now()

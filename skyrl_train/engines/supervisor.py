@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from skyrl_train.clock import now
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.errors import ClusterLost, EnginesLost, SkyRLError
 
@@ -64,7 +64,7 @@ class EngineSupervisor:
                         "generator.max_engine_restarts are spent."
                     )
                 self.restarts += 1
-                begun = time.monotonic()
+                begun = now()
                 try:
                     await self._restart(name)
                 except ClusterLost as error:
@@ -82,7 +82,7 @@ class EngineSupervisor:
                         "generator.max_engine_restarts.",
                         name,
                         cause,
-                        time.monotonic() - begun,
+                        now() - begun,
                         self.restarts,
                         self._budget,
                     )

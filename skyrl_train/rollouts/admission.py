@@ -22,7 +22,7 @@ class RolloutQueue(Generic[G]):
     """
 
     def __init__(self) -> None:
-        self._free = 0
+        self._free = self._running = 0
         self._pending: deque[asyncio.Task[G]] = deque()
 
     @property
@@ -34,11 +34,16 @@ class RolloutQueue(Generic[G]):
         """The number of rollouts admitted and not yet taken."""
         return len(self._pending)
 
+    @property
+    def running(self) -> int:
+        """The number of those that have not ended."""
+        return self._running
+
     def grant(self, slots: int) -> None:
         """Allow `slots` more rollouts to begin: slots of a later step, or of groups that were dropped."""
         self._free += slots
 
-    def submit(self, rollout: Callable[[], Awaitable[G]]) -> None:
+    def submit(self, rollout: Callable[[], Awaitable[G]]) -> asyncio.Task[G]:
         """Begin a rollout in a free slot."""
         assert self._free > 0, "a rollout without a granted slot would break the staleness bound"
         self._free -= 1
@@ -46,7 +51,14 @@ class RolloutQueue(Generic[G]):
         async def run() -> G:
             return await rollout()
 
-        self._pending.append(asyncio.create_task(run()))
+        self._running += 1
+        task = asyncio.create_task(run())
+        task.add_done_callback(self._ended)
+        self._pending.append(task)
+        return task
+
+    def _ended(self, _: asyncio.Task[G]) -> None:
+        self._running -= 1
 
     async def take(self) -> G | None:
         """Wait for the oldest rollout and return its group; None if no rollout is in progress."""

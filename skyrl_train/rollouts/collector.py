@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections import Counter
@@ -12,7 +13,7 @@ from itertools import cycle
 from typing import Any
 
 from skyrl_train.data.trajectory import FAILED, OK, Prompt, TrajectoryGroup
-from skyrl_train.errors import RolloutsFailed
+from skyrl_train.errors import RolloutsFailed, StaleRollout
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.admission import RolloutQueue
 from skyrl_train.rollouts.conversation import CUT
@@ -59,7 +60,9 @@ class RolloutCollector:
         max_staleness: int,
         max_failed_fraction: float,
         samplers: Samplers | None = None,
+        max_in_flight: int | None = None,
     ):
+        """`max_in_flight`: the most rollouts that are under way at a time; None for no other bound than their slots."""
         self._rollout = rollout
         self._prompt_at = prompt_at
         self._prompts_of_step = prompts_of_step
@@ -67,6 +70,7 @@ class RolloutCollector:
         self._max_failed_fraction = max_failed_fraction
         self._samplers = samplers or Samplers()
         assert not (self._samplers.over_provisioning and max_staleness), "cutting the slow ones is synchronous"
+        self._max_in_flight = max_in_flight
         self._queue: RolloutQueue[_Drawn] = RolloutQueue()
         self._admitted = self._left_out = 0
         self._pass_rates: dict[str, float] = {}
@@ -84,8 +88,13 @@ class RolloutCollector:
         self._queue.grant(sum(self._prompts_of_step(step + ahead) for ahead in range(self._max_staleness + 1)))
 
     def weights_live(self, step: int) -> None:
-        """To be called when the weights of `step` are live: rollouts for step + max_staleness may then begin."""
+        """To be called when the weights of `step` are live: rollouts for step + max_staleness may then begin.
+
+        They do at once if they may run ahead; without staleness only when they are asked for.
+        """
         self._queue.grant(self._prompts_of_step(step + self._max_staleness))
+        if self._max_staleness:
+            self.admit()
 
     def state(self) -> dict[str, Any]:
         """State from which a resumed run draws the same prompts, as of the last finished step."""
@@ -121,7 +130,10 @@ class RolloutCollector:
             self._check_failures([*drawn, *surplus])
         groups = _filled(useful, others)
         self._count_failures([*drawn, *surplus], metrics)
+        self._check_staleness(step, groups)
         self._describe(drawn, groups, metrics)
+        if self._max_staleness:
+            self._describe_staleness(step, groups, metrics)
         if self._samplers.mask_equal_rewards:
             _mask_equal_rewards(groups, metrics)
         self._end_step(drawn, metrics)
@@ -130,13 +142,21 @@ class RolloutCollector:
     def admit(self) -> None:
         """Begin a rollout in every free slot."""
         curriculum = self._samplers.curriculum
-        while self._queue.free_slots:
+        while self._queue.free_slots and self._may_begin():
             position = self._admitted
             self._admitted += 1
             if curriculum is not None and self._leaves_out(curriculum, position):
                 self._left_out += 1
             else:
-                self._queue.submit(partial(self._begin, position))
+                self._queue.submit(partial(self._begin, position)).add_done_callback(self._ended)
+
+    def _may_begin(self) -> bool:
+        return self._max_in_flight is None or self._queue.running < self._max_in_flight
+
+    def _ended(self, rollout: asyncio.Task[_Drawn]) -> None:
+        """Begin another one where their number is bounded; not if they are being cancelled, or the run ends."""
+        if self._max_in_flight is not None and not rollout.cancelled() and rollout.exception() is None:
+            self.admit()
 
     def _leaves_out(self, curriculum: Curriculum, position: int) -> bool:
         if position not in self._decided:
@@ -210,6 +230,16 @@ class RolloutCollector:
                 "Mend the environment or engine named, or raise the fraction."
             )
 
+    def _check_staleness(self, step: int, groups: list[TrajectoryGroup]) -> None:
+        """What admission promises, of every token. Raises StaleRollout."""
+        for item in (item for group in groups for item in group.trajectories if item.status == OK):
+            if step - item.min_version > self._max_staleness:
+                raise StaleRollout(
+                    f"step {step + 1} was given a token of prompt {item.prompt.uid} that weights of version "
+                    f"{item.min_version} sampled, {step - item.min_version} steps old: the bound is "
+                    f"{self._max_staleness}. This is a bug: please report it."
+                )
+
     def _count_failures(self, seen: list[_Drawn], metrics: Metrics) -> None:
         """Add rollouts/failed*, over all completed groups."""
         errors = _errors(seen)
@@ -240,6 +270,17 @@ class RolloutCollector:
             for item in one.group.trajectories:
                 if item.status == OK:
                     metrics.add("reward/mean_drawn", item.reward)
+
+    def _describe_staleness(self, step: int, groups: list[TrajectoryGroup], metrics: Metrics) -> None:
+        """Add async/staleness_*, over tokens, and the rollouts that are under way (in_flight) or wait to be used."""
+        turns = [turn for group in groups for item in group.trajectories if item.status == OK for turn in item.turns]
+        if turns:
+            metrics.add("async/staleness_min", step - max(turn.max_version for turn in turns))
+            metrics.maximum("async/staleness_max", step - min(turn.min_version for turn in turns))
+        for turn in turns:
+            metrics.add("async/staleness_mean", step - turn.mean_version, turn.stop - turn.start)
+        metrics.count("async/in_flight", self._queue.running)
+        metrics.count("async/queue", len(self._queue) - self._queue.running)
 
     def _end_step(self, drawn: list[_Drawn], metrics: Metrics) -> None:
         """Note the position at which the next step begins."""

@@ -85,6 +85,8 @@ class RolloutSettings:
     """Whether the chat template may rewrite earlier turns, which begins a new sequence."""
     retokenize: bool = False
     """With step_wise: before every turn the whole conversation is rendered and tokenised again."""
+    namespace: str = ""
+    """What the ids of its requests begin with, where others of the same prompts may be under way."""
 
 
 class ConversationGenerator:
@@ -258,14 +260,15 @@ class ConversationGenerator:
 
     def _request(self, state: _EpisodeState, position: int) -> SampleRequest:
         item, uid, turn = state.trajectory, state.trajectory.prompt.uid, len(state.answers)
-        session = f"{position}.{uid}.{item.sample}"
+        space = self._settings.namespace
+        session = f"{space}{position}.{uid}.{item.sample}"
         return SampleRequest(
             request_id=f"{session}.{turn}" if turn else session,
             token_ids=tuple(state.ledger.context),
             sampling=self._settings.sampling,
             seed=request_seed(self._settings.seed, uid, item.sample, turn, position),
             session=session,
-            group=f"{position}.{uid}",
+            group=f"{space}{position}.{uid}",
             deadline_s=max(self._settings.deadline_s - state.running_s, _LEAST_S),
         )
 

@@ -42,8 +42,10 @@ class Ledger:
         item.logprobs += completion.full_logprobs
         item.stop_reason = completion.stop_reason
         versions = [span.version for span in completion.versions] or [0]
+        counted = sum((span.stop - span.start) * span.version for span in completion.versions)
+        mean = counted / max(1, len(completion.token_ids))
         stop = len(item.response_ids)
-        item.turns.append(Turn(start, stop, 0.0, completion.stop_reason, min(versions), max(versions)))
+        item.turns.append(Turn(start, stop, 0.0, completion.stop_reason, min(versions), max(versions), mean))
 
     def reward(self, value: float) -> None:
         """Set the reward of the last turn."""

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from skyrl_train.data.trajectory import OK, PASSED, Prompt, TrajectoryGroup
-from skyrl_train.errors import RolloutsFailed
+from skyrl_train.errors import RolloutsFailed, WeightSyncError
 from skyrl_train.tasks import gather_all
 
 _log = logging.getLogger(__name__)
@@ -27,14 +27,19 @@ class Evaluator:
         dump_to: Path | None,
         max_failed_fraction: float = 1.0,
         after: Callable[[], Awaitable[None]] | None = None,
+        one_version: bool = False,
     ):
-        """`after` is called once all rollouts have ended: evaluation leaves no trace in what is measured next."""
+        """`after` is called once all rollouts have ended: evaluation leaves no trace in what is measured next.
+
+        `one_version`: that the weights of the step evaluated, and no others, sampled every token is checked.
+        """
         self._rollout = rollout
         self._prompts = prompts
         self._batch_size = batch_size
         self._dump_to = dump_to
         self._max_failed_fraction = max_failed_fraction
         self._after = after
+        self._one_version = one_version
 
     async def run(self, step: int) -> dict[str, float]:
         """Returns eval/<source>/avg_score, pass_at_<n> and num_failed; with several sources also eval/all/...
@@ -49,6 +54,8 @@ class Evaluator:
             groups += await gather_all(self._rollout(prompt, start + i) for i, prompt in enumerate(batch))
         if self._after is not None:
             await self._after()
+        if self._one_version:
+            _check_version(groups, step)
         if self._dump_to is not None:
             await asyncio.to_thread(self._dump, groups, self._dump_to / f"global_step_{step}_evals")
         failed = Counter(item.error for group in groups for item in group.trajectories if item.status != OK)
@@ -88,6 +95,14 @@ class Evaluator:
                 (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
         except OSError as error:
             _log.warning("trainer.dump_eval_results: %s could not be written (%s).", folder, error)
+
+
+def _check_version(groups: Sequence[TrajectoryGroup], version: int) -> None:
+    """Raises WeightSyncError if other weights sampled a token."""
+    turns = [turn for group in groups for item in group.trajectories if item.status == OK for turn in item.turns]
+    found = {turn.min_version for turn in turns} | {turn.max_version for turn in turns}
+    if found - {version}:
+        raise WeightSyncError(f"the evaluation of version {version} has tokens of versions {sorted(found)}.")
 
 
 def scores(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:

@@ -104,6 +104,10 @@ class TrainingLoop(ABC):
     def _num_tokens(self, values: Mapping[str, float]) -> float:
         """The tokens of the step with these metrics."""
 
+    def _derived(self, values: Mapping[str, float]) -> dict[str, float]:
+        """More numbers that follow from those of a step."""
+        return {}
+
     async def _update(self, batch: TrainBatch) -> None:
         """Take a step's optimizer steps, after which it counts; to its end, even if the run is asked to stop."""
         with self.metrics.timed("update"):
@@ -143,6 +147,7 @@ class TrainingLoop(ABC):
         """Give the step's numbers and completions to the trackers."""
         values = self.metrics.flush()
         values["throughput/tokens_per_s"] = self._num_tokens(values) / values["timing/step_s"]
+        values |= self._derived(values)
         self._record(values)
         if self.guards is not None:
             self.guards.check(values, self.step)

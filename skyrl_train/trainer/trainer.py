@@ -118,6 +118,11 @@ class Trainer(TrainingLoop):
     def _num_tokens(self, values: Mapping[str, float]) -> float:
         return values.get("rollouts/tokens", 0.0)
 
+    def _derived(self, values: Mapping[str, float]) -> dict[str, float]:
+        if "async/in_flight" not in values:
+            return {}
+        return {"async/trainer_idle": values["timing/generate_s"] / values["timing/step_s"]}
+
     async def _publish(self) -> None:
         with self.metrics.timed("publish"):
             async with self.residency.syncing():

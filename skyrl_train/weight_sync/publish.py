@@ -112,6 +112,8 @@ class WeightPublisher:
         self._address = ""
         """Of the transfer group (broadcast)."""
         self._phase = ""
+        self.metrics: dict[str, float] = {}
+        """Of the last sync that succeeded."""
         self._made_by: tuple[int, int] | None = None
         """A version that was announced, and the optimizer steps that made it."""
 
@@ -145,7 +147,8 @@ class WeightPublisher:
                     f"engine {name}: altered weights moved the probe's log-probs by {gap:.3g} nats only, the true ones "
                     f"by {parity:.3g}: either the engine does not load what it is sent, or the probe is too blunt."
                 )
-        return metrics | {"weights/rehearsal_gap": min(gaps.values())}
+        self.metrics = metrics | {"weights/rehearsal_gap": min(gaps.values())}
+        return self.metrics
 
     async def publish_to(self, engine: WeightTarget, version: int) -> dict[str, float]:
         """Sync a single engine, which has just been started or did not complete the last sync; returns metrics."""
@@ -164,7 +167,8 @@ class WeightPublisher:
             "weights/bytes": float(sum(num_bytes(spec) for spec in manifest.tensors)),
             "weights/buckets": float(count),
         }
-        return metrics if gap is None else metrics | {"weights/probe_gap": gap}
+        self.metrics = metrics if gap is None else metrics | {"weights/probe_gap": gap}
+        return self.metrics
 
     @asynccontextmanager
     async def _all_or_nothing(self, version: int, engines: Sequence[WeightTarget]) -> AsyncIterator[None]:

@@ -84,6 +84,7 @@ NEW_KEYS = {
     "trainer.critic.tensor_parallel_size",
     "trainer.async_checkpoint",
     "trainer.fully_async.enabled",
+    "trainer.fully_async.on_sync",
     "trainer.guards.equal_rewards_steps",
     "trainer.guards.max_cut_fraction",
     "trainer.guards.max_ratio",

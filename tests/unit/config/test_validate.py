@@ -248,6 +248,11 @@ def test_defaults_are_valid():
             "generator.over_provisioning",
             "0 with trainer.fully_async.enabled",
         ),
+        (
+            ["trainer.fully_async.enabled=true", "trainer.placement.colocate_all=true"],
+            "trainer.placement.colocate_all",
+            "false with trainer.fully_async.enabled",
+        ),
         (["data.curriculum.max_pass_rate=1.5"], "data.curriculum.max_pass_rate", "at most 1"),
         (
             ["data.curriculum.min_pass_rate=0.5", "data.curriculum.max_pass_rate=0.25"],

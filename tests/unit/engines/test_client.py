@@ -291,3 +291,58 @@ def test_a_request_with_little_time_left_does_not_end_an_engine_that_is_busy_wit
         return client.dead
 
     assert asyncio.run(run()) == {}
+
+
+def test_what_is_under_way_when_engines_are_paused_goes_on_and_new_requests_wait():
+    engines = _engines(2, delay_s=0.05)
+
+    async def run() -> tuple[bool, list[str]]:
+        client = EngineClient(engines, deadline_s=5)
+        first = asyncio.ensure_future(client.generate([_request("a"), _request("b")]))
+        await asyncio.sleep(0.01)
+        async with client.paused("keep"):
+            late = asyncio.ensure_future(client.generate([_request("c")]))
+            await asyncio.sleep(0.1)
+            waited = not first.done() and not any("c" in _served(engine) for engine in engines)
+        return waited, [one.stop_reason for one in (*await first, *await late)]
+
+    waited, reasons = asyncio.run(run())
+    assert waited
+    assert reasons == ["stop"] * 3
+
+
+def test_what_a_pause_ends_is_sampled_again_with_the_same_seed_and_counted():
+    engines = _engines(2, delay_s=0.05)
+
+    async def run() -> tuple[list[Any], dict[str, float]]:
+        client = EngineClient(engines, deadline_s=5)
+        under_way = asyncio.ensure_future(client.generate([_request("a"), _request("b", deadline_s=30.0)]))
+        await asyncio.sleep(0.01)
+        async with client.paused("abort"):
+            for engine in engines:
+                engine.version = 7
+        return await under_way, await client.metrics()
+
+    completions, metrics = asyncio.run(run())
+    assert [(one.request_id, one.stop_reason, one.versions[0].version) for one in completions] == [
+        ("a", "stop", 7),
+        ("b", "stop", 7),
+    ]
+    assert [_served(engine) for engine in engines] == [["a", "a"], ["b", "b"]]
+    assert metrics["engines/wasted_tokens"] == 0, "these had none yet"
+
+
+def test_what_its_own_deadline_ends_is_not_sampled_again():
+    (engine,) = _engines(1, delay_s=10.0)
+
+    async def run() -> list[Any]:
+        client = EngineClient([engine], deadline_s=5)
+        under_way = asyncio.ensure_future(client.generate([_request("a", deadline_s=0.02)]))
+        await asyncio.sleep(0.1)
+        async with client.paused("abort"):
+            pass
+        return await under_way
+
+    (completion,) = asyncio.run(run())
+    assert completion.stop_reason == "abort"
+    assert _served(engine) == ["a"]

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from skyrl_train.data.trajectory import FAILED, Prompt, Trajectory, TrajectoryGroup, Turn
-from skyrl_train.errors import RolloutsFailed
+from skyrl_train.errors import RolloutsFailed, StaleRollout
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.admission import RolloutQueue
 from skyrl_train.rollouts.collector import RolloutCollector
@@ -63,6 +63,69 @@ def test_staleness_is_bounded_and_order_kept_under_random_delays(max_staleness: 
     assert max(ages) <= max_staleness
     if max_staleness:
         assert max(ages) > 0, "rollouts never ran ahead: the bound was not tried"
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 3])
+def test_no_more_rollouts_are_under_way_than_may_be(max_in_flight: int):
+    rng, under_way, most, begun = random.Random(0), 0, 0, []
+
+    async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        begun.append(position)
+        await asyncio.sleep(rng.choice([0.001, 0.003]))
+        under_way -= 1
+        return group_of(asked, max(0, position // PER_STEP - 2))
+
+    async def train() -> list[str]:
+        collector = RolloutCollector(
+            rollout, prompt, lambda step: PER_STEP if step < STEPS else 0, 2, 0.5, max_in_flight=max_in_flight
+        )
+        collector.start(0)
+        uids = []
+        for step in range(STEPS):
+            uids += [group.prompt.uid for group in await collector.next_groups(step, Metrics())]
+            await asyncio.sleep(0.002)
+            collector.weights_live(step + 1)
+        return uids
+
+    assert asyncio.run(train()) == [str(i) for i in range(STEPS * PER_STEP)]
+    assert begun == list(range(STEPS * PER_STEP))
+    assert most == max_in_flight
+
+
+def test_rollouts_of_later_steps_begin_as_soon_as_weights_are_live():
+    begun: list[int] = []
+
+    async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
+        begun.append(position)
+        return group_of(asked)
+
+    async def run() -> None:
+        collector = RolloutCollector(rollout, prompt, lambda step: PER_STEP, 1, 0.5)
+        collector.start(0)
+        await collector.next_groups(0, Metrics())
+        collector.weights_live(1)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await collector.close()
+
+    asyncio.run(run())
+    assert begun == list(range(3 * PER_STEP))
+
+
+def test_a_token_that_is_too_old_ends_the_run_by_name():
+    async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
+        return group_of(asked, version=2)
+
+    async def run() -> None:
+        collector = RolloutCollector(rollout, prompt, lambda step: PER_STEP, 1, 0.5)
+        collector.start(4)
+        await collector.next_groups(4, Metrics())
+
+    with pytest.raises(StaleRollout, match=r"step 5 .* version 2 sampled, 2 steps old: the bound is 1"):
+        asyncio.run(run())
 
 
 def test_a_rollout_without_a_granted_slot_is_refused():

@@ -1,0 +1,184 @@
+"""The rest of a simulated run: conversations, a learner, its state, and weight syncs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.sampling import request_seed
+from skyrl_train.errors import DeadlineExceeded, EngineError, EnginesLost
+from skyrl_train.rollouts.ledger import Ledger
+from skyrl_train.simulation.timings import Timings
+from skyrl_train.trainer.run_state import SkippedUpdates, Unfinished
+
+
+class SimulatedConversations:
+    """What ConversationGenerator does, with tools that only take time and answers that pass by chance."""
+
+    def __init__(self, client: EngineClient, timings: Timings, samples: int, most_tokens: int, unit: int, seed: int):
+        """`most_tokens` of an answer, and prompts of `timings`, in units of `unit` tokens."""
+        self._client, self._timings, self._samples, self._seed = client, timings, samples, seed
+        self._sampling = SamplingParams(max_tokens=most_tokens)
+        self._prompt = [0] * max(1, round(timings.prompt_tokens / unit))
+
+    async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
+        items = [Trajectory(prompt, n, [], [], [], [], [], 0.0, "abort", 1.0) for n in range(self._samples)]
+        ledgers = [Ledger(item) for item in items]
+        for ledger in ledgers:
+            ledger.open(self._prompt)
+        first = await self._sample(list(zip(items, ledgers, strict=True)), position, 0)
+        await asyncio.gather(*(self._play(*one, position) for one in zip(items, ledgers, first, strict=True)))
+        return TrajectoryGroup(prompt, items)
+
+    async def _play(self, item: Trajectory, ledger: Ledger, completion: Completion | None, position: int) -> None:
+        rng = random.Random(f"{self._seed}.{position}.{item.sample}")
+        for turn in range(1, self._timings.turns + 1):
+            if completion is None:
+                return
+            ledger.sample(completion)
+            if turn == self._timings.turns:
+                break
+            if self._timings.tool_s:
+                await asyncio.sleep(rng.expovariate(1 / self._timings.tool_s))
+            completion = (await self._sample([(item, ledger)], position, turn))[0]
+        item.reward = float(rng.random() < self._timings.pass_rate)
+        ledger.reward(item.reward)
+
+    async def _sample(
+        self, episodes: Sequence[tuple[Trajectory, Ledger]], position: int, turn: int
+    ) -> list[Completion | None]:
+        requests = [self._request(item, ledger, position, turn) for item, ledger in episodes]
+        try:
+            return list(await self._client.generate(requests))
+        except EnginesLost:
+            raise
+        except (EngineError, DeadlineExceeded) as error:
+            for item, _ in episodes:
+                item.fail("engine", str(error))
+            return [None] * len(episodes)
+
+    def _request(self, item: Trajectory, ledger: Ledger, position: int, turn: int) -> SampleRequest:
+        session, uid = f"{position}.{item.sample}", item.prompt.uid
+        return SampleRequest(
+            request_id=f"{session}.{turn}",
+            token_ids=tuple(ledger.context),
+            sampling=self._sampling,
+            seed=request_seed(self._seed, uid, item.sample, turn, position),
+            session=session,
+            group=str(position),
+        )
+
+
+class SimulatedLearner:
+    """Takes the time that an update takes, and counts versions as the real one does."""
+
+    def __init__(self, timings: Timings, slots: int, unit: int):
+        self._timings, self._slots, self._unit = timings.learner, slots, unit
+        self._changing = asyncio.Lock()
+        self.version = 0
+
+    async def score(self, batch: TrainBatch) -> TrainBatch:
+        await self._work(self._timings.score_s_per_token, batch)
+        return batch
+
+    async def update(self, batch: TrainBatch) -> dict[str, float]:
+        async with self._changing:
+            await self._work(self._timings.update_s_per_token, batch)
+            await asyncio.sleep(self._timings.step_s)
+            self.version += 1
+        return {}
+
+    async def _work(self, per_token_s: float, batch: TrainBatch) -> None:
+        await asyncio.sleep(per_token_s * len(batch.input_ids) * self._unit / self._slots)
+
+    @asynccontextmanager
+    async def at_rest(self) -> AsyncIterator[int]:
+        async with self._changing:
+            yield self.version
+
+    async def explain(self, error: BaseException) -> None:
+        """There are no ranks that could be to blame."""
+
+    async def answers(self, within_s: float) -> bool:
+        return True
+
+
+class SimulatedPublisher:
+    """A weight sync that takes its time, and then is there at once."""
+
+    def __init__(self, client: EngineClient, sync_s: float):
+        self._client, self._sync_s = client, sync_s
+        self.metrics: dict[str, float] = {}
+
+    async def publish(self, version: int) -> dict[str, float]:
+        await asyncio.sleep(self._sync_s)
+        await asyncio.gather(*(engine.commit_weights(version) for engine in self._client.engines))
+        return self.metrics
+
+    async def publish_to(self, engine: Any, version: int) -> dict[str, float]:
+        await asyncio.sleep(self._sync_s)
+        await engine.commit_weights(version)
+        return self.metrics
+
+
+class SimulatedState:
+    """Checkpoints in memory, which cost nothing."""
+
+    def __init__(self, learner: SimulatedLearner, controllers: Mapping[str, Any], saved: tuple[int, Any] | None = None):
+        """`saved`: the checkpoint to resume from, as `saved` of an earlier run has it."""
+        self._learner, self._controllers = learner, controllers
+        self._marked: dict[str, Any] = {}
+        self.saved = saved
+        self.skipped = SkippedUpdates()
+        self.saved_step = 0 if saved is None else saved[0]
+
+    async def resume(self) -> tuple[int, Unfinished]:
+        if self.saved is None:
+            return 0, Unfinished()
+        step, states = self.saved
+        for name, controller in self._controllers.items():
+            controller.load_state(states[name])
+        self._learner.version = step
+        self.mark()
+        return step, Unfinished()
+
+    def mark(self) -> None:
+        self._marked = {name: controller.state() for name, controller in self._controllers.items()}
+
+    async def save(self, step: int, unfinished: Unfinished | None = None) -> None:
+        self.saved, self.saved_step = (step, self._marked), step
+
+    async def written(self) -> None:
+        """It is."""
+
+    finish = save
+
+    async def export(self, step: int) -> None:
+        """There is nothing to export."""
+
+    async def update_reference(self) -> None:
+        """There is no reference."""
+
+
+class Rows:
+    """Gives the row of every step to `take`."""
+
+    def __init__(self, take: Callable[[Mapping[str, float]], None]):
+        self._take = take
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """Nothing is shown."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if step:
+            self._take({"step": step, **metrics})
+
+    def samples(self, rows: Sequence[Any], step: int) -> None:
+        """Their text is nobody's."""

@@ -1,0 +1,68 @@
+"""How long things take, and how long answers are: what a simulation is told."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Lengths:
+    """Tokens of an answer: log-normal with this mean and the standard deviation of its logarithm."""
+
+    mean: float = 512.0
+    sigma: float = 0.6
+
+    def draw(self, seed: int, most: int) -> int:
+        """The same for the same seed, from 1 to `most`."""
+        drawn = random.Random(seed).lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
+        return max(1, min(most, round(drawn)))
+
+
+@dataclass
+class EngineTimings:
+    """Of one engine."""
+
+    decode_s: float = 0.02
+    """Seconds of a decode step besides what its sequences add."""
+    decode_per_sequence_s: float = 0.0
+    """Seconds that every sequence of the batch adds to a decode step."""
+    prefill_tokens_per_s: float = 20_000.0
+    max_num_seqs: int = 1024
+    """Sequences that run at a time; others wait."""
+    start_s: float = 60.0
+    """Seconds of a restart, without its weight sync."""
+    failures_per_hour: float = 0.0
+
+
+@dataclass
+class LearnerTimings:
+    """Of a learner on one slot; n slots take 1/n of the time for tokens."""
+
+    update_s_per_token: float = 1e-4
+    score_s_per_token: float = 0.0
+    step_s: float = 0.0
+    """Seconds of every step besides, whatever the number of tokens or slots."""
+
+
+@dataclass
+class Timings:
+    """Seconds and tokens of one cluster and task. Assumed: learners scale with their slots, engines do not slow each
+    other, a sync takes as long for any number of engines."""
+
+    engine: EngineTimings = field(default_factory=EngineTimings)
+    learner: LearnerTimings = field(default_factory=LearnerTimings)
+    sync_s: float = 1.0
+    """Seconds of a weight sync."""
+    swap_s: float = 0.0
+    """Colocated: seconds that a step spends on moving models onto and off the accelerators."""
+    response: Lengths = field(default_factory=Lengths)
+    """Of one turn."""
+    prompt_tokens: int = 128
+    turns: int = 1
+    tool_s: float = 0.0
+    """Mean seconds between two turns of an episode, exponentially distributed."""
+    pass_rate: float = 0.5
+    """Share of answers that pass: what samplers see."""
+

@@ -1,0 +1,53 @@
+"""Rollouts go on while a step is learnt, over real engines and a real learner in slots of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs.conftest import Run, metrics_of
+
+AHEAD = [
+    "--config-name=async",
+    "trainer.epochs=3",
+    "trainer.max_steps=5",
+    "generator.weight_sync_check=probe",
+    "generator.sampling_params.max_generate_length=48",
+]
+
+
+@pytest.mark.parametrize("on_sync", ["keep", "recompute", "abort"])
+def test_a_run_learns_from_samples_of_bounded_age(
+    on_sync: str, run: Run, easy: Callable[[Path], list[str]], tmp_path: Path
+):
+    run("main_base", *AHEAD, *easy(tmp_path), f"trainer.fully_async.on_sync={on_sync}")
+    rows = metrics_of(tmp_path)
+    steps = [rows[step] for step in range(1, 6)]
+    ages = [row["async/staleness_max"] for row in steps]
+    assert ages[0] == 0
+    assert max(ages) == 1, "rollouts never ran ahead"
+    assert all(0 <= row["async/staleness_min"] <= row["async/staleness_mean"] <= row["async/staleness_max"] for row in steps)
+    assert all(0 <= row[f"async/{name}"] <= 1 for row in steps for name in ("engines_idle", "trainer_idle"))
+    assert [row["weights/version"] for row in steps] == [1, 2, 3, 4, 5]
+    assert all(row["rollouts/failed"] == 0 for row in steps)
+    if on_sync != "abort":
+        assert all(row["async/wasted_tokens"] == 0 for row in steps)
+
+
+def test_an_evaluation_in_between_is_of_one_version(
+    run: Run, small: Callable[[Path], list[str]], tmp_path: Path
+):
+    run("main_base", *AHEAD, *small(tmp_path), "trainer.eval_interval=2", "trainer.max_steps=4")
+    rows = metrics_of(tmp_path)
+    assert [step for step, row in rows.items() if any(name.startswith("eval/") for name in row)] == [0, 2, 4]
+
+
+def test_a_run_goes_on_after_it_was_resumed(run: Run, easy: Callable[[Path], list[str]], tmp_path: Path):
+    run("main_base", *AHEAD, *easy(tmp_path), "trainer.max_steps=2")
+    run("main_base", *AHEAD, *easy(tmp_path), "trainer.resume_mode=latest")
+    rows = metrics_of(tmp_path)
+    assert sorted(rows) == [0, 1, 2, 3, 4, 5]
+    assert rows[3]["async/staleness_max"] == 0, "what was under way is sampled again, with the weights of step 2"
+    assert rows[4]["async/staleness_max"] <= 1
