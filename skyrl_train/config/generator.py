@@ -193,7 +193,7 @@ class GeneratorConfig(OpenSection):
     )
     """Share of an accelerator's memory that an engine may use."""
     max_num_seqs: int = key(1024, range=AT_LEAST_ONE, aliases=SINCE_0_4)
-    """Maximum number of sequences in an engine's batch; for vLLM's and SGLang's own servers, that are sent at a time."""
+    """Maximum number of sequences in an engine's batch; what vLLM's and SGLang's own servers are sent at a time."""
     remote_inference_engine_urls: list[str] = key(
         factory=lambda: ["127.0.0.1:8001"], needs=SERVERS, aliases="generator.inference_engine.remote_urls"
     )
