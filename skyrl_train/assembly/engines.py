@@ -116,6 +116,7 @@ async def connect_engine(url: str, cfg: Config) -> RemoteEngine | NativeEngine:
         dtype=generator.model_dtype,
         device=cfg.device,
         folder=str(Path(weight_folder(cfg)) / "served"),
+        max_num_seqs=generator.max_num_seqs,
     )
     return await engine.connect(timeouts.engine_start_s)
 

@@ -192,8 +192,8 @@ class GeneratorConfig(OpenSection):
         0.8, range=POSITIVE_FRACTION, needs=(SERVING_ENGINE, VLLM_ON_ACCELERATOR), aliases=SINCE_0_4
     )
     """Share of an accelerator's memory that an engine may use."""
-    max_num_seqs: int = key(1024, range=AT_LEAST_ONE, needs=LOCAL_ENGINES, aliases=SINCE_0_4)
-    """Maximum number of sequences in an engine's batch."""
+    max_num_seqs: int = key(1024, range=AT_LEAST_ONE, aliases=SINCE_0_4)
+    """Maximum number of sequences in an engine's batch; what vLLM's and SGLang's own servers are sent at a time."""
     remote_inference_engine_urls: list[str] = key(
         factory=lambda: ["127.0.0.1:8001"], needs=SERVERS, aliases="generator.inference_engine.remote_urls"
     )

@@ -36,6 +36,8 @@ _SPARED_STARTS = 0.5
 """The share of starts in which nothing is hit before a step was taken: most that is hit in a start ends the run."""
 WITHIN_S = 240.0
 """Every run has ended, or taken its next step, within this time."""
+_SURELY_MASKS = 10
+"""So many faults that cost episodes cannot all have struck between episodes, or a step that was taken again."""
 _CLOCKS = ("timing/", "throughput/", "memory/", "engines/", "time")
 """What a clock decides, or which engines have died."""
 
@@ -56,6 +58,8 @@ class Campaign:
     """Where the engine runs elsewhere: what its connections pass through."""
     say: Callable[[str], None] = print
     struck: Counter[str] = field(default_factory=Counter)
+    masked: int = 0
+    """Runs in which an episode was masked."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -72,6 +76,9 @@ class Campaign:
         while time.monotonic() < until and (faults is None or self.struck.total() < faults):
             self._run(self.root / f"run_{number}", straight, until, faults)
             number += 1
+        masking = sum(self.struck[fault.name] for fault in self.faults if fault.masks)
+        if masking >= _SURELY_MASKS and not self.masked:
+            raise Miss(f"no episode was masked by {masking} faults that cost episodes")
 
     def _run(self, folder: Path, straight: Path, until: float, most: int | None) -> None:
         """One run with its faults, from its start to its end."""
@@ -87,9 +94,8 @@ class Campaign:
                 break
         if not any(fault.masks for fault in struck):
             _compare(folder, straight)
-        elif not any(row.get("rollouts/failed") for row in _rows(folder).values()):
-            names = [fault.name for fault in struck]
-            self.say(f"no episode was masked, though there were {names}")
+        elif any(row.get("rollouts/failed") for row in _rows(folder).values()):
+            self.masked += 1
         shutil.rmtree(folder)
 
     def _attempt(self, folder: Path, struck: list[Fault], faults: Sequence[Fault] = (), most: int = 0) -> None:
@@ -100,7 +106,7 @@ class Campaign:
             "RAY_ADDRESS": "local",
             "PYTHONPATH": os.pathsep.join([str(self.root / "plugins"), os.environ.get("PYTHONPATH", "")]),
         }
-        before = len(_rows(folder))
+        before, shared = len(_rows(folder)), _shared_memory()
         with (folder / "log").open("w") as log:
             command = [sys.executable, "-m", "skyrl_train.entrypoints.main_base", *self.overrides(folder)]
             driver = subprocess.Popen(command, stdout=log, stderr=log, env=env)
@@ -132,6 +138,8 @@ class Campaign:
             driver.wait()
         self._code = driver.returncode
         self._check_end(folder, last, known, took_steps=seen != before)
+        if more := _shared_memory() - shared:
+            raise Miss(f"after {last and last.name} there is shared memory left: {sorted(more)}")
 
     def _soon(self) -> float:
         return time.monotonic() + self.chance.uniform(0.5, 6.0)
@@ -152,6 +160,8 @@ class Campaign:
             raise Miss(f"{name} ended the run with {self._code}: {_tail(folder)}")
         if not re.search(says, (folder / "log").read_text()[-6000:]):
             raise Miss(f"after {name} the run does not say {says}: {_tail(folder)}")
+        if re.search(r"^Traceback", (folder / "log").read_text()[-6000:], re.MULTILINE):
+            raise Miss(f"after {name} the run ends with a traceback: {_tail(folder)}")
         checkpoints = Checkpoints(folder / "ckpts")
         saved = [step for step in checkpoints.steps() if verify(folder / "ckpts" / f"global_step_{step}") is None]
         done = max(steps, default=0)
@@ -160,6 +170,10 @@ class Campaign:
         least = done if saves else (done // SAVED_EVERY - 1) * SAVED_EVERY
         if max(saved, default=0) < least:
             raise Miss(f"after {name} at step {done} the checkpoints are {saved}: {_tail(folder)}")
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def _rows(folder: Path) -> dict[int, dict[str, Any]]:

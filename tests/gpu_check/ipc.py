@@ -9,7 +9,8 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,7 +22,7 @@ from skyrl_train.weight_sync.buckets import buckets
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train.weight_sync.store import InPlace
-from skyrl_train.weight_sync.wire import fingerprint
+from skyrl_train.weight_sync.wire import Bucket, fingerprint
 from tests.gpu_check.report import Report, Setting
 
 LATE_CYCLES = 20_000_000
@@ -140,11 +141,19 @@ class Trainer:
         self.version += 1
         manifest = self.sender.manifest(self.version)
         engine.call("begin", manifest)
-        for bucket in buckets(manifest):
-            engine.call("receive", self.sender.send(bucket.index))
+        overlapped(buckets(manifest), self.sender.send, partial(engine.call, "receive"))
         engine.call("commit", self.version)
         self.sender.delivered(self.version)
         return {spec.name: spec.fingerprint for spec in manifest.tensors}
+
+
+def overlapped(cut: Sequence[Bucket], send: Callable[[int], Bucket | None], receive: Callable[[Any], Any]) -> None:
+    """As in weight_sync/publish.py: while engines read a page the other one is filled, and at once the first again."""
+    offered = send(cut[0].index)
+    for following in [*cut[1:], None]:
+        coming = None if following is None else send(following.index)
+        receive(offered)
+        offered = coming
 
 
 def run(setting: Setting, report: Report) -> None:

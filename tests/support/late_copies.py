@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+T = TypeVar("T")
 _COPY, _CLONE = torch.ops.aten.copy_.default, torch.ops.aten.clone.default
+_FOREACH_COPY, _CAT = torch.ops.aten._foreach_copy_.default, torch.ops.aten.cat.out
 
 
 class LateStream(TorchDispatchMode):
@@ -33,9 +35,9 @@ class LateStream(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _COPY:
+        if func in (_COPY, _FOREACH_COPY, _CAT):
             self._queue.append(partial(func, *args, **(kwargs or {})))
-            return args[0]
+            return {_COPY: args[0], _CAT: (kwargs or {}).get("out")}.get(func)
         if func is _CLONE:
             copied = torch.empty_like(args[0])
             self._queue.append(partial(_COPY, copied, args[0]))
@@ -43,6 +45,15 @@ class LateStream(TorchDispatchMode):
         if not func.is_view:
             self.synchronize()
         return func(*args, **(kwargs or {}))
+
+    def inside(self, call: Callable[..., T]) -> Callable[..., T]:
+        """`call`, made inside."""
+
+        def made(*args: Any) -> T:
+            with self:
+                return call(*args)
+
+        return made
 
     def synchronize(self) -> None:
         """Do all that waits."""

@@ -8,6 +8,7 @@ request runs at the server when its weights change, so the version of every toke
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
@@ -48,7 +49,8 @@ class _NativeRequest:
         self.ended = asyncio.Event()
         """Set if it was aborted, by its caller or its deadline: it is not sent again."""
         self.retracted = False
-        self.begun = time.monotonic()
+        self.begun = math.inf
+        """time.monotonic() at which its clock started."""
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[VersionSpan] = []
@@ -88,8 +90,13 @@ class NativeEngine:
 
     capabilities: Capabilities
 
-    def __init__(self, server: NativeServer, *, model: str, dtype: str, device: str, folder: str):
-        """`model`: the server's. `folder`: for weights, with the same path on both sides. `device`: the trainer's."""
+    def __init__(
+        self, server: NativeServer, *, model: str, dtype: str, device: str, folder: str, max_num_seqs: int = 1024
+    ):
+        """`model`: the server's. `folder`: for weights, with the same path on both sides. `device`: the trainer's.
+
+        `max_num_seqs`: the most requests that the server has at a time; others wait here, and their clocks with them.
+        """
         self.name = server.connection.name
         self._server = server
         self._model = model
@@ -100,6 +107,7 @@ class NativeEngine:
         self._ids = (f"{uuid.uuid4().hex[:12]}-{number}" for number in count())
         self._open = asyncio.Event()
         """Whether requests may be sent."""
+        self._seats = asyncio.Semaphore(max_num_seqs)
         self._paused = self._paused_before_sleep = False
         self._asleep: set[str] = set()
         self._holds = 0
@@ -171,15 +179,24 @@ class NativeEngine:
         await self._end([self._entries[one] for one in request_ids if one in self._entries])
 
     async def _run(self, entry: _NativeRequest) -> Completion:
+        """Send a request once the server has room for it."""
+        if not await _unless_ended(entry, self._seats.acquire):
+            self._entries.pop(entry.request.request_id, None)
+            return self._completion(entry, "abort")
+        try:
+            return await self._run_seated(entry)
+        finally:
+            self._seats.release()
+
+    async def _run_seated(self, entry: _NativeRequest) -> Completion:
         """Send a request, and again after every retraction."""
-        timer = None
+        timer, entry.begun = None, time.monotonic()
         if entry.request.deadline_s is not None:
             loop = asyncio.get_running_loop()
             timer = loop.call_later(entry.request.deadline_s, lambda: self._begin(self._end([entry])))
         try:
             while True:
-                await self._until_open(entry)
-                if entry.ended.is_set():
+                if not await _unless_ended(entry, self._open.wait):
                     return self._completion(entry, "abort")
                 entry.retracted = False
                 version = self._receiver.version
@@ -198,15 +215,6 @@ class NativeEngine:
             self._entries.pop(entry.request.request_id, None)
             if timer is not None:
                 timer.cancel()
-
-    async def _until_open(self, entry: _NativeRequest) -> None:
-        while not (self._open.is_set() or entry.ended.is_set()):
-            waits = [asyncio.ensure_future(event.wait()) for event in (self._open, entry.ended)]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for wait in waits:
-                    wait.cancel()
 
     def _room(self, entry: _NativeRequest) -> int:
         """The number of tokens that may still be sampled for it."""
@@ -276,7 +284,7 @@ class NativeEngine:
             stop_reason=reason,
             versions=entry.versions,
             stop_text=text,
-            running_s=time.monotonic() - entry.begun,
+            running_s=max(0.0, time.monotonic() - entry.begun),
         )
 
     def _first_end(self, entry: _NativeRequest) -> tuple[int | None, str | None]:
@@ -472,3 +480,14 @@ class NativeEngine:
             score_temperature=False,
             refusals=refusals,
         )
+
+
+async def _unless_ended(entry: _NativeRequest, wait: Callable[[], Coroutine[Any, Any, Any]]) -> bool:
+    """Wait; returns whether that was done before the request was ended."""
+    waits = [asyncio.ensure_future(wait()), asyncio.ensure_future(entry.ended.wait())]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        return not entry.ended.is_set()
+    finally:
+        for one in waits:
+            one.cancel()

@@ -159,7 +159,14 @@ class Starter:
             kind, path, log=self.folder / f"{name}.log", length=MAX_MODEL_LEN, seqs=MAX_NUM_SEQS
         )
         server = NATIVE[name](Connection(self._process.address, TOKEN, "conforming"), 60.0)
-        engine = NativeEngine(server, model=path, dtype="float32", device="cpu", folder=str(self.folder / "native"))
+        engine = NativeEngine(
+            server,
+            model=path,
+            dtype="float32",
+            device="cpu",
+            folder=str(self.folder / "native"),
+            max_num_seqs=MAX_NUM_SEQS,
+        )
         return self.loop.run(engine.connect(200.0))
 
     def _close_current(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.engines.base import SampleRequest
+from skyrl_train.engines.base import Completion, SampleRequest
 from skyrl_train.errors import EngineError, UnsupportedParameter
 from tests.support.engine_bench import (
     MAX_NUM_SEQS,
@@ -107,6 +107,23 @@ def test_a_deadline_passes_while_paused_too(bench: Bench, reference: Reference):
 
     (completion,) = bench.run(run(), timeout_s=30)
     assert (completion.stop_reason, completion.token_ids) == ("abort", [])
+
+
+@pytest.mark.defect("long-answers-cut-for-having-waited")
+def test_waiting_for_room_does_not_count_against_a_deadline(bench: Bench, reference: Reference):
+    async def run() -> tuple[Completion, list[Completion]]:
+        await bench.engine.pause(bench.pause_mode)
+        ahead = bench.start(*(bench.request((*PROMPT, n)) for n in range(MAX_NUM_SEQS)))
+        await asyncio.sleep(0)  # they arrive first
+        last = bench.start(bench.request(PROMPT, max_tokens=2, deadline_s=1.0))
+        await asyncio.sleep(1.5)
+        await bench.engine.resume()
+        return (await last)[0], await ahead
+
+    last, ahead = bench.run(run(), timeout_s=60)
+    assert (last.stop_reason, len(last.token_ids)) == ("length", 2)
+    assert last.running_s < 1.0
+    assert {one.stop_reason for one in ahead} == {"length"}
 
 
 def test_a_cancelled_call_leaves_the_engine(bench: Bench, reference: Reference):

@@ -9,7 +9,7 @@ from skyrl_train.weight_sync import ipc
 from skyrl_train.weight_sync.buckets import buckets
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.wire import fingerprint
-from tests.gpu_check.ipc import SYNCS, CopiesLate, Trainer
+from tests.gpu_check.ipc import SYNCS, CopiesLate, Trainer, overlapped
 from tests.support.late_copies import LateStream, wait_for_copies
 
 
@@ -31,12 +31,7 @@ def test_no_sync_goes_wrong_although_both_ends_copy_late(monkeypatch: pytest.Mon
             manifest = trainer.sender.manifest(version)
         with engines:
             receiver.begin(manifest)
-        for bucket in buckets(manifest):
-            with trainers:
-                sent = trainer.sender.send(bucket.index)
-            assert sent is not None
-            with engines:
-                receiver.receive(sent)
+        overlapped(buckets(manifest), trainers.inside(trainer.sender.send), engines.inside(receiver.receive))
         with engines:
             receiver.commit(version)
         engines.synchronize()
