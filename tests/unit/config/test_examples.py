@@ -51,3 +51,11 @@ def test_the_script_of_the_presets_names_them_when_none_is_given(tmp_path: Path)
     done = run_script(folder=tmp_path)
     assert done.returncode != 0
     assert "which preset? One of: cispo clip_cov " in done.stderr
+
+
+@pytest.mark.parametrize("module", ["examples.async.main_async", "examples.fully_async.main_fully_async"])
+def test_skyrl_s_asynchronous_modules_train_asynchronously(module: str):
+    command = [sys.executable, "-m", module, "device=cpu", "trainer.placement.colocate_all=true"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "false with trainer.fully_async.enabled" in done.stderr

@@ -1,0 +1,17 @@
+"""SkyRL's one-step-off entry point, for its recipes: main_base, asynchronous, with a staleness of one step."""
+
+from __future__ import annotations
+
+import sys
+
+from skyrl_train.entrypoints.main_base import BasePPOExp, start
+
+ASYNC = ("trainer.fully_async.enabled=true", "trainer.fully_async.max_staleness_steps=1")
+
+
+def main() -> None:
+    start(BasePPOExp, [*ASYNC, *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""What asynchronous training asks of engines and samplers, from configuration."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from skyrl_train.assembly.algorithm import policy_learning
+from skyrl_train.assembly.collector import build_samplers
+from skyrl_train.assembly.publisher import pause_mode
+from skyrl_train.config.prepare import prepare
+from skyrl_train.config.schema import Config
+from skyrl_train.errors import ConfigError
+from skyrl_train.rollouts.dynamic_sampling import DynamicSampling
+from skyrl_train.testing.scripted_engine import EVERYTHING, ScriptedEngine
+
+AHEAD = ("trainer.fully_async.enabled=true", "trainer.placement.colocate_all=false")
+
+
+def config(*overrides: str) -> Config:
+    return prepare(["trainer.policy.model.path=model", *overrides], own_code=True, has_accelerator=True).config
+
+
+@pytest.mark.parametrize(
+    ("override", "mode"),
+    [
+        ("on_sync=keep", "keep"),
+        ("on_sync=recompute", "retract"),
+        ("on_sync=abort", "abort"),
+        ("clear_kv_cache_on_weight_sync=false", "keep"),
+        ("clear_kv_cache_on_weight_sync=true", "retract"),
+    ],
+)
+def test_what_a_sync_does_to_sequences_is_how_engines_pause(override: str, mode: str):
+    able = ScriptedEngine(capabilities=replace(EVERYTHING, pause_modes=frozenset({"keep", "abort", "retract"})))
+    assert pause_mode(config(*AHEAD, f"trainer.fully_async.{override}"), [able]) == mode
+
+
+def test_an_engine_that_cannot_pause_so_is_refused_by_name():
+    server = ScriptedEngine(name="server", capabilities=replace(EVERYTHING, pause_modes=frozenset({"abort", "retract"})))
+    with pytest.raises(ConfigError, match="on_sync=keep: engine 'server' cannot .* can: recompute, abort"):
+        pause_mode(config(*AHEAD), [ScriptedEngine(), server])
+    assert pause_mode(config(), [server]) is None
+
+
+def test_a_full_batch_leaves_out_equal_rewards_and_fills_their_places():
+    full = "trainer.fully_async.sample_full_batch=true"
+    filtered = config(*AHEAD, full, "trainer.algorithm.zero_variance_filter=true")
+    assert build_samplers(filtered).dynamic == DynamicSampling()
+    with pytest.raises(ConfigError, match=r"sample_full_batch.*false without trainer\.algorithm\.zero_variance_filter"):
+        config(*AHEAD, full)
+
+
+@pytest.mark.parametrize(
+    ("override", "warns"),
+    [
+        ("trainer.seed=1", True),
+        ("trainer.fully_async.max_staleness_steps=0", False),
+        ("trainer.algorithm.off_policy_correction.tis_ratio_type=token", False),
+        ("trainer.algorithm.policy_loss_type=rollout_is", False),
+    ],
+)
+def test_old_samples_without_a_correction_are_warned_of(
+    override: str, warns: bool, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.WARNING):
+        policy_learning(config(*AHEAD, override))
+    assert ("off_policy_correction.tis_ratio_type=token" in caplog.text) == warns
