@@ -227,20 +227,25 @@ class EngineClient:
 
     def _route(self, request: SampleRequest, avoid: Collection[_EngineRecord]) -> _EngineRecord:
         keys = [(kind, name) for kind, name in (("session", request.session), ("group", request.group)) if name]
-        alive = [index for index, record in enumerate(self._all) if record.cause is None]
-        if not alive:
-            raise EngineError(f"There is no inference engine left. {self._causes()}")
-        welcome = [index for index in alive if self._all[index] not in avoid] or alive
-        homes = (self._homes.get(key) for key in keys)
-        index = next((home for home in homes if home in welcome), None)
-        if index is None:
-            index = min(welcome, key=lambda candidate: (self._all[candidate].load, candidate))
+        homes = [self._homes[key] for key in keys if key in self._homes]
+        index = next((home for home in homes if self._all[home].cause is None and self._all[home] not in avoid), None)
+        if index is None:  # only then is there a look at all of them
+            index = self._least_loaded(homes, avoid)
         for key in keys:
             self._homes[key] = index
             self._homes.move_to_end(key)
         while len(self._homes) > _REMEMBERED:
             self._homes.popitem(last=False)
         return self._all[index]
+
+    def _least_loaded(self, homes: Sequence[int], avoid: Collection[_EngineRecord]) -> int:
+        """The living engine with the least load that is not to be avoided; if all are, one of `homes` first."""
+        alive = [index for index, record in enumerate(self._all) if record.cause is None]
+        if not alive:
+            raise EngineError(f"There is no inference engine left. {self._causes()}")
+        welcome = [index for index in alive if self._all[index] not in avoid] or alive
+        home = next((home for home in homes if home in welcome), None)
+        return min(welcome, key=lambda one: (self._all[one].load, one)) if home is None else home
 
     def _lost(self, record: _EngineRecord, error: BaseException) -> str:
         last = "" if record.cause else f" {record.name}: {type(error).__name__}: {error}"

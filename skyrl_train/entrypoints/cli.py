@@ -2,6 +2,7 @@
 
     skyrl-train env try ENV --data FILE ...     show a row's prompt, score completions: no model needed
     skyrl-train check-config key=value ...      what is wrong with a configuration (also skyrl-check-config)
+    skyrl-train simulate key=value ...          what a run takes by engines, trainers and staleness: nothing is started
 
 Training is `python -m skyrl_train.entrypoints.main_base key=value ...`.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from skyrl_train.entrypoints import check_config, env_try
+from skyrl_train.entrypoints import check_config, env_try, simulate
 
 
 def main() -> None:
@@ -19,6 +20,8 @@ def main() -> None:
         env_try.main(arguments[2:])
     elif arguments[:1] == ["check-config"]:
         check_config.main(arguments[1:])
+    elif arguments[:1] == ["simulate"]:
+        simulate.main(arguments[1:])
     elif arguments in (["-h"], ["--help"]):
         print(__doc__)
     else:

@@ -1,14 +1,23 @@
-"""Draws the reward curve of a run as a PNG, from its metrics.jsonl. No other module imports matplotlib."""
+"""Draws PNGs: the reward curve of a run from its metrics.jsonl, and a grid of simulated runs. No other module imports matplotlib."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from skyrl_train.errors import DataError
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
+
+
+class SplitOutcome(Protocol):
+    """A simulated run (simulation/run.py)."""
+
+    split: Any
+    steps_per_hour: float
 
 
 def write_reward_curve(run_dir: Path, png: Path | None = None) -> Path:
@@ -38,3 +47,21 @@ def write_reward_curve(run_dir: Path, png: Path | None = None) -> Path:
     target = png or Path(run_dir) / "reward_curve.png"
     FigureCanvasAgg(figure).print_png(str(target))
     return target
+
+
+def write_splits(outcomes: Sequence[SplitOutcome], png: Path) -> Path:
+    """Draw the steps an hour of simulated runs by their number of engines, a line for each staleness; returns `png`."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    apart = [one for one in outcomes if not one.split.colocated and not one.split.over_provisioning]
+    for ahead in sorted({one.split.staleness for one in apart}):
+        points = sorted((one.split.engines, one.steps_per_hour) for one in apart if one.split.staleness == ahead)
+        axes.plot(*zip(*points, strict=True), marker="o", label=f"staleness {ahead}")
+    for one in outcomes:
+        if one.split.colocated and not one.split.over_provisioning:
+            axes.axhline(one.steps_per_hour, linestyle="--", color="gray", label="colocated")
+    axes.set(xlabel="engines, of all slots", ylabel="steps an hour", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best")
+    FigureCanvasAgg(figure).print_png(str(png))
+    return png

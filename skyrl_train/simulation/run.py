@@ -72,6 +72,7 @@ class SimulatedRun:
     trainer: Trainer
     collector: RolloutCollector
     client: EngineClient
+    publisher: Any
     state: SimulatedState
     moments: list[Moment]
 
@@ -104,6 +105,7 @@ def build_run(
         samplers=replace(build_samplers(cfg), over_provisioning=split.over_provisioning),
         max_in_flight=trainer_config.fully_async.num_parallel_generation_workers if split.staleness else None,
     )
+    publisher: Any = SimulatedPublisher(client, timings.sync_s + (timings.swap_s if split.colocated else 0.0))
     moments: list[Moment] = []
     begun = asyncio.get_running_loop().time()
     trackers: Any = Rows(lambda row: moments.append(Moment(now() - begun, client.busy_s, row)))
@@ -114,13 +116,13 @@ def build_run(
         collector=collector,
         learner=learner,
         batch_steps=[],
-        publish=_publish(cfg, timings, split, client, learner, engine),
+        publish=_publish(cfg, timings, split, client, learner, publisher, engine),
         residency=AlwaysResident(),
         evaluator=None,
         state=state,
         trackers=trackers,
     )
-    return SimulatedRun(trainer, collector, client, state, moments)
+    return SimulatedRun(trainer, collector, client, publisher, state, moments)
 
 
 def _publish(
@@ -129,10 +131,9 @@ def _publish(
     split: Split,
     client: EngineClient,
     learner: Any,
+    publisher: Any,
     engine: Callable[[str], SimulatedEngine],
 ) -> Callable[[int], Awaitable[dict[str, float]]]:
-    publisher: Any = SimulatedPublisher(client, timings.sync_s + (timings.swap_s if split.colocated else 0.0))
-
     async def start(name: str) -> SimulatedEngine:
         await asyncio.sleep(timings.engine.start_s)
         return engine(name)

@@ -25,6 +25,7 @@ LAYERS = (
     "rollouts learner",
     "trainer",
     "assembly",
+    "simulation",
     "entrypoints tensordict",
     "api register",
 )

@@ -1,0 +1,80 @@
+"""Timings that a finished run shows: `skyrl-train simulate --from RUN`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import NormalDist, fmean, median
+from typing import Any
+
+import numpy as np
+
+from skyrl_train.config.schema import Config
+from skyrl_train.errors import DataError
+from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
+from skyrl_train.simulation.timings import EngineTimings, LearnerTimings, Lengths, Timings
+
+_LEAST_STEPS = 3
+"""The first step is left out: it compiles, and fills caches."""
+
+
+def fit(folder: Path, cfg: Config, trainers: int) -> Timings:
+    """The timings of the run in `folder`, whose configuration is `cfg` and which was synchronous.
+
+    A decode step takes `a + b * batch`. All sequences of a synchronous step begin at once, so that its generation has as
+    many decode steps as its longest answer has tokens, and the batches of one engine add up to its tokens: `a` and `b`
+    are what fits `generate_s = a * longest + b * tokens / engines` best over the run's steps. Raises DataError.
+    """
+    rows = [row for row in read_jsonl(folder / METRICS_FILE) if "timing/generate_s" in row and row["step"] > 1]
+    if len(rows) < _LEAST_STEPS:
+        raise DataError(f"{folder / METRICS_FILE} has {len(rows)} steps after the first: at least {_LEAST_STEPS} tell.")
+    if any(row.get("async/staleness_max") for row in rows):
+        raise DataError(f"{folder}: the run was asynchronous, and does not tell how long generation takes by itself.")
+    engines = cfg.generator.num_inference_engines
+    tokens = [row["rollouts/tokens"] for row in rows]
+    decode_s, per_sequence_s = _non_negative(
+        [(row["response/max_tokens"], count / engines) for row, count in zip(rows, tokens, strict=True)],
+        [row["timing/generate_s"] for row in rows],
+    )
+
+    def seconds(name: str) -> list[float]:
+        return [row.get(f"timing/{name}_s", 0.0) for row in rows]
+
+    per_step, per_token = _non_negative([(1.0, count) for count in tokens], seconds("update"))
+    known = sum(map(fmean, (seconds("generate"), seconds("update"), seconds("score"), seconds("publish"))))
+    return Timings(
+        engine=EngineTimings(decode_s, per_sequence_s, prefill_tokens_per_s=math.inf),
+        learner=LearnerTimings(
+            update_s_per_token=per_token * trainers,
+            score_s_per_token=fmean(seconds("score")) / fmean(tokens) * trainers,
+            step_s=per_step + max(0.0, fmean(seconds("step")) - known),
+        ),
+        sync_s=median(seconds("publish")),
+        response=_lengths(rows, cfg),
+        prompt_tokens=1,  # the tokens above are those of answers: prompts are in what they take
+        pass_rate=min(1.0, max(0.0, fmean(row.get("reward/mean", 0.5) for row in rows))),
+    )
+
+
+def _lengths(rows: Sequence[Mapping[str, Any]], cfg: Config) -> Lengths:
+    """The log-normal whose mean and whose expected longest of a step are the run's."""
+    mean, longest = fmean(row["response/mean_tokens"] for row in rows), fmean(row["response/max_tokens"] for row in rows)
+    answers = max(2, cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt)
+    quantile = NormalDist().inv_cdf(1 - 0.5 / answers)
+    ratio = math.log(max(longest / mean, 1.0))
+    # longest / mean = exp(quantile * sigma - sigma^2 / 2)
+    sigma = quantile - math.sqrt(max(0.0, quantile**2 - 2 * ratio))
+    return Lengths(mean, sigma)
+
+
+def _non_negative(columns: Sequence[tuple[float, float]], values: Sequence[float]) -> tuple[float, float]:
+    """The two coefficients, none below 0, with which the columns come closest to the values."""
+    table, wanted = np.asarray(columns, dtype=float), np.asarray(values, dtype=float)
+    found = np.linalg.lstsq(table, wanted, rcond=None)[0]
+    for other in range(2):
+        if found[other] < 0:
+            one = 1 - other
+            found[other], found[one] = 0.0, max(0.0, (table[:, one] @ wanted) / (table[:, one] @ table[:, one]))
+            break
+    return float(found[0]), float(found[1])
