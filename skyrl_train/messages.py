@@ -6,7 +6,15 @@ import sys
 from contextlib import suppress
 
 
-def to_stderr(line: str) -> None:
-    """Print a line there. If it cannot be written, as on a full disk, it is lost: that ends nothing."""
+def to_stderr(text: str) -> None:
+    """Print lines there, of which nothing is obeyed by a terminal: they may quote what a model or a program wrote.
+
+    If they cannot be written, as on a full disk, they are lost: that ends nothing.
+    """
     with suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
+        print("\n".join(map(visible, text.split("\n"))), file=sys.stderr, flush=True)
+
+
+def visible(text: str) -> str:
+    """Make one printable line: terminal escapes, NUL, line ends and direction marks are escaped (`\\x1b`, `\\n`)."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

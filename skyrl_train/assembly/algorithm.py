@@ -81,8 +81,9 @@ def _warn_of_uncorrected(cfg: Config) -> None:
     corrected = corrects(algorithm) or "rollout_logprobs" in keywords_of(policy_losses.get(algorithm.policy_loss_type))
     if ahead.enabled and ahead.max_staleness_steps and not corrected:
         _log.warning(
-            f"trainer.fully_async.max_staleness_steps={ahead.max_staleness_steps} without a correction: tokens that older "
-            "weights sampled count as if the newest had. Set trainer.algorithm.off_policy_correction.tis_ratio_type=token."
+            f"trainer.fully_async.max_staleness_steps={ahead.max_staleness_steps} without a correction: tokens that "
+            "older weights sampled count as if the newest had. Set "
+            "trainer.algorithm.off_policy_correction.tis_ratio_type=token."
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from skyrl_train.config.secrets import redact
 from skyrl_train.errors import ConfigError
+from skyrl_train.messages import visible
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def show(value: Any) -> str:
 
 def one_line(text: str) -> str:
     """The text with line breaks and control characters written out, and no secret: it may quote anything typed."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in redact(text).rstrip())
+    return visible(redact(text).rstrip())
 
 
 def raise_all(problems: Iterable[Problem]) -> None:

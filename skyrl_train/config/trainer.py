@@ -76,8 +76,8 @@ class FullyAsyncConfig(Section):
     """What new weights mean for sequences that are being sampled: they go on with the keys and values that they have,
     these are computed anew with the new weights, or the sequences are begun again."""
     sample_full_batch: bool = False
-    """With `trainer.algorithm.zero_variance_filter`: groups with equal rewards are left out, and others are sampled until
-    a step is full; the same as `trainer.algorithm.dynamic_sampling.type=filter`."""
+    """With `trainer.algorithm.zero_variance_filter`: groups with equal rewards are left out, and others are sampled
+    until a step is full; the same as `trainer.algorithm.dynamic_sampling.type=filter`."""
 
 
 GUARDS = ("equal_rewards", "ratio", "cut")

@@ -23,13 +23,14 @@ from typing import Any
 from skyrl_train.assembly.environments import build_environments, environment_settings
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.schema import Config
+from skyrl_train.config.secrets import redact
 from skyrl_train.data.dataset import load_prompts
 from skyrl_train.data.trajectory import Message, Prompt
 from skyrl_train.environments import registry
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
+from skyrl_train.messages import to_stderr, visible
 from skyrl_train.registry import import_plugins
-from skyrl_train.report.console import visible
 
 NO_LIMIT = 2**40
 """Tokens; a prompt too long for training can still be looked at."""
@@ -48,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         code = _try(arguments)
     except ConfigError as error:
-        for line in str(error).split("\n"):
-            print(visible(line), file=sys.stderr)
+        to_stderr(redact(str(error)))
         code = 2
     sys.exit(code)
 
@@ -98,7 +98,7 @@ def _configuration(arguments: argparse.Namespace) -> Config:
     # Nothing of it is for a device, so that a preset for accelerators can be tried on a laptop.
     prepared = prepare([*flags, *arguments.overrides, *own], has_accelerator=True)
     for warning in prepared.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        to_stderr(f"warning: {redact(warning)}")
     return prepared.config
 
 
@@ -228,9 +228,12 @@ def _lines(head: str, text: str) -> None:
 
 
 def _say(line: str) -> None:
-    """What models, rows and environments wrote is shown, never obeyed: control characters are spelled out."""
+    """What models, rows and environments wrote is shown, never obeyed: control characters are spelled out.
+
+    Without the contents of credential variables, which an environment may have shown.
+    """
     encoding = sys.stdout.encoding or "utf-8"
-    print(visible(line).encode(encoding, "backslashreplace").decode(encoding))
+    print(visible(redact(line)).encode(encoding, "backslashreplace").decode(encoding))
 
 
 if __name__ == "__main__":

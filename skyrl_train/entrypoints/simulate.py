@@ -1,8 +1,8 @@
 """skyrl-train simulate [--slots N] [--engines 1,2] [--staleness 0,1,2] [--timings FILE | --from RUN] key=value ...
 
-What a run of this configuration would take on N slots, by how many of them are engines and how far rollouts run ahead: the
-real loop, queue, samplers, client and supervisor, over engines and a learner that only wait, in virtual time. Where the
-timings are from, what is assumed and how well it predicts: docs/async.md.
+What a run of this configuration would take on N slots, by how many of them are engines and how far rollouts run ahead:
+the real loop, queue, samplers, client and supervisor, over engines and a learner that only wait, in virtual time. Where
+the timings are from, and what is assumed: docs/async.md.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def splits(given: argparse.Namespace) -> list[Split]:
 
     engines = given.engines or range(1, given.slots)
     if wrong := [one for one in engines if not 0 < one < given.slots]:
-        raise ConfigError(f"--engines {wrong[0]}: must be from 1 to {given.slots - 1}, as some of {given.slots} slots train.")
+        raise ConfigError(
+            f"--engines {wrong[0]}: must be from 1 to {given.slots - 1}, as some of {given.slots} slots train."
+        )
     apart = [Split(one, given.slots - one, ahead) for one in engines for ahead in given.staleness]
     colocated = Split(given.slots, given.slots, colocated=True)
     synchronous = [one for one in (colocated, *apart) if one.staleness == 0]

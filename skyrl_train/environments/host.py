@@ -1,7 +1,8 @@
 """Environments in a pool of processes that can be killed: both ends of the wire.
 
 An environment is third-party synchronous code: it may hang in C, leak, print, exit or crash. So the driver holds an
-`EnvironmentHost`, and its worker processes (`python -m skyrl_train.environments.host`) hold the environments.
+`EnvironmentHost`, and its worker processes (`python -m skyrl_train.environments.host`) hold the environments. Each has
+a parent that bounds what is printed there, and ends what was started there: keeper.py.
 
 Wire: frames over the worker's original stdin and stdout, each 4 bytes of length (big-endian) followed by that many
 bytes of JSON. Calls are pipelined. A worker answers them one at a time and in order, and writes each answer before it
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import importlib
 import io
 import json
@@ -32,11 +32,14 @@ from pathlib import PurePath
 from typing import Any, BinaryIO
 from uuid import UUID
 
+from skyrl_train.config.secrets import redact
 from skyrl_train.data.trajectory import Message, Prompt
 from skyrl_train.environments import registry
 from skyrl_train.environments.base import StepOutput, checked_messages, checked_step_output
+from skyrl_train.environments.keeper import ENDS_S, keep
 from skyrl_train.environments.own_classes import pack_own, register_own
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
+from skyrl_train.messages import visible
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +160,7 @@ class _Worker(asyncio.SubprocessProtocol):
             self.lose("environment_died", "its process ended")
 
     def process_exited(self) -> None:
-        self.kill()  # processes that the environments started in its group
+        self._kill_group()  # the keeper has ended; what is left if it was itself killed
         # a grandchild that left the group can hold the pipe open, so end-of-file may never come
         self.host.loop.call_later(0.5, self.connection_lost, None)
 
@@ -183,7 +186,15 @@ class _Worker(asyncio.SubprocessProtocol):
             self.host._lost(self, kind, detail)
 
     def kill(self) -> None:
-        if self._process is not None:
+        """Have the keeper kill all that runs there; should it not be able to, its group is killed."""
+        if self._process is not None and not self.exited.done():
+            with contextlib.suppress(ProcessLookupError):
+                for number in (signal.SIGTERM, signal.SIGCONT):  # a keeper that is stopped goes on
+                    self._process.send_signal(number)
+            self.host.loop.call_later(ENDS_S + 1, self._kill_group)
+
+    def _kill_group(self) -> None:
+        if self._process is not None and not self.exited.done():
             # already gone, or (macOS) only zombies are left in the group
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.get_pid(), signal.SIGKILL)
@@ -238,6 +249,7 @@ class EnvironmentHost:
         """Processes that may still exist, including lost ones."""
         self._starting: set[asyncio.Task[None]] = set()
         self._watcher: asyncio.Task[None] | None = None
+        self._warned: set[tuple[str, str]] = set()
         self._next_number = 0
         self._fatal: Exception | None = None
         self._closing = False
@@ -373,7 +385,7 @@ class EnvironmentHost:
                 worker.lose("environment_died", "its process did not start")
         elif call.op == "close":
             if error is not None:
-                log.warning("closing %s: %s: %s", episode and episode.env_class, error, reply["detail"])
+                self._warn_of_close(episode.env_class if episode else "", error, reply["detail"])
         elif episode is not None:
             if error is not None:
                 failure = (
@@ -384,6 +396,12 @@ class EnvironmentHost:
                 episode._history.append(call.frame)
                 episode.replayable = reply.get("replayable", episode.replayable)
             self._settle(call, reply)
+
+    def _warn_of_close(self, env_class: str, error: str, detail: str) -> None:
+        """Once for each kind: all episodes of a run may end so."""
+        if (env_class, error) not in self._warned:
+            self._warned.add((env_class, error))
+            log.warning("closing %s: %s: %s (more of it is not said)", env_class, error, visible(redact(detail)))
 
     def _settle(self, call: _WireCall, reply: dict[str, Any] | None = None) -> None:
         """Resolve `call` with the reply, or with its episode's failure."""
@@ -519,7 +537,7 @@ def _where(error: BaseException) -> str:
 
 
 def _take_wire() -> tuple[BinaryIO, int]:
-    """Keep the wire for the server; environments that read or print use /dev/null and the driver's stderr instead."""
+    """Keep the wire for the server; environments that read or print use /dev/null and stderr instead."""
     source, sink = os.fdopen(os.dup(0), "rb"), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -528,13 +546,6 @@ def _take_wire() -> tuple[BinaryIO, int]:
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)  # a killed process flushes nothing
     return source, sink
-
-
-def _die_with_parent() -> None:
-    """Let the kernel kill this process when the driver dies, even if an environment hangs (Linux)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _receive(source: BinaryIO) -> dict[str, Any] | None:
@@ -552,7 +563,7 @@ def _send(sink: int, frame: bytes) -> None:
 
 def serve() -> None:
     """Run a worker process until the driver closes the wire."""
-    _die_with_parent()
+    keep()
     source, sink = _take_wire()
     hello = _receive(source)
     if hello is None:

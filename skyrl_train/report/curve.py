@@ -16,8 +16,11 @@ from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 class SplitOutcome(Protocol):
     """A simulated run (simulation/run.py)."""
 
-    split: Any
-    steps_per_hour: float
+    @property
+    def split(self) -> Any: ...
+
+    @property
+    def steps_per_hour(self) -> float: ...
 
 
 def write_reward_curve(run_dir: Path, png: Path | None = None) -> Path:

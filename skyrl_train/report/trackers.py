@@ -25,7 +25,8 @@ trackers: Registry[Callable[[TrackerSetup], Tracker]] = Registry("tracker", TRAC
 class Trackers:
     """Combines several trackers. One that raises is dropped with a single warning, and training continues (F39).
 
-    Texts reach them without the contents of credential variables, which a tool of an environment may have shown.
+    Texts reach them without the contents of credential variables, which a tool of an environment may have shown, and
+    so do names of metrics, which environments choose.
     """
 
     def __init__(self, members: Mapping[str, Tracker]):
@@ -35,7 +36,7 @@ class Trackers:
         self._each("begin", step, total_steps)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._each("log", metrics, step)
+        self._each("log", redact(metrics), step)
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
         shown = [replace(row, prompt=redact(row.prompt), response=redact(row.response)) for row in rows]

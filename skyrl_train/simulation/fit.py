@@ -59,7 +59,10 @@ def fit(folder: Path, cfg: Config, trainers: int) -> Timings:
 
 def _lengths(rows: Sequence[Mapping[str, Any]], cfg: Config) -> Lengths:
     """The log-normal whose mean and whose expected longest of a step are the run's."""
-    mean, longest = fmean(row["response/mean_tokens"] for row in rows), fmean(row["response/max_tokens"] for row in rows)
+    mean, longest = (
+        fmean(row["response/mean_tokens"] for row in rows),
+        fmean(row["response/max_tokens"] for row in rows),
+    )
     answers = max(2, cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt)
     quantile = NormalDist().inv_cdf(1 - 0.5 / answers)
     ratio = math.log(max(longest / mean, 1.0))

@@ -167,7 +167,7 @@ def unit_of(timings: Timings) -> int:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a simulated run did, without its first steps, in which the pipeline fills."""
+    """What a simulated run did, without the first and last steps, in which the pipeline fills and empties."""
 
     split: Split
     steps_per_hour: float
@@ -197,8 +197,9 @@ def simulate(cfg: Config, timings: Timings, split: Split, steps: int) -> Outcome
 
 
 def _outcome(split: Split, moments: Sequence[Moment], sampled: float) -> Outcome:
-    first, last = moments[min(split.staleness, len(moments) - 2)], moments[-1]
-    counted = [one.row for one in moments if one.seconds > first.seconds]
+    ahead = min(split.staleness, (len(moments) - 2) // 2)
+    first, last = moments[ahead], moments[-1 - ahead]
+    counted = [one.row for one in moments if first.seconds < one.seconds <= last.seconds]
     seconds = last.seconds - first.seconds
 
     def mean(name: str) -> float:

@@ -65,4 +65,3 @@ class Timings:
     """Mean seconds between two turns of an episode, exponentially distributed."""
     pass_rate: float = 0.5
     """Share of answers that pass: what samplers see."""
-

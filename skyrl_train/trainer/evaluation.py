@@ -8,7 +8,9 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from skyrl_train.config.secrets import redact
 from skyrl_train.data.trajectory import OK, PASSED, Prompt, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed, WeightSyncError
 from skyrl_train.tasks import gather_all
@@ -73,8 +75,11 @@ class Evaluator:
         }
 
     def _dump(self, groups: Sequence[TrajectoryGroup], folder: Path) -> None:
-        """Write one JSON line per trajectory, into one file per data source. What fails is a warning, not the run."""
-        lines: dict[str, list[str]] = defaultdict(list)
+        """Write one JSON line per trajectory, into one file per data source. What fails is a warning, not the run.
+
+        Without the contents of credential variables, which a tool may have shown.
+        """
+        by_source: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for group in groups:
             for item in group.trajectories:
                 row = {
@@ -87,12 +92,13 @@ class Evaluator:
                     "status": item.status,
                     "error": item.error,
                 }
-                lines[group.prompt.data_source].append(json.dumps(row))
+                by_source[group.prompt.data_source].append(row)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for source, rows in lines.items():
+            for source, rows in by_source.items():
                 name = "".join(c if c.isalnum() or c in "-_." else "_" for c in source)
-                (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+                text = "".join(json.dumps(row) + "\n" for row in redact(rows))
+                (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
         except OSError as error:
             _log.warning("trainer.dump_eval_results: %s could not be written (%s).", folder, error)
 

@@ -15,6 +15,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from skyrl_train.environments.tools.base import Tool, ToolError
 from skyrl_train.errors import ConfigError
 
@@ -260,20 +262,33 @@ async def _program(server: Server) -> AsyncIterator[Any]:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Close a program's input to make it exit; kill its processes that still run after a second."""
+    """Close a program's input to make it exit; kill its processes that still run after a second, in any session."""
     assert process.stdin is not None
+    family = _descendants(process)
     process.stdin.close()
     try:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):
                 await process.wait()
     finally:
+        family |= _descendants(process)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
+        for descendant in family:
+            with contextlib.suppress(psutil.Error):
+                descendant.kill()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):
                 await process.wait()
         process._transport.close()  # type: ignore[attr-defined]  # a child that left the group may hold the pipe
+
+
+def _descendants(process: asyncio.subprocess.Process) -> set[psutil.Process]:
+    if process.returncode is not None:  # its process id may be another's by now
+        return set()
+    with contextlib.suppress(psutil.Error):
+        return set(psutil.Process(process.pid).children(recursive=True))
+    return set()
 
 
 async def listing_of(client: Any) -> Listing:

@@ -59,6 +59,18 @@ def test_without_completions_the_prompt_is_shown(
     assert "reward" not in out
 
 
+@pytest.mark.defect("dumped-evaluations-showed-secrets")
+def test_no_secret_is_shown(
+    data: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HF_TOKEN", "canary-of-a-token")
+    plugin = "trainer.plugins=[misbehaving_envs]"
+    code, out, errors = run(capfd, monkeypatch, "BadEnd", "--data", data, "--completion", "go on", plugin)
+    assert (code, "user | a key: <HF_TOKEN>" in out) == (0, True)
+    assert "canary" not in out + errors + caplog.text
+    assert "does not close with <HF_TOKEN>" in caplog.text
+
+
 def test_settings_plugins_and_turns_are_those_of_a_run(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

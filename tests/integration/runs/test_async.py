@@ -30,7 +30,9 @@ def test_a_run_learns_from_samples_of_bounded_age(
     ages = [row["async/staleness_max"] for row in steps]
     assert ages[0] == 0
     assert max(ages) == 1, "rollouts never ran ahead"
-    assert all(0 <= row["async/staleness_min"] <= row["async/staleness_mean"] <= row["async/staleness_max"] for row in steps)
+    assert all(
+        0 <= row["async/staleness_min"] <= row["async/staleness_mean"] <= row["async/staleness_max"] for row in steps
+    )
     assert all(0 <= row[f"async/{name}"] <= 1 for row in steps for name in ("engines_idle", "trainer_idle"))
     assert [row["weights/version"] for row in steps] == [1, 2, 3, 4, 5]
     assert all(row["rollouts/failed"] == 0 for row in steps)

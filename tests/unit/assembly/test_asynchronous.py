@@ -39,8 +39,10 @@ def test_what_a_sync_does_to_sequences_is_how_engines_pause(override: str, mode:
 
 
 def test_an_engine_that_cannot_pause_so_is_refused_by_name():
-    server = ScriptedEngine(name="server", capabilities=replace(EVERYTHING, pause_modes=frozenset({"abort", "retract"})))
-    with pytest.raises(ConfigError, match="on_sync=keep: engine 'server' cannot .* can: recompute, abort"):
+    server = ScriptedEngine(
+        name="server", capabilities=replace(EVERYTHING, pause_modes=frozenset({"abort", "retract"}))
+    )
+    with pytest.raises(ConfigError, match=r"on_sync=keep: engine 'server' cannot .* can: recompute, abort"):
         pause_mode(config(*AHEAD), [ScriptedEngine(), server])
     assert pause_mode(config(), [server]) is None
 
@@ -62,9 +64,7 @@ def test_a_full_batch_leaves_out_equal_rewards_and_fills_their_places():
         ("trainer.algorithm.policy_loss_type=rollout_is", False),
     ],
 )
-def test_old_samples_without_a_correction_are_warned_of(
-    override: str, warns: bool, caplog: pytest.LogCaptureFixture
-):
+def test_old_samples_without_a_correction_are_warned_of(override: str, warns: bool, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         policy_learning(config(*AHEAD, override))
     assert ("off_policy_correction.tis_ratio_type=token" in caplog.text) == warns

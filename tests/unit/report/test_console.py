@@ -2,15 +2,13 @@ from __future__ import annotations
 
 import io
 import json
-import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
 from rich.console import Console
 
-from skyrl_train.report.console import ConsoleTracker, best_evaluation, evaluation_line, step_line, visible
+from skyrl_train.report.console import ConsoleTracker, best_evaluation, evaluation_line, step_line
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
 
 SETUP = TrackerSetup(Path("unused"), "project", "run [bold]")
@@ -23,12 +21,6 @@ def run(console: Console) -> None:
     tracker.log({"reward/mean": 0.5, "policy/kl": float("nan"), "eval/gsm8k/pass_at_4": 0.25}, 1)
     tracker.samples([SampleRow(HOSTILE, HOSTILE, 1.0, "stop")], 1)
     tracker.close()
-
-
-@pytest.mark.fault("F24")
-@given(st.text(st.characters(exclude_categories=())))
-def test_what_is_shown_has_no_control_character(text: str):
-    assert not [c for c in visible(text) if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")]
 
 
 @pytest.mark.fault("F24")

@@ -69,8 +69,10 @@ def test_trackers_get_no_secret_of_the_environment_and_none_is_said_of_those_tha
     tracker.failure = OSError(f"no access with {SECRET}")
     with caplog.at_level(logging.WARNING), Trackers({"one": tracker}) as trackers:
         trackers.samples([SampleRow(f"print {SECRET}", f"it is {SECRET}", 1.0, "stop")], 1)
+        trackers.log({f"environment/{SECRET}": 1.0}, 1)
     row = SampleRow("print <MY_PASSWORD>", "it is <MY_PASSWORD>", 1.0, "stop")
     assert tracker.calls[0] == ("samples", [row], 1)
+    assert fails or tracker.calls[1] == ("log", {"environment/<MY_PASSWORD>": 1.0}, 1)
     assert SECRET not in caplog.text and ("<MY_PASSWORD>" in caplog.text) is fails
 
 

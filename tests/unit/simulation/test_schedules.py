@@ -1,6 +1,6 @@
-"""Random schedules in virtual time: engines die and come back, rollouts fail, syncs fail, samplers drop groups, runs are resumed.
+"""Random schedules in virtual time: engines die and come back, syncs fail, samplers drop groups, runs are resumed.
 
-Whatever happens, a step trains on no token beyond the bound, on prompts in their order, each of them once, and the run ends.
+Whatever happens, a step trains on no token beyond the bound, on prompts in their order, each once, and the run ends.
 """
 
 from __future__ import annotations

@@ -43,6 +43,31 @@ def test_mean_and_pass_at_n_are_given_by_source_and_failures_count_as_zero(tmp_p
     assert [json.loads(line)["reward"] for line in dumped.read_text().splitlines()] == [1.0, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.defect("dumped-evaluations-showed-secrets")
+def test_dumped_texts_have_no_secret_that_a_tool_has_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    secret = "canary-of-a-token"
+    monkeypatch.setenv("HF_TOKEN", secret)
+    parts = [{"type": "text", "text": f"and {secret}"}]
+    prompt = Prompt("a", [{"role": "user", "content": f"print {secret}"}, {"role": "user", "content": parts}], "x")
+
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        shown = Trajectory(prompt, 0, [1], [2], [1], [0.0], [], 1.0, "stop", 1.0, text=f"tool: HF_TOKEN={secret}\n")
+        failed = Trajectory(prompt, 1, [1], [2], [1], [0.0], [], 1.0, "stop", 1.0)
+        failed.fail("tool", f"no access with {secret}")
+        return TrajectoryGroup(prompt, [shown, failed])
+
+    asyncio.run(Evaluator(rollout, [prompt], batch_size=1, dump_to=tmp_path).run(step=3))
+    (file,) = tmp_path.rglob("*.jsonl")
+    assert secret not in file.read_text()
+    first, second = map(json.loads, file.read_text().splitlines())
+    assert [message["content"] for message in first["prompt"]] == [
+        "print <HF_TOKEN>",
+        [{"type": "text", "text": "and <HF_TOKEN>"}],
+    ]
+    assert (first["response"], second["response"]) == ("tool: HF_TOKEN=<HF_TOKEN>\n", "no access with <HF_TOKEN>")
+    assert (first["reward"], first["uid"], second["error"]) == (1.0, "a", "tool")
+
+
 def test_an_evaluation_that_mostly_failed_is_an_error_not_a_score_of_zero():
     prompts = [Prompt("a", [], "x")]
     evaluator = Evaluator(rollout_of({"a": [None, None, 1.0]}), prompts, 1, None, max_failed_fraction=0.5)

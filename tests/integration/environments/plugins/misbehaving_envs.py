@@ -83,6 +83,46 @@ class Misbehaving(TextEnv):
         return StepOutput([{"role": "user", "content": "x" * (65 * 2**20)}], 0.0, False)
 
 
+class Strays(TextEnv):
+    """Starts a process in a session of its own and an orphan that has no variables; then does what the text says."""
+
+    def step(self, action):
+        leader = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        start = "import subprocess as s; print(s.Popen(['sleep', '300'], start_new_session=True, stdout=s.DEVNULL).pid)"
+        orphan = subprocess.run([sys.executable, "-c", start], env={}, stdout=subprocess.PIPE, text=True, check=True)
+        pids = os.path.join(self.extras["folder"], "pids")
+        with open(f"{pids}.partial", "w") as file:
+            file.write(f"{leader.pid} {orphan.stdout}")
+        os.replace(f"{pids}.partial", pids)
+        if action == "dies":
+            os._exit(3)
+        if action == "hangs":
+            time.sleep(1000)
+        return StepOutput([], 1.0, True)
+
+
+class Printing(TextEnv):
+    """Prints a lot, and then ends without a word of Python's."""
+
+    def step(self, action):
+        for number in range(100_000):
+            print(f"\x1b[31m{number}", "." * 90)
+        if action == "dies":
+            os.write(2, b"the last \x1b[31mword\n")
+            os._exit(3)
+        return StepOutput([], 1.0, True)
+
+
+class BadEnd(TextEnv):
+    """Shows a secret, and raises another time."""
+
+    def step(self, action):
+        return StepOutput([{"role": "user", "content": f"a key: {os.environ['HF_TOKEN']}"}], 1.0, True)
+
+    def close(self):
+        raise OSError("it \x1b[2J does not close with " + os.environ["HF_TOKEN"])
+
+
 class Chatty(TextEnv):
     """Writes to and reads from everything that could be the wire, and speaks control characters."""
 
@@ -134,5 +174,6 @@ class BadStart(TextEnv):
         raise PermissionError("not you")
 
 
-for environment in (Counter, SideEffects, Misbehaving, Chatty, SkyRLGymStyle, NeverCloses, BadStart):
+ALL = (Counter, SideEffects, Misbehaving, Strays, Printing, BadEnd, Chatty, SkyRLGymStyle, NeverCloses, BadStart)
+for environment in ALL:
     register(environment.__name__, environment)

@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
 import sys
 
 from mcp.server.mcpserver import MCPServer
@@ -79,6 +80,12 @@ def change(what: str) -> str:
     else:
         server.add_tool(lambda: 1, name="new", description="New.")
     return "changed"
+
+
+@server.tool()
+def stray() -> int:
+    """Starts a process in a session of its own, as browsers are, and returns its id."""
+    return subprocess.Popen(["sleep", "300"], start_new_session=True).pid
 
 
 @server.tool()

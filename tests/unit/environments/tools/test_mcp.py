@@ -18,7 +18,7 @@ from skyrl_train.errors import ConfigError
 
 pytest.importorskip("mcp")
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
-ALLOWED = ["add", "big", "hang", "cancelled", "fail", "environment", "change", "die"]
+ALLOWED = ["add", "big", "hang", "cancelled", "fail", "environment", "change", "stray", "die"]
 
 
 def stdio(how: str = "stdio", **settings: Any) -> dict[str, Any]:
@@ -122,6 +122,14 @@ def test_a_server_gets_no_variables_of_this_process_and_is_gone_after_the_episod
         assert "OWN" in names and "PATH" in names and not {"WANDB_API_KEY", "SKYRL_TEST_SESSION"} & set(names)
         assert psutil.pid_exists(int(pid))
     assert gone(int(pid))
+
+
+@pytest.mark.defect("children-that-left-their-session-stayed")
+def test_what_a_server_has_started_is_gone_after_the_episode_whatever_session_it_is_in():
+    with box(s=stdio()) as opened:
+        pid = int(call(opened, "s.stray").text)
+        assert psutil.pid_exists(pid)
+    assert gone(pid)
 
 
 @pytest.mark.fault("F25")

@@ -1,0 +1,16 @@
+"""A driver whose environment has processes in other sessions and hangs: `straying_driver.py FOLDER`. To be killed."""
+
+import asyncio
+import sys
+
+from skyrl_train.data.trajectory import Prompt
+from skyrl_train.environments.host import EnvironmentHost
+
+
+async def main() -> None:
+    async with EnvironmentHost({}, 1, 1000.0, ("misbehaving_envs",)) as host:
+        episode = await host.start("Strays", Prompt("0", [], "Strays", {"folder": sys.argv[1]}))
+        await episode.step("hangs")
+
+
+asyncio.run(main())

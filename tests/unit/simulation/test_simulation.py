@@ -1,0 +1,184 @@
+"""Engines and learners that only wait take as long as they should, and say which weights sampled what."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.config.schema import Config
+from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from skyrl_train.errors import DataError, EngineError
+from skyrl_train.simulation import virtual_time
+from skyrl_train.simulation.engine import SimulatedEngine
+from skyrl_train.simulation.fit import fit
+from skyrl_train.simulation.run import Split, build_run, simulate
+from skyrl_train.simulation.timings import EngineTimings, LearnerTimings, Lengths, Timings
+
+STEP_S, ALIKE = 0.5, 0.25
+EVEN = Timings(
+    engine=EngineTimings(decode_s=0.1, decode_per_sequence_s=0.0, prefill_tokens_per_s=1e9),
+    learner=LearnerTimings(0.0, 0.0, step_s=6.4),
+    sync_s=0.0,
+    response=Lengths(64.0, 0.0),
+)
+"""64 tokens of a tenth of a second each, and as long for an update."""
+
+
+def config(prompts: int = 4, samples: int = 4) -> Config:
+    cfg = Config()
+    cfg.trainer.train_batch_size, cfg.generator.n_samples_per_prompt = prompts, samples
+    return cfg
+
+
+def request(name: str, tokens: int, prompt: int = 1) -> SampleRequest:
+    return SampleRequest(name, (0,) * prompt, SamplingParams(max_tokens=tokens), 0)
+
+
+def engine(**timings: float) -> SimulatedEngine:
+    given = {"decode_s": STEP_S, "prefill_tokens_per_s": 1e9} | timings
+    return SimulatedEngine(lambda one: one.sampling.max_tokens, EngineTimings(**given), name="e")  # type: ignore[arg-type]
+
+
+def test_hours_pass_at_once_and_a_wait_that_nothing_ends_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    async def wait() -> float:
+        await asyncio.gather(*(asyncio.sleep(3600.0 * hours) for hours in range(100)))
+        return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(wait()) == pytest.approx(99 * 3600)
+    monkeypatch.setattr(virtual_time, "_THREAD_S", 0.1)
+    with pytest.raises(virtual_time.Deadlock):
+        virtual_time.run(asyncio.Event().wait())
+
+
+def test_sequences_share_their_steps_and_new_ones_slow_the_others_down():
+    async def run() -> list[float]:
+        one = engine(decode_per_sequence_s=ALIKE, max_num_seqs=2)
+        ends = []
+
+        async def ask(name: str, tokens: int) -> None:
+            await one.generate([request(name, tokens)])
+            ends.append(asyncio.get_running_loop().time())
+
+        await asyncio.gather(ask("a", 4), ask("b", 8), ask("waits", 4))
+        return ends
+
+    both, alone = STEP_S + 2 * ALIKE, STEP_S + ALIKE
+    assert virtual_time.run(run()) == pytest.approx([4 * both, 8 * both, 8 * both], abs=1e-6)
+    assert alone < both
+
+
+def test_a_prompt_is_read_once_for_its_group_before_the_first_step():
+    async def run() -> float:
+        one = engine(prefill_tokens_per_s=10.0)
+        await one.generate([replace(request(str(n), 2, prompt=20), group="g") for n in range(3)])
+        return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(run()) == pytest.approx(20 / 10 + 2 * STEP_S)
+
+
+@pytest.mark.parametrize("mode", ["keep", "retract", "abort"])
+def test_tokens_have_the_version_that_sampled_them(mode: str):
+    async def run() -> tuple[Completion, float]:
+        one = engine(prefill_tokens_per_s=1.0)
+        asked = asyncio.ensure_future(one.generate([request("a", 10, prompt=1)]))
+        await asyncio.sleep(1.0 + 4 * STEP_S + 0.1)
+        await one.pause(mode)
+        await asyncio.sleep(100.0)
+        await one.commit_weights(7)
+        await one.resume()
+        (completion,) = await asked
+        return completion, asyncio.get_running_loop().time()
+
+    completion, ended = virtual_time.run(run())
+    spans = [(span.start, span.stop, span.version) for span in completion.versions]
+    if mode == "abort":
+        assert (completion.stop_reason, spans) == ("abort", [(0, 4, 0)])
+        return
+    assert spans == [(0, 4, 0), (4, 10, 7)]
+    read_again = 5.0 if mode == "retract" else 0.0  # the prompt and four tokens
+    assert ended == pytest.approx(1.0 + 10 * STEP_S + 100.0 + read_again)
+
+
+def test_a_dead_engine_fails_what_it_had_and_what_comes():
+    async def run() -> None:
+        one = engine()
+        asked = asyncio.ensure_future(one.generate([request("a", 10)]))
+        await asyncio.sleep(1.0)
+        one.die()
+        for call in (asked, one.generate([request("b", 1)]), one.health()):
+            with pytest.raises(EngineError, match="e "):
+                await call
+
+    virtual_time.run(run())
+
+
+def test_a_step_takes_both_or_the_longer_of_the_two():
+    hourly = {ahead: simulate(config(), EVEN, Split(1, 1, ahead), 12) for ahead in (0, 1)}
+    assert hourly[0].steps_per_hour == pytest.approx(3600 / 12.8, rel=0.01)
+    assert hourly[1].steps_per_hour == pytest.approx(3600 / 6.4, rel=0.01)
+    assert (hourly[0].engines_busy, hourly[0].trainer_busy) == pytest.approx((0.5, 0.5), abs=0.01)
+    assert (hourly[1].engines_busy, hourly[1].trainer_busy) == pytest.approx((1.0, 1.0), abs=0.01)
+    assert (hourly[0].staleness, hourly[1].staleness) == (0.0, 1.0)
+
+
+def test_a_run_is_the_same_every_time():
+    timings = replace(EVEN, response=Lengths(64.0, 1.0), engine=replace(EVEN.engine, failures_per_hour=60.0))
+    assert simulate(config(), timings, Split(2, 1, 2), 8) == simulate(config(), timings, Split(2, 1, 2), 8)
+
+
+def test_what_a_run_shows_is_fitted(tmp_path: Path):
+    """The metrics of a simulated run give the timings back that it was simulated with."""
+    timings = replace(
+        EVEN,
+        engine=replace(EVEN.engine, decode_per_sequence_s=0.01),
+        learner=LearnerTimings(update_s_per_token=0.002, step_s=1.5),
+        response=Lengths(16.0, 0.7),  # so that a token stands for itself
+        sync_s=3.0,
+    )
+    cfg = config(prompts=16)
+
+    async def rows() -> list[dict[str, float]]:
+        built = build_run(cfg, timings, Split(2, 1), 12)
+        await built.trainer.fit()
+        await built.client.close()
+        return [dict(one.row) for one in built.moments]
+
+    cfg.generator.num_inference_engines = 2
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in virtual_time.run(rows())))
+    found = fit(tmp_path, cfg, trainers=1)
+    assert found.engine.decode_s == pytest.approx(0.1, rel=0.1)
+    assert found.engine.decode_per_sequence_s == pytest.approx(0.01, rel=0.15)
+    assert found.sync_s == pytest.approx(3.0)
+    assert found.response.mean == pytest.approx(16.0, rel=0.1)
+    predicted = simulate(cfg, found, Split(2, 1), 12).steps_per_hour
+    assert predicted == pytest.approx(simulate(cfg, timings, Split(2, 1), 12).steps_per_hour, rel=0.15)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(DataError, match="0 steps after the first"):
+        fit(tmp_path, cfg, trainers=1)
+
+
+def test_the_command_prints_a_table_and_draws_it(tmp_path: Path):
+    (tmp_path / "timings.yaml").write_text("engine: {decode_s: 0.1}\nlearner: {step_s: 30}\nresponse: {mean: 100}\n")
+    keys = ["device=cpu", "trainer.train_batch_size=8", "trainer.policy_mini_batch_size=8"]
+    flags = ["--slots", "4", "--engines", "1,2", "--staleness", "0,1", "--steps", "6", "--over-provisioning", "0.5"]
+    files = ["--timings", str(tmp_path / "timings.yaml"), "--png", str(tmp_path / "splits.png")]
+    command = [sys.executable, "-m", "skyrl_train.entrypoints.cli", "simulate", *flags, *files, *keys]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split("  ")[0] for line in lines[1:9]] == [
+        *("4 colocated", "1 : 3", "1 : 3", "2 : 2", "2 : 2", "4 colocated", "1 : 3", "2 : 2")
+    ]
+    assert sum(line.endswith("<") for line in lines) == 1
+    assert any(line.startswith("Fastest: ") for line in lines)
+    assert (tmp_path / "splits.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "timings.yaml").write_text("engine: {decode: 0.1}\n")
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert refused.returncode == 2
+    assert "decode" in refused.stderr and "Traceback" not in refused.stderr

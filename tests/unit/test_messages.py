@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+from hypothesis import given, strategies as st
+
+from skyrl_train.messages import to_stderr, visible
+
+
+@pytest.mark.fault("F24")
+@given(st.text(st.characters(exclude_categories=())))
+def test_what_is_shown_has_no_control_character(text: str):
+    assert not [c for c in visible(text) if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")]
+
+
+@pytest.mark.defect("errors-repeated-terminal-codes")
+def test_lines_on_stderr_are_lines_and_nothing_that_a_terminal_obeys(capsys: pytest.CaptureFixture[str]):
+    to_stderr("2 problems:\n  the environment says \x1b[2J\x07 no\r")
+    assert capsys.readouterr().err == "2 problems:\n  the environment says \\x1b[2J\\x07 no\\r\n"
