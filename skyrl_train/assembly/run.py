@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.assembly import memory_plan
-from skyrl_train.assembly.algorithm import build_advantage_step, build_correction_steps, policy_learning
+from skyrl_train.assembly.algorithm import (
+    build_advantage_step,
+    build_correction_steps,
+    compared_rewards,
+    policy_learning,
+)
 from skyrl_train.assembly.collector import build_collector
 from skyrl_train.assembly.engines import build_engines, connect_engine, engine_settings, require_installed, server_urls
 from skyrl_train.assembly.environments import build_environments
@@ -205,7 +210,7 @@ def build_trainer(
             base, fingerprints_of(trainer, train_dataset.fingerprint), {"kl": advantage_step, "collector": collector}
         ),
         trackers=base.trackers,
-        guards=Guards(trainer.guards),
+        guards=Guards(trainer.guards, compared_rewards(trainer.algorithm)),
         batch_dump=build_batch_dump(trainer),
     )
 

@@ -79,8 +79,9 @@ class GuardsConfig(Section):
     max_skipped_updates: int = key(5, range=AT_LEAST_ONE)
     """Updates in a row whose gradient was not finite, and which every rank skipped, after which the run stops."""
     equal_rewards_steps: int | None = key(10, range=AT_LEAST_ONE)
-    """Steps in a row in which all samples of every prompt had the same reward, so that nothing is learnt
-    (`equal_rewards`)."""
+    """Steps in a row in which all rewards that are compared were the same, so that nothing is learnt from them
+    (`equal_rewards`): those of every prompt, or of the whole step where the advantage estimator compares all samples
+    (`gae`, `reinforce++`, your own). Never where rewards are not read (`distillation`, `cross_entropy`)."""
     max_ratio: float | None = key(100.0, range=POSITIVE)
     """The largest probability ratio of a token between the policy and the one it was sampled with (`ratio`)."""
     max_cut_fraction: float | None = key(0.9, range=FRACTION)

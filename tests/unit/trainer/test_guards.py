@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from skyrl_train.algorithms.advantages import Compared
 from skyrl_train.config.trainer import GuardsConfig
 from skyrl_train.errors import Unhealthy
 from skyrl_train.trainer.guards import Guards
@@ -20,7 +21,7 @@ SAID = {"equal_rewards": "same reward for 1 steps", "ratio": "ratio was 1e", "cu
 
 @pytest.mark.parametrize("name", sorted(UNHEALTHY))
 def test_a_guard_warns_once_and_again_after_a_recovery(name: str, caplog: pytest.LogCaptureFixture):
-    guards = Guards(GuardsConfig(equal_rewards_steps=1))
+    guards = Guards(GuardsConfig(equal_rewards_steps=1), "group")
     for step, metrics in enumerate([HEALTHY, UNHEALTHY[name], UNHEALTHY[name], HEALTHY, UNHEALTHY[name]]):
         guards.check(metrics, step)
     assert [record.message[:7] for record in caplog.records] == ["step 1:", "step 4:"]
@@ -32,29 +33,54 @@ def test_a_guard_that_is_to_stop_the_run_does_and_one_that_is_off_does_nothing(
     name: str, caplog: pytest.LogCaptureFixture
 ):
     with pytest.raises(Unhealthy, match=rf"{SAID[name]}.*trainer\.guards\.stop names {name}"):
-        Guards(GuardsConfig(equal_rewards_steps=1, stop=[name])).check(UNHEALTHY[name], 7)
+        Guards(GuardsConfig(equal_rewards_steps=1, stop=[name]), "group").check(UNHEALTHY[name], 7)
     off = GuardsConfig(equal_rewards_steps=None, max_ratio=None, max_cut_fraction=None, stop=list(UNHEALTHY))
-    Guards(off).check(UNHEALTHY[name], 7)
+    Guards(off, "group").check(UNHEALTHY[name], 7)
     assert not caplog.records
 
 
 def test_equal_rewards_count_steps_in_a_row():
-    guards = Guards(GuardsConfig(equal_rewards_steps=3, stop=["equal_rewards"]))
+    guards = Guards(GuardsConfig(equal_rewards_steps=3, stop=["equal_rewards"]), "group")
     for step, metrics in enumerate([UNHEALTHY["equal_rewards"]] * 2 + [HEALTHY] + [UNHEALTHY["equal_rewards"]] * 2):
         guards.check(metrics, step)
     with pytest.raises(Unhealthy, match="for 3 steps"):
         guards.check(UNHEALTHY["equal_rewards"], 5)
 
 
+ONE_SAMPLE_A_PROMPT = {"reward/zero_variance_groups": 1.0, "reward/std": 0.4}
+ALL_EQUAL = {"reward/zero_variance_groups": 1.0, "reward/std": 0.0}
+ONE_SAMPLE = {"reward/zero_variance_groups": 1.0}  # of one sample there is no deviation
+
+
+@pytest.mark.defect("false-alarms-of-equal-rewards")
+@pytest.mark.parametrize(
+    ("compared", "metrics", "alarms"),
+    [
+        ("group", ONE_SAMPLE_A_PROMPT, True),
+        ("group", ALL_EQUAL, True),
+        ("step", ONE_SAMPLE_A_PROMPT, False),
+        ("step", ALL_EQUAL, True),
+        ("step", ONE_SAMPLE, False),
+        (None, ALL_EQUAL, False),
+    ],
+)
+def test_rewards_are_equal_if_those_that_are_compared_are(
+    compared: Compared | None, metrics: dict[str, float], alarms: bool, caplog: pytest.LogCaptureFixture
+):
+    Guards(GuardsConfig(equal_rewards_steps=1), compared).check(metrics, 1)
+    assert bool(caplog.records) is alarms
+    assert not alarms or f"all samples of a {'prompt' if compared == 'group' else 'step'} had the same" in caplog.text
+
+
 def test_a_ratio_that_is_no_number_is_too_large():
     with pytest.raises(Unhealthy, match="ratio was nan"):
-        Guards(GuardsConfig(stop=["ratio"])).check({"policy/ratio_max": float("nan")}, 1)
+        Guards(GuardsConfig(stop=["ratio"]), None).check({"policy/ratio_max": float("nan")}, 1)
 
 
 def test_a_run_that_a_guard_stops_is_saved():
     fakes = Fakes()
     trainer = trainer_of(fakes)
-    trainer.guards = Guards(GuardsConfig(max_ratio=1.0, stop=["ratio"]))
+    trainer.guards = Guards(GuardsConfig(max_ratio=1.0, stop=["ratio"]), None)
     original = fakes.update
 
     async def update(batch: object) -> dict[str, float]:
