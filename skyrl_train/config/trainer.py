@@ -83,7 +83,8 @@ class GuardsConfig(Section):
     (`equal_rewards`): those of every prompt, or of the whole step where the advantage estimator compares all samples
     (`gae`, `reinforce++`, your own). Never where rewards are not read (`distillation`, `cross_entropy`)."""
     max_ratio: float | None = key(100.0, range=POSITIVE)
-    """The largest probability ratio of a token between the policy and the one it was sampled with (`ratio`)."""
+    """The largest probability ratio of a token (`ratio`): in an update over that before the step
+    (`policy/ratio_max`), or in the trainer over that in the engine that sampled it (`mismatch/ratio_max`)."""
     max_cut_fraction: float | None = key(0.9, range=FRACTION)
     """Share of a step's responses that reach the length limit (`cut`)."""
     stop: list[str] = key(factory=list, choices=GUARDS)

@@ -14,6 +14,20 @@ _EQUAL: Mapping[Compared, tuple[str, float, str]] = {
     "step": ("reward/std", 0.0, "samples of a step had the same reward"),
 }
 """The metric that says that all rewards compared are equal, its value then, and what to call that."""
+_RATIOS = {
+    "policy/ratio_max": (
+        "a token's probability in an update, over that before the step,",
+        "the policy moves far in one step. Lower the learning rate or the updates per step.",
+    ),
+    "mismatch/ratio_max": (
+        "a sampled token's probability in the trainer, over that in the engine,",
+        "they disagree about the policy. Compare generator.model_dtype with trainer.bf16, prove what engines hold with "
+        "generator.weight_sync_check=probe, and keep such tokens out of the loss by "
+        "trainer.algorithm.off_policy_correction.",
+    ),
+}
+"""The largest ratios between two policies: what they are, and what it means if they explode. An update that is one
+optimizer step starts at the policy from before it, so its own ratio is 1 and only the engine's tells anything."""
 _log = logging.getLogger(__name__)
 
 
@@ -42,35 +56,35 @@ class Guards:
 
     def check(self, metrics: Mapping[str, float], step: int) -> None:
         """Raises Unhealthy for the first guard in trainer.guards.stop whose limit is passed."""
-        found = dict(self._found(metrics))
-        for name, text in found.items():
+        passed = set()
+        for guard, metric, text in self._found(metrics):
             message = f"step {step}: {text}"
-            if name in self._settings.stop:
-                raise Unhealthy(f"{message} trainer.guards.stop names {name}.")
-            if name not in self._warned:
+            if guard in self._settings.stop:
+                raise Unhealthy(f"{message} trainer.guards.stop names {guard}.")
+            if metric not in self._warned:
                 _log.warning("%s", message)
-        self._warned = set(found)
+            passed.add(metric)
+        self._warned = passed
 
-    def _found(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        """The guards whose limits are passed, and what to do."""
+    def _found(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
+        """(guard, metric, what to say) of each limit that is passed."""
         settings = self._settings
         yield from self._equal_rewards(metrics)
-        ratio = metrics.get("policy/ratio_max", 0.0)
-        if settings.max_ratio is not None and not ratio <= settings.max_ratio:
-            yield (
-                "ratio",
-                f"a token's probability ratio was {ratio:.3g} (trainer.guards.max_ratio={settings.max_ratio:g}): the "
-                "policy moves far in one step. Lower the learning rate or the updates per step.",
-            )
+        for metric, (what, advice) in _RATIOS.items():
+            ratio = metrics.get(metric, 0.0)
+            if settings.max_ratio is not None and not ratio <= settings.max_ratio:
+                limit = f"{metric}, trainer.guards.max_ratio={settings.max_ratio:g}"
+                yield "ratio", metric, f"{what} was {ratio:.3g} ({limit}): {advice}"
         cut = metrics.get("response/truncated_fraction", 0.0)
         if settings.max_cut_fraction is not None and cut > settings.max_cut_fraction:
             yield (
                 "cut",
+                "response/truncated_fraction",
                 f"{cut:.0%} of the responses reached the length limit (trainer.guards.max_cut_fraction="
                 f"{settings.max_cut_fraction:g}): raise generator.sampling_params.max_generate_length.",
             )
 
-    def _equal_rewards(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    def _equal_rewards(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
         if self._compared is None:
             return
         metric, value, what = _EQUAL[self._compared]
@@ -79,6 +93,7 @@ class Guards:
         if most is not None and self._equal_steps >= most:
             yield (
                 "equal_rewards",
+                metric,
                 f"all {what} for {self._equal_steps} steps (trainer.guards.equal_rewards_steps={most}): no answer is "
                 "better than another, and nothing is learnt from them. Try the environment with `env try`, easier "
                 "prompts, or more samples.",

@@ -16,7 +16,7 @@ UNHEALTHY = {
     "cut": {"response/truncated_fraction": 0.95},
 }
 HEALTHY = {"reward/zero_variance_groups": 0.9, "policy/ratio_max": 3.0, "response/truncated_fraction": 0.4}
-SAID = {"equal_rewards": "same reward for 1 steps", "ratio": "ratio was 1e", "cut": "95% of the responses"}
+SAID = {"equal_rewards": "same reward for 1 steps", "ratio": "before the step, was 1e", "cut": "95% of the responses"}
 
 
 @pytest.mark.parametrize("name", sorted(UNHEALTHY))
@@ -72,9 +72,28 @@ def test_rewards_are_equal_if_those_that_are_compared_are(
     assert not alarms or f"all samples of a {'prompt' if compared == 'group' else 'step'} had the same" in caplog.text
 
 
-def test_a_ratio_that_is_no_number_is_too_large():
-    with pytest.raises(Unhealthy, match="ratio was nan"):
-        Guards(GuardsConfig(stop=["ratio"]), None).check({"policy/ratio_max": float("nan")}, 1)
+RATIOS = {
+    "policy/ratio_max": "in an update, over that before the step, was",
+    "mismatch/ratio_max": "in the engine, was",
+}
+
+
+@pytest.mark.defect("ratio-to-the-engine-unseen")
+@pytest.mark.parametrize("metric", RATIOS)
+def test_an_exploding_ratio_says_between_which_policies_it_is(metric: str, caplog: pytest.LogCaptureFixture):
+    guards = Guards(GuardsConfig(), None)
+    guards.check({"policy/ratio_max": 1.0, metric: 1e8}, 1)
+    assert f"{RATIOS[metric]} 1e+08 ({metric}, trainer.guards.max_ratio=100)" in caplog.text
+    guards.check(dict.fromkeys(RATIOS, 1e8), 2)
+    assert [record.message[:7] for record in caplog.records] == ["step 1:", "step 2:"], "each is said once"
+    with pytest.raises(Unhealthy, match=r"trainer\.guards\.stop names ratio"):
+        Guards(GuardsConfig(stop=["ratio"]), None).check({metric: 1e8}, 1)
+
+
+@pytest.mark.parametrize("metric", RATIOS)
+def test_a_ratio_that_is_no_number_is_too_large(metric: str):
+    with pytest.raises(Unhealthy, match="was nan"):
+        Guards(GuardsConfig(stop=["ratio"]), None).check({metric: float("nan")}, 1)
 
 
 def test_a_run_that_a_guard_stops_is_saved():
