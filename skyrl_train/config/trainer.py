@@ -77,7 +77,8 @@ class GuardsConfig(Section):
     """How a run that goes wrong is noticed. A guard warns once, or stops the run if `stop` names it; null is off."""
 
     max_skipped_updates: int = key(5, range=AT_LEAST_ONE)
-    """Updates in a row whose gradient was not finite, and which every rank skipped, after which the run stops."""
+    """Updates in a row whose gradient was not finite, and which every rank skipped, after which the run stops. The
+    1st, 10th, 100th, ... step with such updates warns."""
     equal_rewards_steps: int | None = key(10, range=AT_LEAST_ONE)
     """Steps in a row in which all rewards that are compared were the same, so that nothing is learnt from them
     (`equal_rewards`): those of every prompt, or of the whole step where the advantage estimator compares all samples

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from skyrl_train.algorithms.advantages import Compared
 from skyrl_train.errors import Unhealthy
+from skyrl_train.trainer.run_state import SKIPPED
 
 _EQUAL: Mapping[Compared, tuple[str, float, str]] = {
     "group": ("reward/zero_variance_groups", 1.0, "samples of a prompt had the same reward"),
@@ -35,6 +36,8 @@ class GuardSettings(Protocol):
     """trainer.guards."""
 
     @property
+    def max_skipped_updates(self) -> int: ...
+    @property
     def equal_rewards_steps(self) -> int | None: ...
     @property
     def max_ratio(self) -> float | None: ...
@@ -53,9 +56,12 @@ class Guards:
         self._compared = compared
         self._equal_steps = 0
         self._warned: set[str] = set()
+        self._skipping_steps = 0
+        self._skips_said_at = 1
 
     def check(self, metrics: Mapping[str, float], step: int) -> None:
         """Raises Unhealthy for the first guard in trainer.guards.stop whose limit is passed."""
+        self._say_skipped(metrics, step)
         passed = set()
         for guard, metric, text in self._found(metrics):
             message = f"step {step}: {text}"
@@ -65,6 +71,24 @@ class Guards:
                 _log.warning("%s", message)
             passed.add(metric)
         self._warned = passed
+
+    def _say_skipped(self, metrics: Mapping[str, float], step: int) -> None:
+        """Warn at the 1st, 10th, 100th, ... step with skipped updates: a few do no harm, and a run may have many."""
+        models = [name for name, share in metrics.items() if name.endswith(SKIPPED) and share > 0]
+        self._skipping_steps += bool(models)
+        if not models or self._skipping_steps < self._skips_said_at:
+            return
+        self._skips_said_at *= 10
+        shares = " and ".join(f"{metrics[name]:.0%} of the {name.removesuffix(SKIPPED)}'s updates" for name in models)
+        _log.warning(
+            "step %d: %s were skipped, as their gradient was not finite; steps with such updates since the run was "
+            "started: %d. Lower the learning rate, or look for NaN in data, rewards and log-probs. %d in a row end the "
+            "run (trainer.guards.max_skipped_updates).",
+            step,
+            shares,
+            self._skipping_steps,
+            self._settings.max_skipped_updates,
+        )
 
     def _found(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
         """(guard, metric, what to say) of each limit that is passed."""

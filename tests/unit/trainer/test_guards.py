@@ -96,6 +96,27 @@ def test_a_ratio_that_is_no_number_is_too_large(metric: str):
         Guards(GuardsConfig(stop=["ratio"]), None).check({metric: float("nan")}, 1)
 
 
+@pytest.mark.defect("skipped-updates-in-silence")
+def test_a_run_of_which_most_updates_are_skipped_says_so_at_once_and_now_and_then(caplog: pytest.LogCaptureFixture):
+    guards = Guards(GuardsConfig(), None)
+    for step in range(1, 201):
+        skipped = {"policy/skipped": 0.0 if step % 5 == 0 else 1.0, "critic/skipped": 0.0}
+        guards.check(skipped, step)
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["step 1", "step 12", "step 124"]
+    first = caplog.records[0].message
+    assert "100% of the policy's updates were skipped" in first and "critic" not in first
+    assert "5 in a row end the run (trainer.guards.max_skipped_updates)" in first
+
+
+def test_no_update_skipped_is_no_warning_and_those_of_both_models_are_one(caplog: pytest.LogCaptureFixture):
+    guards = Guards(GuardsConfig(), None)
+    guards.check({"policy/skipped": 0.0}, 1)
+    assert not caplog.records
+    guards.check({"policy/skipped": 0.25, "critic/skipped": 0.5}, 2)
+    (record,) = caplog.records
+    assert record.message.startswith("step 2: 25% of the policy's updates and 50% of the critic's updates were skipped")
+
+
 def test_a_run_that_a_guard_stops_is_saved():
     fakes = Fakes()
     trainer = trainer_of(fakes)
