@@ -190,6 +190,7 @@ def build_trainer(
     advantage_step = build_advantage_step(trainer.algorithm)
     schedule = schedule_of(trainer, len(train_dataset))
     collector = build_collector(cfg, judged(cfg, train_generator, running.reward_model), train_dataset, schedule)
+    guards = Guards(trainer.guards, compared_rewards(trainer.algorithm))
     residency: Residency = AlwaysResident()
     if base.layout.time_shared:
         residency = TimeShared(running.client, base.learner, sleep_level(cfg))
@@ -207,10 +208,12 @@ def build_trainer(
         residency=residency,
         evaluator=build_evaluator(cfg, running, eval_generator, eval_dataset) if eval_dataset else None,
         state=build_state(
-            base, fingerprints_of(trainer, train_dataset.fingerprint), {"kl": advantage_step, "collector": collector}
+            base,
+            fingerprints_of(trainer, train_dataset.fingerprint),
+            {"kl": advantage_step, "collector": collector, "guards": guards},
         ),
         trackers=base.trackers,
-        guards=Guards(trainer.guards, compared_rewards(trainer.algorithm)),
+        guards=guards,
         batch_dump=build_batch_dump(trainer),
     )
 

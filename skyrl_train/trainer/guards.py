@@ -59,6 +59,13 @@ class Guards:
         self._skipping_steps = 0
         self._skips_said_at = 1
 
+    def state(self) -> dict[str, int]:
+        """What a resumed run goes on counting from. What was said is said again: its reader may be another."""
+        return {"equal_steps": self._equal_steps}
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        self._equal_steps = state["equal_steps"]
+
     def check(self, metrics: Mapping[str, float], step: int) -> None:
         """Raises Unhealthy for the first guard in trainer.guards.stop whose limit is passed."""
         self._say_skipped(metrics, step)

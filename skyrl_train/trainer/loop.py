@@ -146,6 +146,7 @@ class TrainingLoop(ABC):
         self._record(values)
         if self.guards is not None:
             self.guards.check(values, self.step)
+            self.state.mark()  # guards, too, count this step
 
     def _record(self, values: Mapping[str, float]) -> None:
         self.trackers.log(values, self.step)

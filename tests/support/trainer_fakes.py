@@ -134,3 +134,16 @@ def trainer_of(
         trackers=Trackers({"fake": fakes}),
         batch_dump=batch_dump,
     )
+
+
+def fails_at(trainer: Any, part: str, method: str, step: int, error: BaseException) -> None:
+    """Have a method of a part raise when `step` steps are finished."""
+    owner = getattr(trainer, part) if part else trainer
+    original = getattr(owner, method)
+
+    async def failing(*args: Any) -> Any:
+        if trainer.step == step:
+            raise error
+        return await original(*args)
+
+    setattr(owner, method, failing)

@@ -6,9 +6,10 @@ import pytest
 
 from skyrl_train.algorithms.advantages import Compared
 from skyrl_train.config.trainer import GuardsConfig
-from skyrl_train.errors import Unhealthy
+from skyrl_train.data.trajectory import Prompt, TrajectoryGroup
+from skyrl_train.errors import EnginesLost, Unhealthy
 from skyrl_train.trainer.guards import Guards
-from tests.support.trainer_fakes import Fakes, trainer_of
+from tests.support.trainer_fakes import Fakes, fails_at, trainer_of
 
 UNHEALTHY = {
     "equal_rewards": {"reward/zero_variance_groups": 1.0},
@@ -115,6 +116,38 @@ def test_no_update_skipped_is_no_warning_and_those_of_both_models_are_one(caplog
     guards.check({"policy/skipped": 0.25, "critic/skipped": 0.5}, 2)
     (record,) = caplog.records
     assert record.message.startswith("step 2: 25% of the policy's updates and 50% of the critic's updates were skipped")
+
+
+def saved_after_two_steps(resumed: dict[str, int]) -> dict[str, int]:
+    """The guards' state in the checkpoint of a run that ends after two steps of equal rewards."""
+    fakes, marked = Fakes(), [resumed]
+    trainer = trainer_of(fakes)
+    trainer.guards = guards = Guards(GuardsConfig(equal_rewards_steps=4), "step")
+    guards.load_state(resumed)
+    original = fakes.rollout
+
+    async def equal(prompt: Prompt, position: int) -> TrajectoryGroup:
+        group = await original(prompt, position)
+        for item in group.trajectories:
+            item.reward = 1.0
+        return group
+
+    trainer.collector._rollout = equal
+    fakes.mark = lambda: marked.append(guards.state())  # type: ignore[method-assign]
+    fails_at(trainer, "learner", "score", 2, EnginesLost("none"))
+    with pytest.raises(EnginesLost):
+        asyncio.run(trainer.fit())
+    assert fakes.events[-1] == "save 2"
+    return marked[-1]
+
+
+@pytest.mark.defect("guards-begin-anew-when-resumed")
+def test_steps_of_equal_rewards_are_counted_over_checkpoints(caplog: pytest.LogCaptureFixture):
+    first = saved_after_two_steps({"equal_steps": 0})
+    assert first == {"equal_steps": 2}, "the step that is saved counts, too"
+    assert not caplog.records
+    assert saved_after_two_steps(first) == {"equal_steps": 4}
+    assert "all samples of a step had the same reward for 4 steps" in caplog.text
 
 
 def test_a_run_that_a_guard_stops_is_saved():

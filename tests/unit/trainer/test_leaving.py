@@ -24,7 +24,7 @@ from skyrl_train.errors import (
 )
 from skyrl_train.metrics import Metrics
 from skyrl_train.trainer.run_state import Unfinished
-from tests.support.trainer_fakes import Fakes, trainer_of
+from tests.support.trainer_fakes import Fakes, fails_at, trainer_of
 
 ENDS = [
     EnginesLost("none"),
@@ -40,19 +40,6 @@ ENDS = [
     OSError(28, "no space"),
     asyncio.CancelledError(),
 ]
-
-
-def fails_at(trainer: Any, part: str, method: str, step: int, error: BaseException) -> None:
-    """Have a method of a part raise when `step` steps are finished."""
-    owner = getattr(trainer, part) if part else trainer
-    original = getattr(owner, method)
-
-    async def failing(*args: Any) -> Any:
-        if trainer.step == step:
-            raise error
-        return await original(*args)
-
-    setattr(owner, method, failing)
 
 
 @pytest.mark.defect("only-three-errors-saved")
