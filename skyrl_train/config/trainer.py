@@ -74,7 +74,11 @@ GUARDS = ("equal_rewards", "ratio", "cut")
 
 @dataclass
 class GuardsConfig(Section):
-    """How a run that goes wrong is noticed. A guard warns once, or stops the run if `stop` names it; null is off."""
+    """How a run that goes wrong is noticed. A guard warns once, or stops the run if `stop` names it; null is off.
+
+    The limit of rollouts that failed, or were cut by `timeouts.rollout_s`, is `trainer.max_failed_fraction`: a step
+    with more of them always stops the run.
+    """
 
     max_skipped_updates: int = key(5, range=AT_LEAST_ONE)
     """Updates in a row whose gradient was not finite, and which every rank skipped, after which the run stops. The
