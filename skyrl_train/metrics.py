@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -39,7 +40,9 @@ class Metrics:
         self._total[name] += amount
 
     def maximum(self, name: str, value: float) -> None:
-        self._max[name] = max(value, self._max.get(name, value))
+        """Keep the largest value. NaN stays: no number is larger than what was not computed."""
+        held = self._max.get(name, value)
+        self._max[name] = value if value > held or math.isnan(value) else held
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

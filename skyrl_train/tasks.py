@@ -1,10 +1,12 @@
-"""Work at the same time that ends together."""
+"""Work at the same time that ends together, and work that is not left half done."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable
-from typing import Any
+from collections.abc import Awaitable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 async def gather_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
@@ -20,3 +22,14 @@ async def gather_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, also to its end if this is cancelled meanwhile, which is raised afterwards."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if not task.cancelled():
+            await task
+        raise

@@ -19,7 +19,8 @@ Legend: B sequences, T tokens, G groups.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,6 +150,22 @@ def distillation(
     (arXiv:2306.13649, with samples of the student only).
     """
     return TokenAdvantages(torch.where(mask, ref_logprobs - old_logprobs, 0.0))
+
+
+Compared = Literal["group", "step"]
+"""Among which samples an estimator compares rewards: those of one prompt, or all of a step."""
+_COMPARE_GROUPS = (grpo, dr_grpo, rloo, maxrl, opo, reinforce_pp_baseline)
+
+
+def compared(estimator: Callable[..., Any]) -> Compared | None:
+    """Among which samples an estimator compares rewards; None if it reads none.
+
+    Of a user's own estimator "step" is assumed: what compares groups learns nothing from a step of equal rewards
+    either.
+    """
+    if estimator is distillation:
+        return None
+    return "group" if estimator in _COMPARE_GROUPS else "step"
 
 
 def batch_normalised(advantages: Tensor, mask: Tensor, *, correction: int = 0) -> Tensor:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from skyrl_train.algorithms import policy_objective as policy, sft_objective as sft
 from skyrl_train.algorithms.advantage_step import TENSORS as ADVANTAGE_TENSORS, AdvantageStep, KLInReward
+from skyrl_train.algorithms.advantages import Compared, compared
 from skyrl_train.algorithms.correction_step import OffPolicyCorrection
 from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController
-from skyrl_train.algorithms.losses import cispo, cispo_rollout
+from skyrl_train.algorithms.losses import cispo, cispo_rollout, cross_entropy
 from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.registry import (
     KLEstimator,
@@ -255,6 +256,13 @@ def corrects(algorithm: AlgorithmConfig) -> bool:
             correction.token_mask_is_threshold_high,
         )
     )
+
+
+def compared_rewards(algorithm: AlgorithmConfig) -> Compared | None:
+    """Among which samples an update compares rewards; None if it learns the same whatever they are."""
+    if policy_losses.get(algorithm.policy_loss_type) is cross_entropy:
+        return None
+    return compared(advantage_estimators.get(algorithm.advantage_estimator))
 
 
 def _estimator_reads(algorithm: AlgorithmConfig) -> frozenset[str]:

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.assembly import memory_plan
-from skyrl_train.assembly.algorithm import build_advantage_step, build_correction_steps, policy_learning
+from skyrl_train.assembly.algorithm import (
+    build_advantage_step,
+    build_correction_steps,
+    compared_rewards,
+    policy_learning,
+)
 from skyrl_train.assembly.collector import build_collector
 from skyrl_train.assembly.engines import build_engines, connect_engine, engine_settings, require_installed, server_urls
 from skyrl_train.assembly.environments import build_environments
@@ -186,6 +191,7 @@ def build_trainer(
     advantage_step = build_advantage_step(trainer.algorithm)
     schedule = schedule_of(trainer, len(train_dataset))
     collector = build_collector(cfg, judged(cfg, train_generator, running.reward_model), train_dataset, schedule)
+    guards = Guards(trainer.guards, compared_rewards(trainer.algorithm))
     residency: Residency = AlwaysResident()
     if base.layout.time_shared:
         residency = TimeShared(running.client, base.learner, sleep_level(cfg))
@@ -211,10 +217,12 @@ def build_trainer(
         residency=residency,
         evaluator=build_evaluator(cfg, running, eval_generator, eval_dataset) if eval_dataset else None,
         state=build_state(
-            base, fingerprints_of(trainer, train_dataset.fingerprint), {"kl": advantage_step, "collector": collector}
+            base,
+            fingerprints_of(trainer, train_dataset.fingerprint),
+            {"kl": advantage_step, "collector": collector, "guards": guards},
         ),
         trackers=base.trackers,
-        guards=Guards(trainer.guards),
+        guards=guards,
         batch_dump=build_batch_dump(trainer),
     )
 

@@ -86,15 +86,22 @@ GUARDS = ("equal_rewards", "ratio", "cut")
 
 @dataclass
 class GuardsConfig(Section):
-    """How a run that goes wrong is noticed. A guard warns once, or stops the run if `stop` names it; null is off."""
+    """How a run that goes wrong is noticed. A guard warns once, or stops the run if `stop` names it; null is off.
+
+    The limit of rollouts that failed, or were cut by `timeouts.rollout_s`, is `trainer.max_failed_fraction`: a step
+    with more of them always stops the run.
+    """
 
     max_skipped_updates: int = key(5, range=AT_LEAST_ONE)
-    """Updates in a row whose gradient was not finite, and which every rank skipped, after which the run stops."""
+    """Updates in a row whose gradient was not finite, and which every rank skipped, after which the run stops. The
+    1st, 10th, 100th, ... step with such updates warns."""
     equal_rewards_steps: int | None = key(10, range=AT_LEAST_ONE)
-    """Steps in a row in which all samples of every prompt had the same reward, so that nothing is learnt
-    (`equal_rewards`)."""
+    """Steps in a row in which all rewards that are compared were the same, so that nothing is learnt from them
+    (`equal_rewards`): those of every prompt, or of the whole step where the advantage estimator compares all samples
+    (`gae`, `reinforce++`, your own). Never where rewards are not read (`distillation`, `cross_entropy`)."""
     max_ratio: float | None = key(100.0, range=POSITIVE)
-    """The largest probability ratio of a token between the policy and the one it was sampled with (`ratio`)."""
+    """The largest probability ratio of a token (`ratio`): in an update over that before the step
+    (`policy/ratio_max`), or in the trainer over that in the engine that sampled it (`mismatch/ratio_max`)."""
     max_cut_fraction: float | None = key(0.9, range=FRACTION)
     """Share of a step's responses that reach the length limit (`cut`)."""
     stop: list[str] = key(factory=list, choices=GUARDS)

@@ -41,6 +41,7 @@ class SFTExp(BasePPOExp):
             start_learner,
         )
         from skyrl_train.data.order import PromptOrder
+        from skyrl_train.trainer.guards import Guards
         from skyrl_train.trainer.sft_trainer import SFTTrainer
 
         trainer, learning = self.cfg.trainer, sft_learning(self.cfg)
@@ -66,6 +67,7 @@ class SFTExp(BasePPOExp):
                 learner=base.learner,
                 state=build_state(base, fingerprints, {}),
                 trackers=base.trackers,
+                guards=Guards(trainer.guards, None),
                 batch_dump=build_batch_dump(trainer),
             )
             return await sft.fit_and_export()

@@ -23,6 +23,8 @@ from skyrl_train.report.protocol import SampleRow, TrackerSetup
 SHOWN_CHARACTERS = 240
 """Number of characters shown of a prompt's end and of a completion's start."""
 _CHECKPOINT = re.compile(r"global_step_(\d+)")
+_LOUD = {"rollouts/failed": "FAILED {}", "policy/skipped": "SKIPPED {}", "critic/skipped": "critic SKIPPED {}"}
+"""Shown only where they are not 0."""
 _PHASES = ("generate", "score", "update", "publish", "evaluate")
 
 
@@ -122,8 +124,7 @@ def step_line(metrics: Mapping[str, float]) -> str:
         _part(metrics, "policy/grad_norm", "grad {}"),
         _part(metrics, "throughput/tokens_per_s", "{} tokens/s"),
     ]
-    if metrics.get("rollouts/failed"):
-        parts.append(_part(metrics, "rollouts/failed", "FAILED {}"))
+    parts += [_part(metrics, name, words) for name, words in _LOUD.items() if metrics.get(name)]
     if "timing/step_s" in metrics:
         phases = [_part(metrics, f"timing/{phase}_s", phase + " {}") for phase in _PHASES]
         split = ", ".join(filter(None, phases))

@@ -1,4 +1,4 @@
-"""Draws PNGs: the reward curve of a run from its metrics.jsonl, and a grid of simulated runs. No other module imports matplotlib."""
+"""Draws PNGs: a run's reward curve, and a grid of simulated runs. No other module imports matplotlib."""
 
 from __future__ import annotations
 

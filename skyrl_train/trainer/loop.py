@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import NonFiniteUpdate, NonFiniteWeights
@@ -15,6 +13,7 @@ from skyrl_train.learner.learner import Learner
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.protocol import SampleRow
 from skyrl_train.report.trackers import Trackers
+from skyrl_train.tasks import to_its_end
 from skyrl_train.trainer.guards import Guards
 from skyrl_train.trainer.run_state import RunState, Unfinished
 from skyrl_train.trainer.schedule import StepSchedule
@@ -22,7 +21,6 @@ from skyrl_train.trainer.schedule import StepSchedule
 _ANSWER_S = 30.0
 """Within this time every rank that lives and is not hung answers a call that does nothing."""
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class TrainingLoop(ABC):
             if self.intervals.checkpoint > 0 and self.step > started_at:
                 await self.state.finish(self.step)
         except BaseException as error:
-            await _to_its_end(self._leave(error, started_at))
+            await to_its_end(self._leave(error, started_at))
             raise
 
     @abstractmethod
@@ -111,7 +109,7 @@ class TrainingLoop(ABC):
     async def _update(self, batch: TrainBatch) -> None:
         """Take a step's optimizer steps, after which it counts; to its end, even if the run is asked to stop."""
         with self.metrics.timed("update"):
-            await _to_its_end(self._take_updates(batch))
+            await to_its_end(self._take_updates(batch))
 
     async def _take_updates(self, batch: TrainBatch) -> None:
         self._whole = False
@@ -151,6 +149,7 @@ class TrainingLoop(ABC):
         self._record(values)
         if self.guards is not None:
             self.guards.check(values, self.step)
+            self.state.mark()  # guards, too, count this step
 
     def _record(self, values: Mapping[str, float]) -> None:
         self.trackers.log(values, self.step)
@@ -160,7 +159,7 @@ class TrainingLoop(ABC):
     async def _export_and_save(self) -> None:
         """Export first: a run killed in between does it again, while one that saved its last step has nothing to do."""
         if "export" in self._to_do:
-            await _to_its_end(self.state.export(self.step))
+            await to_its_end(self.state.export(self.step))
             self._done("export")
         if self.intervals.due(self.intervals.checkpoint, self.step):
             await self.state.save(self.step)
@@ -184,7 +183,9 @@ class TrainingLoop(ABC):
             return
         if not self._whole or isinstance(error, NonFiniteWeights):
             return  # nobody has the weights of this step
-        if not isinstance(error, asyncio.CancelledError) and not await self.learner.answers(_ANSWER_S):
+        # Asked also of a run that is told to end: with a rank that is stopped a save would pass its deadline, and a
+        # scheduler kills long before that. None is merely busy: scores, updates and exports are taken to their end.
+        if not await self.learner.answers(_ANSWER_S):
             _log.error("Step %d is not saved: a rank of the trainer does not answer.", self.step)
             return
         try:
@@ -196,14 +197,3 @@ class TrainingLoop(ABC):
     def _add(self, values: dict[str, float]) -> None:
         for name, value in values.items():
             self.metrics.add(name, value)
-
-
-async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, also to its end if this is cancelled meanwhile, which is raised afterwards."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        if not task.cancelled():
-            await task
-        raise

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.data.sft import Demonstration, demonstration_batch
+from skyrl_train.tasks import to_its_end
 from skyrl_train.trainer.batch_dump import BatchDump
 from skyrl_train.trainer.loop import TrainingLoop
 
@@ -34,9 +35,9 @@ class SFTTrainer(TrainingLoop):
         self._step_tokens = 0
 
     async def fit_and_export(self) -> Path:
-        """Train up to the last step; returns the exported Hugging Face folder."""
+        """Train up to the last step; returns the exported Hugging Face folder, which is whole even if told to end."""
         await self.fit()
-        return await self.state.export(self.step)
+        return await to_its_end(self.state.export(self.step))
 
     async def _start(self) -> None:
         self.step, unfinished = await self.state.resume()
@@ -50,7 +51,7 @@ class SFTTrainer(TrainingLoop):
             positions = range(start, start + self.schedule.prompts_of_step(self.step))
             rows = [self.index_at(position) for position in positions]
             batch = demonstration_batch([self.demonstrations[row] for row in rows])
-            batch = await self.learner.with_reference(batch)
+            batch = await to_its_end(self.learner.with_reference(batch))
             if self.batch_dump is not None:
                 await asyncio.to_thread(self.batch_dump.write, self.step + 1, batch, [str(row) for row in rows])
             self._step_tokens = len(batch.input_ids)

@@ -11,6 +11,7 @@ from skyrl_train.data.trajectory import TrajectoryGroup
 from skyrl_train.errors import NonFiniteWeights
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.collector import RolloutCollector
+from skyrl_train.tasks import to_its_end
 from skyrl_train.trainer.batch_dump import BatchDump
 from skyrl_train.trainer.evaluation import Evaluator
 from skyrl_train.trainer.loop import TrainingLoop
@@ -89,7 +90,7 @@ class Trainer(TrainingLoop):
         if row:
             self.trackers.log(row, self.step)
         if "export" in unfinished.actions:
-            await self.state.export(self.step)
+            await to_its_end(self.state.export(self.step))
         await self.state.save(self.step)
 
     async def _collect(self) -> list[TrajectoryGroup]:
@@ -102,7 +103,7 @@ class Trainer(TrainingLoop):
         """Train on `groups`: score what the loss needs, add advantages, take the optimizer steps."""
         batch = collate(groups)
         with self.metrics.timed("score"):
-            batch = await self.learner.score(batch)
+            batch = await to_its_end(self.learner.score(batch))
         for add in self.batch_steps:
             batch = add(batch, self.metrics)
         if self.batch_dump is not None:

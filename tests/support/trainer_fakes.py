@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.data.sft import Demonstration
 from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.errors import DeadlineExceeded, WeightSyncError
 from skyrl_train.report.trackers import Trackers
@@ -13,6 +14,7 @@ from skyrl_train.trainer.loop import Intervals
 from skyrl_train.trainer.residency import AlwaysResident
 from skyrl_train.trainer.run_state import SkippedUpdates, Unfinished
 from skyrl_train.trainer.schedule import StepSchedule
+from skyrl_train.trainer.sft_trainer import SFTTrainer
 from skyrl_train.trainer.trainer import Trainer
 
 
@@ -30,6 +32,9 @@ class Fakes:
         self.marked = 0
         self.unfinished = Unfinished()
         self.saved_with: Unfinished | None = None
+        self.answering = True
+        self.asked_within_s: list[float] = []
+        """Of every question whether the ranks answer."""
 
     async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
         turn = Turn(0, 1, 1.0, "stop", self.version, self.version)
@@ -38,6 +43,9 @@ class Fakes:
 
     async def score(self, batch: Any) -> Any:
         self.events.append("score")
+        return batch
+
+    async def with_reference(self, batch: Any) -> Any:
         return batch
 
     async def update(self, batch: Any) -> dict[str, float]:
@@ -75,7 +83,8 @@ class Fakes:
         return Path(f"global_step_{self.saved_step}") if 0 < self.saved_step < before else None
 
     async def answers(self, within_s: float) -> bool:
-        return True
+        self.asked_within_s.append(within_s)
+        return self.answering
 
     async def explain(self, error: BaseException) -> None:
         if isinstance(error, DeadlineExceeded):
@@ -134,3 +143,29 @@ def trainer_of(
         trackers=Trackers({"fake": fakes}),
         batch_dump=batch_dump,
     )
+
+
+def sft_trainer_of(fakes: Any) -> SFTTrainer:
+    schedule = StepSchedule(num_prompts=4, batch_size=2, epochs=1)
+    return SFTTrainer(
+        demonstrations=[Demonstration([1, 2], [False, True])] * 4,
+        index_at=lambda position: position,
+        schedule=schedule,
+        intervals=Intervals(evaluate=0, checkpoint=2, export=0, evaluate_before=False, total_steps=2),
+        learner=fakes,
+        state=fakes,
+        trackers=Trackers({"fake": fakes}),
+    )
+
+
+def fails_at(trainer: Any, part: str, method: str, step: int, error: BaseException) -> None:
+    """Have a method of a part raise when `step` steps are finished."""
+    owner = getattr(trainer, part) if part else trainer
+    original = getattr(owner, method)
+
+    async def failing(*args: Any) -> Any:
+        if trainer.step == step:
+            raise error
+        return await original(*args)
+
+    setattr(owner, method, failing)

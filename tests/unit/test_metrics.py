@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from contextlib import suppress
 
@@ -28,6 +29,19 @@ def test_a_mean_does_not_depend_on_how_values_were_cut_over_processes(values: li
     assert expected["s"] == expected["m"]
     assert expected["c"] == sum(v for v, _ in values)
     assert expected["x"] == max(v for v, _ in values)
+
+
+@pytest.mark.defect("nan-lost-in-a-maximum")
+@pytest.mark.parametrize("values", [[math.nan, 1.0], [1.0, math.nan], [2.0, math.nan, 1.0], [math.nan, math.inf]])
+def test_a_nan_stays_the_maximum_wherever_it_comes_from(values: list[float]):
+    one, merged = Metrics(), Metrics()
+    for value in values:
+        one.maximum("ratio", value)
+        of_a_rank = Metrics()
+        of_a_rank.maximum("ratio", value)
+        merged.merge(of_a_rank.state())
+    assert math.isnan(one.flush()["ratio"])
+    assert math.isnan(merged.flush()["ratio"])
 
 
 def test_flush_forgets():

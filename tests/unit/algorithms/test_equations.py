@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import exp, log
+from functools import partial
+from math import exp, inf, log
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms import policy_objective as policy, registry
+from skyrl_train.algorithms.losses import cispo_rollout
 from skyrl_train.algorithms.values import clipped_value_loss
 from skyrl_train.data.batch import TrainBatch
 from tests.support.hard_batches import SHAPES, current_logprobs, hard_batch, mask_only, spoilt
@@ -76,8 +78,8 @@ def gmpo(tokens: list[SimpleNamespace], weights: list[float]) -> tuple[list[floa
     return [value] * len(tokens), [sum(weights) * value / n if is_free else 0.0 for is_free in free]
 
 
-def cispo(t: SimpleNamespace) -> tuple[float, float]:
-    weight = min(max(t.r, 1 - SET.cispo_eps_low), 1 + SET.cispo_eps_high)
+def cispo(t: SimpleNamespace, ratio: float) -> tuple[float, float]:
+    weight = min(max(ratio, 1 - SET.cispo_eps_low), 1 + SET.cispo_eps_high)
     return -weight * t.adv * t.lp, -weight * t.adv
 
 
@@ -110,9 +112,9 @@ def kl_cov(t: SimpleNamespace) -> tuple[float, float]:
     return -t.r * t.adv + extra * abs(x), -t.r * t.adv + extra * sign
 
 
-def value_loss(t: SimpleNamespace) -> tuple[float, float]:
+def value_loss(t: SimpleNamespace, clip: float) -> tuple[float, float]:
     """Values are what is trained here, old log-probs and the reference's stand for old values and returns."""
-    bounded = min(max(t.lp, t.old - 0.2), t.old + 0.2)
+    bounded = min(max(t.lp, t.old - clip), t.old + clip)
     plain, clipped = (t.lp - t.ref) ** 2, (bounded - t.ref) ** 2
     return max(plain, clipped) / 2, t.lp - t.ref if plain >= clipped else 0.0
 
@@ -128,7 +130,7 @@ POLICY: dict[str, Reference] = {
     "dual_clip": per_token(dual_clip),
     "gspo": gspo,
     "gmpo": gmpo,
-    "cispo": per_token(cispo),
+    "cispo": per_token(lambda t: cispo(t, t.r)),
     "rollout_is": per_token(rollout_is),
     "importance_sampling": per_token(lambda t: (-t.r * t.adv, -t.r * t.adv)),
     "cross_entropy": per_token(lambda t: (-t.lp, -1.0)),
@@ -150,26 +152,33 @@ KL: dict[str, Reference] = {
     "k3_ratio": per_token(lambda t: (t.r * t.k3, t.r * (t.k3 + 1 - exp(-t.d)))),
 }
 SFT: dict[str, Reference] = {"sft": per_token(lambda t: (-t.lp, -1.0)), "minor_sft": minor_sft}
-ALL = {**POLICY, **KL, **SFT, "value": per_token(value_loss)}
+ANCHORED: dict[str, Reference] = {"cispo_rollout": per_token(lambda t: cispo(t, t.u))}
+"""What a key makes of a loss: `cispo.cispo_anchor: rollout`."""
+VALUE_CLIPS = {"value": 0.2, "value, not clipped": inf}
+VALUE = {name: per_token(partial(value_loss, clip=clip)) for name, clip in VALUE_CLIPS.items()}
+ALL = {**POLICY, **ANCHORED, **KL, **SFT, **VALUE}
 
 
 def values_of(name: str, batch: TrainBatch, logprobs: Tensor, frozen: Tensor) -> Tensor:
     """[T] from the code under test."""
     mask = batch.loss_mask
     assert batch.old_logprobs is not None and batch.ref_logprobs is not None
-    if name == "value":
-        return clipped_value_loss(logprobs, batch.old_logprobs, batch.ref_logprobs, mask, value_clip=0.2)[0]
-    table, arguments = (
-        (registry.policy_losses, (batch.advantages, mask))
+    if name in VALUE:
+        clip = VALUE_CLIPS[name]
+        return clipped_value_loss(logprobs, batch.old_logprobs, batch.ref_logprobs, mask, value_clip=clip)[0]
+    chosen, arguments = (
+        (cispo_rollout, (batch.advantages, mask))
+        if name in ANCHORED
+        else (registry.policy_losses.get(name), (batch.advantages, mask))
         if name in POLICY
-        else (registry.kl_estimators, (batch.ref_logprobs, mask))
+        else (registry.kl_estimators.get(name), (batch.ref_logprobs, mask))
         if name in KL
-        else (registry.sft_losses, (mask,))
+        else (registry.sft_losses.get(name), (mask,))
     )
     tensors = {name: getattr(batch, name) for name in (*policy.TENSORS - {"frozen_logprobs"}, "ref_logprobs")}
-    function = registry.bind(table.get(name), name, SETTINGS, policy.TENSORS | {"ref_logprobs"})  # type: ignore[attr-defined]
+    function = registry.bind(chosen, name, SETTINGS, policy.TENSORS | {"ref_logprobs"})
     result = function(logprobs, *arguments, **registry.asked_for(function, {**tensors, "frozen_logprobs": frozen}))
-    return result[0] if name in POLICY else result
+    return result[0] if name in POLICY or name in ANCHORED else result
 
 
 def tokens_of(batch: TrainBatch, logprobs: Tensor) -> list[list[SimpleNamespace]]:
@@ -240,7 +249,7 @@ def test_nothing_outside_the_mask_has_a_value_a_gradient_or_an_influence(name: s
             assert torch.equal(found[batch.loss_mask], wanted[batch.loss_mask])
 
 
-@pytest.mark.parametrize("name", POLICY)
+@pytest.mark.parametrize("name", [*POLICY, *ANCHORED])
 @pytest.mark.parametrize("log_ratio", [300.0, -300.0])
 def test_a_stray_log_ratio_gives_a_finite_value_and_gradient(name: str, log_ratio: float):
     batch = hard_batch("regular")

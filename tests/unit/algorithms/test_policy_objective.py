@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 from functools import partial
+from math import log
 
 import pytest
 import torch
@@ -151,6 +152,22 @@ def test_metrics_show_the_distance_between_engine_and_trainer():
     corrected = Metrics()
     gradients(replace(FULL, reports_mismatch=False), batch, corrected)
     assert not [key for key in corrected.flush() if key.startswith("mismatch/")], "a correction has them"
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_ratio_to_the_engine_is_there_with_every_loss_also_where_the_policy_s_own_is_1_or_absent(name: str):
+    """`trainer.guards.max_ratio` looks at both."""
+    batch = weighed()
+    current = current_logprobs(hard_batch("failed rows")).detach()
+    stray = torch.zeros_like(current)
+    stray[batch.loss_mask.nonzero()[0]] = log(1e8)
+    batch = batch.with_tokens(rollout_logprobs=current - stray, old_logprobs=None)
+    metrics = Metrics()
+    loss = registry.bind(registry.policy_losses.get(name), name, SETTINGS, TENSORS)
+    gradients(PolicyObjective(loss), batch, metrics)
+    report = metrics.flush()
+    assert report["mismatch/ratio_max"] == pytest.approx(1e8)
+    assert report.get("policy/ratio_max", 1.0) == 1.0
 
 
 def users_loss(log_probs, old_log_probs, advantages, config, loss_mask):  # type: ignore[no-untyped-def]

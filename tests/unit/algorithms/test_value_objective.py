@@ -56,6 +56,19 @@ def test_the_loss_is_the_mean_of_the_worse_of_two_squared_errors() -> None:
     assert found["critic/value_mean"] == pytest.approx(now / len(errors), rel=1e-5)
 
 
+def test_without_a_clip_the_loss_is_the_squared_error_however_far_values_moved() -> None:
+    batch = valued_batch()
+    values = current_values(batch)
+    metrics = Metrics()
+    loss = ValueObjective(math.inf)(batch, values, None, int(batch.loss_mask.sum()), metrics)
+    assert batch.returns is not None
+    errors = (values - batch.returns)[batch.loss_mask].detach()
+    assert loss.item() == pytest.approx(float(errors.square().mean() / 2), rel=1e-6)
+    (gradient,) = torch.autograd.grad(loss, values)
+    torch.testing.assert_close(gradient[batch.loss_mask], errors / len(errors))
+    assert metrics.flush()["critic/clip_ratio"] == 0
+
+
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_losses_gradients_and_metrics_of_micro_batches_add_up_to_those_of_the_mini_batch(size: int) -> None:
     batch = valued_batch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from skyrl_train.assembly.algorithm import (
     build_advantage_step,
     build_correction_steps,
     build_objective,
+    compared_rewards,
     correction_of,
     needs_reference,
     policy_learning,
@@ -22,7 +24,10 @@ from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLI
 from skyrl_train.config.hydra import load
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
+from skyrl_train.metrics import Metrics
+from tests.support.hard_batches import hard_batch
 
 BELOW = "trainer.algorithm."
 
@@ -47,6 +52,32 @@ def own() -> Iterator[None]:
     yield
     for name in ("asks_too_much", "like_skyrl"):
         del policy_losses._items[name]
+
+
+def rewarded(*of_groups: float) -> TrainBatch:
+    """A batch of two prompts; all samples of a prompt get its reward, at their last token."""
+    batch = hard_batch("regular")
+    rewards = torch.tensor(of_groups, dtype=torch.float64)[batch.group_ids // 3]
+    of_tokens = torch.zeros_like(batch.token_rewards)  # type: ignore[arg-type]
+    of_tokens[batch.offsets[1:] - 1] = rewards
+    return replace(batch, rewards=rewards, token_rewards=of_tokens)
+
+
+@pytest.mark.defect("false-alarms-of-equal-rewards")
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+def test_the_rewards_that_an_estimator_compares_are_those_that_change_its_advantages(name: str):
+    chosen = algorithm(f"advantage_estimator={name}")
+    step, compared = build_advantage_step(chosen), compared_rewards(chosen)
+    first, second = (step(rewarded(*rewards), Metrics()).advantages for rewards in ((0.0, 1.0), (1.0, 0.5)))
+    assert first is not None and second is not None
+    assert (not first.any() and not second.any()) is (compared == "group")
+    assert torch.equal(first, second) is (compared != "step")
+
+
+def test_a_user_s_estimator_compares_a_step_s_rewards_and_imitation_compares_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(advantage_estimators._items, "mine", lambda rewards, group_ids, valid: rewards)
+    assert compared_rewards(algorithm("advantage_estimator=mine")) == "step"
+    assert compared_rewards(algorithm("policy_loss_type=cross_entropy")) is None
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)

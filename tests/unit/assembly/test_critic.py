@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -49,3 +50,9 @@ def test_an_estimator_that_needs_values_is_refused_without_a_model(
 ) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.critic\.model\.path=null: .* asks for values"):
         objective(monkeypatch, estimator, "null")
+
+
+@pytest.mark.parametrize(("key", "clip"), [("0.3", 0.3), ("null", math.inf)])
+def test_a_clip_of_null_is_none(key: str, clip: float) -> None:
+    keys = ["algorithm.advantage_estimator=gae", "critic.model.path=/x", f"algorithm.value_clip={key}"]
+    assert build_critic_objective(load([f"trainer.{one}" for one in keys]).trainer) == ValueObjective(clip)

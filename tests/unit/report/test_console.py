@@ -126,6 +126,12 @@ def test_a_line_names_what_was_measured_and_nothing_else():
     assert "FAILED" not in step_line({"rollouts/failed": 0.0})
 
 
+@pytest.mark.defect("skipped-updates-in-silence")
+def test_the_share_of_skipped_updates_is_shown_where_there_are_any():
+    assert step_line({"policy/skipped": 0.8, "critic/skipped": 0.25}) == "SKIPPED 0.8  critic SKIPPED 0.25"
+    assert step_line({"policy/skipped": 0.0, "critic/skipped": 0.0}) == ""
+
+
 def test_evaluations_are_grouped_by_source_also_when_its_name_has_slashes():
     metrics = {"eval/b/avg_score": 1.0, "eval/openai/gsm8k/avg_score": 0.5, "eval/b/pass_at_4": 0.0, "x": 1.0}
     assert evaluation_line(metrics) == "eval b: avg_score 1, pass_at_4 0; openai/gsm8k: avg_score 0.5"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from skyrl_train.errors import (
 )
 from skyrl_train.metrics import Metrics
 from skyrl_train.trainer.run_state import Unfinished
-from tests.support.trainer_fakes import Fakes, trainer_of
+from tests.support.trainer_fakes import Fakes, fails_at, sft_trainer_of, trainer_of
 
 ENDS = [
     EnginesLost("none"),
@@ -40,19 +41,6 @@ ENDS = [
     OSError(28, "no space"),
     asyncio.CancelledError(),
 ]
-
-
-def fails_at(trainer: Any, part: str, method: str, step: int, error: BaseException) -> None:
-    """Have a method of a part raise when `step` steps are finished."""
-    owner = getattr(trainer, part) if part else trainer
-    original = getattr(owner, method)
-
-    async def failing(*args: Any) -> Any:
-        if trainer.step == step:
-            raise error
-        return await original(*args)
-
-    setattr(owner, method, failing)
 
 
 @pytest.mark.defect("only-three-errors-saved")
@@ -119,12 +107,8 @@ def test_weights_between_two_steps_are_never_saved(error: Exception):
 
 def test_a_rank_that_does_not_answer_is_not_waited_for():
     fakes = Fakes()
+    fakes.answering = False
     trainer = trainer_of(fakes)
-
-    async def silent(within_s: float) -> bool:
-        return False
-
-    fakes.answers = silent  # type: ignore[method-assign]
     fails_at(trainer, "learner", "score", 1, DeadlineExceeded("rank 0.score", 3.0))
     with pytest.raises(
         DeadlineExceeded, match=r"rank 0\.score did not finish within 3 s: policy rank 1 does not answer"
@@ -143,30 +127,92 @@ def test_a_save_that_fails_does_not_hide_what_ended_the_run(caplog: pytest.LogCa
     assert "could not be saved: rank 0" in caplog.text
 
 
-def test_a_run_asked_to_stop_in_an_update_takes_it_to_its_end_and_saves_it():
-    fakes = Fakes()
-    trainer = trainer_of(fakes)
-    original, begun = fakes.update, asyncio.Event()
-
-    async def slow(batch: Any) -> dict[str, float]:
-        if trainer.step == 0:
-            begun.set()
-            await asyncio.sleep(0.05)
-        return await original(batch)
-
-    fakes.update = slow  # type: ignore[method-assign]
+def stopped_once(begun: asyncio.Event, work: Coroutine[Any, Any, Any]) -> None:
+    """Run `work`, and ask it to stop when something has begun."""
 
     async def run() -> None:
-        fit = asyncio.ensure_future(trainer.fit())
+        working = asyncio.ensure_future(work)
         await begun.wait()
-        fit.cancel()
+        working.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await fit
+            await working
 
     asyncio.run(run())
+
+
+def stopped_in(
+    work: Coroutine[Any, Any, Any], owner: Any, method: str, after: Callable[[], bool] = lambda: True
+) -> None:
+    """Run `work`, and ask it to stop in the middle of the first call of a method that comes `after` something."""
+    original, begun = getattr(owner, method), asyncio.Event()
+
+    async def slow(*args: Any) -> Any:
+        if after():
+            begun.set()
+            await asyncio.sleep(0.05)
+        return await original(*args)
+
+    setattr(owner, method, slow)
+    stopped_once(begun, work)
+
+
+def test_a_run_asked_to_stop_in_an_update_takes_it_to_its_end_and_saves_it():
+    fakes = Fakes()
+    stopped_in(trainer_of(fakes).fit(), fakes, "update")
     assert fakes.events[-2:] == ["update 4", "save 1"]
     assert fakes.saved_with is not None and fakes.saved_with.actions == ("publish",)
     assert set(fakes.logged) == {0, 1}
+
+
+@pytest.mark.defect("a-stopped-rank-holds-up-a-signal")
+def test_a_run_asked_to_stop_while_a_rank_is_stopped_does_not_wait_for_it_to_save(caplog: pytest.LogCaptureFixture):
+    fakes = Fakes()
+    fakes.answering = False
+    trainer = trainer_of(fakes)
+    stopped_in(trainer.fit(), trainer.collector, "next_groups", lambda: trainer.step == 1)
+    assert fakes.asked_within_s == [30.0]
+    assert not any(event.startswith("save") for event in fakes.events)
+    assert "Step 1 is not saved: a rank of the trainer does not answer" in caplog.text
+    assert set(fakes.logged) == {0, 1}
+
+
+def test_a_rank_that_is_merely_busy_with_a_score_is_asked_when_that_has_ended():
+    fakes, begun, busy = Fakes(), asyncio.Event(), False
+    trainer = trainer_of(fakes)
+
+    async def compute(batch: Any) -> Any:
+        nonlocal busy
+        busy = True
+        if trainer.step == 1:
+            begun.set()
+        await asyncio.sleep(0.05)
+        busy = False
+        return batch
+
+    async def score(batch: Any) -> Any:
+        return await asyncio.shield(compute(batch))  # a rank goes on with a call that nobody waits for
+
+    async def answers(within_s: float) -> bool:
+        return not busy
+
+    fakes.score, fakes.answers = score, answers  # type: ignore[method-assign]
+    stopped_once(begun, trainer.fit())
+    assert fakes.events[-1] == "save 1"
+
+
+@pytest.mark.defect("half-an-export-of-a-run-that-was-told-to-end")
+def test_an_export_after_supervised_fine_tuning_is_taken_to_its_end():
+    fakes = Fakes()
+    stopped_in(sft_trainer_of(fakes).fit_and_export(), fakes, "export")
+    assert fakes.events[-2:] == ["save 2", "export 2"]
+
+
+@pytest.mark.defect("half-an-export-of-a-run-that-was-told-to-end")
+def test_an_export_that_a_resumed_run_makes_up_for_is_taken_to_its_end():
+    fakes = Fakes(resumed_at=2)
+    fakes.unfinished = Unfinished(("export",))
+    stopped_in(trainer_of(fakes).fit(), fakes, "export")
+    assert fakes.events[-1] == "export 2"
 
 
 @pytest.mark.defect("C9-destroyed-checkpoint-named-as-good")

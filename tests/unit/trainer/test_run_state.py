@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from skyrl_train.config.trainer import GuardsConfig
 from skyrl_train.errors import CheckpointError
 from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
 from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.strategies.shards import Shard
 from skyrl_train.trainer import run_state
 from skyrl_train.trainer.checkpoints import Checkpoints, verify
+from skyrl_train.trainer.guards import Guards
 from skyrl_train.trainer.run_state import RunState, Unfinished
 from tests.support.full_disk import disk_full_after
 from tests.support.learner_specs import policy_batch, tiny_spec
@@ -41,8 +43,8 @@ class Position:
 Steps = Callable[[RunState, Learner, Position], Awaitable[None]]
 
 
-def with_state(model: str, root: Path, steps: Steps, **options: Any) -> None:
-    """Run `steps` with a learner of one rank and the state of its run."""
+def with_state(model: str, root: Path, steps: Steps, more: Mapping[str, Any] | None = None, **options: Any) -> None:
+    """Run `steps` with a learner of one rank and the state of its run; `more` are other controllers of it."""
 
     async def run() -> None:
         worker = LearnerWorker(tiny_spec(model), 0, 1)
@@ -54,7 +56,7 @@ def with_state(model: str, root: Path, steps: Steps, **options: Any) -> None:
             resume_mode="latest",
             resume_path=None,
             fingerprints={"data": "abc"},
-            controllers={"position": position},
+            controllers={"position": position, **(more or {})},
             **options,
         )
         await learner.setup()
@@ -91,6 +93,20 @@ def test_a_run_goes_on_with_the_step_the_version_and_what_was_left_undone(tiny_m
 
     with_state(tiny_model_path, tmp_path, first)
     with_state(tiny_model_path, tmp_path, second)
+
+
+def test_a_checkpoint_from_before_a_controller_was_saved_leaves_it_as_it_is(tiny_model_path: str, tmp_path: Path):
+    async def save(state: RunState, learner: Learner, position: Position) -> None:
+        await state.save(1)
+
+    async def resume(state: RunState, learner: Learner, position: Position) -> None:
+        assert (await state.resume())[0] == 1
+
+    guards = Guards(GuardsConfig(), None)
+    guards.load_state({"equal_steps": 7})
+    with_state(tiny_model_path, tmp_path, save)
+    with_state(tiny_model_path, tmp_path, resume, more={"guards": guards})
+    assert guards.state() == {"equal_steps": 7}
 
 
 @pytest.mark.defect("hashing-blocks-the-loop")
