@@ -22,9 +22,9 @@ _LEAST_STEPS = 3
 def fit(folder: Path, cfg: Config, trainers: int) -> Timings:
     """The timings of the run in `folder`, whose configuration is `cfg` and which was synchronous.
 
-    A decode step takes `a + b * batch`. All sequences of a synchronous step begin at once, so that its generation has as
-    many decode steps as its longest answer has tokens, and the batches of one engine add up to its tokens: `a` and `b`
-    are what fits `generate_s = a * longest + b * tokens / engines` best over the run's steps. Raises DataError.
+    A decode step takes `a + b * batch`. All sequences of a synchronous step begin at once, so that its generation has
+    as many decode steps as its longest answer has tokens, and the batches of an engine add up to its tokens: `a` and
+    `b` are what fits `generate_s = a * longest + b * tokens / engines` best over the run's steps. Raises DataError.
     """
     rows = [row for row in read_jsonl(folder / METRICS_FILE) if "timing/generate_s" in row and row["step"] > 1]
     if len(rows) < _LEAST_STEPS:
