@@ -14,6 +14,9 @@ from typing import Any, NotRequired, TypedDict
 from skyrl_train.data.trajectory import Message
 from skyrl_train.errors import EnvironmentFailure
 
+BAD_ROW = "bad_row"
+"""The kind of failure of an episode whose row turns out to be unusable only when it starts."""
+
 
 class Settings(dict[str, Any]):
     """A mapping that is also read by attribute, as environments read an OmegaConf node: `env_config.search_url`."""

@@ -16,7 +16,7 @@ import pytest
 from skyrl_train.data.trajectory import Prompt
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.environments.host import EnvironmentHost
-from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
+from skyrl_train.errors import ConfigError, EnvironmentFailure
 
 PLUGINS = Path(__file__).parent / "plugins"
 QUESTION = [{"role": "user", "content": "6 * 3?"}]
@@ -289,10 +289,21 @@ def test_an_unknown_environment_is_a_mistake_in_the_configuration():
     run_with_host(scenario)
 
 
-def test_a_row_that_json_cannot_carry_is_named():
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+@pytest.mark.defect("rows-found-bad-when-drawn")
+@pytest.mark.parametrize(
+    "value", [b"\x89PNG", nested(2000), 10**5000, {(1, 2): 3}], ids=["bytes", "deep", "long", "key"]
+)
+def test_a_row_that_json_cannot_carry_costs_its_episode(value: Any):
     async def scenario(host: EnvironmentHost) -> None:
-        with pytest.raises(DataError, match="row 7: a value of type bytes"):
-            await host.start("Counter", prompt("Counter", image=b"\x89PNG"))
+        assert await outcome(host, "Counter", "x", image=value) == "bad_row"
+        assert await outcome(host, "Counter", "x") == 1.0
 
     run_with_host(scenario)
 
