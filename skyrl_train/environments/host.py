@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO
 
-from skyrl_train.data.json_values import jsonable
+from skyrl_train.data.json_values import jsonable, why_not_json
 from skyrl_train.data.trajectory import Message, Prompt
 from skyrl_train.environments import registry
 from skyrl_train.environments.base import BAD_ROW, StepOutput, checked_messages, checked_step_output
@@ -141,7 +141,7 @@ class _Worker(asyncio.SubprocessProtocol):
                 break
             try:
                 reply = json.loads(inbox[at + 4 : at + 4 + size])
-            except ValueError:
+            except (ValueError, RecursionError):
                 self.lose("environment_died", "its process wrote something that is not an answer")
                 return
             at += 4 + size
@@ -453,11 +453,14 @@ class _EnvironmentServer:
     def answer(self, call: dict[str, Any]) -> bytes:
         """Return the frame to send back. An exception of the environment, SystemExit included, becomes an error."""
         try:
-            return _frame(getattr(self, call.pop("op"))(**call), default=_shown)
+            reply = getattr(self, call.pop("op"))(**call)
+            if why := why_not_json(reply, _shown):
+                raise EnvironmentFailure("bad_step_output", f"what it returned holds {why}")
+            return _frame(reply, default=_shown)
         except ConfigError as error:
             return _frame({"error": "ConfigError", "detail": str(error), "fatal": isinstance(error, _CannotStart)})
         except EnvironmentFailure as failure:
-            return _frame({"error": failure.kind, "detail": failure.detail[:MAX_DETAIL]})
+            return _frame({"error": str(failure.kind), "detail": str(failure.detail)[:MAX_DETAIL]})
         except BaseException as error:
             return _frame({"error": type(error).__name__, "detail": _where(error)})
 

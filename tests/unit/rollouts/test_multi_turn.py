@@ -372,6 +372,18 @@ def test_half_a_surrogate_pair_in_an_observation_costs_its_episode():
     assert (item.status, item.error) == (FAILED, "chat_template")
 
 
+@pytest.mark.defect("answers-nested-too-deeply")
+def test_an_observation_that_nests_too_deeply_for_the_template_costs_its_episode():
+    content: list[Any] = []
+    for _ in range(2000):
+        content = [content]
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("message['content']", "message['content'] | string")
+    step = Talks(lambda turn, text: StepOutput([{"role": "user", "content": content}], 1.0, False))
+    (item,) = play(says("ab"), step, tokenizer=tokenizer)[0].trajectories
+    assert (item.status, item.error) == (FAILED, "chat_template")
+
+
 def test_an_error_that_ends_the_run_leaves_no_environment_behind():
     """Of three, the first is open and the third is still being opened when the second one is refused."""
     given_up: list[str] = []
