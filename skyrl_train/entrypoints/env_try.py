@@ -28,8 +28,8 @@ from skyrl_train.data.trajectory import Message, Prompt
 from skyrl_train.environments import registry
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
+from skyrl_train.messages import visible
 from skyrl_train.registry import import_plugins
-from skyrl_train.report.console import visible
 
 NO_LIMIT = 2**40
 """Tokens; a prompt too long for training can still be looked at."""

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from skyrl_train.messages import visible
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
 
@@ -105,11 +106,6 @@ class ConsoleTracker:
     def _print(self, line: str, style: str) -> None:
         encoding = self._console.encoding or "utf-8"
         self._console.print(Text(line.encode(encoding, "backslashreplace").decode(encoding), style))
-
-
-def visible(text: str) -> str:
-    """Make one printable line: terminal escapes, NUL, line ends and direction marks are escaped (`\\x1b`, `\\n`)."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def step_line(metrics: Mapping[str, float]) -> str:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, strategies as st
 from rich.console import Console
 
-from skyrl_train.report.console import ConsoleTracker, best_evaluation, evaluation_line, step_line, visible
+from skyrl_train.messages import visible
+from skyrl_train.report.console import ConsoleTracker, best_evaluation, evaluation_line, step_line
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
 
 SETUP = TrackerSetup(Path("unused"), "project", "run [bold]")
