@@ -1,4 +1,4 @@
-"""Lines for the person who started a program."""
+"""Lines that people read, on stderr or elsewhere."""
 
 from __future__ import annotations
 

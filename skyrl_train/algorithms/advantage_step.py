@@ -102,7 +102,7 @@ class AdvantageStep:
 
     def load_state(self, state: dict[str, float]) -> None:
         if self.kl is not None:
-            self.kl.controller.coef = state.get("kl_coef", self.kl.controller.coef)
+            self.kl.controller.coef = float(state.get("kl_coef", self.kl.controller.coef))
 
 
 def _describe(advantages: Tensor, mask: Tensor, metrics: Metrics) -> None:

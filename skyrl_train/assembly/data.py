@@ -12,7 +12,7 @@ from skyrl_train.config.generator import ChatTemplateConfig
 from skyrl_train.config.schema import Config
 from skyrl_train.data.chat import render_conversation, render_prompt, rewrites_history
 from skyrl_train.data.chat_templates import TEMPLATES
-from skyrl_train.data.dataset import PromptDataset, load_prompts
+from skyrl_train.data.dataset import PromptDataset, load_prompts, messages_of
 from skyrl_train.data.rows import read_rows
 from skyrl_train.data.sft import Demonstration
 from skyrl_train.data.trajectory import Message
@@ -94,7 +94,8 @@ def build_demonstrations(cfg: Config, tokenizer: Any) -> tuple[list[Demonstratio
     """The conversations of the `messages` column as tokens, and a fingerprint of all of them.
 
     Those longer than max_prompt_length + max_generate_length tokens are left out; their number is logged. Raises
-    DataError naming the row for a conversation without messages or without an answer to learn, and if none is left.
+    DataError naming the row for what is no conversation, or one that the chat template does not take or without an
+    answer to learn, and if none is left.
     """
     limit = cfg.trainer.max_prompt_length + cfg.generator.sampling_params.max_generate_length
     options = dict(cfg.generator.chat_template_kwargs)
@@ -103,9 +104,13 @@ def build_demonstrations(cfg: Config, tokenizer: Any) -> tuple[list[Demonstratio
     too_long = 0
     for source in cfg.data.train_data:
         for where, row in read_rows(source):
-            if not isinstance(row.get("messages"), list):
+            if row.get("messages") is None:
                 raise DataError(f"{where}: no 'messages' among its columns {sorted(row)}; it must be a conversation.")
-            ids, mask = render_conversation(tokenizer, row["messages"], options)
+            messages = messages_of(where, "messages", row["messages"])
+            try:
+                ids, mask = render_conversation(tokenizer, messages, options)
+            except DataError as error:
+                raise DataError(f"{where}: {error}") from error
             if not any(mask):
                 raise DataError(f"{where}: its messages hold no answer of the assistant to learn.")
             if len(ids) > limit:

@@ -24,7 +24,15 @@ from skyrl_train.errors import DataError
 
 log = logging.getLogger(__name__)
 
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 """What a template or `apply_chat_template` raises if it does not take messages or options."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "observation", "ipython")
 """Roles of which a template may make control tokens, as in `'<|' + message['role'] + '|>'`."""

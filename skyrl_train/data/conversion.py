@@ -21,6 +21,8 @@ from skyrl_train.errors import DataError
 
 Convert = Callable[[str, DatasetRow, str, int], DatasetRow | None]
 """(where, row, split of the source, its index there from 0) -> a row in SkyRL's format, or None to leave it out."""
+UNWRITABLE = (pa.ArrowException, OSError, UnicodeEncodeError, OverflowError)
+"""What parquet does not hold, as pyarrow says it: half a surrogate pair, numbers of more than 64 bits, mixed types."""
 SPLITS = {"train": "train", "test": "validation"}
 
 
@@ -79,7 +81,10 @@ def source_rows(source: str, split: str, hub_config: str | None = None) -> Itera
 def converted(
     convert: Convert, source: Iterable[tuple[str, DatasetRow]], split: str, limit: int | None = None
 ) -> tuple[list[DatasetRow], int]:
-    """Return the rows that were kept, at most `limit`, and how many were left out among those that were read."""
+    """Return the rows that were kept, at most `limit`, and how many were left out among those that were read.
+
+    Raises DataError naming a row that parquet cannot hold.
+    """
     kept: list[DatasetRow] = []
     left_out = 0
     for index, (where, row) in enumerate(source):
@@ -88,8 +93,12 @@ def converted(
         new = convert(where, row, split, index)
         if new is None:
             left_out += 1
-        else:
-            kept.append(new)
+            continue
+        try:
+            pa.array([new])
+        except UNWRITABLE as error:
+            raise DataError(f"{where}: parquet cannot hold what it becomes ({error}); mend or remove it.") from error
+        kept.append(new)
     return kept, left_out
 
 
@@ -101,7 +110,7 @@ def write_split(folder: Path, name: str, rows: list[DatasetRow], left_out: int =
     try:
         table = pa.table({column: pa.array([row.get(column) for row in rows]) for column in columns})
         pq.write_table(table, path)
-    except (pa.ArrowException, OSError) as error:
+    except UNWRITABLE as error:
         raise DataError(f"{path}: {error}; every row needs the same types in the same columns.") from error
     print(f"{path}: {len(rows)} rows" + (f", {left_out} left out" if left_out else ""))
     return path

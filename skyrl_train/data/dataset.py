@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from skyrl_train.data.json_values import ALLOWED, why_not_json
 from skyrl_train.data.rows import DatasetRow, read_rows
 from skyrl_train.data.trajectory import Message, Prompt
 from skyrl_train.errors import DataError
@@ -98,8 +99,10 @@ def _prompt(where: str, uid: str, row: DatasetRow, default_env_class: str) -> Pr
             f"{where}: no 'prompt' among its columns {sorted(row)}; it must be a list of messages, "
             '[{"role": "user", "content": "..."}].'
         )
-    messages = _messages(where, row["prompt"])
+    messages = messages_of(where, "prompt", row["prompt"])
     extras = {key: value for key, value in row.items() if key not in ("prompt", "env_class")}
+    for column, value in extras.items():
+        _check_json(where, column, value)
     _check_answer(where, extras)
     max_turns_of(where, extras)
     env_class = row.get("env_class") or default_env_class
@@ -108,11 +111,13 @@ def _prompt(where: str, uid: str, row: DatasetRow, default_env_class: str) -> Pr
     return Prompt(uid, messages, env_class, extras, str(row.get("data_source") or "unknown"))
 
 
-def _messages(where: str, prompt: Any) -> list[Message]:
-    if not isinstance(prompt, list) or not prompt:
-        raise DataError(f"{where}: prompt is {prompt!r:.80}, not a list of messages with role and content.")
+def messages_of(where: str, column: str, value: Any) -> list[Message]:
+    """A row's conversation, without keys that are null. Raises DataError naming the row unless it is one."""
+    _check_json(where, column, value)
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: {column} is {value!r:.80}, not a list of messages with role and content.")
     messages = []
-    for message in prompt:
+    for message in value:
         # a column's type has the union of its messages' keys: missing ones are read as None
         known = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
         if not isinstance(known.get("role"), str) or not isinstance(known.get("content", ""), str | list):
@@ -121,6 +126,12 @@ def _messages(where: str, prompt: Any) -> list[Message]:
             raise DataError(f"{where}: the content of a {known['role']} message is null.")
         messages.append(known | {"content": known.get("content")})
     return messages
+
+
+def _check_json(where: str, column: str, value: Any) -> None:
+    """Environments get rows as JSON: one that cannot be sent would be found only when it is drawn."""
+    if why := why_not_json(value):
+        raise DataError(f"{where}: column {column!r} holds {why}; rows hold {ALLOWED}. Remove it, or store it as text.")
 
 
 def _check_answer(where: str, extras: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from skyrl_train.config.sources import SUFFIXES, is_file_of_rows, may_be_on_hub, split_of
@@ -15,6 +16,8 @@ from skyrl_train.errors import DataError
 DatasetRow = dict[str, Any]
 WHITESPACE = b"\xef\xbb\xbf \t\r\n"
 """White space, including the byte order mark."""
+_NOT_PYTHON = (ValueError, OverflowError, LookupError)
+"""What text that is not UTF-8, a date beyond Python's and an unknown time zone raise."""
 
 
 def read_rows(source: str) -> Iterator[tuple[str, DatasetRow]]:
@@ -49,11 +52,30 @@ def _parquet(path: Path) -> Iterator[tuple[str, DatasetRow]]:
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches():
-                for row in batch.to_pylist():
+                for row in _python_rows(batch, path, number):
                     number += 1
                     yield f"{path}, row {number}", row
-    except (OSError, ValueError) as error:  # pyarrow's errors and UnicodeDecodeError are ValueErrors
+    except DataError:
+        raise
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{path}, after row {number}: {error}") from error
+
+
+def _python_rows(batch: pa.RecordBatch, path: Path, before: int) -> list[DatasetRow]:
+    """The rows of a batch that `before` others precede. Raises DataError naming a value that Python does not have."""
+    try:
+        return batch.to_pylist()
+    except _NOT_PYTHON:
+        for column, values in zip(batch.schema.names, batch.columns, strict=True):
+            for number, value in enumerate(values, before + 1):
+                try:
+                    value.as_py()
+                except _NOT_PYTHON as error:
+                    raise DataError(
+                        f"{path}, row {number}: column {column!r} holds a value of type {value.type} that Python does "
+                        f"not have ({error}); store it as text."
+                    ) from error
+        raise
 
 
 def _load_dataset(source: str, name: str, split: str, config: str | None) -> Iterator[tuple[str, DatasetRow]]:
@@ -63,8 +85,12 @@ def _load_dataset(source: str, name: str, split: str, config: str | None) -> Ite
         dataset = load_dataset(name, config, split=split)
     except Exception as error:  # datasets, its filesystem layers and the hub's client raise many kinds
         raise DataError(f"{source}: could not be loaded as a dataset with split {split!r}: {error}") from error
-    for number, row in enumerate(dataset, 1):
-        yield f"{source}, row {number}", row
+    number = 0
+    try:
+        for number, row in enumerate(dataset, 1):
+            yield f"{source}, row {number}", row
+    except Exception as error:  # rows are decoded here, images by their own libraries
+        raise DataError(f"{source}, after row {number}: {type(error).__name__}: {error}") from error
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, DatasetRow]]:

@@ -14,6 +14,11 @@ from typing import Any, NotRequired, TypedDict
 from skyrl_train.data.trajectory import Message
 from skyrl_train.errors import EnvironmentFailure
 
+BAD_ROW = "bad_row"
+"""The kind of failure of an episode whose row turns out to be unusable only when it starts."""
+MAX_REWARD = 1e15
+"""Advantages are computed in float32, in which the square of a much larger reward is infinite."""
+
 
 class Settings(dict[str, Any]):
     """A mapping that is also read by attribute, as environments read an OmegaConf node: `env_config.search_url`."""
@@ -116,8 +121,8 @@ class BaseTextEnv(TextEnv):
 def checked_step_output(output: Any) -> StepOutput:
     """Convert the value that an environment's `step` returned into a StepOutput.
 
-    The reward must be one finite number; numpy and torch scalars count as numbers, booleans as 0 and 1. Raises
-    EnvironmentFailure "bad_reward" or "bad_step_output".
+    The reward must be one number from -MAX_REWARD to MAX_REWARD; numpy and torch scalars count as numbers, booleans as
+    0 and 1. Raises EnvironmentFailure "bad_reward" or "bad_step_output".
     """
     if isinstance(output, StepOutput):
         fields = {name: getattr(output, name) for name in StepOutput.__slots__}
@@ -160,8 +165,8 @@ def _checked_reward(reward: Any) -> float:
         value = float(number) if isinstance(number, int | float) else math.nan
     except (ValueError, TypeError, OverflowError, RuntimeError):
         value = math.nan
-    if not math.isfinite(value):
-        raise EnvironmentFailure("bad_reward", f"reward is {_shown(reward)}, not one finite number")
+    if not abs(value) <= MAX_REWARD:  # NaN is not
+        raise EnvironmentFailure("bad_reward", f"reward is {_shown(reward)}, not one number of at most {MAX_REWARD:g}")
     return value
 
 

@@ -26,16 +26,13 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import date, time, timedelta
-from decimal import Decimal
-from pathlib import PurePath
 from typing import Any, BinaryIO
-from uuid import UUID
 
 from skyrl_train.config.secrets import redact
+from skyrl_train.data.json_values import jsonable, why_not_json
 from skyrl_train.data.trajectory import Message, Prompt
 from skyrl_train.environments import registry
-from skyrl_train.environments.base import StepOutput, checked_messages, checked_step_output
+from skyrl_train.environments.base import BAD_ROW, StepOutput, checked_messages, checked_step_output
 from skyrl_train.environments.keeper import ENDS_S, keep
 from skyrl_train.environments.own_classes import pack_own, register_own
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
@@ -147,7 +144,7 @@ class _Worker(asyncio.SubprocessProtocol):
                 break
             try:
                 reply = json.loads(inbox[at + 4 : at + 4 + size])
-            except ValueError:
+            except (ValueError, RecursionError):
                 self.lose("environment_died", "its process wrote something that is not an answer")
                 return
             at += 4 + size
@@ -210,12 +207,12 @@ class EnvironmentHost:
     """Runs environments in at most min(max_workers, 2 x cores) processes, which are started as needed.
 
     A failure fails one episode: it raises EnvironmentFailure with the kind under which it is counted. The kind is the
-    exception's class name, "bad_reward", "bad_step_output", "timeout" (the call ran for longer than `step_deadline_s`;
-    its process is killed) or "environment_died" (the process ended during the call). The other episodes of a lost
-    process are rebuilt in another one when they are next used, from their opening and the recorded texts; those that
-    are not `replayable` fail with "environment_died". Deadlines count from the moment a call begins to run, not from
-    when it is queued. A ConfigError concerns the whole run: an unknown environment, a constructor that raises one, or a
-    plugin that cannot be imported.
+    exception's class name, "bad_row" (JSON cannot carry it), "bad_reward", "bad_step_output", "timeout" (the call ran
+    for longer than `step_deadline_s`; its process is killed) or "environment_died" (the process ended during the call).
+    The other episodes of a lost process are rebuilt in another one when they are next used, from their opening and the
+    recorded texts; those that are not `replayable` fail with "environment_died". Deadlines count from the moment a call
+    begins to run, not from when it is queued. A ConfigError concerns the whole run: an unknown environment, a
+    constructor that raises one, or a plugin that cannot be imported.
 
     Example:
         async with EnvironmentHost({"search": {"topk": 3}}, max_workers=8, step_deadline_s=30.0) as host:
@@ -265,7 +262,7 @@ class EnvironmentHost:
     async def start(self, env_class: str, prompt: Prompt) -> HostedEpisode:
         """Start an episode: construct the environment and call its `init` with the prompt's messages and extras.
 
-        Raises EnvironmentFailure, ConfigError for an unknown environment, or DataError for a row that JSON cannot hold.
+        Raises EnvironmentFailure, or ConfigError for an unknown environment.
         """
         episode = HostedEpisode(self, self._next_number, env_class)
         self._next_number += 1
@@ -273,8 +270,6 @@ class EnvironmentHost:
             opened = await self._call(
                 episode, "start", env_class=env_class, messages=prompt.messages, extras=prompt.env_extras
             )
-        except TypeError as error:
-            raise DataError(f"row {prompt.uid}: {error}; remove that column or store it as text.") from error
         except (asyncio.CancelledError, EnvironmentFailure):
             self._close_episode(episode)
             raise
@@ -307,7 +302,10 @@ class EnvironmentHost:
         failure = self._fatal or episode._failure
         if failure is not None:
             raise failure
-        frame = _frame({"op": op, "id": episode.number, **arguments})
+        try:
+            frame = _frame({"op": op, "id": episode.number, **arguments})
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # texts always pass
+            raise EnvironmentFailure(BAD_ROW, f"the row holds what JSON cannot carry: {error}") from error
         answer: asyncio.Future[dict[str, Any]] = self.loop.create_future()
         self._dispatch(_WireCall(op, frame, episode, answer))
         return await answer
@@ -444,29 +442,18 @@ class EnvironmentHost:
                 self._dispatch(call)
 
 
-def _frame(message: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
+def _frame(message: Mapping[str, Any], default: Callable[[Any], Any] = jsonable) -> bytes:
     """Encode one message. ASCII, so that lone surrogates and control characters pass unchanged."""
-    body = json.dumps(message, default=default or _jsonable).encode("ascii")
+    body = json.dumps(message, default=default).encode("ascii")
     if len(body) > MAX_FRAME:
         raise EnvironmentFailure("too_large", f"a message of {len(body)} bytes; at most {MAX_FRAME} pass")
     return struct.pack("!I", len(body)) + body
 
 
-def _jsonable(value: Any) -> Any:
-    """Convert mappings to dicts, numpy and torch values to numbers and lists, and dates, decimals and paths to text."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, date | time | timedelta | Decimal | PurePath | UUID):
-        return str(value)
-    raise TypeError(f"a value of type {type(value).__name__} cannot be sent to an environment")
-
-
 def _shown(value: Any) -> Any:
-    """Like `_jsonable`, with text for anything else: metadata is for people and should not fail an episode."""
+    """Like `jsonable`, with text for anything else: metadata is for people and should not fail an episode."""
     try:
-        return _jsonable(value)
+        return jsonable(value)
     except TypeError:
         return f"{value!r:.{MAX_DETAIL}}"
 
@@ -484,11 +471,14 @@ class _EnvironmentServer:
     def answer(self, call: dict[str, Any]) -> bytes:
         """Return the frame to send back. An exception of the environment, SystemExit included, becomes an error."""
         try:
-            return _frame(getattr(self, call.pop("op"))(**call), default=_shown)
+            reply = getattr(self, call.pop("op"))(**call)
+            if why := why_not_json(reply, _shown):
+                raise EnvironmentFailure("bad_step_output", f"what it returned holds {why}")
+            return _frame(reply, default=_shown)
         except ConfigError as error:
             return _frame({"error": "ConfigError", "detail": str(error), "fatal": isinstance(error, _CannotStart)})
         except EnvironmentFailure as failure:
-            return _frame({"error": failure.kind, "detail": failure.detail[:MAX_DETAIL]})
+            return _frame({"error": str(failure.kind), "detail": str(failure.detail)[:MAX_DETAIL]})
         except BaseException as error:
             return _frame({"error": type(error).__name__, "detail": _where(error)})
 

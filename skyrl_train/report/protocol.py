@@ -30,7 +30,7 @@ class TrackerSetup:
 
 
 class Tracker(Protocol):
-    """Constructed with a TrackerSetup. Values may be NaN; texts may contain anything."""
+    """Constructed with a TrackerSetup. Names are printable, values may be NaN, texts may contain anything."""
 
     def begin(self, step: int, total_steps: int) -> None:
         """The run continues after `step` (0: from the start); any records of later steps are void."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from skyrl_train.config.choices import TRACKERS
 from skyrl_train.config.secrets import redact
+from skyrl_train.messages import visible
 from skyrl_train.registry import Registry
 from skyrl_train.report.jsonl import JsonlTracker
 from skyrl_train.report.protocol import SampleRow, Tracker, TrackerSetup
@@ -25,8 +26,8 @@ trackers: Registry[Callable[[TrackerSetup], Tracker]] = Registry("tracker", TRAC
 class Trackers:
     """Combines several trackers. One that raises is dropped with a single warning, and training continues (F39).
 
-    Texts reach them without the contents of credential variables, which a tool of an environment may have shown, and
-    so do names of metrics, which environments choose.
+    Texts and names reach them without the contents of credential variables, which a tool of an environment may have
+    shown, and names as printable text: environments and rows choose parts of them.
     """
 
     def __init__(self, members: Mapping[str, Tracker]):
@@ -36,7 +37,7 @@ class Trackers:
         self._each("begin", step, total_steps)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._each("log", redact(metrics), step)
+        self._each("log", {visible(str(name)): value for name, value in redact(metrics).items()}, step)
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
         shown = [replace(row, prompt=redact(row.prompt), response=redact(row.response)) for row in rows]

@@ -101,8 +101,11 @@ class RolloutCollector:
         return {"consumed": self.consumed, "pass_rates": self._pass_rates, "decided": self._decided_ahead}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.consumed, self._pass_rates = state["consumed"], state["pass_rates"]
-        self._decided_ahead = [(position, left_out) for position, left_out in state["decided"]]
+        self.consumed = int(state["consumed"])
+        if self.consumed < 0:
+            raise ValueError(f"consumed={self.consumed}, which is before the first prompt")
+        self._pass_rates = {uid: float(rate) for uid, rate in state["pass_rates"].items()}
+        self._decided_ahead = [(int(position), bool(left_out)) for position, left_out in state["decided"]]
         if self._samplers.curriculum is not None:
             self._samplers.curriculum.load_state(self._pass_rates)
             self._decided = dict(self._decided_ahead)

@@ -16,7 +16,7 @@ from skyrl_train.data.dataset import max_turns_of
 from skyrl_train.data.trajectory import OK, Message, Prompt, Trajectory, TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.sampling import request_seed
-from skyrl_train.environments.base import StepOutput
+from skyrl_train.environments.base import BAD_ROW, StepOutput
 from skyrl_train.errors import (
     DataError,
     DeadlineExceeded,
@@ -61,7 +61,7 @@ class Environments(Protocol):
     """Starts environment instances: an `environments.host.EnvironmentHost`."""
 
     async def start(self, env_class: str, prompt: Prompt) -> EnvironmentSession:
-        """Start an instance for `prompt`. Raises EnvironmentFailure."""
+        """Start an instance for `prompt`. Raises EnvironmentFailure, or DataError for this row."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,13 @@ class ConversationGenerator:
 
     async def _start(self, state: _EpisodeState) -> None:
         prompt = state.trajectory.prompt
-        state.max_turns = _max_turns(prompt, self._settings.max_turns)
-        extras = {**prompt.env_extras, "max_turns": state.max_turns}
         try:
+            state.max_turns = _max_turns(prompt, self._settings.max_turns)
+            extras = {**prompt.env_extras, "max_turns": state.max_turns}
             state.session = await self._environments.start(prompt.env_class, replace(prompt, env_extras=extras))
+        except DataError as error:  # rows of files are checked when they are loaded
+            state.trajectory.fail(BAD_ROW, str(error))
+            return
         except EnvironmentFailure as failure:
             state.trajectory.fail(failure.kind, failure.detail)
             return

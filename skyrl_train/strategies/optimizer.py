@@ -267,7 +267,7 @@ class OptimizedModel:
         slices = self._slices()
         with open_shards(directory) as reader:
             reader.check(slices)
-            if self._optimizer is not None and not reader.meta["trained"]:
+            if self._optimizer is not None and not reader.number("trained"):
                 raise CheckpointError(
                     f"{directory} was saved from a frozen model: it has no optimizer state to resume."
                 )
@@ -276,8 +276,8 @@ class OptimizedModel:
                 held.copy_(self._restored(name, reader.elements(f"param/{name}", slices[name]), held))
                 if self._optimizer is not None:
                     self._load_state(reader, name, slices[name])
-            self._updates = int(reader.meta["updates"])
-            self._skipped_in_a_row = int(reader.meta["skipped_in_a_row"])
+            self._updates = reader.number("updates")
+            self._skipped_in_a_row = reader.number("skipped_in_a_row")
 
     def _load_state(self, reader: Any, name: str, piece: Slice) -> None:
         assert self._optimizer is not None

@@ -25,6 +25,9 @@ from skyrl_train.durable import Written, describe
 from skyrl_train.errors import CheckpointError
 from skyrl_train.strategies.base import TensorPart
 
+_NOT_AS_SAVED = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+"""What reading JSON of another shape raises. Checksums say that a file is whole, not who wrote it."""
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -93,11 +96,21 @@ class ShardReader:
 
     def __init__(self, directory: Path, stack: ExitStack):
         self.directory = directory
-        self.meta = self._json(0)
-        ranks = range(int(self.meta["world_size"]))
-        self._tables = [{name: _parse(piece) for name, piece in self._json(rank)["slices"].items()} for rank in ranks]
+        self._meta = self._json(0)
+        ranks = range(max(1, self.number("world_size")))
+        self._tables = [self._table(rank) for rank in ranks]
         self._files = [self._open(rank, stack) for rank in ranks]
         self._keys = [set(file.keys()) for file in self._files]
+
+    def number(self, key: str) -> int:
+        """A number of a rank's JSON that is the same on all ranks; True is 1. Raises CheckpointError if it is none."""
+        try:
+            return int(self._meta[key])
+        except _NOT_AS_SAVED as error:
+            raise CheckpointError(
+                f"{self.directory / 'shard_0.json'}: {key} is {self._meta.get(key)!r:.80}, not the number that a rank "
+                "saves there; resume from another checkpoint."
+            ) from error
 
     def check(self, slices: Mapping[str, Slice]) -> None:
         """Raises CheckpointError unless the checkpoint has exactly these parameters."""
@@ -121,10 +134,11 @@ class ShardReader:
     def elements(self, key: str, piece: Slice) -> Tensor:
         """Elements [stop - start] of a sharded tensor, assembled from the files of the ranks that saved them."""
         name = key.split("/", 1)[1]
+        ranks = zip(self._files, self._tables, self._keys, strict=True)
+        holders = [(file, table[name]) for file, table, keys in ranks if name in table and key in keys]
         parts = []
         position = piece.start
-        for file, table in sorted(zip(self._files, self._tables, strict=True), key=lambda pair: pair[1][name].start):
-            saved = table[name]
+        for file, saved in sorted(holders, key=lambda holder: holder[1].start):
             stop = min(saved.stop, piece.stop)
             if saved.start <= position < stop:  # skips replicas of rows that are already read
                 parts.append(file.get_slice(key)[position - saved.start : stop - saved.start])
@@ -132,6 +146,16 @@ class ShardReader:
         if position != piece.stop:
             raise CheckpointError(f"{self.directory}: elements {position}:{piece.stop} of {name!r} are in no shard.")
         return torch.cat(parts) if parts else torch.empty(0, dtype=getattr(torch, piece.dtype))
+
+    def _table(self, rank: int) -> dict[str, Slice]:
+        pieces: Any = self._json(rank).get("slices")
+        try:
+            return {name: _parse(piece) for name, piece in pieces.items()}
+        except _NOT_AS_SAVED as error:
+            raise CheckpointError(
+                f"{self.directory / f'shard_{rank}.json'}: slices are {pieces!r:.80}, not what a rank saves there "
+                f"({type(error).__name__}: {error}); resume from another checkpoint."
+            ) from error
 
     def _json(self, rank: int) -> dict[str, Any]:
         path = self.directory / f"shard_{rank}.json"
@@ -156,7 +180,7 @@ def open_shards(directory: Path) -> Iterator[ShardReader]:
 
 
 def _parse(piece: dict[str, Any]) -> Slice:
-    return Slice(tuple(piece["shape"]), piece["dtype"], piece["start"], piece["stop"])
+    return Slice(tuple(map(int, piece["shape"])), str(piece["dtype"]), int(piece["start"]), int(piece["stop"]))
 
 
 def _say(kind: tuple[tuple[int, ...], str] | None) -> str:

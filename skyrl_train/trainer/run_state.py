@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from skyrl_train.durable import Written
 from skyrl_train.errors import CheckpointError, DeadlineExceeded, SkyRLError
 from skyrl_train.learner.learner import Learner, WorkerGroup
-from skyrl_train.trainer.checkpoints import Checkpoints
+from skyrl_train.trainer.checkpoints import STATE_FILE, Checkpoint, Checkpoints
 
 MAX_FAILED_SAVES = 3
 """After this many consecutive checkpoints that could not be written the run stops: all it learns may be lost."""
@@ -51,7 +51,7 @@ class SkippedUpdates:
         return {"since": self.since}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.since = state["since"]
+        self.since = None if state["since"] is None else int(state["since"])
 
 
 class RunState:
@@ -101,12 +101,14 @@ class RunState:
     async def resume(self) -> tuple[int, Unfinished]:
         """Load the checkpoint that the configuration asks for: the step to continue from, and what it left undone.
 
-        The step is 0 for a fresh run. Raises CheckpointError if the data has changed since the checkpoint was written.
+        The step is 0 for a fresh run. Raises CheckpointError if the data has changed since the checkpoint was written,
+        or if the checkpoint's state is not what `save` writes.
         """
         found = await asyncio.to_thread(self._checkpoints.load_path, self._resume_mode, self._resume_path)
         if found is None:
             return 0, Unfinished()
-        for name, stored in found.state["fingerprints"].items():
+        saved = _SavedState.of(found)
+        for name, stored in saved.fingerprints.items():
             current = self._fingerprints.get(name)
             if current != stored:
                 raise CheckpointError(
@@ -120,11 +122,13 @@ class RunState:
         if self._reference_folder is not None and (found.path / "reference").is_dir():
             await self._reference("reload", found.path / "reference")
         for name, controller in self._controllers.items():
-            if name in found.state["controllers"]:  # else it is of a version that did not have it
-                controller.load_state(found.state["controllers"][name])
+            if name in saved.controllers:  # else it is of a version that did not have it
+                try:
+                    controller.load_state(_mapping(saved.controllers[name]))
+                except _NOT_AS_SAVED as error:
+                    raise _not_as_saved(found, f"controllers.{name}", saved.controllers[name], error) from error
         self.mark()
-        left = found.state.get("unfinished", {})
-        return found.step, Unfinished(tuple(left.get("actions", ())), dict(left.get("row", {})))
+        return found.step, saved.unfinished
 
     def mark(self) -> None:
         """Note the controllers' states: to be called at the end of every step, before the next one changes them."""
@@ -263,6 +267,55 @@ class RunState:
         """Export or reload the reference as a Hugging Face folder: its ranks and dtype may not be the policy's."""
         assert self._learner.reference is not None
         await self._learner.reference.all(method, str(folder))
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedState:
+    """What `save` writes to trainer_state.json."""
+
+    fingerprints: dict[str, str]
+    controllers: dict[str, Any]
+    unfinished: Unfinished
+
+    @classmethod
+    def of(cls, found: Checkpoint) -> _SavedState:
+        """Read a checkpoint's. Raises CheckpointError: checksums say that it is whole, not who wrote it."""
+        state = {"unfinished": asdict(Unfinished()), **found.state}  # earlier versions left nothing undone
+        parts: dict[str, Any] = {}
+        for key, read in _PARTS.items():
+            try:
+                parts[key] = read(_mapping(state[key]))
+            except _NOT_AS_SAVED as error:
+                raise _not_as_saved(found, key, state.get(key), error) from error
+        return cls(**parts)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"a mapping is expected, not {type(value).__name__}")
+    return value
+
+
+def _unfinished(left: Mapping[str, Any]) -> Unfinished:
+    row = {name: float(value) for name, value in _mapping(left["row"]).items()}
+    return Unfinished(tuple(left["actions"]), row)
+
+
+_PARTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "fingerprints": dict,
+    "controllers": dict,
+    "unfinished": _unfinished,
+}
+_NOT_AS_SAVED = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+"""What reading a part of a state raises that has another shape."""
+
+
+def _not_as_saved(found: Checkpoint, key: str, value: object, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{found.path / STATE_FILE}: {key} is {value!r:.200}, which is not what a run saves there "
+        f"({type(error).__name__}: {error}). Resume from another checkpoint with trainer.resume_mode=from_path, or "
+        "start over in another trainer.ckpt_path."
+    )
 
 
 async def _files_of(group: WorkerGroup) -> dict[str, Written]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import pytest
 from skyrl_train.data.trajectory import Prompt
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.environments.host import EnvironmentHost
-from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
+from skyrl_train.errors import ConfigError, EnvironmentFailure
 
 PLUGINS = Path(__file__).parent / "plugins"
 QUESTION = [{"role": "user", "content": "6 * 3?"}]
@@ -289,10 +290,58 @@ def test_an_unknown_environment_is_a_mistake_in_the_configuration():
     run_with_host(scenario)
 
 
-def test_a_row_that_json_cannot_carry_is_named():
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+@pytest.mark.defect("rows-found-bad-when-drawn")
+@pytest.mark.parametrize(
+    "value", [b"\x89PNG", nested(2000), 10**5000, {(1, 2): 3}], ids=["bytes", "deep", "long", "key"]
+)
+def test_a_row_that_json_cannot_carry_costs_its_episode(value: Any):
     async def scenario(host: EnvironmentHost) -> None:
-        with pytest.raises(DataError, match="row 7: a value of type bytes"):
-            await host.start("Counter", prompt("Counter", image=b"\x89PNG"))
+        assert await outcome(host, "Counter", "x", image=value) == "bad_row"
+        assert await outcome(host, "Counter", "x") == 1.0
+
+    run_with_host(scenario)
+
+
+@pytest.mark.defect("answers-nested-too-deeply")
+@pytest.mark.parametrize("depth", [101, 940, 5000])
+@pytest.mark.parametrize("part", ["opening", "observation", "metadata"])
+def test_an_answer_that_is_nested_too_deeply_costs_its_episode(part: str, depth: int):
+    async def scenario(host: EnvironmentHost) -> None:
+        neighbour = await host.start("SideEffects", prompt("SideEffects"))  # lost if its process were
+        assert await outcome(host, "Nests", part, part=part, depth=depth) in ("bad_step_output", "RecursionError")
+        assert await outcome(host, "Nests", part, part=part, depth=20) == 1.0
+        assert (await neighbour.step("fine")).reward == 1.0
+
+    run_with_host(scenario)
+
+
+@pytest.mark.defect("answers-nested-too-deeply")
+def test_an_answer_that_the_driver_cannot_read_costs_its_episode():
+    body = b"[" * 5000 + b"]" * 5000
+
+    async def scenario(host: EnvironmentHost) -> None:
+        episode = await host.start("Counter", prompt("Counter"))
+        step = asyncio.create_task(episode.step("sleep 1"))
+        await asyncio.sleep(0)
+        host._workers[0].pipe_data_received(1, struct.pack("!I", len(body)) + body)
+        with pytest.raises(EnvironmentFailure, match="environment_died"):
+            await step
+        assert await outcome(host, "Counter", "x") == 1.0
+
+    run_with_host(scenario)
+
+
+@pytest.mark.defect("failures-without-a-kind")
+def test_a_failure_without_a_kind_costs_its_episode():
+    async def scenario(host: EnvironmentHost) -> None:
+        assert await outcome(host, "NoKind", "x") == "None"
 
     run_with_host(scenario)
 

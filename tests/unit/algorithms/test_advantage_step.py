@@ -100,3 +100,5 @@ def test_an_adapted_coefficient_survives_a_resume():
     assert step.state()["kl_coef"] > 0.1
     resumed.load_state(step.state())
     assert resumed.state() == step.state()
+    with pytest.raises(ValueError, match="high"):
+        resumed.load_state({"kl_coef": "high"})  # type: ignore[dict-item]

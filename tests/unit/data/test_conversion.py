@@ -58,6 +58,21 @@ def test_a_row_that_cannot_be_used_ends_the_script_with_its_place(tmp_path: Path
         call(monkeypatch, "--input", str(tmp_path), "--output", str(tmp_path))
 
 
+@pytest.mark.defect("converted-rows-without-their-place")
+@pytest.mark.parametrize("value", ["a \ud800", {"\ud800": 1}, 2**64, [1, "a"]])
+def test_a_row_that_parquet_cannot_hold_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any):
+    write_lines(tmp_path / "train.jsonl", [{"q": "a"}, {"q": "b"}])
+
+    def keeps(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
+        return {"prompt": [], "kept": value if row["q"] == "b" else None}
+
+    monkeypatch.setattr(sys, "argv", ["script", "--input", str(tmp_path), "--output", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"train\.jsonl, line 2: parquet cannot hold what it becomes"):
+        conversion_main(keeps, doc="", hub="owner/name", splits={"train": "train"})
+    with pytest.raises(DataError, match=r"c\.parquet: "):
+        write_split(tmp_path, "c", [{"x": value}])
+
+
 def test_a_folder_without_the_split_or_with_two_of_it_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match=r"needs exactly one of train.parquet, train.json, train.jsonl, has none"):
         source_rows(str(tmp_path), "train")

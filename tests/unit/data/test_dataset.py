@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import datetime
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from datasets import Dataset
 
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset, load_prompts
+from skyrl_train.data.json_values import MAX_DEPTH, jsonable
 from skyrl_train.data.trajectory import Message
 from skyrl_train.errors import DataError
 from skyrl_train.testing.tiny_models import byte_tokenizer
@@ -127,6 +131,85 @@ def test_a_row_s_bound_on_turns_is_checked_when_it_is_loaded(tmp_path: Path, suf
 @pytest.mark.parametrize("turns", [None, 3, 3.0, float("nan")])
 def test_tables_write_such_bounds_as_they_can(tmp_path: Path, turns: Any):
     load(write(tmp_path / "data.parquet", row(max_turns=turns)))
+
+
+def nested(depth: int) -> list[Any]:
+    return [] if depth == 1 else [nested(depth - 1)]
+
+
+@pytest.mark.defect("rows-found-bad-when-drawn")
+@pytest.mark.parametrize(
+    ("suffix", "bad", "says"),
+    [
+        (".parquet", row(image=b"\x89PNG"), "column 'image' holds a value of type bytes"),
+        (".parquet", row(extra_info={"pages": [b"one"]}), "column 'extra_info' holds a value of type bytes"),
+        (".parquet", {"prompt": [{"role": "user", "content": "a", "image": b"b"}]}, "column 'prompt' holds a value of"),
+        (
+            ".jsonl",
+            row(tree=nested(MAX_DEPTH + 2)),
+            f"column 'tree' holds lists or mappings more than {MAX_DEPTH} deep",
+        ),
+        (".jsonl", {"prompt": nested(900)}, "column 'prompt' holds lists or mappings"),
+    ],
+)
+def test_a_row_that_json_cannot_carry_is_refused_when_it_is_loaded(
+    tmp_path: Path, suffix: str, bad: dict[str, Any], says: str
+):
+    good = dict.fromkeys(bad) | row()  # a table has the columns of its first row
+    path = write(tmp_path / f"data{suffix}", good, good, bad)
+    rest = ".*rows hold text, numbers, .*Remove it, or store it as text"
+    with pytest.raises(DataError, match=rf"data\{suffix}, (row|line) 3: {says}{rest}"):
+        load(path)
+
+
+@pytest.mark.defect("rows-found-bad-when-drawn")
+def test_objects_of_a_dataset_library_are_refused_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("datasets.load_dataset", lambda *names, split: [row(), row(image=object())])
+    with pytest.raises(DataError, match="squad, row 2: column 'image' holds a value of type object"):
+        load("squad")
+
+
+def test_what_tables_and_json_hold_reaches_environments(tmp_path: Path):
+    columns: dict[str, Any] = {
+        "time": datetime.datetime(2024, 5, 6, 7),
+        "day": datetime.date(2024, 5, 6),
+        "span": datetime.timedelta(seconds=3),
+        "price": Decimal("1.50"),
+        "score": float("nan"),
+        "tree": nested(40),
+    }
+    first, second = load(write(tmp_path / "data.parquet", row(**columns), row(image=None))).prompts
+    sent = json.loads(json.dumps(first.env_extras, default=jsonable))
+    assert (sent["time"], sent["day"], sent["span"], sent["price"]) == (
+        "2024-05-06 07:00:00",
+        "2024-05-06",
+        "0:00:03",
+        "1.50",
+    )
+    assert second.env_extras["tree"] is None
+
+
+@pytest.mark.defect("values-of-tables-that-python-lacks")
+@pytest.mark.parametrize(
+    "values", [pa.array([0, 10**15], pa.timestamp("s")), pa.array([0, 1], pa.timestamp("s", "Mars"))]
+)
+def test_a_value_of_a_table_that_python_does_not_have_is_named(tmp_path: Path, values: pa.Array):
+    path = tmp_path / "data.parquet"
+    pq.write_table(pa.Table.from_pylist([row(), row()]).append_column("when", values), path)
+    number = 1 if values.type.tz else 2
+    with pytest.raises(DataError, match=rf"data\.parquet, row {number}: column 'when' holds a value of type timestamp"):
+        load(str(path))
+
+
+@pytest.mark.defect("values-of-tables-that-python-lacks")
+def test_a_dataset_that_fails_at_a_row_is_named_with_it(monkeypatch: pytest.MonkeyPatch):
+    def rows() -> Iterator[dict[str, Any]]:
+        yield row()
+        raise LookupError("its image cannot be decoded")
+
+    monkeypatch.setattr("datasets.load_dataset", lambda *names, split: rows())
+    with pytest.raises(DataError, match="squad, after row 1: LookupError: its image cannot be decoded"):
+        load("squad")
 
 
 def test_half_a_surrogate_pair_in_a_row_is_named(tmp_path: Path):

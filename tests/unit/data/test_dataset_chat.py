@@ -194,6 +194,16 @@ def test_messages_that_a_template_refuses_are_an_error_in_the_data():
         render_prompt(tokenizer, [user("a")])
 
 
+@pytest.mark.defect("answers-nested-too-deeply")
+@pytest.mark.parametrize("shown", ["messages[0]['content']", "messages | tojson", "7.5 * 10 ** 400", "1 / 0"])
+def test_whatever_a_template_raises_for_messages_is_an_error_in_the_data(shown: str):
+    content: list[Any] = []
+    for _ in range(2000):
+        content = [content]
+    with pytest.raises(DataError, match="the chat template does not take these messages"):
+        render_prompt(with_template("{{ " + shown + " }}"), [{"role": "user", "content": content}])
+
+
 @pytest.mark.parametrize("template", [CHATML, LLAMA3])
 def test_what_the_assistant_said_and_the_end_of_its_turn_are_learnt(template: str):
     tokenizer = with_template(template)

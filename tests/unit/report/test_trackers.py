@@ -76,6 +76,19 @@ def test_trackers_get_no_secret_of_the_environment_and_none_is_said_of_those_tha
     assert SECRET not in caplog.text and ("<MY_PASSWORD>" in caplog.text) is fails
 
 
+@pytest.mark.defect("names-that-trackers-do-not-take")
+def test_trackers_get_names_that_are_printable_and_hold_no_secret(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_PASSWORD", SECRET)
+    tracker = Recorder()
+    with Trackers({"one": tracker}) as trackers:
+        trackers.log({"environment/a\ud800\x1b[31m": 1.0, f"environment/{SECRET}": 2.0, "eval/été/avg_score": 3.0}, 1)
+    assert tracker.calls[0][1] == {
+        r"environment/a\ud800\x1b[31m": 1.0,
+        "environment/<MY_PASSWORD>": 2.0,
+        "eval/été/avg_score": 3.0,
+    }
+
+
 @pytest.mark.parametrize("names", [[], ["console", "console"]])
 def test_jsonl_and_console_are_always_there_and_a_name_counts_once(
     names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -109,11 +122,12 @@ def test_tensorboard_files_hold_the_scalars_and_restart_where_the_run_goes_on(tm
     from skyrl_train.report.tensorboard import TensorboardTracker
 
     for start, value in ((0, 1.0), (2, 7.0)):
-        tracker = TensorboardTracker(TrackerSetup(tmp_path, "project", "run"))
+        tracker = Trackers({"tensorboard": TensorboardTracker(TrackerSetup(tmp_path, "project", "run"))})
         tracker.begin(start, 4)
         for step in range(start + 1, start + 4):
-            tracker.log({"reward/mean": value, "nan": float("nan")}, step)
+            tracker.log({"reward/mean": value, "nan": float("nan"), HOSTILE: 1e308}, step)
         tracker.samples([SampleRow(HOSTILE, HOSTILE, 1.0, "stop")], start)
+        assert tracker._members
         tracker.close()
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -129,7 +143,7 @@ from skyrl_train.report.trackers import make_trackers
 with make_trackers(["wandb"], Path(sys.argv[1]), "project", "run", {{"trainer": {{"seed": 1}}}}) as trackers:
     assert set(trackers._members) == {{"jsonl", "console", "wandb"}}
     trackers.begin(0, 2)
-    trackers.log({{"reward/mean": float("nan")}}, 1)
+    trackers.log({{"reward/mean": float("nan"), {HOSTILE!r}: 1e308}}, 1)
     trackers.samples([SampleRow({HOSTILE!r}, {HOSTILE!r}, 1.0, "stop")], 1)
     assert "wandb" in trackers._members, "a tracker that failed is dropped"
 assert "torch" not in sys.modules

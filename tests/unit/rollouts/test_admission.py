@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 
@@ -210,3 +211,16 @@ def test_resuming_goes_on_at_the_next_prompt():
 
     asyncio.run(run())
     assert asked == [6, 7]
+
+
+@pytest.mark.defect("forged-states-of-runs")
+@pytest.mark.parametrize(
+    "change", [{"consumed": "six"}, {"consumed": -1}, {"pass_rates": {"0": "high"}}, {"decided": [["first", True]]}]
+)
+def test_a_state_that_no_collector_has_given_is_refused(change: dict[str, Any]):
+    async def rollout(one: Prompt, position: int) -> TrajectoryGroup:
+        return group_of(one)
+
+    collector = RolloutCollector(rollout, prompt, lambda step: 2, 0, 0.5)
+    with pytest.raises(ValueError, match=r"six|before the first|high|first"):
+        collector.load_state({"consumed": 6, "pass_rates": {}, "decided": []} | change)

@@ -17,7 +17,7 @@ from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.lockstep import Lockstep
 from skyrl_train.environments.base import StepOutput
-from skyrl_train.errors import DataError, EnvironmentFailure
+from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
 from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
 from skyrl_train.rollouts.rate_limit import RateLimiter
 from skyrl_train.testing.scripted_engine import ScriptedEngine
@@ -211,9 +211,25 @@ def test_the_environment_is_told_how_many_turns_there_are(row: dict[str, Any], e
     assert len(group.trajectories[0].turns) == expected
 
 
-def test_a_row_with_no_number_of_turns_is_named():
-    with pytest.raises(DataError, match="row 7: max_turns='2'"):
-        play(says("ab"), Talks(until(2)), prompt=Prompt("7", PROMPT.messages, "toy", {"max_turns": "2"}))
+@pytest.mark.defect("rows-found-bad-when-drawn")
+def test_a_row_that_turns_out_to_be_bad_costs_its_episodes():
+    prompt = Prompt("7", PROMPT.messages, "toy", {"max_turns": "2"})
+    (item,) = play(says("ab"), Talks(until(2)), prompt=prompt)[0].trajectories
+    assert (item.status, item.error) == (FAILED, "bad_row")
+    assert "row 7: max_turns='2'" in item.text
+
+
+@pytest.mark.defect("rows-found-bad-when-drawn")
+def test_a_row_that_its_environment_refuses_costs_its_episodes():
+    class Refuses(Talks):
+        async def start(self, env_class: str, prompt: Prompt) -> Talk:
+            if not self.episodes:
+                self.episodes.append(Talk([], {}, self.step))
+                raise DataError("its columns are not what this environment needs")
+            return await super().start(env_class, prompt)
+
+    one, other = play(says("ab"), Refuses(until(2)), samples=2)[0].trajectories
+    assert (one.status, one.error, other.status) == (FAILED, "bad_row", OK)
 
 
 @pytest.mark.fault("F11")
@@ -356,7 +372,19 @@ def test_half_a_surrogate_pair_in_an_observation_costs_its_episode():
     assert (item.status, item.error) == (FAILED, "chat_template")
 
 
-def test_a_row_that_ends_the_run_leaves_no_environment_behind():
+@pytest.mark.defect("answers-nested-too-deeply")
+def test_an_observation_that_nests_too_deeply_for_the_template_costs_its_episode():
+    content: list[Any] = []
+    for _ in range(2000):
+        content = [content]
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("message['content']", "message['content'] | string")
+    step = Talks(lambda turn, text: StepOutput([{"role": "user", "content": content}], 1.0, False))
+    (item,) = play(says("ab"), step, tokenizer=tokenizer)[0].trajectories
+    assert (item.status, item.error) == (FAILED, "chat_template")
+
+
+def test_an_error_that_ends_the_run_leaves_no_environment_behind():
     """Of three, the first is open and the third is still being opened when the second one is refused."""
     given_up: list[str] = []
 
@@ -371,14 +399,14 @@ def test_a_row_that_ends_the_run_leaves_no_environment_behind():
             if len(self.episodes) == 1:
                 return episode
             await asyncio.sleep(0)  # the neighbour has begun
-            raise DataError("its columns are not what this environment needs")
+            raise ConfigError("its settings are not what this environment needs")
 
     environments = Opening(until(2))
 
     async def run() -> None:
         client = EngineClient([ScriptedEngine(says("ab"))], deadline_s=60.0)
         options = RolloutSettings(SamplingParams(9), 3, 3, max_prompt_tokens=900, deadline_s=60.0)
-        with pytest.raises(DataError):
+        with pytest.raises(ConfigError):
             await ConversationGenerator(client, environments, TOKENIZER, options).rollout(PROMPT, 0)
         assert environments.episodes[0].closed and given_up == ["7"]
         assert asyncio.all_tasks() == {asyncio.current_task()}

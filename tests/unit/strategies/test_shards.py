@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,3 +98,37 @@ def test_the_json_says_what_is_where(tmp_path: Path) -> None:
         **{"world_size": 2, "updates": 5, "trained": True, "rank": 1},
         "slices": {"w": {"shape": [7, 2], "dtype": "float32", "start": 8, "stop": 14}},
     }
+
+
+@pytest.mark.defect("forged-states-of-runs")
+@pytest.mark.parametrize(
+    ("rank", "changes"),
+    [
+        (0, {"world_size": None}),
+        (0, {"world_size": "many"}),
+        (1, {"slices": None}),
+        (1, {"slices": [1]}),
+        (1, {"slices": {"w": {"shape": [7, 2]}}}),
+        (1, {"slices": {"w": {"shape": [7, 2], "dtype": "float32", "start": "x", "stop": 14}}}),
+    ],
+)
+def test_json_that_no_rank_has_saved_is_named_with_its_file_and_key(
+    tmp_path: Path, rank: int, changes: dict[str, Any]
+) -> None:
+    write(tmp_path, [(0, 8), (8, 14)])
+    path = tmp_path / f"shard_{rank}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    (key,) = changes
+    with pytest.raises(CheckpointError, match=rf"shard_{rank}\.json: {key} (is|are) .*not "), open_shards(tmp_path):
+        pass
+
+
+@pytest.mark.defect("forged-states-of-runs")
+def test_tensors_that_only_the_json_names_are_in_no_shard(tmp_path: Path) -> None:
+    write(tmp_path, [(0, 8), (8, 14)])
+    with open_shards(tmp_path) as reader:
+        assert reader.number("updates") == 5 and reader.number("trained") == 1
+        with pytest.raises(CheckpointError, match=r"shard_0\.json: skipped_in_a_row is None, not the number"):
+            reader.number("skipped_in_a_row")
+        with pytest.raises(CheckpointError, match="elements 0:14 of 'w' are in no shard"):
+            reader.elements("exp_avg/w", piece(0, 14))

@@ -109,6 +109,46 @@ def test_a_checkpoint_from_before_a_controller_was_saved_leaves_it_as_it_is(tiny
     assert guards.state() == {"equal_steps": 7}
 
 
+def forge(checkpoint: Path, **changes: Any) -> None:
+    """Change keys of its trainer_state.json, None for none, and make the checksum that of the result."""
+    file, manifest = checkpoint / "trainer_state.json", checkpoint / "manifest.json"
+    state = {key: value for key, value in (json.loads(file.read_text()) | changes).items() if value is not None}
+    file.write_text(json.dumps(state))
+    listed = json.loads(manifest.read_text())
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    listed["files"][file.name] = {"bytes": file.stat().st_size, "sha256": digest}
+    manifest.write_text(json.dumps(listed))
+
+
+@pytest.mark.defect("forged-states-of-runs")
+def test_a_state_that_no_run_has_saved_is_named_with_its_file_and_key(tiny_model_path: str, tmp_path: Path):
+    good = {"controllers": {"position": {"at": 0}}, "fingerprints": {"data": "abc"}, "unfinished": None}
+    forged: list[tuple[str, Any]] = [
+        ("fingerprints", None),
+        ("fingerprints", [["data", "abc"]]),
+        ("controllers", None),
+        ("controllers", "position"),
+        ("controllers", {"position": 3}),
+        ("controllers", {"position": {}}),
+        ("controllers", {"position": {"at": 0}, "skipped_updates": {"since": "never"}}),
+        ("unfinished", []),
+        ("unfinished", {"actions": ["export"]}),
+        ("unfinished", {"actions": 3, "row": {}}),
+        ("unfinished", {"actions": [], "row": {"reward/mean": "high"}}),
+    ]
+
+    async def steps(state: RunState, learner: Learner, position: Position) -> None:
+        await state.save(1)
+        for key, value in forged:
+            forge(tmp_path / "global_step_1", **good | {key: value})
+            with pytest.raises(CheckpointError, match=rf"trainer_state\.json: {key}.* is .*not what a run saves there"):
+                await state.resume()
+        forge(tmp_path / "global_step_1", **good)
+        assert await state.resume() == (1, Unfinished())
+
+    with_state(tiny_model_path, tmp_path, steps)
+
+
 @pytest.mark.defect("hashing-blocks-the-loop")
 def test_the_ranks_say_what_they_wrote_and_it_is_what_is_there(tiny_model_path: str, tmp_path: Path):
     async def save(state: RunState, learner: Learner, position: Position) -> None:

@@ -10,6 +10,7 @@ import time
 
 from skyrl_train.environments.base import BaseTextEnv, BaseTextEnvStepOutput, StepOutput, TextEnv
 from skyrl_train.environments.registry import register
+from skyrl_train.errors import EnvironmentFailure
 
 
 class Counter(TextEnv):
@@ -169,11 +170,46 @@ class NeverCloses(TextEnv):
         time.sleep(1000)
 
 
+class Nests(TextEnv):
+    """Lists in lists, in one part of what it returns."""
+
+    def nested(self, part):
+        value: list = []
+        for _ in range(self.extras["depth"] if self.extras["part"] == part else 0):
+            value = [value]
+        return value
+
+    def init(self, prompt):
+        return [*prompt, {"role": "user", "content": self.nested("opening")}], {}
+
+    def step(self, action):
+        observation = {"role": "user", "content": self.nested("observation")}
+        return StepOutput([observation], 1.0, False, {"tree": self.nested("metadata")})
+
+
+class NoKind(TextEnv):
+    def init(self, prompt):
+        raise EnvironmentFailure(None)  # type: ignore[arg-type]
+
+
 class BadStart(TextEnv):
     def init(self, prompt):
         raise PermissionError("not you")
 
 
-ALL = (Counter, SideEffects, Misbehaving, Strays, Printing, BadEnd, Chatty, SkyRLGymStyle, NeverCloses, BadStart)
+ALL = (
+    Counter,
+    SideEffects,
+    Misbehaving,
+    Strays,
+    Printing,
+    BadEnd,
+    Chatty,
+    SkyRLGymStyle,
+    NeverCloses,
+    Nests,
+    NoKind,
+    BadStart,
+)
 for environment in ALL:
     register(environment.__name__, environment)
