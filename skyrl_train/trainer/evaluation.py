@@ -13,6 +13,7 @@ from typing import Any
 from skyrl_train.config.secrets import redact
 from skyrl_train.data.trajectory import OK, PASSED, Prompt, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed, WeightSyncError
+from skyrl_train.rollouts.conversation import CUT
 from skyrl_train.tasks import gather_all
 
 _log = logging.getLogger(__name__)
@@ -61,7 +62,16 @@ class Evaluator:
         if self._dump_to is not None:
             await asyncio.to_thread(self._dump, groups, self._dump_to / f"global_step_{step}_evals")
         failed = Counter(item.error for group in groups for item in group.trajectories if item.status != OK)
-        if failed.total() > self._max_failed_fraction * sum(len(group.trajectories) for group in groups):
+        total = sum(len(group.trajectories) for group in groups)
+        if failed[CUT]:
+            _log.warning(
+                "evaluation at step %d: %d of %d episodes were cut after trainer.timeouts.rollout_s and count as "
+                "reward 0. Raise it, or lower eval_sampling_params.max_generate_length.",
+                step,
+                failed[CUT],
+                total,
+            )
+        if failed.total() > self._max_failed_fraction * total:
             raise RolloutsFailed(f"evaluation at step {step}: too many episodes failed: {dict(failed)}.")
         by_source: dict[str, list[TrajectoryGroup]] = defaultdict(list)
         for group in groups:

@@ -11,15 +11,15 @@ from skyrl_train.errors import RolloutsFailed
 from skyrl_train.trainer.evaluation import Evaluator
 
 
-def rollout_of(rewards: dict[str, list[float | None]]):  # type: ignore[no-untyped-def]
-    """None is a failed episode."""
+def rollout_of(rewards: dict[str, list[float | None]], error: str = "timeout"):  # type: ignore[no-untyped-def]
+    """None is an episode that failed with `error`."""
 
     async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
         rows = []
         for sample, reward in enumerate(rewards[prompt.uid]):
             row = Trajectory(prompt, sample, [1], [2], [1], [0.0], [], reward or 0.0, "stop", 1.0, text="\x1b[31m")
             if reward is None:
-                row.status, row.error = FAILED, "timeout"
+                row.status, row.error = FAILED, error
             rows.append(row)
         return TrajectoryGroup(prompt, rows)
 
@@ -73,6 +73,16 @@ def test_an_evaluation_that_mostly_failed_is_an_error_not_a_score_of_zero():
     evaluator = Evaluator(rollout_of({"a": [None, None, 1.0]}), prompts, 1, None, max_failed_fraction=0.5)
     with pytest.raises(RolloutsFailed, match="timeout"):
         asyncio.run(evaluator.run(0))
+
+
+@pytest.mark.defect("evaluations-cut-in-silence")
+@pytest.mark.parametrize("error", ["deadline", "timeout"])
+def test_episodes_of_an_evaluation_that_were_cut_by_their_deadline_are_a_warning(
+    error: str, caplog: pytest.LogCaptureFixture
+):
+    asyncio.run(Evaluator(rollout_of({"a": [None, 1.0]}, error), [Prompt("a", [], "x")], 1, None).run(7))
+    said = "evaluation at step 7: 1 of 2 episodes were cut after trainer.timeouts.rollout_s and count as reward 0."
+    assert [said in record.message for record in caplog.records] == [True] * (error == "deadline")
 
 
 def test_at_most_a_batch_of_prompts_is_in_flight():
