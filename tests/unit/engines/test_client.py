@@ -167,6 +167,24 @@ def test_cancelling_aborts_on_the_engines():
     assert [engine.calls for engine in engines] == [["generate", "abort"]] * 2
 
 
+@pytest.mark.defect("loads-of-requests-that-never-began")
+@pytest.mark.parametrize("ticks", range(4))
+def test_an_engine_is_not_taken_for_loaded_by_what_was_cancelled_however_soon(ticks: int):
+    engines = _engines(2, delay_s=0.05)
+
+    async def run() -> None:
+        client = EngineClient(engines, deadline_s=5)
+        call = asyncio.ensure_future(client.generate([_request("a")]))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait([call])
+        await client.generate([_request("x")])
+
+    asyncio.run(run())
+    assert "x" in _served(engines[0])
+
+
 def test_calls_to_all_reach_every_live_engine():
     engines = _engines(3)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.supervisor import EngineSupervisor
-from skyrl_train.errors import EngineError, EnginesLost, WorkerDied
+from skyrl_train.errors import ClusterLost, EngineError, EnginesLost, WorkerDied
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 
 
@@ -94,6 +95,36 @@ def test_a_restart_that_fails_counts_and_is_tried_again_until_the_budget_is_spen
     assert answer.request_id == "r1"
     assert supervisor.restarts == 3
     assert [engine.closed for engine in started] == [True, True, False]
+
+
+@pytest.mark.defect("C7-restarts-in-silence")
+def test_a_restart_is_one_line_that_says_which_engine_why_and_how_many_are_left(caplog: pytest.LogCaptureFixture):
+    client, _ = supervised([Mortal("a")], budget=4)
+    asyncio.run(client.generate([request("r1")]))
+    (line,) = [record.message for record in caplog.records if record.name == "skyrl_train.engines.supervisor"]
+    assert re.fullmatch(
+        r"a died \(EngineError: a was killed\) and was restarted with the current weights in \d+\.\d s, restart 1 of "
+        r"the 4 of generator\.max_engine_restarts\.",
+        line,
+    )
+
+
+@pytest.mark.defect("C2-a-dead-node-is-restarted")
+def test_a_node_that_died_is_told_from_an_engine_and_no_restart_is_repeated_on_it():
+    started: list[str] = []
+
+    async def start(name: str) -> Mortal:
+        started.append(name)
+        raise ClusterLost("a node with slots of this run died (its placement group is rescheduling).")
+
+    async def never(engine: Mortal) -> None:
+        raise AssertionError("there is no engine")
+
+    client = EngineClient([Mortal("a")], deadline_s=5)
+    client.revive = EngineSupervisor(client, start=start, sync=never, stop=never, budget=3).revive
+    with pytest.raises(EnginesLost, match=r"a was killed.*cannot be restarted: a node with slots of this run died"):
+        asyncio.run(client.generate([request("r1")]))
+    assert started == ["a"]
 
 
 @pytest.mark.defect("restarts-without-a-sender")

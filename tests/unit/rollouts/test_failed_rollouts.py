@@ -11,44 +11,45 @@ from skyrl_train.environments.base import StepOutput
 from skyrl_train.errors import EnvironmentFailure, RolloutsFailed
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.collector import RolloutCollector
-from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
+from skyrl_train.rollouts.conversation import CUT, ConversationGenerator, RolloutSettings
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
 
 class Dying:
-    """Environments of which one in `good` survives its second turn."""
+    """Environments of which one in `good` survives its second turn; the others die of `kind`."""
 
-    def __init__(self, good: int):
+    def __init__(self, good: int, kind: str):
         self.good = good
+        self.kind = kind
         self.started = 0
 
     async def start(self, env_class: str, prompt: Prompt) -> Life:
         self.started += 1
-        return Life(list(prompt.messages), self.started % self.good == 0)
+        return Life(list(prompt.messages), None if self.started % self.good == 0 else self.kind)
 
 
 class Life:
-    def __init__(self, messages: list[Message], survives: bool):
+    def __init__(self, messages: list[Message], dies_of: str | None):
         self.messages = messages
-        self.survives = survives
+        self.dies_of = dies_of
         self.turns = 0
 
     async def step(self, text: str) -> StepOutput:
         self.turns += 1
-        if self.turns == 2 and not self.survives:
-            raise EnvironmentFailure("ToolServerDied", "connection refused")
+        if self.turns == 2 and self.dies_of:
+            raise EnvironmentFailure(self.dies_of, "connection refused")
         return StepOutput([{"role": "user", "content": "again"}], 1.0, self.turns == 2)
 
     async def close(self) -> None: ...
 
 
-def collect(good: int, max_failed_fraction: float) -> tuple[int, dict[str, float]]:
+def collect(good: int, max_failed_fraction: float, kind: str = "ToolServerDied") -> tuple[int, dict[str, float]]:
     """Groups of a step of 10 prompts with 2 samples each, and its metrics."""
     tokenizer = byte_tokenizer()
     engine = ScriptedEngine(lambda request: [tokenizer.eos_token_id])
     settings = RolloutSettings(SamplingParams(9), 2, 3, max_prompt_tokens=500, deadline_s=60.0, max_turns=3)
-    generator = ConversationGenerator(EngineClient([engine], deadline_s=60.0), Dying(good), tokenizer, settings)
+    generator = ConversationGenerator(EngineClient([engine], deadline_s=60.0), Dying(good, kind), tokenizer, settings)
     metrics = Metrics()
 
     async def run() -> int:
@@ -81,3 +82,11 @@ def test_below_the_bound_they_are_counted_by_kind():
     groups, values = collect(good=2, max_failed_fraction=0.5)
     assert groups == 10
     assert values["rollouts/failed"] == values["rollouts/failed/ToolServerDied"] == 10
+
+
+@pytest.mark.parametrize("kind", [CUT, "ToolServerDied"])
+def test_episodes_that_were_cut_by_their_deadline_are_a_warning_too(kind: str, caplog: pytest.LogCaptureFixture):
+    _, values = collect(good=2, max_failed_fraction=0.5, kind=kind)
+    assert values[f"rollouts/failed/{kind}"] == 10
+    said = "10 of 20 episodes were cut after trainer.timeouts.rollout_s and are masked"
+    assert [said in record.message for record in caplog.records] == [True] * (kind == CUT)

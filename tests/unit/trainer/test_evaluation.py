@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from skyrl_train.data.trajectory import FAILED, Prompt, Trajectory, TrajectoryGroup
-from skyrl_train.errors import RolloutsFailed
+from skyrl_train.engines.base import SampleRequest, SamplingParams
+from skyrl_train.engines.client import EngineClient
+from skyrl_train.errors import EnginesLost, RolloutsFailed
+from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.trainer.evaluation import Evaluator
 
 
@@ -83,6 +87,50 @@ def test_episodes_of_an_evaluation_that_were_cut_by_their_deadline_are_a_warning
     asyncio.run(Evaluator(rollout_of({"a": [None, 1.0]}, error), [Prompt("a", [], "x")], 1, None).run(7))
     said = "evaluation at step 7: 1 of 2 episodes were cut after trainer.timeouts.rollout_s and count as reward 0."
     assert [said in record.message for record in caplog.records] == [True] * (error == "deadline")
+
+
+@pytest.mark.defect("evaluations-go-on-after-their-first-error")
+def test_nothing_of_an_evaluation_runs_on_after_its_first_error():
+    running: set[str] = set()
+
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        running.add(prompt.uid)
+        try:
+            await asyncio.sleep(0.01 if prompt.uid == "1" else 60)
+            raise EnginesLost("engine 0 died")
+        finally:
+            await asyncio.sleep(0)  # it has to be waited for, too
+            running.remove(prompt.uid)
+
+    async def run() -> None:
+        with pytest.raises(EnginesLost, match="engine 0 died"):
+            await Evaluator(rollout, [Prompt(str(i), [], "x") for i in range(3)], 3, None).run(0)
+        assert running == set()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+
+
+@pytest.mark.defect("C8-evaluation-counted-in-the-next-step")
+def test_an_evaluation_leaves_no_trace_in_what_engines_measure_next():
+    engine = ScriptedEngine()
+    client = EngineClient([engine], deadline_s=60.0)
+
+    async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
+        request = SampleRequest(prompt.uid, (1, 2, 3), SamplingParams(max_tokens=4), 0)
+        (completion,) = await client.generate([request])
+        row = Trajectory(prompt, 0, [1], completion.token_ids, [1], [0.0], [], 1.0, "stop", 1.0)
+        return TrajectoryGroup(prompt, [row])
+
+    async def run(*after: Callable[[], Awaitable[None]]) -> float:
+        prompts = [Prompt(str(i), [], "x") for i in range(4)]
+        await Evaluator(rollout, prompts, 4, None, 1.0, *after).run(0)
+        return (await client.metrics())["engines/tokens_per_s"]
+
+    assert asyncio.run(run()) > 0
+    engine.calls.clear()
+    assert asyncio.run(run(client.begin_anew)) == 0
+    assert engine.calls[-3:-1] == ["reset_prefix_cache", "health"], "no prompt of the evaluation is found cached"
 
 
 def test_at_most_a_batch_of_prompts_is_in_flight():

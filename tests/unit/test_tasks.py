@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+import pytest
+
+from skyrl_train.tasks import gather_all, to_its_end
+
+
+def test_results_come_in_the_order_of_the_calls():
+    async def after(seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        return seconds
+
+    assert asyncio.run(gather_all(after(seconds) for seconds in (0.02, 0.0, 0.01))) == [0.02, 0.0, 0.01]
+
+
+@pytest.mark.defect("tracebacks-of-what-nobody-awaits")
+def test_the_first_error_is_raised_once_the_others_have_ended_and_theirs_are_printed_nowhere():
+    ended: list[str] = []
+    reported: list[dict[str, Any]] = []
+
+    async def fails(name: str, after_s: float) -> None:
+        try:
+            await asyncio.sleep(after_s)
+            raise ValueError(name)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.01)
+            raise KeyError(name) from None  # of its own cleanup
+        finally:
+            ended.append(name)
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+        with pytest.raises(ValueError, match="first"):
+            await gather_all([fails("slow", 60), fails("first", 0), fails("second", 0)])
+        assert sorted(ended) == ["first", "second", "slow"]
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        gc.collect()
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    gc.collect()
+    assert reported == []
+
+
+def test_what_is_cancelled_is_taken_to_its_end_and_what_it_raises_then_is_raised():
+    async def run(error: Exception | None) -> list[str]:
+        done: list[str] = []
+
+        async def work() -> None:
+            await asyncio.sleep(0.02)
+            done.append("all of it")
+            if error is not None:
+                raise error
+
+        task = asyncio.ensure_future(to_its_end(work()))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(type(error) if error else asyncio.CancelledError):
+            await task
+        return done
+
+    for error in (None, ValueError("late")):
+        assert asyncio.run(run(error)) == ["all of it"]
