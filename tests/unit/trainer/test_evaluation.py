@@ -122,9 +122,9 @@ def test_an_evaluation_leaves_no_trace_in_what_engines_measure_next():
         row = Trajectory(prompt, 0, [1], completion.token_ids, [1], [0.0], [], 1.0, "stop", 1.0)
         return TrajectoryGroup(prompt, [row])
 
-    async def run(*after: Callable[[], Awaitable[None]]) -> float:
+    async def run(after: Callable[[], Awaitable[None]] | None = None) -> float:
         prompts = [Prompt(str(i), [], "x") for i in range(4)]
-        await Evaluator(rollout, prompts, 4, None, 1.0, *after).run(0)
+        await Evaluator(rollout, prompts, 4, None, after=after).run(0)
         return (await client.metrics())["engines/tokens_per_s"]
 
     assert asyncio.run(run()) > 0
