@@ -14,6 +14,7 @@
     │   └── NonFiniteWeights   the trainer's own weights are NaN or infinite: there is nothing good to send or to save
     ├── EnvironmentFailure     an episode's environment raised, hung or gave a bad result; the trajectory is masked
     ├── RolloutsFailed         too many episodes of a step failed; the run stops instead of training on zeros
+    ├── StaleRollout           a token is older than trainer.fully_async.max_staleness_steps allows: a bug of ours
     ├── OutOfMemory            an accelerator or a host has no memory left; names settings that need less
     ├── NonFiniteUpdate        loss or gradient was not finite too many times in a row
     ├── Unhealthy              a guard of trainer.guards stopped the run; names it

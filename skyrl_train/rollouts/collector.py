@@ -133,9 +133,9 @@ class RolloutCollector:
             self._check_failures([*drawn, *surplus])
         groups = _filled(useful, others)
         self._count_failures([*drawn, *surplus], metrics)
-        self._check_staleness(step, groups)
         self._describe(drawn, groups, metrics)
         if self._max_staleness:
+            self._check_staleness(step, groups)
             self._describe_staleness(step, groups, metrics)
         if self._samplers.mask_equal_rewards:
             _mask_equal_rewards(groups, metrics)

@@ -85,6 +85,7 @@ NEW_KEYS = {
     "trainer.async_checkpoint",
     "trainer.fully_async.enabled",
     "trainer.fully_async.on_sync",
+    "trainer.fully_async.sample_full_batch",
     "trainer.guards.equal_rewards_steps",
     "trainer.guards.max_cut_fraction",
     "trainer.guards.max_ratio",

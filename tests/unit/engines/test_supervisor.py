@@ -216,7 +216,9 @@ def test_the_living_are_left_alone():
 @pytest.mark.parametrize("at_once", [True, False])
 def test_an_engine_that_dies_beside_others_is_restarted_at_once_where_rollouts_go_on(at_once: bool):
     async def run() -> tuple[dict[str, str], int]:
-        client, supervisor = supervised([Mortal("a"), Mortal("b", lives=True)], budget=4)
+        other = Mortal("b", lives=True)
+        other.synced = True
+        client, supervisor = supervised([Mortal("a"), other], budget=4)
         client.revives_at_once = at_once
         await client.generate([request("r1"), request("r2")])
         await asyncio.sleep(0.05)

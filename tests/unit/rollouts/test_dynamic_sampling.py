@@ -24,7 +24,11 @@ Rewards = Callable[[int], Sequence[float | None]]
 """Position -> the rewards of its group; None failed."""
 
 
-def group_of(prompt: Prompt, rewards: Sequence[float | None], version: int = 0) -> TrajectoryGroup:
+NEWEST = 99
+"""A version that no step finds too old."""
+
+
+def group_of(prompt: Prompt, rewards: Sequence[float | None], version: int = NEWEST) -> TrajectoryGroup:
     rows = []
     for sample, reward in enumerate(rewards):
         turn = Turn(0, 2, reward or 0.0, "stop", version, version)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import given, settings, strategies as st
 
 from skyrl_train.config.schema import Config
@@ -21,7 +23,6 @@ from skyrl_train.simulation.run import SimulatedRun, Split, build_run
 from skyrl_train.simulation.timings import EngineTimings, LearnerTimings, Lengths, Timings
 
 STEPS, BATCH, SAMPLES = 5, 3, 2
-logging.getLogger("skyrl_train.engines.supervisor").setLevel(logging.ERROR)  # engines die all the time
 ENDS_WITHIN_S = 400_000.0
 """Virtual seconds: the longest schedule needs a tenth of them."""
 
@@ -91,6 +92,16 @@ def configured(schedule: Schedule) -> tuple[Config, Timings, Split]:
         tool_s=schedule.tool_s,
     )
     return cfg, timings, Split(schedule.engines, 1, schedule.staleness)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def deaths_are_not_said() -> Iterator[None]:
+    """Engines die all the time here."""
+    logger = logging.getLogger("skyrl_train.engines.supervisor")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(before)
 
 
 class Watched:
