@@ -93,6 +93,8 @@ def splits(given: argparse.Namespace) -> list[Split]:
     """All slots colocated, and then every division of them with every staleness."""
     from skyrl_train.simulation.run import Split
 
+    if given.steps < 3:
+        raise ConfigError(f"--steps {given.steps}: must be at least 3, as the first and the last are not counted.")
     engines = given.engines or range(1, given.slots)
     if wrong := [one for one in engines if not 0 < one < given.slots]:
         raise ConfigError(
