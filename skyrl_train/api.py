@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import signal
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from skyrl_train.config.presence import INSTALL, missing
 from skyrl_train.config.problems import raise_all
 from skyrl_train.config.schema import Config
 from skyrl_train.entrypoints.main_base import BasePPOExp, Session, used_by
-from skyrl_train.errors import ConfigError
+from skyrl_train.entrypoints.stopping import until_told
+from skyrl_train.errors import ConfigError, Stopped
 from skyrl_train.registry import load_object, unknown
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 
@@ -102,18 +104,26 @@ def check(cfg: Config, experiment: type[BasePPOExp] = BasePPOExp) -> None:
 def train(cfg: Config, experiment: type[BasePPOExp] = BasePPOExp) -> TrainingResult:
     """Start everything, train to the last step, stop everything; from a script or from a notebook's cell.
 
-    Blocks, also where an event loop is running; `session` is for programs that do other things meanwhile.
+    Blocks, also where an event loop is running; `session` is for programs that do other things meanwhile. Ctrl-C (also
+    in a notebook) and SIGTERM save the last whole step and stop everything; a second one ends the process at once.
 
     Args:
         experiment: A subclass of BasePPOExp for runs with parts of their own.
 
     Raises:
         ConfigError: for what is wrong or missing; most of it is known before anything is started.
-        SkyRLError: why a run had to stop. Whatever is raised, nothing is left running.
+        SkyRLError: why a run had to stop; Stopped after SIGTERM. Whatever is raised, nothing is left running.
+        KeyboardInterrupt: after Ctrl-C.
     """
     _check_is_training(experiment)
     check(cfg, experiment)
-    return _wait_for(_train(experiment(cfg)))
+    run = experiment(cfg)
+    try:
+        return _wait_for(until_told(_train(run), run.cluster.lost()))
+    except Stopped as stopped:
+        if stopped.signal == signal.SIGINT:
+            raise KeyboardInterrupt from stopped
+        raise
 
 
 def _check_is_training(experiment: type[BasePPOExp]) -> None:

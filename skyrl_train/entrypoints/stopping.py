@@ -80,10 +80,37 @@ async def until_told(work: Coroutine[Any, Any, T], lost: Awaitable[SkyRLError]) 
     """Await `work`, unless SIGINT, SIGTERM or `lost` end it: it is then cancelled, and the reason raised once it ended.
 
     A second signal leaves at once, with nothing closed: the kernel and Ray's guard end our processes. `lost` returns
-    the error to end with. Replaces Ray's own handler of SIGTERM. Afterwards the handlers from before are back.
+    the error to end with. Replaces Ray's own handler of SIGTERM. Afterwards the handlers from before are back. In a
+    thread that is not the main one signals are left to whoever waits for it.
     """
+    told: asyncio.Future[SkyRLError] = asyncio.get_running_loop().create_future()
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(lost)
+    with _signals_tell(told):
+        try:
+            ends: list[asyncio.Future[Any]] = [task, told, watch]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            reason = told.result() if told.done() else watch.result()
+            await _end(task)
+            raise reason from (None if task.cancelled() else task.exception())
+        finally:
+            watch.cancel()
+            await _end(task)  # whoever waits for us may have been cancelled
+
+
+async def _end(task: asyncio.Future[Any]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+@contextmanager
+def _signals_tell(told: asyncio.Future[SkyRLError]) -> Iterator[None]:
+    """Inside, the first of our signals is the result of `told`, and the second ends the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     loop = asyncio.get_running_loop()
-    told: asyncio.Future[SkyRLError] = loop.create_future()
 
     def on_signal(number: int) -> None:
         if told.done():
@@ -91,22 +118,12 @@ async def until_told(work: Coroutine[Any, Any, T], lost: Awaitable[SkyRLError]) 
         _log.warning("%s: leaving in good order. Again: leaving at once.", signal.Signals(number).name)
         told.set_result(Stopped(number))
 
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(lost)
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
     try:
-        ends: list[asyncio.Future[Any]] = [task, told, watch]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        reason = told.result() if told.done() else watch.result()
-        task.cancel()
-        await asyncio.wait([task])
-        raise reason from (None if task.cancelled() else task.exception())
+        yield
     finally:
-        for unfinished in (task, watch):
-            unfinished.cancel()
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
             signal.signal(number, before[number])

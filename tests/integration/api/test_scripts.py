@@ -97,6 +97,7 @@ def test_the_snippets_of_the_page_run_one_after_the_other(outside: Path, install
 
 
 @pytest.mark.slow
+@pytest.mark.defect("signals-in-a-program")
 def test_an_embedder_brings_a_part_of_every_kind_and_drives_the_run(outside: Path):
     script = outside / "embedder.py"
     script.write_text((HERE / "scripts" / "embedder.py").read_text())

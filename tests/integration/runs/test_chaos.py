@@ -10,8 +10,8 @@ from tests.chaos.campaign import Campaign
 from tests.chaos.faults import FAULTS
 from tests.chaos.runs import overrides_of, problems
 
-NUMBER, AT_MOST_S = 4, 600.0
-"""Of faults: with the undisturbed run they take a minute on quiet cores."""
+FOR_S = 120.0
+"""From here on nothing more is hit: the run under way is taken to its end."""
 
 
 @pytest.mark.slow
@@ -19,5 +19,5 @@ def test_after_random_faults_a_run_goes_on_or_ends_as_it_should(tmp_path: Path, 
     overrides = overrides_of("two_engines", problems(tmp_path), tiny_model_path)
     exact = [fault for fault in FAULTS if not fault.masks]  # every run is compared with the undisturbed one
     campaign = Campaign(tmp_path / "runs", overrides, exact, seed=18)
-    campaign.go(AT_MOST_S, NUMBER)
-    assert campaign.struck.total() == NUMBER, campaign.struck
+    campaign.go(FOR_S)
+    assert campaign.struck

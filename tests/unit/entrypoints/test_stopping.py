@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -66,6 +67,28 @@ def test_the_death_of_the_cluster_ends_it_for_that_reason_whatever_closing_raise
     with pytest.raises(ClusterLost, match="gcs_server") as lost:
         asyncio.run(until_told(work(), soon(ClusterLost("gcs_server"))))
     assert isinstance(lost.value.__cause__, ConnectionError)
+
+
+@pytest.mark.defect("signals-in-a-program")
+def test_whoever_is_cancelled_waits_for_the_end_of_the_work_also_in_a_thread_without_signals():
+    done: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(30)
+        finally:
+            await asyncio.sleep(0.05)
+            done.append("saved")
+
+    async def cancels() -> None:
+        told = asyncio.ensure_future(until_told(work(), never()))
+        await asyncio.sleep(0.05)
+        told.cancel()
+        await asyncio.wait([told])
+        assert told.cancelled() and done == ["saved"]
+
+    with ThreadPoolExecutor() as threads:
+        threads.submit(asyncio.run, cancels()).result(20)
 
 
 @pytest.mark.parametrize(("code", "status"), [(143, 143), (130, 130), (1, -signal.SIGABRT)])

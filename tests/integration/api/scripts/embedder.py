@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,9 +15,12 @@ import torch
 
 import skyrl_train as sk
 from skyrl_train.environments.tools.registry import make_tool
+from skyrl_train.errors import Stopped
 
 ROWS, MODEL, FOLDER = sys.argv[1:4]
 SEEN: dict[str, list[Any]] = {"tracked": [], "prompts": [], "estimated": []}
+STOPS = "stop"
+"""The folder of a run that is told to end while it takes its last step."""
 
 
 @sk.register.reward("brief")
@@ -83,6 +88,7 @@ def nll(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 class InMemory(sk.Tracker):
     def __init__(self, setup: sk.TrackerSetup):
         assert setup.run_dir.is_dir() and setup.config["trainer"]["max_steps"] == 2
+        self.stops = setup.run_dir.name == STOPS and not (setup.run_dir / "global_step_1").exists()
 
     def begin(self, step: int, total_steps: int) -> None: ...
 
@@ -91,6 +97,9 @@ class InMemory(sk.Tracker):
             return
         assert metrics["rollouts/failed"] == 0 and metrics["environment/parameters_of_clock"] == 2
         SEEN["tracked"].append((step, metrics["reward/mean"]))
+
+        if self.stops:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def samples(self, rows: Sequence[Any], step: int) -> None: ...
 
@@ -191,8 +200,16 @@ def main() -> None:
     assert {prompt.env_class for prompt in SEEN["prompts"]} == {"brief", "two_turns"}
     asyncio.run(alone())
     assert "'vllm'" in refused(lambda: asyncio.run(sk.engine(MODEL, backend="vlm").__aenter__()))
-    result: sk.TrainingResult = sk.train(configuration(**{"trainer.ckpt_path": Path(FOLDER) / "second"}))
-    assert result.step == 2 and result.metrics()[-1]["rollouts/failed"] == 0
+    second = configuration(**{"trainer.ckpt_path": Path(FOLDER) / STOPS})
+    try:
+        sk.train(second)
+    except Stopped as stopped:
+        assert stopped.signal == signal.SIGTERM and (Path(FOLDER) / STOPS / "global_step_1" / "manifest.json").is_file()
+    else:
+        raise AssertionError("it went on")
+    result: sk.TrainingResult = sk.train(second)
+    assert [row["step"] for row in result.metrics() if row["step"]] == [1, 2] == list(range(1, result.step + 1))
+    assert result.metrics()[-1]["rollouts/failed"] == 0
     print("everything held", flush=True)
 
 
