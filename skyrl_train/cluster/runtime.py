@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
 import weakref
@@ -201,6 +202,24 @@ def _one_at_a_time() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _kills_after(seconds: float) -> Iterator[None]:
+    """Kill the Ray that we started if what is inside takes longer: it goes on once there is nobody to wait for."""
+
+    def kill() -> None:
+        log.warning("Ray's processes do not answer: killed after %g s.", seconds)
+        for guard in list(_guards):
+            guard.kill_wards()
+
+    timer = threading.Timer(seconds, kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _is_failure(error: BaseException | None) -> bool:
     """Whether somebody may want to know why a run ended so; not if it was told to."""
     return isinstance(error, Exception) and not isinstance(error, Stopped)
@@ -221,6 +240,8 @@ _guards: list[Guard] = []
 _folders: list[str] = []
 """Its folder for sockets and logs. Ray's own default keeps one of every run there ever was."""
 _LOOKS_EVERY_S = 1.0
+_CLOSES_S = 30.0
+"""A second is usual. A raylet that is stopped, or hangs, would hold up whoever disconnects from it for ever."""
 _LONGEST_TEMPORARY = 30
 """Characters: a socket's path has 107, of which Ray's names take 77."""
 
@@ -349,6 +370,10 @@ class Cluster:
     ) -> None:
         if not ray.is_initialized():
             return
+        with _kills_after(_CLOSES_S):
+            self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
         dead = self.death() is not None
         if not dead:  # or these calls would wait a minute for an answer
             for actor in self._actors:

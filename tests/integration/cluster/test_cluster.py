@@ -298,6 +298,20 @@ def test_leaving_a_cluster_ends_its_processes_and_gives_its_slots_back():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
 
 
+@pytest.mark.defect("a-stopped-raylet-holds-up-the-end")
+def test_a_raylet_that_is_stopped_does_not_hold_up_the_end():
+    code = (
+        "import psutil\n"
+        "from skyrl_train.cluster import runtime\n"
+        "runtime._CLOSES_S = 3\n"
+        "with runtime.Cluster():\n"
+        "    next(child for child in psutil.Process().children() if child.name() == 'raylet').suspend()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Ray's processes do not answer: killed after 3 s" in done.stderr
+
+
 def test_a_cluster_that_was_there_before_stays(cluster: Cluster):
     with Cluster() as inner:
         start(inner)

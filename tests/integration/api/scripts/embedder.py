@@ -178,6 +178,15 @@ def refused(work: Callable[[], Any]) -> str:
     raise AssertionError("it was accepted")
 
 
+def told_to_end(cfg: sk.Config) -> int:
+    """The signal that ended it."""
+    try:
+        sk.train(cfg)
+    except Stopped as stopped:
+        return stopped.signal
+    raise AssertionError("it went on")
+
+
 def refusals() -> None:
     assert "trainer.max_steps" in refused(lambda: sk.load_config({"trainer.max_steps": 0}))
     assert "Did you mean trainer.max_steps?" in refused(lambda: sk.load_config(["trainer.max_stepz=1"]))
@@ -201,12 +210,8 @@ def main() -> None:
     asyncio.run(alone())
     assert "'vllm'" in refused(lambda: asyncio.run(sk.engine(MODEL, backend="vlm").__aenter__()))
     second = configuration(**{"trainer.ckpt_path": Path(FOLDER) / STOPS})
-    try:
-        sk.train(second)
-    except Stopped as stopped:
-        assert stopped.signal == signal.SIGTERM and (Path(FOLDER) / STOPS / "global_step_1" / "manifest.json").is_file()
-    else:
-        raise AssertionError("it went on")
+    assert told_to_end(second) == signal.SIGTERM
+    assert (Path(FOLDER) / STOPS / "global_step_1" / "manifest.json").is_file()
     result: sk.TrainingResult = sk.train(second)
     assert [row["step"] for row in result.metrics() if row["step"]] == [1, 2] == list(range(1, result.step + 1))
     assert result.metrics()[-1]["rollouts/failed"] == 0

@@ -1,0 +1,220 @@
+"""Every engine is paused between two tokens and goes on: with new weights, or as if nothing had been."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from skyrl_train.assembly.publisher import PAUSES
+from skyrl_train.engines.base import Completion, SampleRequest
+from skyrl_train.engines.client import EngineClient
+from skyrl_train.errors import UnsupportedParameter
+from tests.support.engine_bench import (
+    MAX_NUM_SEQS,
+    TOLERANCE,
+    Bench,
+    assert_logprobs,
+    assert_spans,
+    largest_gap,
+)
+from tests.support.reference_sampler import Reference
+
+PROMPT = (50, 60, 70, 80, 90)
+LONG_PROMPT = tuple(3 + (7 * n) % 250 for n in range(300))
+LONGEST = 500
+"""Tokens of a request that is still running when something happens to it."""
+
+
+@pytest.fixture
+def reference(bench: Bench) -> Reference:
+    """What the engine must agree with; its weights are random."""
+    return bench.serve(bench.random_model(0), "random")
+
+
+def long_requests(bench: Bench, count: int = 4) -> list[SampleRequest]:
+    return [bench.request((*PROMPT, n), seed=n, max_tokens=LONGEST) for n in range(count)]
+
+
+def paused_with_new_weights(bench: Bench, mode: str, requests: list[SampleRequest]) -> tuple[list[Any], Any, list[int]]:
+    """Completions of `requests`, one of a request that came while paused, and the versions before and after."""
+
+    async def run() -> tuple[list[Any], Any, list[int]]:
+        old = (await bench.engine.health()).version
+        calls = bench.start(*requests)
+        await bench.until_running(len(requests))
+        await bench.engine.pause(mode)
+        late = bench.start(bench.request(PROMPT, temperature=0.0, max_tokens=12))
+        assert (await bench.engine.health()).paused
+        await bench.publish(bench.random_model(1), probed=True)
+        await asyncio.sleep(0.05)
+        assert not late.done(), "a request that came while paused must wait"
+        await bench.engine.resume()
+        return await calls, (await late)[0], [old, old + 1]
+
+    return bench.run(run())
+
+
+def refuses_mode(bench: Bench, mode: str) -> bool:
+    """Whether the engine lacks the mode; then it says so by name."""
+    if mode in bench.capabilities.pause_modes:
+        return False
+    with pytest.raises(UnsupportedParameter, match=mode) as caught:
+        bench.run(bench.engine.pause(mode))
+    assert bench.capabilities.name in str(caught.value)
+    assert bench.reason(mode)
+    return True
+
+
+def assert_new_weights(bench: Bench, late: Any, version: int) -> None:
+    new = Reference(bench.model)
+    assert late.token_ids == new.greedy(PROMPT, 12)
+    assert_spans(late, [version])
+    assert late.versions[0].version == version
+
+
+def test_pause_keep_goes_on_with_the_new_weights_where_it_stood(bench: Bench, reference: Reference):
+    if refuses_mode(bench, "keep"):
+        return
+    requests = long_requests(bench)
+    completions, late, versions = paused_with_new_weights(bench, "keep", requests)
+    assert_new_weights(bench, late, versions[1])
+    new = Reference(bench.model)
+    for request, completion in zip(requests, completions, strict=True):
+        assert (len(completion.token_ids), completion.stop_reason) == (LONGEST, "length")
+        assert_spans(completion, versions)
+        before, after = completion.versions
+        old = reference.score([[*request.token_ids, *completion.token_ids[: before.stop]]])[0]
+        assert largest_gap(completion.full_logprobs[: before.stop], old[len(request.token_ids) - 1 :]) <= TOLERANCE
+        wanted = new.full_logprobs_after(reference, request.token_ids, completion.token_ids, after.start)
+        assert largest_gap(completion.full_logprobs[after.start :], wanted) <= TOLERANCE
+
+
+def test_pause_retract_reads_everything_again_with_the_new_weights(bench: Bench, reference: Reference):
+    if refuses_mode(bench, "retract"):
+        return
+    requests = long_requests(bench)
+    completions, late, versions = paused_with_new_weights(bench, "retract", requests)
+    assert_new_weights(bench, late, versions[1])
+    new = Reference(bench.model)
+    for request, completion in zip(requests, completions, strict=True):
+        assert (len(completion.token_ids), completion.stop_reason) == (LONGEST, "length")
+        assert_spans(completion, versions)
+        before, after = completion.versions
+        ids, start = [*request.token_ids, *completion.token_ids], len(request.token_ids) - 1
+        (old_scores,), (new_scores,) = reference.score([ids]), new.score([ids])
+        wanted = [*old_scores[start:][: before.stop], *new_scores[start:][after.start :]]
+        assert largest_gap(completion.full_logprobs, wanted) <= TOLERANCE
+
+
+def test_pause_abort_returns_what_there_is(bench: Bench, reference: Reference):
+    if refuses_mode(bench, "abort"):
+        return
+    requests = long_requests(bench)
+    completions, late, versions = paused_with_new_weights(bench, "abort", requests)
+    assert_new_weights(bench, late, versions[1])
+    for request, completion in zip(requests, completions, strict=True):
+        assert completion.stop_reason == "abort"
+        assert 0 < len(completion.token_ids) < LONGEST
+        assert_spans(completion, versions[:1])
+        assert_logprobs(reference, request, completion)
+
+
+def test_pause_wait_finishes_what_runs_with_the_old_weights(bench: Bench, reference: Reference):
+    if refuses_mode(bench, "wait"):
+        return
+    requests = long_requests(bench)
+    completions, late, versions = paused_with_new_weights(bench, "wait", requests)
+    assert_new_weights(bench, late, versions[1])
+    for request, completion in zip(requests, completions, strict=True):
+        assert (len(completion.token_ids), completion.stop_reason) == (LONGEST, "length")
+        assert_spans(completion, versions[:1])
+        assert_logprobs(reference, request, completion)
+
+
+@pytest.mark.parametrize("on_sync", PAUSES)
+def test_of_64_requests_that_a_sync_finds_under_way_none_is_lost(bench: Bench, reference: Reference, on_sync: str):
+    """As a run syncs that samples meanwhile: 16 of them have begun, the others wait for room."""
+    if refuses_mode(bench, PAUSES[on_sync]):
+        return
+    tokens = [LONGEST if n < MAX_NUM_SEQS else 4 for n in range(64)]
+    requests = [bench.request((*PROMPT, n), temperature=0.0, max_tokens=most) for n, most in enumerate(tokens)]
+    client = EngineClient([bench.engine], deadline_s=60)
+
+    async def run() -> tuple[list[Completion], list[int], dict[str, float]]:
+        old = (await bench.engine.health()).version
+        begun = [asyncio.ensure_future(client.generate([request])) for request in requests[:MAX_NUM_SEQS]]
+        await bench.until_running(MAX_NUM_SEQS)
+        waiting = [asyncio.ensure_future(client.generate([request])) for request in requests[MAX_NUM_SEQS:]]
+        await asyncio.sleep(0.05)
+        async with client.paused(PAUSES[on_sync]):
+            await bench.publish(bench.random_model(1))
+        answers = await asyncio.gather(*begun, *waiting)
+        return [completion for (completion,) in answers], [old, old + 1], await client.metrics()
+
+    completions, versions, metrics = bench.run(run())
+    assert [len(completion.token_ids) for completion in completions] == tokens
+    assert {completion.stop_reason for completion in completions} == {"length"}
+    spans = [assert_spans(completion, versions) for completion in completions]
+    assert all(of_one[-1].version == versions[1] for of_one in spans)
+    assert all(len(of_one) == 1 for of_one in spans[MAX_NUM_SEQS:]), "those that waited"
+    assert all(len(of_one) == (1 if on_sync == "abort" else 2) for of_one in spans[:MAX_NUM_SEQS])
+    assert (metrics["engines/wasted_tokens"] >= MAX_NUM_SEQS) == (on_sync == "abort")
+    if on_sync != "keep":
+        rest = [(completion, of_one[-1].start) for completion, of_one in zip(completions, spans, strict=True)]
+        fresh = bench.generate(
+            *(
+                bench.request(
+                    (*request.token_ids, *completion.token_ids[:start]),
+                    temperature=0.0,
+                    max_tokens=len(completion.token_ids) - start,
+                )
+                for request, (completion, start) in zip(requests, rest, strict=True)
+            )
+        )
+        assert [completion.token_ids[start:] for completion, start in rest] == [one.token_ids for one in fresh]
+
+
+def test_a_request_in_the_queue_does_not_build_on_old_weights(bench: Bench, reference: Reference):
+    if refuses_mode(bench, "keep"):
+        return
+    running = [bench.request(LONG_PROMPT, seed=n, max_tokens=400) for n in range(MAX_NUM_SEQS)]
+    queued = bench.request(LONG_PROMPT, seed=99, max_tokens=12)  # the engine's places are taken
+
+    async def run() -> list[Any]:
+        calls = bench.start(*running)
+        await bench.until_running(MAX_NUM_SEQS)
+        last = bench.start(queued)
+        await asyncio.sleep(0.05)
+        await bench.engine.pause("keep")
+        await bench.publish(bench.random_model(1))
+        await bench.engine.resume()
+        await calls
+        return await last
+
+    (completion,) = bench.run(run())
+    assert_spans(completion, [bench.run(bench.engine.health()).version])
+    assert_logprobs(Reference(bench.model), queued, completion)
+
+
+def test_pause_and_resume_change_nothing_by_themselves(bench: Bench, reference: Reference):
+    for mode in sorted(bench.capabilities.pause_modes - {"abort"}):
+        request = bench.request(PROMPT, seed=5, max_tokens=LONGEST)
+
+        async def run(mode: str = mode, request: SampleRequest = request) -> list[Any]:
+            call = bench.start(request)
+            await bench.until_running()
+            await bench.engine.pause(mode)
+            await bench.engine.resume()
+            return await call
+
+        (completion,) = bench.run(run())
+        assert (len(completion.token_ids), completion.stop_reason) == (LONGEST, "length")
+        assert_logprobs(reference, request, completion)
+
+
+def test_an_unknown_pause_mode_is_refused_by_name(bench: Bench):
+    with pytest.raises(UnsupportedParameter, match="later"):
+        bench.run(bench.engine.pause("later"))
+    assert not bench.run(bench.engine.health()).paused
