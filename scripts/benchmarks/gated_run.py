@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from measure import Gate
 
+from skyrl_train.engines.base import Completion, SampleRequest
 from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
 from skyrl_train.report.protocol import SampleRow
 from skyrl_train.report.trackers import Trackers
+from skyrl_train.simulation.timings import Lengths
+
+GATED = "BENCHMARK_GATED_STEPS"
+"""In a run's environment: the steps after which it stands still, separated by commas; unset: after each."""
+LENGTHS = "BENCHMARK_LENGTHS"
+"""In a run's environment: "mean,sigma" of answers' log-normal lengths in tokens; unset: as long as they may be."""
 
 
 class GateTracker:
@@ -18,12 +27,14 @@ class GateTracker:
 
     def __init__(self) -> None:
         self._gate = Gate()
+        self._steps = {int(step) for step in os.environ.get(GATED, "").split(",") if step}
 
     def begin(self, step: int, total_steps: int) -> None:
         self._gate.wait()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._gate.wait(metrics)
+        if not self._steps or step in self._steps:
+            self._gate.wait(metrics)
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
         pass
@@ -37,6 +48,23 @@ class GatedRun(BasePPOExp):
 
     def get_tracker(self, directory: Path) -> Any:
         return Trackers({"run": super().get_tracker(directory), "gate": GateTracker()})
+
+    def get_inference_client(self, engines: Sequence[Any]) -> Any:
+        client = super().get_inference_client(engines)
+        if told := os.environ.get(LENGTHS):
+            lengths, generate = Lengths(*map(float, told.split(","))), client.generate
+
+            async def of_drawn_lengths(requests: Sequence[SampleRequest]) -> list[Completion]:
+                drawn = [lengths.draw(one.seed, one.sampling.max_tokens) for one in requests]
+                return await generate(
+                    [
+                        replace(one, sampling=replace(one.sampling, max_tokens=tokens))
+                        for one, tokens in zip(requests, drawn, strict=True)
+                    ]
+                )
+
+            client.generate = of_drawn_lengths
+        return client
 
 
 if __name__ == "__main__":

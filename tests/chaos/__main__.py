@@ -15,7 +15,7 @@ from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.chaos.campaign import Campaign, Miss
 from tests.chaos.elsewhere import TOKEN, engine_elsewhere
 from tests.chaos.faults import named
-from tests.chaos.runs import KINDS, overrides_of, problems
+from tests.chaos.runs import ASYNCHRONOUS, KINDS, overrides_of, problems
 
 
 def main() -> int:
@@ -34,7 +34,9 @@ def main() -> int:
             os.environ[API_KEY] = TOKEN
             proxy = stack.enter_context(engine_elsewhere(model))
         overrides = overrides_of(given.kind, problems(root), model, proxy.address if proxy else "")
-        campaign = Campaign(root / "runs", overrides, list(named(given.only)), given.seed, proxy)
+        campaign = Campaign(
+            root / "runs", overrides, list(named(given.only)), given.seed, proxy, given.kind != ASYNCHRONOUS
+        )
         print(f"seed {given.seed}, runs of {given.kind}")
         try:
             campaign.go(given.minutes * 60, given.faults)

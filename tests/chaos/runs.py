@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from skyrl_train.environments.tasks.arithmetic import generate
-from tests.chaos.campaign import SAVED_EVERY, STEPS
+from tests.chaos.campaign import PROMPTS, SAVED_EVERY, STEPS
 
+ASYNCHRONOUS = "asynchronous"
 KINDS = {
     "two_engines": ["generator.num_inference_engines=2"],
     "two_ranks": ["trainer.placement.policy_num_gpus_per_node=2", "generator.num_inference_engines=2"],
@@ -18,14 +19,15 @@ KINDS = {
         "generator.weight_sync_check=probe",
     ],
     "async_checkpoint": ["trainer.async_checkpoint=true"],
+    ASYNCHRONOUS: ["--config-name=async", "generator.num_inference_engines=2"],
     "vllm": ["generator.backend=vllm", "trainer.timeouts.engine_start_s=180"],
     "sglang": ["generator.backend=sglang", "trainer.timeouts.engine_start_s=180"],
 }
 
 
 def problems(folder: Path) -> Path:
-    """24 rows of training data, for environments that misbehave when they are told to."""
-    rows = [row | {"env_class": "mischievous"} for row in generate(24, 2, 9, 0, "train")]
+    """Rows of training data, for environments that misbehave when they are told to."""
+    rows = [row | {"env_class": "mischievous"} for row in generate(PROMPTS, 2, 9, 0, "train")]
     file = folder / "problems.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
@@ -55,6 +57,7 @@ def overrides_of(kind: str, data: Path, model: str, engine: str = "") -> Callabl
             "trainer.eval_interval=4",
             "trainer.eval_before_train=false",
             "trainer.max_failed_fraction=0.9",
+            "trainer.dump_data_batch=true",
             "trainer.timeouts.engine_start_s=90",
             "trainer.timeouts.rendezvous_s=30",
             "trainer.timeouts.rollout_s=10",

@@ -5,13 +5,17 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from skyrl_train.algorithms import registry as algorithms
@@ -36,6 +40,22 @@ REGISTRIES = (*vars(algorithms).values(), environments, tools, trackers)
 def command(entrypoint: str, overrides: list[str]) -> list[str]:
     """An entrypoint in a process of its own, for tests of what a process does."""
     return [sys.executable, "-m", f"skyrl_train.entrypoints.{entrypoint}", *overrides]
+
+
+def kill_in_the_middle_of_step(overrides: list[str], folder: Path, step: int) -> None:
+    """Start a run; kill -9 its driver when `step` steps are logged, so while a later one is under way."""
+    metrics = folder / "ckpts" / "metrics.jsonl"
+    deadline = time.monotonic() + 400
+    with (folder / "killed.log").open("w") as log:
+        driver = subprocess.Popen(command("main_base", overrides), stdout=log, stderr=log, env=os.environ)
+    while not (metrics.exists() and re.search(rf'"step": {step},', metrics.read_text())):
+        assert driver.poll() is None and time.monotonic() < deadline, (folder / "killed.log").read_text()[-4000:]
+        time.sleep(0.005)
+    family = psutil.Process(driver.pid).children(recursive=True)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    _, left = psutil.wait_procs(family, timeout=30)
+    assert not left, f"a killed driver left {[process.cmdline()[:3] for process in left]}"
 
 
 @pytest.fixture(scope="package")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.integration.runs.conftest import Run, metrics_of
+from skyrl_train.trainer.batch_dump import read_batch
+from tests.integration.runs.conftest import Run, kill_in_the_middle_of_step, metrics_of
 
 AHEAD = [
     "--config-name=async",
@@ -41,10 +43,18 @@ def test_a_run_learns_from_samples_of_bounded_age(
         assert [step for step, row in rows.items() if any(name.startswith("eval/") for name in row)] == [0, 2, 4, 5]
 
 
-def test_a_run_goes_on_after_it_was_resumed(run: Run, easy: Callable[[Path], list[str]], tmp_path: Path):
-    run("main_base", *AHEAD, *easy(tmp_path), "trainer.max_steps=2")
-    run("main_base", *AHEAD, *easy(tmp_path), "trainer.resume_mode=latest")
+def test_a_run_killed_while_it_samples_ahead_loses_no_prompt_and_uses_none_twice(
+    run: Run, easy: Callable[[Path], list[str]], tmp_path: Path
+):
+    overrides = [*AHEAD, *easy(tmp_path), "trainer.dump_data_batch=true"]
+    kill_in_the_middle_of_step(overrides, tmp_path, step=3)
+    resumed_at = int((tmp_path / "ckpts" / "latest_ckpt_global_step.txt").read_text())
+    run("main_base", *overrides)
     rows = metrics_of(tmp_path)
     assert sorted(rows) == [0, 1, 2, 3, 4, 5]
-    assert rows[3]["async/staleness_max"] == 0, "what was under way is sampled again, with the weights of step 2"
-    assert rows[4]["async/staleness_max"] <= 1
+    assert rows[resumed_at + 1]["async/staleness_max"] == 0, "what was under way is sampled again, with its weights"
+    assert max(row["async/staleness_max"] for row in rows.values() if "async/staleness_max" in row) <= 1
+    dumped = tmp_path / "exports" / "dumped_data"
+    uids = [read_batch(dumped / f"global_step_{step}_training_input.safetensors")[1] for step in range(1, 6)]
+    for epoch in (uids[:2], uids[2:4], uids[4:]):
+        assert list(Counter(uid for step in epoch for uid in step).values()) == [4] * 4 * len(epoch)

@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
-import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 from safetensors.torch import load_file
 
-from .conftest import Run, command, metrics_of
+from .conftest import Run, kill_in_the_middle_of_step, metrics_of
 
 SIX_STEPS = ("trainer.epochs=1", "trainer.max_steps=6", "trainer.hf_save_interval=6")
-
-
-def kill_in_the_middle_of_step(overrides: list[str], folder: Path, step: int) -> None:
-    """Start a run; kill -9 its driver when `step` steps are logged, so while a later one is under way."""
-    metrics = folder / "ckpts" / "metrics.jsonl"
-    deadline = time.monotonic() + 400
-    with (folder / "killed.log").open("w") as log:
-        driver = subprocess.Popen(command("main_base", overrides), stdout=log, stderr=log, env=os.environ)
-    while not (metrics.exists() and re.search(rf'"step": {step},', metrics.read_text())):
-        assert driver.poll() is None and time.monotonic() < deadline, (folder / "killed.log").read_text()[-4000:]
-        time.sleep(0.005)
-    family = psutil.Process(driver.pid).children(recursive=True)
-    driver.send_signal(signal.SIGKILL)
-    driver.wait()
-    _, left = psutil.wait_procs(family, timeout=30)
-    assert not left, f"a killed driver left {[process.cmdline()[:3] for process in left]}"
 
 
 @pytest.mark.slow
