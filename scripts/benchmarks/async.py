@@ -4,9 +4,13 @@
 
 One engine and one learner in slots of their own, a core each; the same prompts, seeds and work for every schedule, one
 optimizer step on 8 prompts x 8 samples. A synchronous run lets one side wait for the other, so the most that running
-both at once can bring is (generation + update) / the longer of the two: the work is such that they take about equally
-long, and both are in the table. Answers have all the same length, or are log-normal (sigma 0.8) with the same mean,
-drawn from a request's seed.
+both at once can bring is (generation + the rest of a step) / the longer of the two: the work is such that they take
+about equally long, and both are in the table. Answers have all the same length, or are log-normal (sigma 0.8) with the
+same mean, drawn from a request's seed. A second engine, beside a synchronous run's, is what the other core can do for
+generation while the learner waits.
+
+`skyrl-train simulate` is asked as well: its timings are fitted to the synchronous run alone, and what it says of all
+the schedules is beside what they took.
 
 The runs go one after another, each alone. What is measured begins after two steps, when rollouts are as far ahead as
 they may be, and ends with the last step but `max_staleness_steps`: from there on there is nothing left to sample.
@@ -26,17 +30,22 @@ from pathlib import Path
 from typing import Any
 
 from gated_run import GATED, LENGTHS
-from measure import PASSIVE, Side, about, line
+from measure import HERE, PASSIVE, Side, about, line
 from workload import SMALL, Work, prompt_texts, run_command, save_model, write_prompts
 
+from skyrl_train.api import load_config
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
+from skyrl_train.simulation.fit import fit
+from skyrl_train.simulation.run import Split, simulate
 
 WARM_UP = 2
-AHEAD = "trainer.fully_async.enabled=true", "trainer.algorithm.off_policy_correction.tis_ratio_type=token"
-SCHEDULES = {
-    "synchronous": (0, []),
-    "staleness 1": (1, [*AHEAD, "trainer.fully_async.max_staleness_steps=1"]),
-    "staleness 2": (2, [*AHEAD, "trainer.fully_async.max_staleness_steps=2"]),
+SIMULATED_STEPS = 32
+BASE = "synchronous"
+SPLITS = {
+    BASE: Split(engines=1, trainers=1),
+    "synchronous, two engines": Split(engines=2, trainers=1),
+    "staleness 1": Split(engines=1, trainers=1, staleness=1),
+    "staleness 2": Split(engines=1, trainers=1, staleness=2),
 }
 SIGMAS = {"equal": 0.0, "log-normal": 0.8}
 LONGEST = 4
@@ -53,9 +62,9 @@ def measure(
     folder: Path, model: Path, backend: str, lengths: str, schedule: str, options: argparse.Namespace
 ) -> dict[str, Any]:
     folder.mkdir()
-    work, (ahead, keys) = WORK[backend], SCHEDULES[schedule]
+    work, split = WORK[backend], SPLITS[schedule]
     last = WARM_UP + options.steps
-    total = last + ahead
+    total = last + split.staleness
     write_prompts(folder / "prompts.jsonl", prompt_texts(work.prompts * total, work.prompt_tokens))
     gates = PASSIVE | {GATED: f"{WARM_UP},{last}"}
     if sigma := SIGMAS[lengths]:
@@ -63,9 +72,11 @@ def measure(
         work = replace(work, new_tokens=LONGEST * work.new_tokens)
     overrides = [
         f"generator.backend={backend}",
+        f"generator.num_inference_engines={split.engines}",
         "trainer.placement.colocate_all=false",
-        "generator.enable_prefix_caching=false",
-        *keys,
+        "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
+        f"trainer.fully_async.enabled={str(split.staleness > 0).lower()}",
+        f"trainer.fully_async.max_staleness_steps={max(1, split.staleness)}",
         *options.overrides,
     ]
     command = run_command(folder, model, work, total, "fsdp2", overrides)
@@ -75,41 +86,50 @@ def measure(
         window = side.step()
         side.finish()
     rows = [row for row in read_jsonl(folder / "run" / METRICS_FILE) if WARM_UP < row["step"] <= last]
-    tokens = [row["rollouts/tokens"] for row in rows]
 
-    def median(name: str) -> float:
-        return statistics.median(row.get(name, 0.0) for row in rows)
+    def mean(name: str) -> float:
+        return statistics.fmean(row.get(name, 0.0) for row in rows)
 
     return {
         "backend": backend,
         "lengths": lengths,
         "schedule": schedule,
-        "tokens": sum(tokens),
+        "tokens": mean("rollouts/tokens"),
         "s": window.wall_s / options.steps,
         "cpu_s": window.total_cpu_s / options.steps,
         "cpu_s_by_role": {role: seconds / options.steps for role, seconds in window.cpu_s.items()},
-        **{phase: median(f"timing/{phase}_s") for phase in PHASES},
-        "staleness": statistics.fmean(row.get("async/staleness_mean", 0.0) for row in rows),
-        "trainer_idle": median("async/trainer_idle"),
-        "engines_idle": median("async/engines_idle"),
+        **{phase: mean(f"timing/{phase}_s") for phase in PHASES},
+        "staleness": mean("async/staleness_mean"),
+        "trainer_idle": mean("async/trainer_idle"),
+        "engines_idle": mean("async/engines_idle"),
+        "simulated_s": simulated_s(folder.with_name(f"{backend}-{lengths}-0"), command, split),
     }
+
+
+def simulated_s(synchronous: Path, command: list[str], split: Split) -> float:
+    """Seconds of a step that the simulator predicts from the finished synchronous run in that folder."""
+    words = command[command.index(str(HERE / "gated_run.py")) + 1 :]
+    cfg = load_config([word for word in words if not word.startswith(("environment.", "trainer.plugins="))])
+    return 3600 / simulate(cfg, fit(synchronous / "run"), split, SIMULATED_STEPS).steps_per_hour
 
 
 def show(results: list[dict[str, Any]]) -> None:
     print(
-        "\n| engine | lengths | schedule | s a step | times the steps | CPU-s a step | generate, update, publish: s "
-        "| mean age | trainer, engines idle |\n" + "| --- " * 9 + "|"
+        "\n| engine | lengths | schedule | s a step | times the steps | simulated | CPU-s a step "
+        "| generate, score, update, publish: s | mean age | trainer, engines idle |\n" + "| --- " * 10 + "|"
     )
     for row in results:
         (base,) = (
             one
             for one in results
-            if (one["backend"], one["lengths"]) == (row["backend"], row["lengths"]) and one["schedule"] == "synchronous"
+            if (one["backend"], one["lengths"]) == (row["backend"], row["lengths"]) and one["schedule"] == BASE
         )
-        phases = ", ".join(f"{row[phase]:.2f}" for phase in ("generate", "update", "publish"))
-        idle = f"{row['trainer_idle']:.0%}, {row['engines_idle']:.0%}" if row is not base else ""
+        phases = ", ".join(f"{row[phase]:.2f}" for phase in PHASES)
+        ahead = SPLITS[row["schedule"]].staleness > 0
+        idle = f"{row['trainer_idle']:.0%}, {row['engines_idle']:.0%}" if ahead else ""
         print(
             f"| {row['backend']} | {row['lengths']} | {row['schedule']} | {row['s']:.2f} | {base['s'] / row['s']:.2f} "
+            f"| {row['simulated_s']:.2f} ({row['simulated_s'] / row['s'] - 1:+.0%}) "
             f"| {row['cpu_s']:.2f} ({row['cpu_s'] / base['cpu_s'] - 1:+.1%}) | {phases} | {row['staleness']:.2f} "
             f"| {idle} |"
         )
@@ -119,13 +139,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", nargs="+", default=list(WORK), choices=WORK)
     parser.add_argument("--lengths", nargs="+", default=list(SIGMAS), choices=SIGMAS)
-    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
+    parser.add_argument("--schedules", nargs="+", default=list(SPLITS), choices=SPLITS)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="more configuration of the runs")
     options = parser.parse_intermixed_args()
-    if "synchronous" not in options.schedules:
-        parser.error("--schedules: synchronous is what the others are compared with")
+    if options.schedules[0] != BASE:
+        parser.error(f"--schedules: {BASE} comes first, as the others are compared with it")
     report = about(*(name for name in options.backends if name != "transformers")) | {"cores": os.cpu_count()}
     print(line(report), flush=True)
     results = []
@@ -135,7 +155,7 @@ def main() -> None:
         for backend in options.backends:
             for lengths in options.lengths:
                 for schedule in options.schedules:
-                    run = folder / f"{backend}-{lengths}-{schedule}".replace(" ", "-")
+                    run = folder / f"{backend}-{lengths}-{list(SPLITS).index(schedule)}"
                     results.append(measure(run, folder / "model", backend, lengths, schedule, options))
                     print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     print(f"{parameters:,} parameters, {options.steps} steps")

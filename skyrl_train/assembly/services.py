@@ -13,7 +13,7 @@ from skyrl_train.assembly.algorithm import Learning
 from skyrl_train.assembly.layout import Layout, place
 from skyrl_train.assembly.learner import build_learner
 from skyrl_train.cluster.runtime import Cluster
-from skyrl_train.config.hydra import plain, save_resolved
+from skyrl_train.config.hydra import CONFIG_FILE, plain, save_resolved
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.secrets import redact
 from skyrl_train.errors import DeadlineExceeded
@@ -95,7 +95,7 @@ async def learner_services(
     trainer = cfg.trainer
     with ExitStack() as stack:
         directory = stack.enter_context(run_directory(cfg, fingerprints))
-        save_resolved(cfg, directory.path / "config.yaml")
+        save_resolved(cfg, directory.path / CONFIG_FILE)
         trackers = stack.enter_context(get_tracker(directory.path))
         stack.enter_context(cluster)
         layout = place(

@@ -43,6 +43,8 @@ from skyrl_train.errors import ConfigError
 
 BASE = "ppo_base_config"
 SCHEMA = "skyrl_schema"
+CONFIG_FILE = "config.yaml"
+"""In a run's folder: its configuration, whole."""
 
 
 def presets_dir() -> Path:

@@ -19,7 +19,6 @@ from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.messages import to_stderr
 
 if TYPE_CHECKING:
-    from skyrl_train.config.schema import Config
     from skyrl_train.simulation.run import Split
     from skyrl_train.simulation.timings import Timings
 
@@ -59,7 +58,7 @@ def _simulate(prepared: PreparedConfig, given: argparse.Namespace) -> None:
     from skyrl_train.simulation.run import simulate
 
     cfg = prepared.config
-    timings = _timings(cfg, given)
+    timings = _timings(given)
     outcomes = [simulate(cfg, timings, split, given.steps) for split in splits(given)]
     for line in table(outcomes):
         print(line)
@@ -69,7 +68,7 @@ def _simulate(prepared: PreparedConfig, given: argparse.Namespace) -> None:
         print(f"drawn: {write_splits(outcomes, given.png)}")
 
 
-def _timings(cfg: Config, given: argparse.Namespace) -> Timings:
+def _timings(given: argparse.Namespace) -> Timings:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -77,8 +76,7 @@ def _timings(cfg: Config, given: argparse.Namespace) -> Timings:
     from skyrl_train.simulation.timings import Timings
 
     if given.run is not None:
-        placement = cfg.trainer.placement
-        return fit(given.run, cfg, placement.policy_num_nodes * placement.policy_num_gpus_per_node)
+        return fit(given.run)
     if given.timings is None:
         return Timings()
     try:

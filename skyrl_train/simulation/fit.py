@@ -9,8 +9,9 @@ from statistics import NormalDist, fmean, median
 from typing import Any
 
 import numpy as np
+import yaml
 
-from skyrl_train.config.schema import Config
+from skyrl_train.config.hydra import CONFIG_FILE
 from skyrl_train.errors import DataError
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 from skyrl_train.simulation.timings import EngineTimings, LearnerTimings, Lengths, Timings
@@ -19,8 +20,8 @@ _LEAST_STEPS = 3
 """The first step is left out: it compiles, and fills caches."""
 
 
-def fit(folder: Path, cfg: Config, trainers: int) -> Timings:
-    """The timings of the run in `folder`, whose configuration is `cfg` and which was synchronous.
+def fit(folder: Path) -> Timings:
+    """The timings of the run in `folder`, which was synchronous: of its metrics, and of its own configuration.
 
     A decode step takes `a + b * batch`. All sequences of a synchronous step begin at once, so that its generation has
     as many decode steps as its longest answer has tokens, and the batches of an engine add up to its tokens: `a` and
@@ -31,7 +32,9 @@ def fit(folder: Path, cfg: Config, trainers: int) -> Timings:
         raise DataError(f"{folder / METRICS_FILE} has {len(rows)} steps after the first: at least {_LEAST_STEPS} tell.")
     if any(row.get("async/staleness_max") for row in rows):
         raise DataError(f"{folder}: the run was asynchronous, and does not tell how long generation takes by itself.")
-    engines = cfg.generator.num_inference_engines
+    ran = _configuration(folder)
+    placement, engines = ran["trainer"]["placement"], ran["generator"]["num_inference_engines"]
+    trainers = placement["policy_num_nodes"] * placement["policy_num_gpus_per_node"]
     tokens = [row["rollouts/tokens"] for row in rows]
     decode_s, per_sequence_s = _non_negative(
         [(row["response/max_tokens"], count / engines) for row, count in zip(rows, tokens, strict=True)],
@@ -51,20 +54,28 @@ def fit(folder: Path, cfg: Config, trainers: int) -> Timings:
             step_s=per_step + max(0.0, fmean(seconds("step")) - known),
         ),
         sync_s=median(seconds("publish")),
-        response=_lengths(rows, cfg),
+        response=_lengths(rows, ran["trainer"]["train_batch_size"] * ran["generator"]["n_samples_per_prompt"]),
         prompt_tokens=1,  # the tokens above are those of answers: prompts are in what they take
         pass_rate=min(1.0, max(0.0, fmean(row.get("reward/mean", 0.5) for row in rows))),
     )
 
 
-def _lengths(rows: Sequence[Mapping[str, Any]], cfg: Config) -> Lengths:
-    """The log-normal whose mean and whose expected longest of a step are the run's."""
+def _configuration(folder: Path) -> dict[str, Any]:
+    file = folder / CONFIG_FILE
+    try:
+        ran = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return {section: ran[section] for section in ("trainer", "generator")}
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise DataError(f"{file}: is not what a run writes when it starts ({error!r}).") from error
+
+
+def _lengths(rows: Sequence[Mapping[str, Any]], answers: int) -> Lengths:
+    """The log-normal whose mean and whose expected longest of the `answers` of a step are the run's."""
     mean, longest = (
         fmean(row["response/mean_tokens"] for row in rows),
         fmean(row["response/max_tokens"] for row in rows),
     )
-    answers = max(2, cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt)
-    quantile = NormalDist().inv_cdf(1 - 0.5 / answers)
+    quantile = NormalDist().inv_cdf(1 - 0.5 / max(2, answers))
     ratio = math.log(max(longest / mean, 1.0))
     # longest / mean = exp(quantile * sigma - sigma^2 / 2)
     sigma = quantile - math.sqrt(max(0.0, quantile**2 - 2 * ratio))

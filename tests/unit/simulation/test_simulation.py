@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import subprocess
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.config.hydra import CONFIG_FILE, save_resolved
 from skyrl_train.config.schema import Config
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
-from skyrl_train.errors import DataError, EngineError
+from skyrl_train.entrypoints.simulate import splits
+from skyrl_train.errors import ConfigError, DataError, EngineError
 from skyrl_train.simulation import virtual_time
 from skyrl_train.simulation.engine import SimulatedEngine
 from skyrl_train.simulation.fit import fit
@@ -151,7 +154,8 @@ def test_what_a_run_shows_is_fitted(tmp_path: Path):
 
     cfg.generator.num_inference_engines = 2
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in virtual_time.run(rows())))
-    found = fit(tmp_path, cfg, trainers=1)
+    save_resolved(cfg, tmp_path / CONFIG_FILE)
+    found = fit(tmp_path)
     assert found.engine.decode_s == pytest.approx(0.1, rel=0.1)
     assert found.engine.decode_per_sequence_s == pytest.approx(0.01, rel=0.15)
     assert found.sync_s == pytest.approx(3.0)
@@ -160,7 +164,28 @@ def test_what_a_run_shows_is_fitted(tmp_path: Path):
     assert predicted == pytest.approx(simulate(cfg, timings, Split(2, 1), 12).steps_per_hour, rel=0.15)
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(DataError, match="0 steps after the first"):
-        fit(tmp_path, cfg, trainers=1)
+        fit(tmp_path)
+
+
+def test_what_cannot_be_fitted_is_named(tmp_path: Path):
+    row = {"timing/generate_s": 1.0, "response/mean_tokens": 1.0, "response/max_tokens": 1.0, "rollouts/tokens": 1.0}
+    rows = [{"step": step, **row} for step in range(5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    with pytest.raises(DataError, match=r"config\.yaml: is not what a run writes"):
+        fit(tmp_path)
+    rows[3]["async/staleness_max"] = 1.0
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    with pytest.raises(DataError, match="was asynchronous"):
+        fit(tmp_path)
+
+
+def test_fewer_steps_than_can_be_counted_are_refused():
+    given = argparse.Namespace(steps=2, engines=None, slots=4, staleness=[0], over_provisioning=[0.0])
+    with pytest.raises(ConfigError, match="--steps 2: must be at least 3"):
+        splits(given)
+    given.steps, given.engines = 3, [4]
+    with pytest.raises(ConfigError, match="--engines 4: must be from 1 to 3"):
+        splits(given)
 
 
 def test_the_command_prints_a_table_and_draws_it(tmp_path: Path):
