@@ -18,11 +18,11 @@ PROBLEMS = 1_000
 
 def prepare(folder: Path, seed: int) -> Path:
     """Data, with more problems to evaluate on than the quickstart's own, and the model after its warm-up."""
-    texts = quickstart.write_data(folder / "data", seed)
+    texts = quickstart.write_data(folder / "data", seed, quickstart.OPERATIONS)
     problems = generate(PROBLEMS, quickstart.OPERATIONS, quickstart.MAX_VALUE, seed + 2, "validation")
     quickstart.write_jsonl(folder / "data" / "validation.jsonl", problems)
     save_model(folder / "model", texts, seed)
-    return quickstart.warm_up(folder, seed)
+    return quickstart.warm_up(folder, seed, steps=None)
 
 
 def scores_of(run: Path) -> list[float]:
