@@ -24,6 +24,15 @@ async def gather_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+F = TypeVar("F", bound="asyncio.Future[Any]")
+
+
+def unwatched(future: F) -> F:
+    """The same future, whose error is no complaint of the event loop if nobody is left to hear it."""
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
+
+
 async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
     """Await `work`, also to its end if this is cancelled meanwhile, which is raised afterwards."""
     task = asyncio.ensure_future(work)

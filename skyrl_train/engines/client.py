@@ -14,6 +14,7 @@ from skyrl_train.clock import now
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
 from skyrl_train.engines.progress import GRACE_S, LOOK_S, Progress
 from skyrl_train.errors import DeadlineExceeded, EngineError, UnsupportedParameter, WorkerDied
+from skyrl_train.tasks import unwatched
 
 _REMEMBERED = 1 << 16
 """How many sessions and groups, the latest ones, have their engine remembered."""
@@ -286,8 +287,7 @@ class EngineClient:
         task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[assignment]
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may have no awaiter
-        return task
+        return unwatched(task)
 
     # -- all engines -------------------------------------------------------------------------------------------------
 

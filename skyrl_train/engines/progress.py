@@ -10,6 +10,7 @@ from typing import TypeVar
 from skyrl_train.clock import now
 from skyrl_train.engines.base import EngineHealth
 from skyrl_train.errors import DeadlineExceeded
+from skyrl_train.tasks import unwatched
 
 GRACE_S = 30.0
 """How long an engine may take to answer a health check."""
@@ -51,7 +52,7 @@ class Progress:
             return task.result()
         finally:
             task.cancel()
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it has no other awaiter
+            unwatched(task)
 
     async def _look(self, look_s: float) -> None:
         """Ask for the counters, unless another call just has."""

@@ -41,6 +41,7 @@ from skyrl_train.engines.sglang.traffic import Traffic
 from skyrl_train.engines.sglang.weight_store import SGLangWeights, check_names
 from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.models.loading import load_config, load_tokenizer, meta_model
+from skyrl_train.tasks import unwatched
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, dtype_of
 
@@ -230,7 +231,7 @@ class SGLangEngine:
         """
         future = asyncio.wrap_future(self._submit(work))
         with self._error_when_gone():
-            return await (asyncio.shield(future) if shielded else future)
+            return await (asyncio.shield(unwatched(future)) if shielded else future)
 
     @contextmanager
     def _error_when_gone(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
 from skyrl_train.engines.checks import check_logprobs, check_new_ids
 from skyrl_train.engines.run_clock import RunClock
 from skyrl_train.errors import EngineError
+from skyrl_train.tasks import unwatched
 from skyrl_train.weight_sync.receiver import WeightReceiver
 
 _ABORT_AGAIN_S = 0.2
@@ -106,7 +107,7 @@ class Traffic:
         self._set_timer()
         self._settle()
         try:
-            return list(await asyncio.gather(*(asyncio.shield(entry.done) for entry in entries)))
+            return list(await asyncio.gather(*(asyncio.shield(unwatched(entry.done)) for entry in entries)))
         except asyncio.CancelledError:
             self._begin(self._abort(entries))
             raise
@@ -283,7 +284,7 @@ class Traffic:
             self.draining = True
             drained = asyncio.get_running_loop().create_future()
             self._drained.append(drained)
-            await asyncio.shield(drained)
+            await asyncio.shield(unwatched(drained))
             return
         self.paused = True
         if mode == "abort":

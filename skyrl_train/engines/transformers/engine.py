@@ -43,6 +43,7 @@ from skyrl_train.engines.transformers.weight_store import ServedWeights
 from skyrl_train.errors import EngineError
 from skyrl_train.models.loading import load_causal_lm, load_tokenizer
 from skyrl_train.report.memory import peak_memory
+from skyrl_train.tasks import unwatched
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, dtype_of
 
@@ -126,7 +127,7 @@ class TransformersEngine:
 
         try:
             await self._ask(submit)
-            return await asyncio.shield(asyncio.wrap_future(call.future))
+            return await asyncio.shield(unwatched(asyncio.wrap_future(call.future)))
         except asyncio.CancelledError:
             if not self._closed:
                 self._thread.ask(lambda: self._abort([request.request_id for request in requests]))
@@ -167,7 +168,7 @@ class TransformersEngine:
             drained.set_result(None)
 
         await self._ask(pause)
-        await asyncio.shield(asyncio.wrap_future(drained))
+        await asyncio.shield(unwatched(asyncio.wrap_future(drained)))
 
     async def resume(self) -> None:
         def resume() -> None:

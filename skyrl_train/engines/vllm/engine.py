@@ -61,6 +61,7 @@ from skyrl_train.engines.vllm.adapters import VLLMAdapters
 from skyrl_train.engines.vllm.arguments import bind_threads, engine_arguments, sampling_params
 from skyrl_train.engines.vllm.capabilities import vllm_capabilities
 from skyrl_train.engines.vllm.requests import ScoreSink, VLLMCall, VLLMRequest
+from skyrl_train.tasks import unwatched
 
 _ANSWER_S = 30.0
 """Within this time its ranks say whether their devices compute, after a failure."""
@@ -145,7 +146,7 @@ class VLLMEngine:
         call = VLLMCall(requests)
         try:
             await self._ask(lambda: self._submit(call.entries))
-            await asyncio.shield(asyncio.wrap_future(call.future))
+            await asyncio.shield(unwatched(asyncio.wrap_future(call.future)))
         except asyncio.CancelledError:
             if not self._closed:
                 self._thread.ask(lambda: self._abort([entry.id for entry in self._all_entries() if entry.call is call]))
@@ -181,7 +182,7 @@ class VLLMEngine:
             drained.set_result(None)
 
         await self._ask_between_steps(pause)
-        await asyncio.shield(asyncio.wrap_future(drained))
+        await asyncio.shield(unwatched(asyncio.wrap_future(drained)))
 
     async def resume(self) -> None:
         def resume() -> None:

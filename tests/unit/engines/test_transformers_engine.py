@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -566,6 +567,21 @@ def test_close_fails_what_runs_ends_the_thread_and_refuses_the_rest():
 
     asyncio.run(run())
     assert not any("brief" in thread.name for thread in threading.enumerate())
+
+
+def test_a_call_that_was_cancelled_leaves_no_complaint_of_the_loop():
+    said: list[Any] = []
+
+    async def run():
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+        async with _engine() as engine:
+            call = asyncio.ensure_future(engine.generate([_request(max_tokens=4000)]))
+            await _until(lambda: engine._scheduler.running == 1)
+            call.cancel()
+
+    asyncio.run(run())
+    gc.collect()
+    assert not said
 
 
 def test_a_folder_is_loaded_with_its_tokenizer(tmp_path):
