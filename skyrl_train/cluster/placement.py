@@ -23,6 +23,7 @@ from skyrl_train.errors import ClusterLost, ConfigError, DeadlineExceeded
 
 T = TypeVar("T")
 _LOOKS_EVERY_S = 2.0
+_ANSWERS_WITHIN_S = 5.0
 _GPU_SHARE = 0.001
 """Share of an accelerator for a task that only finds out which one it is; small enough to fit besides the tenants."""
 
@@ -54,7 +55,8 @@ def reserve(
     `total_slots`: of the whole run, so that all of its slots fit the CPUs. `key`: the configuration key that needs the
     slots, for the error message.
 
-    Raises ConfigError if the cluster does not provide them within `deadline_s` seconds.
+    Raises ConfigError if the cluster does not provide them within `deadline_s` seconds, ClusterLost if nothing else
+    either: then it is not that they are too many.
     """
     gpus = 1.0 if device == "cuda" else 0.0
     cpus = 1.0 if gpus else cpus_per_slot(cluster.cpus, total_slots)
@@ -65,17 +67,33 @@ def reserve(
         raise ConfigError(f"{need} ({total_slots} in the whole run); {have}. {advice}")
     bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
     group = placement_group([bundle] * count, strategy="PACK")
-    deadline = time.monotonic() + deadline_s
-    # group.ready() would be a task, which holds a worker that could be an actor; a wait hears no Ctrl-C before its end.
-    while not (ready := group.wait(1)) and time.monotonic() < deadline:
-        pass
-    if not ready:
+    if not _placed(group, deadline_s):
         remove_placement_group(group)
+        if not _nodes_answer():
+            raise ClusterLost(f"{need}; not placed within {deadline_s:g} s, nor is anything: a raylet does not answer.")
         free = ray.available_resources()
         idle = f"{free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are free now"
         raise ConfigError(f"{need}; {have}, {idle}; not placed within {deadline_s:g} s. {advice}")
     cluster.owns_group(group)
     return Slots(group, count, cpus, gpus, tenants, _cores(group))
+
+
+def _placed(group: PlacementGroup, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    # group.ready() would be a task, which holds a worker that could be an actor; a wait hears no Ctrl-C before its end.
+    while not (ready := group.wait(1)) and time.monotonic() < deadline:
+        pass
+    return bool(ready)
+
+
+def _nodes_answer() -> bool:
+    """Whether every node still reserves what it is asked for: of a resource that each has for itself alone."""
+    asked = [{f"node:{node['NodeManagerAddress']}": 0.001} for node in ray.nodes() if node["Alive"]]
+    group = placement_group(asked, strategy="SPREAD")
+    try:
+        return _placed(group, _ANSWERS_WITHIN_S)
+    finally:
+        remove_placement_group(group)
 
 
 def _cores(group: PlacementGroup) -> int:

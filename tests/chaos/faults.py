@@ -144,7 +144,7 @@ FAULTS = (
     Fault("environment killed", _hit(ENVIRONMENT, KILL)),
     Fault("environment stopped", _hit(ENVIRONMENT, STOP), masks=True, settles_s=6),
     Fault("raylet killed", _hit(r"^raylet", KILL), ends=True, says=LOST),
-    Fault("raylet stopped", _hit(r"^raylet", STOP), ends=True, says=LOST, settles_s=60),
+    Fault("raylet stopped", _hit(r"^raylet", STOP), ends=True, says=f"{LOST}|DeadlineExceeded", settles_s=30),
     Fault("GCS killed", _hit(r"^gcs_server", KILL), ends=True, says=LOST),
     Fault("driver killed", _signal(KILL), ends=True, codes=(-9,)),
     Fault("SIGTERM", _signal(TERM), ends=True, codes=(143,), says="SIGTERM", saves=True),

@@ -299,13 +299,22 @@ def test_leaving_a_cluster_ends_its_processes_and_gives_its_slots_back():
 
 
 @pytest.mark.defect("a-stopped-raylet-holds-up-the-end")
-def test_a_raylet_that_is_stopped_does_not_hold_up_the_end():
+@pytest.mark.defect("a-stopped-raylet-is-too-few-cpus")
+def test_a_raylet_that_is_stopped_is_named_and_does_not_hold_up_the_end():
     code = (
         "import psutil\n"
-        "from skyrl_train.cluster import runtime\n"
-        "runtime._CLOSES_S = 3\n"
-        "with runtime.Cluster():\n"
+        "from skyrl_train.cluster import placement, runtime\n"
+        "from skyrl_train.errors import ClusterLost\n"
+        "runtime._CLOSES_S, placement._ANSWERS_WITHIN_S = 3, 1\n"
+        "with runtime.Cluster() as cluster:\n"
         "    next(child for child in psutil.Process().children() if child.name() == 'raylet').suspend()\n"
+        "    try:\n"
+        "        slots = {'count': 1, 'tenants': 1, 'total_slots': 1}\n"
+        "        placement.reserve(cluster, **slots, device='cpu', deadline_s=1, key='slots=1')\n"
+        "    except ClusterLost as lost:\n"
+        "        assert 'a raylet does not answer' in str(lost)\n"
+        "    else:\n"
+        "        raise AssertionError('placed')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
