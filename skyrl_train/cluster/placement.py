@@ -81,14 +81,19 @@ def reserve(
 def _placed(group: PlacementGroup, within_s: float) -> bool:
     deadline = time.monotonic() + within_s
     # group.ready() would be a task, which holds a worker that could be an actor; a wait hears no Ctrl-C before its end.
-    while not (ready := group.wait(1)) and time.monotonic() < deadline:
-        pass
+    try:
+        while not (ready := group.wait(1)) and time.monotonic() < deadline:
+            pass
+    except Exception:  # Ray's own kind: there is no such group any more, as there is no node for it
+        return False
     return bool(ready)
 
 
 def _nodes_answer() -> bool:
     """Whether every node still reserves what it is asked for: of a resource that each has for itself alone."""
     asked = [{f"node:{node['NodeManagerAddress']}": 0.001} for node in ray.nodes() if node["Alive"]]
+    if not asked:
+        return False
     group = placement_group(asked, strategy="SPREAD")
     try:
         return _placed(group, _ANSWERS_WITHIN_S)

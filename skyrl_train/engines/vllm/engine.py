@@ -143,7 +143,7 @@ class VLLMEngine:
             self._checks.request(request, self._adapters.loaded)
         if not requests:
             return []
-        call = VLLMCall(requests)
+        call = VLLMCall(requests, self._build)  # not between steps; what changes until it is admitted is seen there
         try:
             await self._ask(lambda: self._submit(call.entries))
             await asyncio.shield(unwatched(asyncio.wrap_future(call.future)))
@@ -357,8 +357,6 @@ class VLLMEngine:
         self._check_serving()
         under_way = (entry.id for entry in self._all_entries())
         check_new_ids(self.name, (entry.request for entry in entries), under_way)
-        for entry in entries:  # all before any is queued: an invalid request must refuse the whole call
-            entry.built = self._build(entry.request)
         self._waiting.extend(entries)
         self._clock.add((entry.id, entry.request.deadline_s) for entry in entries)
         self._admit_waiting()
@@ -393,8 +391,9 @@ class VLLMEngine:
         """Raises UnsupportedParameter if its adapter was unloaded while the request waited."""
         if request.adapter is None:
             return self._adapters.synced
-        self._checks.request(request, self._adapters.loaded)
-        return self._adapters.loaded[request.adapter]
+        loaded = dict(self._adapters.loaded)  # the engine's thread may change it meanwhile
+        self._checks.request(request, loaded)
+        return loaded[request.adapter]
 
     def _core_request(
         self, request_id: str, ids: Sequence[int], params: SamplingParams, lora: LoRARequest | None = None

@@ -16,9 +16,10 @@ from skyrl_train.engines.checks import check_logprobs
 class VLLMCall:
     """One call of generate(): done when all of its entries are."""
 
-    def __init__(self, requests: Sequence[SampleRequest]):
+    def __init__(self, requests: Sequence[SampleRequest], build: Callable[[SampleRequest], EngineCoreRequest]):
+        """`build` raises for one that vLLM refuses, and so for the whole call."""
         self.future: Future[None] = Future()
-        self.entries = [VLLMRequest(request, self) for request in requests]
+        self.entries = [VLLMRequest(request, build(request), self) for request in requests]
 
     def entry_done(self) -> None:
         if not self.future.done() and all(entry.output is not None for entry in self.entries):
@@ -28,12 +29,12 @@ class VLLMCall:
 class VLLMRequest:
     """One request; vLLM puts its final output here."""
 
-    def __init__(self, request: SampleRequest, call: VLLMCall):
+    def __init__(self, request: SampleRequest, built: EngineCoreRequest, call: VLLMCall):
         self.id = request.request_id
         self.request = request
         self.call = call
-        self.built: EngineCoreRequest
-        """The request as vLLM takes it; set on submission."""
+        self.built = built
+        """The request as vLLM takes it, for the weights and adapters of when it came."""
         self.output: RequestOutput | None = None
         self.running_s = 0.0
         """Seconds that it ran; set when it is finished."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import shutil
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -92,6 +93,22 @@ def test_adapters_for_a_mixture_of_experts_on_a_cpu_are_refused_with_the_reason(
     path = save_tiny_model(tmp_path, "qwen3_moe", tied=False)
     with pytest.raises(ConfigError, match=r"max_lora_rank=8: vLLM \d+\.\d+.* mixture of experts.* has 4 experts"):
         start(path, max_lora_rank=8)
+
+
+def test_requests_are_made_ready_while_steps_go_on(
+    running: Running, reference: Reference, monkeypatch: pytest.MonkeyPatch
+):
+    bench, processor = running.bench, running.engine._engine.input_processor
+    process, threads = processor.process_inputs, list[str]()
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return process(*args, **kwargs)
+
+    monkeypatch.setattr(processor, "process_inputs", watched)
+    (completion,) = bench.generate(request := bench.request(FIRST, max_tokens=8))
+    assert_logprobs(reference, request, completion)
+    assert threads == ["engine-bench"], "the caller's, not the one that takes steps"
 
 
 def test_a_score_beside_a_full_cache_sends_kept_requests_back_to_the_queue(running: Running, reference: Reference):
