@@ -21,12 +21,13 @@ def build_collector(cfg: Config, rollout: Rollout, dataset: PromptDataset, sched
         prompts_of_step=schedule.prompts_of_step,
         max_staleness=ahead.max_staleness_steps if ahead.enabled else 0,
         max_failed_fraction=trainer.max_failed_fraction,
-        samplers=build_samplers(cfg),
+        samplers=build_samplers(cfg, ahead=ahead.enabled),
         max_in_flight=ahead.num_parallel_generation_workers if ahead.enabled else None,
     )
 
 
-def build_samplers(cfg: Config) -> Samplers:
+def build_samplers(cfg: Config, *, ahead: bool) -> Samplers:
+    """`ahead`: whether rollouts run ahead of the step that is learnt."""
     algorithm, generator = cfg.trainer.algorithm, cfg.generator
     return Samplers(
         shaping=RewardShaping(
@@ -36,18 +37,18 @@ def build_samplers(cfg: Config) -> Samplers:
             overlong_penalty_factor=algorithm.overlong_buffer.penalty_factor,
             max_generate_tokens=generator.sampling_params.max_generate_length,
         ),
-        dynamic=_dynamic_sampling(cfg),
+        dynamic=_dynamic_sampling(cfg, ahead),
         mask_equal_rewards=algorithm.zero_variance_filter,
         over_provisioning=generator.over_provisioning,
         curriculum=_curriculum(cfg),
     )
 
 
-def _dynamic_sampling(cfg: Config) -> DynamicSampling | None:
+def _dynamic_sampling(cfg: Config, ahead: bool) -> DynamicSampling | None:
     settings = cfg.trainer.algorithm.dynamic_sampling
-    ahead = cfg.trainer.fully_async
     if settings.type is None:
-        return DynamicSampling() if ahead.enabled and ahead.sample_full_batch else None
+        full = ahead and cfg.trainer.fully_async.sample_full_batch
+        return DynamicSampling(max_batches=settings.max_sample_batches) if full else None
     return DynamicSampling(
         min_useful_fraction=settings.min_replace_ratio if settings.type == "replace" else 1.0,
         max_batches=settings.max_sample_batches,

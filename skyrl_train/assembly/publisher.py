@@ -146,10 +146,10 @@ def supervised_publish(
     mode: str | None = None,
     time_shared: bool = False,
 ) -> Callable[[int], Awaitable[dict[str, float]]]:
-    """Publishes weights, and then restarts the engines that died since the last time, with the same weights.
+    """Publishes weights, and then restarts the engines that died since the last time, with the newest weights.
 
-    `mode`: how rollouts that go on meanwhile are paused (see `pause_mode`), which is while weights are sent, and not
-    while engines are restarted; None if there are none.
+    `mode`: how rollouts that go on meanwhile are paused (see `pause_mode`), which is while weights are sent; they, and
+    the trainer, go on while engines are restarted. None if there are none.
     """
 
     async def publish_to_the_living(version: int) -> None:
@@ -176,6 +176,10 @@ def supervised_publish(
                         if len(client.engines) == alive:
                             raise
                         await publish_to_the_living(version)
+            if mode and client.engines:  # they go on meanwhile
+                client.revive_dead()
+            else:
+                await supervisor.revive()
             if time_shared and supervisor.restarts > before:
                 await client.sleep()
         # Those of the last sync: if a failed one was repeated, that is the one with the last engine.

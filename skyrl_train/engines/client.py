@@ -78,6 +78,8 @@ class EngineClient:
         self._reviving: asyncio.Task[None] | None = None
         self._busy = _BusyClock()
         """Of all engines: runs while one of them does."""
+        self._replaced_busy_s = 0.0
+        """Of engines that are gone."""
         self._measured: dict[str, float] = defaultdict(float, now=now())
         """The counters at the last call of `metrics`."""
         self._asleep = False
@@ -106,7 +108,7 @@ class EngineClient:
     @property
     def busy_s(self) -> float:
         """Seconds in which engines had requests, added up over engines."""
-        return sum(record.busy.seconds for record in self._all)
+        return self._replaced_busy_s + sum(record.busy.seconds for record in self._all)
 
     def kill(self, name: str) -> None:
         """End the dead engine called `name`: one that hangs still occupies its slot, or its connections."""
@@ -118,7 +120,9 @@ class EngineClient:
 
     def replace(self, name: str, engine: Any) -> None:
         """Replace the engine called `name` by a new one, which must already have the current weights."""
-        self._all[self._all.index(self._named(name))] = self._record(engine, name)
+        old = self._named(name)
+        self._replaced_busy_s += old.busy.seconds
+        self._all[self._all.index(old)] = self._record(engine, name)
 
     def _record(self, engine: Any, name: str) -> _EngineRecord:
         progress = Progress(name, lambda: engine.health(), self._looks_every_s)
@@ -283,6 +287,15 @@ class EngineClient:
             self._reviving = self._in_background(self.revive())
         return self._reviving
 
+    def revive_dead(self) -> None:
+        """Begin to restart dead engines while the others go on. Raises what the last attempt has ended with."""
+        if not self.dead or self.revive is None:
+            return
+        last = self._reviving
+        if last is not None and last.done() and not last.cancelled() and (error := last.exception()) is not None:
+            raise error
+        self._reviving_now()
+
     def _in_background(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[assignment]
         self._background.add(task)
@@ -296,10 +309,11 @@ class EngineClient:
         await self._each("abort", request_ids)
 
     async def pause(self, mode: str = "keep") -> None:
-        await self._each("pause", mode)
+        """An engine that does not get to the end of its step hangs, and is dead; `wait` is for whatever runs."""
+        await self._each("pause", mode, deadline_s=None if mode == "wait" else self._looks_every_s + GRACE_S)
 
     async def resume(self) -> None:
-        await self._each("resume")
+        await self._each("resume", deadline_s=self._looks_every_s + GRACE_S)
 
     @asynccontextmanager
     async def paused(self, mode: str) -> AsyncIterator[None]:

@@ -40,58 +40,59 @@ class EngineSupervisor:
         self._stop = stop
         self._budget = budget
         self._sender_answers = sender_answers
-        self._busy = asyncio.Lock()
+        self._restarting, self._weights = asyncio.Lock(), asyncio.Lock()
         self.restarts = 0
 
     async def revive(self) -> None:
-        """Restart every dead engine. Raises EnginesLost with the cause of the first one left if the budget is spent."""
-        async with self._busy:
-            await self._restart_dead_engines()
+        """Restart every dead engine, those that die meanwhile too.
+
+        Raises EnginesLost with the cause of the first one left if the budget is spent.
+        """
+        async with self._restarting:
+            while dead := self._client.dead:
+                await self._restart_within_budget(*next(iter(dead.items())))
 
     @asynccontextmanager
     async def syncing(self) -> AsyncIterator[None]:
-        """To be held while weights change: no engine is restarted meanwhile with old weights. Restarts them on exit."""
-        async with self._busy:
+        """To be held while weights change: an engine may be started meanwhile, but gets its weights afterwards."""
+        async with self._weights:
             yield
-            await self._restart_dead_engines()
 
-    async def _restart_dead_engines(self) -> None:
-        for name, cause in self._client.dead.items():
-            while name in self._client.dead:
-                if self.restarts >= self._budget:
-                    raise EnginesLost(
-                        f"{name} died ({cause}), and the {self._budget} restarts of "
-                        "generator.max_engine_restarts are spent."
-                    )
-                self.restarts += 1
-                begun = now()
-                try:
-                    await self._restart(name)
-                except ClusterLost as error:
-                    raise EnginesLost(f"{name} died ({cause}) and cannot be restarted: {error}") from error
-                except SkyRLError as error:
-                    if self._sender_answers is not None and not await self._sender_answers():
-                        raise EnginesLost(
-                            f"{name} died ({cause}) and cannot be restarted, as a rank of the trainer does not answer: "
-                            f"{type(error).__name__}: {error}"
-                        ) from error
-                    log.warning("Restart %d of engines failed for %s: %s", self.restarts, name, error)
-                else:
-                    log.warning(
-                        "%s died (%s) and was restarted with the current weights in %.1f s, restart %d of the %d of "
-                        "generator.max_engine_restarts.",
-                        name,
-                        cause,
-                        now() - begun,
-                        self.restarts,
-                        self._budget,
-                    )
+    async def _restart_within_budget(self, name: str, cause: str) -> None:
+        if self.restarts >= self._budget:
+            raise EnginesLost(
+                f"{name} died ({cause}), and the {self._budget} restarts of generator.max_engine_restarts are spent."
+            )
+        self.restarts += 1
+        begun = now()
+        try:
+            await self._restart(name)
+        except ClusterLost as error:
+            raise EnginesLost(f"{name} died ({cause}) and cannot be restarted: {error}") from error
+        except SkyRLError as error:
+            if self._sender_answers is not None and not await self._sender_answers():
+                raise EnginesLost(
+                    f"{name} died ({cause}) and cannot be restarted, as a rank of the trainer does not answer: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            log.warning("Restart %d of engines failed for %s: %s", self.restarts, name, error)
+        else:
+            log.warning(
+                "%s died (%s) and was restarted with the current weights in %.1f s, restart %d of the %d of "
+                "generator.max_engine_restarts.",
+                name,
+                cause,
+                now() - begun,
+                self.restarts,
+                self._budget,
+            )
 
     async def _restart(self, name: str) -> None:
         engine = await self._start(name)
         try:
-            await self._sync(engine)
+            async with self._weights:
+                await self._sync(engine)
+                self._client.replace(name, engine)
         except BaseException:
             await self._stop(engine)
             raise
-        self._client.replace(name, engine)

@@ -88,7 +88,9 @@ class RolloutQueue(Generic[G]):
 
     async def close(self) -> None:
         """Cancel all rollouts in progress and wait until they have ended."""
-        for task in self._pending:
-            task.cancel()
-        await asyncio.gather(*self._pending, return_exceptions=True)
-        self._pending.clear()
+        while self._pending:  # one that ends meanwhile by itself may be followed by another
+            tasks = list(self._pending)
+            self._pending.clear()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -72,6 +72,8 @@ class RolloutCollector:
         assert not (self._samplers.over_provisioning and max_staleness), "cutting the slow ones is synchronous"
         self._max_in_flight = max_in_flight
         self._queue: RolloutQueue[_Drawn] = RolloutQueue()
+        self._replaced: set[int] = set()
+        """Positions of groups that were dropped, and replaced at once, and that no step has drawn yet."""
         self._admitted = self._left_out = 0
         self._pass_rates: dict[str, float] = {}
         self._decided_ahead: list[tuple[int, bool]] = []
@@ -172,16 +174,19 @@ class RolloutCollector:
     async def _begin(self, position: int) -> _Drawn:
         group = self._samplers.shaping(await self._rollout(self._prompt_at(position), position))
         one = _Drawn(position, group, self._samplers.dynamic is None or is_useful(group))
-        if not one.useful and self._drops_early:
+        if not one.useful and self._replaces_now():
+            self._replaced.add(position)
             self._queue.grant(1)
             self.admit()
         return one
 
-    @property
-    def _drops_early(self) -> bool:
-        """Whether a dropped group is replaced at once; without staleness all dropped ones are replaced at a time."""
-        dynamic = self._samplers.dynamic
-        return self._max_staleness > 0 and dynamic is not None and dynamic.drops_at_once
+    def _replaces_now(self) -> bool:
+        """Whether a dropped group is replaced at once; without staleness all dropped ones are replaced at a time, and
+        so are those beyond what a step may draw: nobody knows yet whether it is all in vain."""
+        dynamic, size = self._samplers.dynamic, self._prompts_of_step(0)
+        if not self._max_staleness or dynamic is None or not dynamic.drops_at_once:
+            return False
+        return dynamic.max_batches < 0 or len(self._replaced) < dynamic.max_batches * size
 
     async def _draw(self, count: int, metrics: Metrics) -> tuple[list[_Drawn], list[_Drawn]]:
         """The next `count` groups, in admission order, and the surplus groups that over-provisioning completed."""
@@ -206,8 +211,8 @@ class RolloutCollector:
 
     def _drop(self, groups: list[_Drawn]) -> None:
         """Free the slots of dropped groups, unless that happened when they were dropped."""
-        if not self._drops_early:
-            self._queue.grant(len(groups))
+        self._queue.grant(sum(one.position not in self._replaced for one in groups))
+        self._replaced -= {one.position for one in groups}
 
     def _check_bound(self, step: int, drawn: list[_Drawn], useful: list[_Drawn]) -> None:
         """Raises RolloutsFailed if dynamic sampling may not draw any more groups."""

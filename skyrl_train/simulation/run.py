@@ -102,7 +102,7 @@ def build_run(
         prompts_of_step=schedule.prompts_of_step,
         max_staleness=split.staleness,
         max_failed_fraction=1.0,
-        samplers=replace(build_samplers(cfg), over_provisioning=split.over_provisioning),
+        samplers=replace(build_samplers(cfg, ahead=split.staleness > 0), over_provisioning=split.over_provisioning),
         max_in_flight=trainer_config.fully_async.num_parallel_generation_workers if split.staleness else None,
     )
     publisher: Any = SimulatedPublisher(client, timings.sync_s + (timings.swap_s if split.colocated else 0.0))

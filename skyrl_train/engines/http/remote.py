@@ -52,6 +52,8 @@ class RemoteEngine:
     async def connect(self, deadline_s: float) -> RemoteEngine:
         """Wait until the server answers and its engine is alive; then set `capabilities`.
 
+        Whoever paused it was lost before it could go on: it does now.
+
         Raises DeadlineExceeded if that takes more than `deadline_s`, EngineError for a wrong token.
         """
         await self._connection.open()
@@ -68,7 +70,9 @@ class RemoteEngine:
 
     async def _served(self) -> Served:
         served: Served = await self._once(REMOTE_METHODS["capabilities"], b"")
-        await self._once(REMOTE_METHODS["health"], b"")
+        health: EngineHealth = await self._once(REMOTE_METHODS["health"], b"")
+        if health.paused:
+            await self._once(REMOTE_METHODS["resume"], b"")
         return served
 
     # -- requests ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from skyrl_train.rollouts.reward_shaping import RewardShaping
 
 
 def samplers(*overrides: str) -> Samplers:
-    return build_samplers(load(list(overrides)))
+    return build_samplers(load(list(overrides)), ahead=False)
 
 
 def test_every_sampler_is_off_by_default():

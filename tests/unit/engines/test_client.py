@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.engines import client as client_module
 from skyrl_train.engines.base import EngineHealth, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.errors import DeadlineExceeded, EngineError, UnsupportedParameter, WorkerDied
@@ -216,6 +217,24 @@ def test_an_engine_that_hangs_in_a_call_to_all_is_given_up_and_the_others_go_on(
     asyncio.run(client.resume())
     assert engines[0].calls == ["resume"]
     assert "e1.resume did not finish within 1 s" in client.dead["e1"]
+
+
+@pytest.mark.defect("a-pause-waits-for-the-dead")
+@pytest.mark.parametrize("method", ["pause", "resume"])
+def test_a_pause_does_not_wait_longer_for_an_engine_that_hangs_than_anything_else_does(
+    method: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(client_module, "GRACE_S", 0.1)
+    engines = _engines(2)
+    setattr(engines[1], method, _never)
+
+    async def run() -> None:
+        client = EngineClient(engines, deadline_s=600, looks_every_s=0.1)
+        async with asyncio.timeout(5), client.paused("keep"):
+            pass
+        assert list(client.dead) == ["e1"]
+
+    asyncio.run(run())
 
 
 def test_a_call_to_all_that_leaves_no_engine_names_the_last():

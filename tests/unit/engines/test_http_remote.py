@@ -76,6 +76,21 @@ def test_every_method_reaches_the_engine():
     assert "close" not in engine.calls
 
 
+@pytest.mark.defect("paused-and-forgotten")
+def test_an_engine_that_somebody_left_paused_goes_on_for_the_next():
+    engine = ScriptedEngine()
+
+    async def test(remote: RemoteEngine) -> bool:
+        await remote.pause("keep")
+        again = await RemoteEngine(remote._connection.url, TOKEN, deadline_s=20).connect(10)
+        try:
+            return (await again.health()).paused
+        finally:
+            await again.close()
+
+    assert not remotely(test, engine)
+
+
 def test_an_engine_that_loopback_does_not_lead_to_may_be_on_another_machine():
     async def test(remote: RemoteEngine) -> bool:
         return remote.capabilities.other_machine

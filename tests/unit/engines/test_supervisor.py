@@ -190,9 +190,9 @@ def test_no_engine_comes_back_in_the_middle_of_a_sync():
         async with supervisor.syncing():
             waiting = asyncio.ensure_future(client.generate([request("r1")]))
             await asyncio.sleep(0.02)
-            assert supervisor.restarts == 0
-        assert supervisor.restarts == 1
+            assert list(client.dead) == ["a"]
         await waiting
+        assert supervisor.restarts == 1
 
     asyncio.run(run())
 
@@ -211,6 +211,59 @@ def test_the_living_are_left_alone():
     assert client.engines[0] is alive
     assert len(client.engines) == 2
     assert supervisor.restarts == 1
+
+
+@pytest.mark.defect("one-restart-holds-up-all")
+def test_a_sync_does_not_wait_for_a_start_and_who_dies_meanwhile_is_restarted_too():
+    second, survivor, may_start = Mortal("b", lives=True), Mortal("c", lives=True), asyncio.Event()
+    second.synced = survivor.synced = True
+    client = EngineClient([Mortal("a"), second, survivor], deadline_s=5)
+    started: list[str] = []
+
+    async def start(name: str) -> Mortal:
+        started.append(name)
+        await may_start.wait()
+        return Mortal(name, lives=True)
+
+    async def sync(engine: Mortal) -> None:
+        engine.synced = True
+
+    async def stop(engine: Mortal) -> None:
+        await engine.close()
+
+    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=stop, budget=4)
+    client.revive, client.revives_at_once = supervisor.revive, True
+
+    async def run() -> None:
+        await client.generate([request("r1")])  # goes to a, and then to another
+        second.lives = False
+        await client.generate([request("r2"), request("r3")])  # one of them goes to b
+        assert started == ["a"] and list(client.dead) == ["a", "b"]
+        async with asyncio.timeout(1), supervisor.syncing():
+            assert client.engines == [survivor]
+        may_start.set()
+        async with asyncio.timeout(5):
+            while client.dead:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert started == ["a", "b"]
+
+
+@pytest.mark.defect("one-restart-holds-up-all")
+def test_where_rollouts_go_on_a_restart_that_failed_for_good_is_raised_by_the_next_sync():
+    async def run() -> None:
+        other = Mortal("b", lives=True)
+        other.synced = True
+        client, _ = supervised([Mortal("a"), other], budget=0)
+        client.revives_at_once = True
+        client.revive_dead()
+        await client.generate([request("r1"), request("r2")])
+        await asyncio.sleep(0.02)
+        with pytest.raises(EnginesLost, match="a died"):
+            client.revive_dead()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("at_once", [True, False])

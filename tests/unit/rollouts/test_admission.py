@@ -157,6 +157,29 @@ def test_closing_cancels_what_is_under_way():
     assert cancelled == [0, 1, 2]
 
 
+def test_closing_also_ends_a_rollout_that_follows_one_which_ends_meanwhile():
+    ended: list[int] = []
+
+    async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
+        try:
+            await asyncio.sleep(0 if position == 0 else 60)
+        finally:
+            ended.append(position)
+        return group_of(asked)
+
+    async def run() -> int:
+        collector = RolloutCollector(rollout, prompt, lambda step: 3, 1, max_failed_fraction=0.5, max_in_flight=1)
+        collector.start(0)
+        collector.admit()
+        await asyncio.sleep(0)  # it has begun
+        await asyncio.sleep(0)  # it is over, and who waits for it does not know yet
+        await collector.close()
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(run()) == 1
+    assert ended[0] == 0
+
+
 def test_an_exception_in_a_rollout_reaches_the_trainer():
     async def broken(asked: Prompt, position: int) -> TrajectoryGroup:
         raise ValueError("a bug")

@@ -210,6 +210,26 @@ def replace(ratio: float, max_batches: int = 3) -> Samplers:
     return Samplers(dynamic=DynamicSampling(min_useful_fraction=ratio, max_batches=max_batches))
 
 
+@pytest.mark.defect("groups-dropped-ahead-without-a-bound")
+@pytest.mark.parametrize("size", [2, 4])
+def test_groups_that_are_dropped_ahead_are_as_many_as_a_step_may_draw(size: int):
+    """Nothing is useful while the learner computes, for as long as that takes."""
+    most = 3
+    run = Run(lambda position: WRONG, Samplers(dynamic=DynamicSampling(max_batches=most)), size, max_staleness=1)
+
+    async def go() -> None:
+        run.collector.start(0)
+        run.collector.admit()
+        for _ in range(200):
+            await asyncio.sleep(0.002)
+        assert len(run.begun) == (most + 2) * size, "what may be dropped, and the slots of two steps"
+        with pytest.raises(RolloutsFailed, match="max_sample_batches=3"):
+            await run.collector.next_groups(0, Metrics())
+        await run.collector.close()
+
+    asyncio.run(go())
+
+
 def test_replace_repeats_useful_groups_in_the_places_of_the_others():
     run = Run(lambda position: MIXED if position in (1, 3) else RIGHT, replace(0.4), size=5)
     assert run.steps(0, 1) == [["1", "1", "3", "3", "1"]]
