@@ -2,14 +2,15 @@
 
     python scripts/benchmarks/pauses.py [--engines transformers vllm sglang] [--repeats 7] [--json FILE]
 
-64 requests of 60 tokens, sampled on the whole time, on an engine in this process (qwen3 of hidden size 256 with 4
-layers, fp32, CPU). A sync as a run has it: the client pauses the engine between two tokens, the publisher sends every
-weight, the engine goes on. Medians of
+64 requests with prompts of 60 tokens and answers of 132 to 195, one after the other in each of 64 places, on an engine
+in this process (qwen3 of hidden size 256 with 4 layers, fp32, CPU). A sync as a run has it: the client pauses the engine
+between two tokens, the publisher sends every weight, the engine goes on. Medians of
 
 - pause: from the call until nothing is sampled any more,
 - sync: manifest, transfer, load, fingerprints, commit,
-- first token: from the end of the sync until the first token of the new weights, which contains what is read again,
-- a decode step of all 64 beside it, of the same run while nothing paused it.
+- first token: from the end of the sync until a request that came during the pause has its first token; what is read
+  again comes before it,
+- a decode step beside the 64, while nothing pauses: 16 more tokens of one more request, by 16.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
 from skyrl_train.weight_sync.publish import WeightPublisher
 
 NEW_TOKENS = MAX_MODEL_LEN - PROMPT_TOKENS - 1
-BETWEEN_S = 0.3
-"""Of undisturbed sampling between two syncs."""
+DECODED = 16
 TIMED = "pause", "sync", "first token", "decode step"
 SHAPE: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 256, "layers": 4}
 
@@ -53,12 +53,18 @@ async def keep_busy(client: EngineClient, number: int) -> None:
         await client.generate([SampleRequest(f"{number}.{turn}", ids, sampling, seed=turn)])
 
 
-async def sampled(engine: Any) -> int:
-    return int((await engine.health()).generated_tokens)
+def one_more(name: str, tokens: int) -> SampleRequest:
+    return SampleRequest(name, (5, 6, 7), SamplingParams(max_tokens=tokens, ignore_eos=True), seed=0)
 
 
 async def measure(kind: str, model: str, held: dict[str, Tensor], on_sync: str, repeats: int) -> dict[str, Any]:
-    given = {"dtype": "float32", "device": "cpu", "threads": 1, "max_num_seqs": PROMPTS, "max_model_len": MAX_MODEL_LEN}
+    given = {
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": 1,
+        "max_num_seqs": PROMPTS + 1,
+        "max_model_len": MAX_MODEL_LEN,
+    }
     engine = load_object(ENGINES[kind])(model=model, name=kind, **given)
     publisher = WeightPublisher(Trainer(held, 1 << 24), lambda: [engine], route="ipc", deadline_s=60.0)
     client = EngineClient([engine], deadline_s=600.0)
@@ -68,16 +74,19 @@ async def measure(kind: str, model: str, held: dict[str, Tensor], on_sync: str, 
         while (await engine.health()).running < PROMPTS:
             await asyncio.sleep(0.01)
         for repeat in range(repeats + 1):
-            counted, begun = await sampled(engine), time.perf_counter()
-            await asyncio.sleep(BETWEEN_S)
-            taken["decode step"].append((time.perf_counter() - begun) * PROMPTS / (await sampled(engine) - counted))
+            spent = []
+            for tokens in (1, 1 + DECODED):
+                start = time.perf_counter()
+                await client.generate([one_more(f"more.{repeat}.{tokens}", tokens)])
+                spent.append(time.perf_counter() - start)
+            taken["decode step"].append((spent[1] - spent[0]) / DECODED)
             start = time.perf_counter()
             async with client.paused(PAUSES[on_sync]):
                 paused = time.perf_counter()
+                first = asyncio.ensure_future(client.generate([one_more(f"late.{repeat}", 1)]))
                 await publisher.publish(1 + repeat)
-                synced, counted = time.perf_counter(), await sampled(engine)
-            while await sampled(engine) == counted:
-                await asyncio.sleep(0.0005)
+                synced = time.perf_counter()
+            await first
             taken["pause"].append(paused - start)
             taken["sync"].append(synced - paused)
             taken["first token"].append(time.perf_counter() - synced)

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from skyrl_train.assembly import memory_plan
 from skyrl_train.assembly.algorithm import (
@@ -34,6 +35,7 @@ from skyrl_train.assembly.services import (
 )
 from skyrl_train.assembly.sync_choices import sleep_level
 from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.config.generator import RateLimitConfig
 from skyrl_train.config.schema import Config
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset
@@ -171,8 +173,16 @@ def build_generator(
         tokenizer,
         settings,
         later_turns=sampler if generator.batched and generator.max_turns > 1 else client,
-        limiter=RateLimiter(limit.trajectories_per_second, limit.max_concurrency) if limit.enabled else None,
+        limiter=_limiter_of(client, limit) if limit.enabled else None,
     )
+
+
+_limiters: WeakKeyDictionary[Any, RateLimiter] = WeakKeyDictionary()
+"""Of a run's client: rollouts for training and an evaluation beside them have one limit together."""
+
+
+def _limiter_of(client: Any, limit: RateLimitConfig) -> RateLimiter:
+    return _limiters.setdefault(client, RateLimiter(limit.trajectories_per_second, limit.max_concurrency))
 
 
 def build_trainer(

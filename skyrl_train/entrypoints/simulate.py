@@ -26,10 +26,18 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> None:
     given, rest = _parser().parse_known_args(sys.argv[1:] if arguments is None else list(arguments))
     try:
-        launch(lambda prepared: _simulate(prepared, given), rest)
+        launch(lambda prepared: _simulate(prepared, given), [*_TRIED, *filter(_is_no_layout, rest)])
     except SkyRLError as error:
         to_stderr(f"{type(error).__name__}: {error}")
         sys.exit(1)
+
+
+_TRIED = ("trainer.fully_async.enabled=true", "trainer.placement.colocate_all=false")
+"""Both ways of each are tried, whatever the configuration says; with these, no key for one of them is idle."""
+
+
+def _is_no_layout(word: str) -> bool:
+    return word.partition("=")[0].lstrip("+") not in {one.partition("=")[0] for one in _TRIED}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,10 +97,13 @@ def _timings(given: argparse.Namespace) -> Timings:
 
 def splits(given: argparse.Namespace) -> list[Split]:
     """All slots colocated, and then every division of them with every staleness."""
-    from skyrl_train.simulation.run import Split
+    from skyrl_train.simulation.run import Split, least_steps
 
-    if given.steps < 3:
-        raise ConfigError(f"--steps {given.steps}: must be at least 3, as the first and the last are not counted.")
+    if given.steps < (least := least_steps(max(given.staleness))):
+        raise ConfigError(
+            f"--steps {given.steps}: must be at least {least} with a staleness of {max(given.staleness)}, as those in "
+            "which rollouts get ahead, and the last ones, are not counted."
+        )
     engines = given.engines or range(1, given.slots)
     if wrong := [one for one in engines if not 0 < one < given.slots]:
         raise ConfigError(

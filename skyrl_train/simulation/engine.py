@@ -6,7 +6,7 @@ import asyncio
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import count, pairwise
 
@@ -127,6 +127,10 @@ class SimulatedEngine:
 
     def die(self) -> None:
         """Fail every call from now on, those under way included."""
+        if self.dead:
+            return
+        self._catch_up()
+        self._generated += self._sampled(one for *_, one in self._running)
         self.dead = True
         if self._timer is not None:
             self._timer.cancel()
@@ -138,6 +142,15 @@ class SimulatedEngine:
         if self.dead:
             raise EngineError(f"engine {self.name} is dead")
 
+    def _sampled(self, running: Iterable[_Sequence]) -> int:
+        """Tokens so far of sequences that run."""
+        return round(sum(self._steps - one.began for one in running)) * self._unit
+
+    @property
+    def sampled(self) -> int:
+        """Tokens, those of answers that nobody waited for included, of an engine in which nothing runs."""
+        return self._generated
+
     def _sequences(self) -> list[_Sequence]:
         return [*(one for *_, one in self._running), *self._waiting]
 
@@ -146,6 +159,7 @@ class SimulatedEngine:
         if self.dead:
             return
         self._catch_up()
+        self._generated += self._sampled(one for *_, one in self._running if one.call is call)
         self._waiting = deque(one for one in self._waiting if one.call is not call)
         self._running = [entry for entry in self._running if entry[2].call is not call]
         heapq.heapify(self._running)
@@ -274,8 +288,8 @@ class SimulatedEngine:
         self._check()
         self._catch_up()
         running, queued = len(self._running), len(self._waiting)
-        sampled = round(sum(self._steps - one.began for *_, one in self._running)) * self._unit
-        return EngineHealth(self.name, self.version, running, queued, generated_tokens=self._generated + sampled)
+        sampled = self._generated + self._sampled(one for *_, one in self._running)
+        return EngineHealth(self.name, self.version, running, queued, generated_tokens=sampled)
 
     def kill(self) -> None:
         self.die()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import NormalDist, fmean, median
+from statistics import NormalDist, fmean, median, pstdev
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ from skyrl_train.errors import DataError
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 from skyrl_train.simulation.timings import EngineTimings, LearnerTimings, Lengths, Timings
 
+_ALIKE = 0.005
+"""Spread below which numbers of several steps say no more than one of them."""
 _LEAST_STEPS = 3
 """The first step is left out: it compiles, and fills caches."""
 
@@ -36,6 +38,7 @@ def fit(folder: Path) -> Timings:
     placement, engines = ran["trainer"]["placement"], ran["generator"]["num_inference_engines"]
     trainers = placement["policy_num_nodes"] * placement["policy_num_gpus_per_node"]
     tokens = [row["rollouts/tokens"] for row in rows]
+    _check_simple(folder, ran, rows)
     decode_s, per_sequence_s = _non_negative(
         [(row["response/max_tokens"], count / engines) for row, count in zip(rows, tokens, strict=True)],
         [row["timing/generate_s"] for row in rows],
@@ -44,20 +47,49 @@ def fit(folder: Path) -> Timings:
     def seconds(name: str) -> list[float]:
         return [row.get(f"timing/{name}_s", 0.0) for row in rows]
 
-    per_step, per_token = _non_negative([(1.0, count) for count in tokens], seconds("update"))
+    per_step, per_token = 0.0, fmean(seconds("update")) / fmean(tokens)
+    if _spread(tokens) > _ALIKE:
+        per_step, per_token = _non_negative([(1.0, count) for count in tokens], seconds("update"))
     known = sum(map(fmean, (seconds("generate"), seconds("update"), seconds("score"), seconds("publish"))))
+    rest = max(0.0, fmean(seconds("step")) - known)
+    colocated = placement["colocate_all"]
     return Timings(
         engine=EngineTimings(decode_s, per_sequence_s, prefill_tokens_per_s=math.inf),
         learner=LearnerTimings(
             update_s_per_token=per_token * trainers,
             score_s_per_token=fmean(seconds("score")) / fmean(tokens) * trainers,
-            step_s=per_step + max(0.0, fmean(seconds("step")) - known),
+            step_s=per_step + (0.0 if colocated else rest),
         ),
         sync_s=median(seconds("publish")),
+        swap_s=rest if colocated else 0.0,
         response=_lengths(rows, ran["trainer"]["train_batch_size"] * ran["generator"]["n_samples_per_prompt"]),
-        prompt_tokens=1,  # the tokens above are those of answers: prompts are in what they take
+        prompt_tokens=0,  # the tokens above are those of answers: prompts are in what they take
         pass_rate=min(1.0, max(0.0, fmean(row.get("reward/mean", 0.5) for row in rows))),
     )
+
+
+def _check_simple(folder: Path, ran: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raises DataError for a run of which the times do not tell what a decode step takes."""
+    generator = ran["generator"]
+    parallel = [f"inference_engine_{kind}_parallel_size" for kind in ("tensor", "pipeline", "data")]
+    each = max(row["rollouts/trajectories"] for row in rows) / generator["num_inference_engines"]
+    reasons = {
+        "its engines have several accelerators each": any(generator.get(name, 1) > 1 for name in parallel),
+        "its episodes have several turns": any(row.get("episode/max_turns", 1) > 1 for row in rows),
+        "its engines had more sequences than run at a time (generator.max_num_seqs)": each > generator["max_num_seqs"],
+        "its answers are all as long, or in each step alike": _spread(
+            [row["rollouts/tokens"] / row["response/max_tokens"] for row in rows]
+        )
+        <= _ALIKE,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise DataError(f"{folder}: {reason}, so that it does not tell what a decode step takes: use --timings.")
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Standard deviation over mean."""
+    return pstdev(values) / fmean(values)
 
 
 def _configuration(folder: Path) -> dict[str, Any]:

@@ -19,6 +19,11 @@ from skyrl_train.simulation.timings import Timings
 from skyrl_train.trainer.run_state import SkippedUpdates, Unfinished
 
 
+def prompt_units(timings: Timings, unit: int) -> int:
+    """What stands for a prompt, in units of `unit` tokens; there is no episode without one."""
+    return max(1, round(timings.prompt_tokens / unit))
+
+
 class SimulatedConversations:
     """What ConversationGenerator does, with tools that only take time and answers that pass by chance."""
 
@@ -26,7 +31,7 @@ class SimulatedConversations:
         """`most_tokens` of an answer, and prompts of `timings`, in units of `unit` tokens."""
         self._client, self._timings, self._samples, self._seed = client, timings, samples, seed
         self._sampling = SamplingParams(max_tokens=most_tokens)
-        self._prompt = [0] * max(1, round(timings.prompt_tokens / unit))
+        self._prompt = [0] * prompt_units(timings, unit)
 
     async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
         items = [Trajectory(prompt, n, [], [], [], [], [], 0.0, "abort", 1.0) for n in range(self._samples)]
@@ -82,7 +87,11 @@ class SimulatedLearner:
     def __init__(self, timings: Timings, slots: int, unit: int):
         self._timings, self._slots, self._unit = timings.learner, slots, unit
         self._changing = asyncio.Lock()
+        self._prompt = timings.prompt_tokens - prompt_units(timings, unit) * unit
+        """Tokens by which a prompt is longer than what stands for it."""
         self.version = 0
+        self.trained_tokens = 0
+        """Sampled ones that it has been given for updates."""
 
     async def score(self, batch: TrainBatch) -> TrainBatch:
         await self._work(self._timings.score_s_per_token, batch)
@@ -92,11 +101,13 @@ class SimulatedLearner:
         async with self._changing:
             await self._work(self._timings.update_s_per_token, batch)
             await asyncio.sleep(self._timings.step_s)
+            self.trained_tokens += int(batch.loss_mask.sum()) * self._unit
             self.version += 1
         return {}
 
     async def _work(self, per_token_s: float, batch: TrainBatch) -> None:
-        await asyncio.sleep(per_token_s * len(batch.input_ids) * self._unit / self._slots)
+        tokens = len(batch.input_ids) * self._unit + len(batch.prompt_lengths) * self._prompt
+        await asyncio.sleep(per_token_s * tokens / self._slots)
 
     @asynccontextmanager
     async def at_rest(self) -> AsyncIterator[int]:

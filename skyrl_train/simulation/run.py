@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,6 +74,9 @@ class SimulatedRun:
     client: EngineClient
     publisher: Any
     state: SimulatedState
+    learner: SimulatedLearner
+    engines: list[SimulatedEngine]
+    """All that there were, those that died included."""
     moments: list[Moment]
 
 
@@ -85,7 +88,8 @@ def build_run(
     `saved`: the checkpoint of an earlier run to go on from.
     """
     trainer_config, unit = cfg.trainer, unit_of(timings)
-    engine = _engines(cfg, timings, unit)
+    engines: list[SimulatedEngine] = []
+    engine = _engines(cfg, timings, unit, engines)
     client = EngineClient(
         [engine(f"engine {index}") for index in range(split.engines)],
         deadline_s=trainer_config.timeouts.rollout_s,
@@ -122,7 +126,7 @@ def build_run(
         state=state,
         trackers=trackers,
     )
-    return SimulatedRun(trainer, collector, client, publisher, state, moments)
+    return SimulatedRun(trainer, collector, client, publisher, state, learner, engines, moments)
 
 
 def _publish(
@@ -147,13 +151,18 @@ def _publish(
     return supervised_publish(learner, client, publisher, supervisor, mode=mode)
 
 
-def _engines(cfg: Config, timings: Timings, unit: int) -> Callable[[str], SimulatedEngine]:
+def _engines(cfg: Config, timings: Timings, unit: int, made: list[SimulatedEngine]) -> Callable[[str], SimulatedEngine]:
+    """Makes engines by name, and adds them to `made`."""
     rng, most = random.Random(cfg.trainer.seed), _longest(cfg, unit)
 
     def length(request: SampleRequest) -> int:
         return max(1, min(most, round(timings.response.draw(request.seed, most * unit) / unit)))
 
-    return lambda name: SimulatedEngine(length, timings.engine, name=name, unit=unit, rng=rng)
+    def make(name: str) -> SimulatedEngine:
+        made.append(SimulatedEngine(length, timings.engine, name=name, unit=unit, rng=rng))
+        return made[-1]
+
+    return make
 
 
 def _longest(cfg: Config, unit: int) -> int:
@@ -184,20 +193,23 @@ class Outcome:
 def simulate(cfg: Config, timings: Timings, split: Split, steps: int) -> Outcome:
     """Run `steps` steps of this configuration on a split of slots, in virtual time."""
 
-    async def run() -> tuple[list[Moment], float]:
+    async def run() -> SimulatedRun:
         built = build_run(cfg, timings, split, steps)
         await built.trainer.fit()
         await built.collector.close()
-        sampled = sum([(await engine.health()).generated_tokens for engine in built.client.engines])
         await built.client.close()
-        return built.moments, sampled
+        return built
 
-    moments, sampled = virtual_time.run(run())
-    return _outcome(split, moments, sampled / unit_of(timings))
+    return _outcome(split, virtual_time.run(run()))
 
 
-def _outcome(split: Split, moments: Sequence[Moment], sampled: float) -> Outcome:
-    ahead = min(split.staleness, (len(moments) - 2) // 2)
+def least_steps(staleness: int) -> int:
+    """With fewer, what is counted would be of the pipeline as it fills and empties."""
+    return 4 * (staleness + 1) + 2 * staleness
+
+
+def _outcome(split: Split, run: SimulatedRun) -> Outcome:
+    moments, ahead = run.moments, split.staleness
     first, last = moments[ahead], moments[-1 - ahead]
     counted = [one.row for one in moments if first.seconds < one.seconds <= last.seconds]
     seconds = last.seconds - first.seconds
@@ -205,12 +217,12 @@ def _outcome(split: Split, moments: Sequence[Moment], sampled: float) -> Outcome
     def mean(name: str) -> float:
         return sum(row.get(name, 0.0) for row in counted) / len(counted)
 
-    trained = sum(one.row["rollouts/tokens"] for one in moments)
+    sampled = sum(engine.sampled for engine in run.engines)
     return Outcome(
         split,
         steps_per_hour=3600.0 * len(counted) / seconds,
         engines_busy=(last.busy_s - first.busy_s) / seconds / split.engines,
         trainer_busy=(mean("timing/score_s") + mean("timing/update_s")) / mean("timing/step_s"),
         staleness=mean("async/staleness_mean"),
-        wasted=max(0.0, 1 - trained / sampled) if sampled else 0.0,
+        wasted=max(0.0, 1 - run.learner.trained_tokens / sampled) if sampled else 0.0,
     )

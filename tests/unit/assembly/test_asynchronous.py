@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from skyrl_train.assembly.algorithm import policy_learning
 from skyrl_train.assembly.collector import build_samplers
 from skyrl_train.assembly.publisher import pause_mode
+from skyrl_train.assembly.run import build_generator
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.schema import Config
+from skyrl_train.engines.client import EngineClient
 from skyrl_train.errors import ConfigError
 from skyrl_train.rollouts.dynamic_sampling import DynamicSampling
 from skyrl_train.testing.scripted_engine import EVERYTHING, ScriptedEngine
+from skyrl_train.testing.tiny_models import byte_tokenizer
 
 AHEAD = ("trainer.fully_async.enabled=true", "trainer.placement.colocate_all=false")
 
@@ -54,6 +58,17 @@ def test_a_full_batch_leaves_out_equal_rewards_and_fills_their_places():
     assert build_samplers(filtered, ahead=False).dynamic is None
     with pytest.raises(ConfigError, match=r"sample_full_batch.*false without trainer\.algorithm\.zero_variance_filter"):
         config(*AHEAD, full)
+
+
+@pytest.mark.defect("a-limit-that-held-twice")
+def test_an_evaluation_beside_rollouts_for_training_shares_their_limit():
+    cfg = config(*AHEAD, "generator.rate_limit.enabled=true", "generator.rate_limit.max_concurrency=32")
+    client: Any = EngineClient([ScriptedEngine()], deadline_s=5)
+    training, evaluation = (
+        build_generator(cfg, byte_tokenizer(), client, None, evaluation=evaluation)  # type: ignore[arg-type]
+        for evaluation in (False, True)
+    )
+    assert training._limiter is evaluation._limiter is not None
 
 
 @pytest.mark.parametrize(

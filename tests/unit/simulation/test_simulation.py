@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -142,6 +143,7 @@ def test_what_a_run_shows_is_fitted(tmp_path: Path):
         engine=replace(EVEN.engine, decode_per_sequence_s=0.01),
         learner=LearnerTimings(update_s_per_token=0.002, step_s=1.5),
         response=Lengths(16.0, 0.7),  # so that a token stands for itself
+        prompt_tokens=0,
         sync_s=3.0,
     )
     cfg = config(prompts=16)
@@ -152,7 +154,7 @@ def test_what_a_run_shows_is_fitted(tmp_path: Path):
         await built.client.close()
         return [dict(one.row) for one in built.moments]
 
-    cfg.generator.num_inference_engines = 2
+    cfg.generator.num_inference_engines, cfg.trainer.placement.colocate_all = 2, False
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in virtual_time.run(rows())))
     save_resolved(cfg, tmp_path / CONFIG_FILE)
     found = fit(tmp_path)
@@ -168,22 +170,55 @@ def test_what_a_run_shows_is_fitted(tmp_path: Path):
 
 
 def test_what_cannot_be_fitted_is_named(tmp_path: Path):
-    row = {"timing/generate_s": 1.0, "response/mean_tokens": 1.0, "response/max_tokens": 1.0, "rollouts/tokens": 1.0}
-    rows = [{"step": step, **row} for step in range(5)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    row = {"timing/generate_s": 1.0, "response/mean_tokens": 1.0, "response/max_tokens": 9.0, "rollouts/tokens": 16.0}
+    row |= {"rollouts/trajectories": 16.0, "timing/update_s": 1.0, "timing/step_s": 2.0}
+    alike = [{"step": step, **row} for step in range(5)]
+    differ = [one | {"rollouts/tokens": 16.0 + one["step"]} for one in alike]
+
+    def refused(rows: list[dict[str, float]], **changed: Any) -> str:
+        cfg = config()
+        for name, value in changed.items():
+            setattr(cfg.generator, name, value)
+        save_resolved(cfg, tmp_path / CONFIG_FILE)
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+        with pytest.raises(DataError) as caught:
+            fit(tmp_path)
+        return str(caught.value)
+
+    assert "in each step alike" in refused(alike)
+    assert "several turns" in refused([one | {"episode/max_turns": 2.0} for one in differ])
+    assert "more sequences than run at a time" in refused(differ, max_num_seqs=8)
+    assert "several accelerators" in refused(differ, inference_engine_tensor_parallel_size=2)
+    assert "was asynchronous" in refused([one | {"async/staleness_max": 1.0} for one in differ])
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in differ))
+    (tmp_path / CONFIG_FILE).write_text("trainer: {}\n")
     with pytest.raises(DataError, match=r"config\.yaml: is not what a run writes"):
         fit(tmp_path)
-    rows[3]["async/staleness_max"] = 1.0
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    with pytest.raises(DataError, match="was asynchronous"):
-        fit(tmp_path)
+
+
+def test_what_nothing_is_trained_on_is_wasted():
+    alive = replace(EVEN, response=Lengths(64.0, 0.5))
+    cfg = config(prompts=8, samples=4)
+    extra = simulate(cfg, alive, Split(2, 1, over_provisioning=1.0), 8)
+    assert extra.wasted > 0.5, "the slower half, and what it had when it was cut"
+    cfg.trainer.algorithm.dynamic_sampling.type = "filter"
+    cfg.trainer.algorithm.dynamic_sampling.max_sample_batches = -1
+    easy = simulate(cfg, replace(alive, pass_rate=0.98), Split(2, 1), 8)
+    assert easy.wasted == pytest.approx(0.92, abs=0.03), "1 - 0.98^4 - 0.02^4 of the groups are useful"
+
+
+def test_engines_that_fail_do_not_take_their_work_with_them():
+    failing = replace(EVEN, engine=replace(EVEN.engine, failures_per_hour=60.0, start_s=1.0))
+    calm, hostile = (simulate(config(), timings, Split(4, 1), 24) for timings in (EVEN, failing))
+    assert hostile.engines_busy > 0.6 * calm.engines_busy
+    assert hostile.wasted > 0 == calm.wasted
 
 
 def test_fewer_steps_than_can_be_counted_are_refused():
-    given = argparse.Namespace(steps=2, engines=None, slots=4, staleness=[0], over_provisioning=[0.0])
-    with pytest.raises(ConfigError, match="--steps 2: must be at least 3"):
+    given = argparse.Namespace(steps=15, engines=None, slots=4, staleness=[0, 2], over_provisioning=[0.0])
+    with pytest.raises(ConfigError, match="--steps 15: must be at least 16 with a staleness of 2"):
         splits(given)
-    given.steps, given.engines = 3, [4]
+    given.steps, given.engines = 16, [4]
     with pytest.raises(ConfigError, match="--engines 4: must be from 1 to 3"):
         splits(given)
 
@@ -191,7 +226,7 @@ def test_fewer_steps_than_can_be_counted_are_refused():
 def test_the_command_prints_a_table_and_draws_it(tmp_path: Path):
     (tmp_path / "timings.yaml").write_text("engine: {decode_s: 0.1}\nlearner: {step_s: 30}\nresponse: {mean: 100}\n")
     keys = ["device=cpu", "trainer.train_batch_size=8", "trainer.policy_mini_batch_size=8"]
-    flags = ["--slots", "4", "--engines", "1,2", "--staleness", "0,1", "--steps", "6", "--over-provisioning", "0.5"]
+    flags = ["--slots", "4", "--engines", "1,2", "--staleness", "0,1", "--steps", "10", "--over-provisioning", "0.5"]
     files = ["--timings", str(tmp_path / "timings.yaml"), "--png", str(tmp_path / "splits.png")]
     command = [sys.executable, "-m", "skyrl_train.entrypoints.cli", "simulate", *flags, *files, *keys]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
