@@ -3,8 +3,8 @@
     python scripts/benchmarks/pauses.py [--engines transformers vllm sglang] [--repeats 7] [--json FILE]
 
 64 requests with prompts of 60 tokens and answers of 132 to 195, one after the other in each of 64 places, on an engine
-in this process (qwen3 of hidden size 256 with 4 layers, fp32, CPU). A sync as a run has it: the client pauses the engine
-between two tokens, the publisher sends every weight, the engine goes on. Medians of
+in this process (qwen3 of hidden size 256 with 4 layers, fp32, CPU). A sync as a run has it: the client pauses the
+engine between two tokens, the publisher sends every weight, the engine goes on. Medians of
 
 - pause: from the call until nothing is sampled any more,
 - sync: manifest, transfer, load, fingerprints, commit,
