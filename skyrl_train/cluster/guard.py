@@ -28,6 +28,9 @@ _AT_ONCE_S = 0.1
 """The kernel kills Ray's processes when the driver's main thread ends, a moment before the driver has."""
 _LOOKS_EVERY_S = 0.25
 """While Ray starts: its agents, the last to come, need longer than this to give themselves a title."""
+_START_S = 120.0
+"""A start takes seconds, and several attempts a minute. One whose raylet is stopped would wait for it for ever, in Ray's
+code and with Python's lock held, so that nothing in the driver could end it."""
 _IN_THE_START = "The run ended while Ray was starting: it was killed, or one of Ray's processes died"
 """Ray's libraries end the process that they cannot connect to a raylet, without an exception."""
 _MARK = "SKYRL_GUARDED_BY"
@@ -40,13 +43,14 @@ class Guard:
     """Kills all processes that are started inside `marking`, and theirs, if this process dies.
 
     If it was told to end, the guard also removes `folder`, Ray's own: its logs say nothing that anybody asks for.
+    Processes whose `marking` lasts more than `start_s` are killed too: then the start fails, or is tried again.
     """
 
-    def __init__(self, folder: str | None = None) -> None:
+    def __init__(self, folder: str | None = None, start_s: float = _START_S) -> None:
         self._mark = uuid.uuid4().hex
         self._heads: list[psutil.Process] = []
         self._names: dict[int, str] = {}
-        command = [sys.executable, "-m", __name__, self._mark, str(os.getpid()), folder or ""]
+        command = [sys.executable, "-m", __name__, self._mark, str(os.getpid()), folder or "", str(start_s)]
         # In a new session: a signal to the driver's process group must not end its guard.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         _living.append(self)
@@ -141,10 +145,10 @@ def _has(process: psutil.Process, mark: str) -> bool:
         return False
 
 
-def main(mark: str, driver: int, folder: str) -> None:
+def main(mark: str, driver: int, folder: str, start_s: float) -> None:
     """Wait until the driver ends, which closes its end of the pipe; then kill what is left of its Ray."""
     wards = _Wards(mark)
-    watch = _Watch(driver, wards)
+    watch = _Watch(driver, wards, start_s)
     watch.wait()
     if watch.cause is not None:
         to_stderr(f"{watch.cause}: see the lines above and the logs of Ray's session.")
@@ -156,12 +160,13 @@ def main(mark: str, driver: int, folder: str) -> None:
 class _Watch:
     """Waits for the driver's end."""
 
-    def __init__(self, driver: int, wards: _Wards):
+    def __init__(self, driver: int, wards: _Wards, start_s: float):
         self.cause: str | None = None
         """What of Ray's caused it, if that can be told."""
         self.told = False
         """Whether the driver left because it was told to."""
         self._starting = True
+        self._start_s, self._until = start_s, time.monotonic() + start_s
         self._wards = wards
         self._poll = select.poll()
         self._pipe = sys.stdin.fileno()
@@ -188,6 +193,10 @@ class _Watch:
         ready = [descriptor for descriptor, _ in self._poll.poll(_LOOKS_EVERY_S * 1000 if self._starting else None)]
         if self._starting:
             self._wards.look()
+            if time.monotonic() > self._until:
+                to_stderr(f"Ray did not start within {self._start_s:g} s: its processes do not answer, and are killed.")
+                self._wards.kill()
+                self._until = time.monotonic() + self._start_s
         ended = any(self._watched.get(descriptor) == "" for descriptor in ready)
         if self._pipe in ready:  # its last words before its end
             ended |= not self._listen()
@@ -213,4 +222,4 @@ class _Watch:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4]))

@@ -18,7 +18,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -64,8 +64,6 @@ _CHOOSES_PYTHON = ("RAY_RUNTIME_ENV_HOOK", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 """Variables that mean that the workers' Python is chosen elsewhere: by a hook, or by a job submitted to the cluster."""
 LONGEST_START_S = 60.0
 """How long a start may hold up the start of the next run's Ray."""
-_STUCK_START_S = 120.0
-"""A start takes seconds, but has no limit of its own: one whose raylet is stopped would wait for it for ever."""
 STARTS = 4
 """How often starting Ray is tried. Its node process gives its helpers only 15 s to start (ray-project/ray#65983), which
 is too short for a first import on busy cores; the next attempt is faster."""
@@ -108,8 +106,7 @@ def _start_own(settings: Mapping[str, Any]) -> None:
     before = psutil.Process().children(recursive=True)
     for attempt in range(1, STARTS + 1):
         try:
-            with _kills_after(_STUCK_START_S, lambda: _kill(_started_since(before))):
-                failure = _start(settings)
+            failure = _start(settings)
         except BaseException:  # told to stop: leave the raylet before it is killed, or it takes this process with it
             _kill_started_processes(before)
             raise
@@ -143,22 +140,14 @@ def _keep_token_private() -> None:
 def _kill_started_processes(before: Sequence[psutil.Process]) -> None:
     """Kill the processes of a failed start, which Ray does not do."""
     ray.shutdown()
-    left = _started_since(before)
-    _kill(left)
+    left = [child for child in psutil.Process().children(recursive=True) if child not in before]
+    for child in left:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
     psutil.wait_procs(left, timeout=10)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # from Ray's handles to these processes
         gc.collect()
-
-
-def _started_since(before: Sequence[psutil.Process]) -> list[psutil.Process]:
-    return [child for child in psutil.Process().children(recursive=True) if child not in before]
-
-
-def _kill(processes: Sequence[psutil.Process]) -> None:
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
 
 
 def _own_folder(settings: Mapping[str, Any]) -> str | None:
@@ -214,25 +203,21 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 @contextmanager
-def _kills_after(seconds: float, kill: Callable[[], None]) -> Iterator[None]:
+def _kills_after(seconds: float) -> Iterator[None]:
     """Kill the Ray that we started if what is inside takes longer: it goes on once there is nobody to wait for."""
 
-    def killed() -> None:
+    def kill() -> None:
         log.warning("Ray's processes do not answer: killed after %g s.", seconds)
-        kill()
+        for guard in list(_guards):
+            guard.kill_wards()
 
-    timer = threading.Timer(seconds, killed)
+    timer = threading.Timer(seconds, kill)
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
-
-
-def _kill_guarded() -> None:
-    for guard in list(_guards):
-        guard.kill_wards()
 
 
 def _is_failure(error: BaseException | None) -> bool:
@@ -385,7 +370,7 @@ class Cluster:
     ) -> None:
         if not ray.is_initialized():
             return
-        with _kills_after(_CLOSES_S, _kill_guarded):
+        with _kills_after(_CLOSES_S):
             self._close(error)
 
     def _close(self, error: BaseException | None) -> None:

@@ -76,6 +76,21 @@ def test_ray_s_folder_goes_with_a_driver_that_was_told_to_end(
     assert folder.exists() == (order == "driver first"), "logs of one that was killed may say what failed"
 
 
+@pytest.mark.defect("a-stopped-raylet-holds-up-the-end")
+def test_a_start_that_waits_for_its_processes_without_end_has_one():
+    """The driver waits as Ray's code does: nothing in it gets to run meanwhile."""
+    program = """
+import subprocess
+from skyrl_train.cluster.guard import Guard
+guard = Guard(start_s=2)
+with guard.marking():
+    print(subprocess.Popen(["sleep", "60"]).wait())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, f"{-signal.SIGKILL}\n")
+    assert "Ray did not start within 2 s" in done.stderr
+
+
 @pytest.mark.defect("lines-on-a-full-disk")
 def test_what_a_driver_started_ends_with_it_even_if_nothing_can_be_said(tmp_path: Path):
     check_that_all_end(tmp_path, "raylet first", Path("/dev/full"))

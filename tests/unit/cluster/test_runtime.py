@@ -44,24 +44,6 @@ def test_a_start_that_was_too_slow_is_tried_again_without_what_it_left(monkeypat
         process.wait(10)
 
 
-@pytest.mark.defect("a-stopped-raylet-holds-up-the-end")
-def test_a_start_that_waits_for_a_process_without_end_has_one(monkeypatch: pytest.MonkeyPatch):
-    started: list[subprocess.Popen[bytes]] = []
-
-    def init(**_: Any) -> None:
-        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
-        if len(started) == 1:
-            started[0].wait()  # as connecting to a raylet that is stopped does
-            raise Exception(SLOW)
-
-    monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr(runtime, "_STUCK_START_S", 0.5)
-    runtime._start_own({})
-    assert len(started) == 2
-    started[1].kill()
-    started[1].wait(10)
-
-
 def test_the_last_failure_is_raised(monkeypatch: pytest.MonkeyPatch):
     started = starting(monkeypatch, [Exception(f"{SLOW} {number}") for number in range(runtime.STARTS)])
     with pytest.raises(ClusterLost, match=rf"timed out during startup.* {runtime.STARTS - 1}$"):
