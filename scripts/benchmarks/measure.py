@@ -50,8 +50,15 @@ def about(*packages: str) -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "load": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "ray", *packages)},
+        "versions": {name: _version(name) for name in ("torch", "transformers", "ray", *packages)},
     }
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # vLLM's build for CPUs has a name of its own
+        return importlib.metadata.version(f"{name}-cpu")
 
 
 def line(found: Mapping[str, Any]) -> str:

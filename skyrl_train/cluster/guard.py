@@ -29,8 +29,8 @@ _AT_ONCE_S = 0.1
 _LOOKS_EVERY_S = 0.25
 """While Ray starts: its agents, the last to come, need longer than this to give themselves a title."""
 _START_S = 120.0
-"""A start takes seconds, and several attempts a minute. One whose raylet is stopped would wait for it for ever, in Ray's
-code and with Python's lock held, so that nothing in the driver could end it."""
+"""A start takes seconds, and several attempts a minute. One whose raylet is stopped would wait for ever, in Ray's code
+and with Python's lock held, so that nothing in the driver could end it."""
 _IN_THE_START = "The run ended while Ray was starting: it was killed, or one of Ray's processes died"
 """Ray's libraries end the process that they cannot connect to a raylet, without an exception."""
 _MARK = "SKYRL_GUARDED_BY"
