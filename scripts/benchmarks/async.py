@@ -2,12 +2,12 @@
 
     python scripts/benchmarks/async.py [--backends transformers vllm] [--steps 12] [--json FILE] [key=value ...]
 
-One engine and one learner in slots of their own, a core each; the same prompts, seeds and work for every schedule, one
-optimizer step on 8 prompts x 8 samples. A synchronous run lets one side wait for the other, so the most that running
-both at once can bring is (generation + the rest of a step) / the longer of the two: the work is such that they take
-about equally long, and both are in the table. Answers have all the same length, or are log-normal (sigma 0.8) with the
-same mean, drawn from a request's seed. A second engine, beside a synchronous run's, is what the other core can do for
-generation while the learner waits.
+One engine and one learner in slots of their own, a core each; the same prompts, seeds and work for every schedule:
+batches of 8 prompts x 8 samples, three optimizer steps on each. A synchronous run lets one side wait for the other, so
+the most that running both at once can bring is (generation + the rest of a step) / the longer of the two: the work is
+such that they take about equally long, and both are in the table. Answers have all the same length, or are log-normal
+(sigma 0.8) with the same mean, drawn from a request's seed. A second engine, beside a synchronous run's, is what the
+other core can do for generation while the learner waits.
 
 `skyrl-train simulate` is asked as well: its timings are fitted to the synchronous run alone, and what it says of all
 the schedules is beside what they took.
@@ -34,6 +34,7 @@ from measure import HERE, PASSIVE, Side, about, line
 from workload import SMALL, Work, prompt_texts, run_command, save_model, write_prompts
 
 from skyrl_train.api import load_config
+from skyrl_train.config.choices import ENGINES
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 from skyrl_train.simulation.fit import fit
 from skyrl_train.simulation.run import Split, simulate
@@ -50,11 +51,9 @@ SPLITS = {
 SIGMAS = {"equal": 0.0, "log-normal": 0.8}
 LONGEST = 4
 """Times the mean: where longer answers are cut."""
-WORK = {
-    "transformers": Work(prompts=8, samples=8, prompt_tokens=121, new_tokens=160),
-    "vllm": Work(prompts=8, samples=8, prompt_tokens=121, new_tokens=160),
-}
-"""Such that generation and update take about equally long on one core each."""
+WORK = Work(prompts=8, samples=8, prompt_tokens=121, new_tokens=80)
+UPDATES = 3
+"""Over each batch: such that generation takes about as long as the rest of a step, on one core each."""
 PHASES = ("generate", "score", "update", "publish")
 
 
@@ -62,7 +61,7 @@ def measure(
     folder: Path, model: Path, backend: str, lengths: str, schedule: str, options: argparse.Namespace
 ) -> dict[str, Any]:
     folder.mkdir()
-    work, split = WORK[backend], SPLITS[schedule]
+    work, split = WORK, SPLITS[schedule]
     last = WARM_UP + options.steps
     total = last + split.staleness
     write_prompts(folder / "prompts.jsonl", prompt_texts(work.prompts * total, work.prompt_tokens))
@@ -74,6 +73,7 @@ def measure(
         f"generator.backend={backend}",
         f"generator.num_inference_engines={split.engines}",
         "trainer.placement.colocate_all=false",
+        f"trainer.update_epochs_per_batch={UPDATES}",
         "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
         f"trainer.fully_async.enabled={str(split.staleness > 0).lower()}",
         f"trainer.fully_async.max_staleness_steps={max(1, split.staleness)}",
@@ -137,7 +137,7 @@ def show(results: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backends", nargs="+", default=list(WORK), choices=WORK)
+    parser.add_argument("--backends", nargs="+", default=["transformers", "vllm"], choices=ENGINES)
     parser.add_argument("--lengths", nargs="+", default=list(SIGMAS), choices=SIGMAS)
     parser.add_argument("--schedules", nargs="+", default=list(SPLITS), choices=SPLITS)
     parser.add_argument("--steps", type=int, default=12)
