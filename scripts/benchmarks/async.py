@@ -64,7 +64,8 @@ def measure(
     work, split = WORK, SPLITS[schedule]
     last = WARM_UP + options.steps
     total = last + split.staleness
-    write_prompts(folder / "prompts.jsonl", prompt_texts(work.prompts * total, work.prompt_tokens))
+    most = last + max(one.staleness for one in SPLITS.values())  # the same ones, in the same order, for every schedule
+    write_prompts(folder / "prompts.jsonl", prompt_texts(work.prompts * most, work.prompt_tokens))
     gates = PASSIVE | {GATED: f"{WARM_UP},{last}"}
     if sigma := SIGMAS[lengths]:
         gates[LENGTHS] = f"{work.new_tokens},{sigma}"
