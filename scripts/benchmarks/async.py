@@ -3,7 +3,7 @@
     python scripts/benchmarks/async.py [--backends transformers vllm] [--steps 12] [--json FILE] [key=value ...]
 
 One engine and one learner in slots of their own, a core each; the same prompts, seeds and work for every schedule:
-batches of 8 prompts x 8 samples, three optimizer steps on each. A synchronous run lets one side wait for the other, so
+batches of 8 prompts x 8 samples, two optimizer steps on each. A synchronous run lets one side wait for the other, so
 the most that running both at once can bring is (generation + the rest of a step) / the longer of the two: the work is
 such that they take about equally long, and both are in the table. Answers have all the same length, or are log-normal
 (sigma 0.8) with the same mean, drawn from a request's seed. A second engine, beside a synchronous run's, is what the
@@ -29,7 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gated_run import GATED, LENGTHS
+from gated_run import GATED, LENGTHS, THREADS
 from measure import HERE, PASSIVE, Side, about, line
 from workload import SMALL, Work, prompt_texts, run_command, save_model, write_prompts
 
@@ -52,7 +52,7 @@ SIGMAS = {"equal": 0.0, "log-normal": 0.8}
 LONGEST = 4
 """Times the mean: where longer answers are cut."""
 WORK = Work(prompts=8, samples=8, prompt_tokens=121, new_tokens=80)
-UPDATES = 3
+UPDATES = 2
 """Over each batch: such that generation takes about as long as the rest of a step, on one core each."""
 PHASES = ("generate", "score", "update", "publish")
 
@@ -66,7 +66,7 @@ def measure(
     total = last + split.staleness
     most = last + max(one.staleness for one in SPLITS.values())  # the same ones, in the same order, for every schedule
     write_prompts(folder / "prompts.jsonl", prompt_texts(work.prompts * most, work.prompt_tokens))
-    gates = PASSIVE | {GATED: f"{WARM_UP},{last}"}
+    gates = PASSIVE | {GATED: f"{WARM_UP},{last}", THREADS: "1"}
     if sigma := SIGMAS[lengths]:
         gates[LENGTHS] = f"{work.new_tokens},{sigma}"
         work = replace(work, new_tokens=LONGEST * work.new_tokens)

@@ -10,6 +10,7 @@ from typing import Any
 
 from measure import Gate
 
+from skyrl_train import assembly
 from skyrl_train.engines.base import Completion, SampleRequest
 from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
 from skyrl_train.report.protocol import SampleRow
@@ -18,6 +19,8 @@ from skyrl_train.simulation.timings import Lengths
 
 GATED = "BENCHMARK_GATED_STEPS"
 """In a run's environment: the steps after which it stands still, separated by commas; unset: after each."""
+THREADS = "BENCHMARK_THREADS"
+"""In a run's environment: of each rank and engine; unset: as a run has it, all that the others leave."""
 LENGTHS = "BENCHMARK_LENGTHS"
 """In a run's environment: "mean,sigma" of answers' log-normal lengths in tokens; unset: as long as they may be."""
 
@@ -67,5 +70,12 @@ class GatedRun(BasePPOExp):
         return client
 
 
+def compute_with(threads: int) -> None:
+    for module in (assembly.engines, assembly.learner):
+        setattr(module, "threads_per_process", lambda *_: threads)  # noqa: B010
+
+
 if __name__ == "__main__":
+    if THREADS in os.environ:
+        compute_with(int(os.environ[THREADS]))
     run_experiment(GatedRun)

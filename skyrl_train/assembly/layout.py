@@ -17,6 +17,8 @@ class RoleSlots:
     slots: Slots
     count: int
     stride: int = 1
+    beside: int = 0
+    """Members of other roles that compute at the same time."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,12 @@ def place(
     with_critic: bool = False,
     with_reward: bool = False,
     with_engines: bool = True,
+    at_once: bool = False,
 ) -> Layout:
-    """Reserve all slots of a run. Raises ConfigError when they cannot be had within `deadline_s`."""
+    """Reserve all slots of a run. Raises ConfigError when they cannot be had within `deadline_s`.
+
+    `at_once`: engines and learner do not wait for each other.
+    """
     counts = count_slots(
         placement,
         generator,
@@ -65,8 +71,8 @@ def place(
             cluster, count=count, tenants=tenants, device=device, total_slots=total, deadline_s=deadline_s, key=key
         )
 
-    def slots_of(slots: Slots | None, count: int, stride: int = 1) -> RoleSlots | None:
-        return None if slots is None else RoleSlots(slots, count, stride)
+    def slots_of(slots: Slots | None, count: int, stride: int = 1, beside: int = 0) -> RoleSlots | None:
+        return None if slots is None else RoleSlots(slots, count, stride, beside if at_once else 0)
 
     tenants = 1 + counts.reference_colocated + counts.critic_colocated + counts.reward_colocated
     if time_shared:
@@ -74,7 +80,7 @@ def place(
         home = take(total, tenants + 1, keys)
     else:
         home = take(policy, tenants, "trainer.placement.policy_num_gpus_per_node")
-    policy_slots = slots_of(home, policy)
+    policy_slots = slots_of(home, policy, beside=generator.num_inference_engines)
     reference_slots = take(counts.reference, 1, "trainer.placement.ref_num_gpus_per_node")
     critic_slots = take(counts.critic, 1, "trainer.placement.critic_num_gpus_per_node")
     reward_slots = take(counts.reward, 1, "trainer.placement.reward_num_gpus_per_node")
@@ -89,6 +95,6 @@ def place(
             if counts.reward_colocated
             else slots_of(reward_slots, counts.reward)
         ),
-        engines=slots_of(engine_slots, generator.num_inference_engines, stride),
+        engines=slots_of(engine_slots, generator.num_inference_engines, stride, beside=policy),
         time_shared=time_shared,
     )

@@ -22,13 +22,13 @@ WORKER = "skyrl_train.learner.worker:LearnerWorker"
 
 
 def threads_per_process(cluster: Cluster, role_slots: RoleSlots, device: str) -> int:
-    """CPU threads for each process of a role: they compute at the same time, other roles do not.
+    """CPU threads for each process of a role: they compute at the same time; other roles do where rollouts run ahead.
 
     Those on accelerators need them, too: for optimizer states in host memory, and to read and check weights.
     """
     if device == "cuda":
         return role_slots.slots.cores
-    return max(1, int(cluster.cpus) // max(1, role_slots.count))
+    return max(1, int(cluster.cpus) // max(1, role_slots.count + role_slots.beside))
 
 
 def build_learner(

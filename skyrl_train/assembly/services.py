@@ -109,6 +109,7 @@ async def learner_services(
             with_critic=learning is not None and learning.critic is not None,
             with_reward=with_reward,
             with_engines=with_engines,
+            at_once=trainer.fully_async.enabled,
         )
         learner = None
         if schedule is not None and learning is not None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,7 @@ def test_ranks_on_accelerators_compute_with_the_cores_of_their_slots() -> None:
     role = RoleSlots(Slots(group, count=2, cpus=1.0, gpus=1.0, tenants=2, cores=12), count=2)
     assert threads_per_process(cluster, role, "cuda") == 12
     assert threads_per_process(cluster, role, "cpu") == 3, "a CPU slot has its share of the cluster"
+    assert threads_per_process(cluster, replace(role, beside=1), "cpu") == 2, "an engine computes meanwhile"
 
 
 def test_models_of_a_family_may_have_added_different_tokens(tmp_path: Path) -> None:
