@@ -10,7 +10,7 @@ from typing import Any
 
 from measure import Gate
 
-from skyrl_train import assembly
+from skyrl_train.assembly import engines, learner
 from skyrl_train.engines.base import Completion, SampleRequest
 from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
 from skyrl_train.report.protocol import SampleRow
@@ -71,7 +71,7 @@ class GatedRun(BasePPOExp):
 
 
 def compute_with(threads: int) -> None:
-    for module in (assembly.engines, assembly.learner):
+    for module in (engines, learner):
         setattr(module, "threads_per_process", lambda *_: threads)  # noqa: B010
 
 
