@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from skyrl_train.cluster.placement import Slots, reserve
 from skyrl_train.cluster.runtime import Cluster
@@ -63,24 +65,14 @@ def place(
     )
     policy, engines, stride = counts.policy, counts.engines, slots_per_engine(generator)
     time_shared, total = counts.time_shared, counts.total
-
-    def take(count: int, tenants: int, key: str) -> Slots | None:
-        if not count:
-            return None
-        return reserve(
-            cluster, count=count, tenants=tenants, device=device, total_slots=total, deadline_s=deadline_s, key=key
-        )
-
-    def slots_of(slots: Slots | None, count: int, stride: int = 1, beside: int = 0) -> RoleSlots | None:
-        return None if slots is None else RoleSlots(slots, count, stride, beside if at_once else 0)
-
+    take = partial(_take, cluster, device=device, total_slots=total, deadline_s=deadline_s)
     tenants = 1 + counts.reference_colocated + counts.critic_colocated + counts.reward_colocated
     if time_shared:
         keys = f"policy_num_gpus_per_node={policy} generator.num_inference_engines={engines // stride}"
         home = take(total, tenants + 1, keys)
     else:
         home = take(policy, tenants, "trainer.placement.policy_num_gpus_per_node")
-    policy_slots = slots_of(home, policy, beside=generator.num_inference_engines)
+    policy_slots = _role(home, policy, beside=generator.num_inference_engines * at_once)
     reference_slots = take(counts.reference, 1, "trainer.placement.ref_num_gpus_per_node")
     critic_slots = take(counts.critic, 1, "trainer.placement.critic_num_gpus_per_node")
     reward_slots = take(counts.reward, 1, "trainer.placement.reward_num_gpus_per_node")
@@ -88,13 +80,21 @@ def place(
     engine_slots = home if time_shared else take(engines, 1 + judged_at_engines, "generator.num_inference_engines")
     return Layout(
         policy=policy_slots,
-        reference=policy_slots if counts.reference_colocated else slots_of(reference_slots, counts.reference),
-        critic=policy_slots if counts.critic_colocated else slots_of(critic_slots, counts.critic),
+        reference=policy_slots if counts.reference_colocated else _role(reference_slots, counts.reference),
+        critic=policy_slots if counts.critic_colocated else _role(critic_slots, counts.critic),
         reward=(
-            (policy_slots or slots_of(engine_slots, engines))
+            (policy_slots or _role(engine_slots, engines))
             if counts.reward_colocated
-            else slots_of(reward_slots, counts.reward)
+            else _role(reward_slots, counts.reward)
         ),
-        engines=slots_of(engine_slots, generator.num_inference_engines, stride, beside=policy),
+        engines=_role(engine_slots, generator.num_inference_engines, stride, beside=policy * at_once),
         time_shared=time_shared,
     )
+
+
+def _take(cluster: Cluster, count: int, tenants: int, key: str, **how: Any) -> Slots | None:
+    return reserve(cluster, count=count, tenants=tenants, key=key, **how) if count else None
+
+
+def _role(slots: Slots | None, count: int, stride: int = 1, beside: int = 0) -> RoleSlots | None:
+    return None if slots is None else RoleSlots(slots, count, stride, beside)

@@ -26,6 +26,10 @@ TOLERANCE = 1e-4
 MAX_MODEL_LEN = 1024
 """What the engines of the suite are started with."""
 MAX_NUM_SEQS = 16
+PROMPT = (50, 60, 70, 80, 90)
+LONG_PROMPT = tuple(3 + (7 * n) % 250 for n in range(300))
+LONGEST = 500
+"""Tokens of a request that is still running when something happens to it."""
 PROBE_IDS = [[5, 9, 77, 30, 12, 44], [8, 8, 8, 250], list(range(20, 60))]
 TOKENIZER = byte_tokenizer()
 _EASIEST_FIRST = ("in_process", "ipc", "checkpoint", "broadcast")
@@ -205,6 +209,10 @@ class Bench:
         if health.torn:
             await self.publish(self.model)
         await self.engine.resume()
+
+
+def long_requests(bench: Bench, count: int = 4, **options: Any) -> list[SampleRequest]:
+    return [bench.request((*PROMPT, n), seed=n, max_tokens=LONGEST, **options) for n in range(count)]
 
 
 def spelling_model(tokens: Sequence[int], *, tied: bool) -> PreTrainedModel:

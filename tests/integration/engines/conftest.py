@@ -26,6 +26,7 @@ from skyrl_train.weight_sync.wire import ROUTES
 from tests.support.engine_bench import MAX_MODEL_LEN, MAX_NUM_SEQS, TOKENIZER, BackgroundLoop, Bench
 from tests.support.native_servers import TOKEN, NativeServerProcess
 from tests.support.overlapped_vllm import overlap_steps
+from tests.support.reference_sampler import Reference
 
 # What is started: "transformers", the same behind HTTP, and with an untied head where a second start is cheap.
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -226,3 +227,9 @@ def bench(started: Bench) -> Iterator[Bench]:
     """The engine whole, awake and running, as a test finds it and leaves it."""
     yield started
     started.run(started.restore())
+
+
+@pytest.fixture
+def reference(bench: Bench) -> Reference:
+    """What the engine must agree with; its weights are random."""
+    return bench.serve(bench.random_model(0), "random")

@@ -12,29 +12,18 @@ from skyrl_train.engines.base import Completion, SampleRequest
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.errors import UnsupportedParameter
 from tests.support.engine_bench import (
+    LONG_PROMPT,
+    LONGEST,
     MAX_NUM_SEQS,
+    PROMPT,
     TOLERANCE,
     Bench,
     assert_logprobs,
     assert_spans,
     largest_gap,
+    long_requests,
 )
 from tests.support.reference_sampler import Reference
-
-PROMPT = (50, 60, 70, 80, 90)
-LONG_PROMPT = tuple(3 + (7 * n) % 250 for n in range(300))
-LONGEST = 500
-"""Tokens of a request that is still running when something happens to it."""
-
-
-@pytest.fixture
-def reference(bench: Bench) -> Reference:
-    """What the engine must agree with; its weights are random."""
-    return bench.serve(bench.random_model(0), "random")
-
-
-def long_requests(bench: Bench, count: int = 4) -> list[SampleRequest]:
-    return [bench.request((*PROMPT, n), seed=n, max_tokens=LONGEST) for n in range(count)]
 
 
 def paused_with_new_weights(bench: Bench, mode: str, requests: list[SampleRequest]) -> tuple[list[Any], Any, list[int]]:

@@ -1,4 +1,4 @@
-"""Every engine under traffic: many requests, aborts, deadlines, pauses with new weights in between, sleep, adapters."""
+"""Every engine under traffic: many requests, aborts, deadlines, sleep, adapters."""
 
 from __future__ import annotations
 
@@ -13,29 +13,17 @@ import torch
 from skyrl_train.engines.base import Completion, SampleRequest
 from skyrl_train.errors import EngineError, UnsupportedParameter
 from tests.support.engine_bench import (
+    LONG_PROMPT,
+    LONGEST,
     MAX_NUM_SEQS,
+    PROMPT,
     Bench,
     assert_logprobs,
     assert_spans,
+    long_requests,
 )
 from tests.support.reference_sampler import Reference
 from tests.support.tiny_adapters import merged, save_tiny_adapter
-
-PROMPT = (50, 60, 70, 80, 90)
-LONG_PROMPT = tuple(3 + (7 * n) % 250 for n in range(300))
-LONGEST = 500
-"""Tokens of a request that is still running when something happens to it."""
-
-
-@pytest.fixture
-def reference(bench: Bench) -> Reference:
-    """What the engine must agree with; its weights are random."""
-    return bench.serve(bench.random_model(0), "random")
-
-
-def long_requests(bench: Bench, count: int = 4, **options: Any) -> list[SampleRequest]:
-    return [bench.request((*PROMPT, n), seed=n, max_tokens=LONGEST, **options) for n in range(count)]
-
 
 # -- many at once -----------------------------------------------------------------------------------------------------
 

@@ -35,10 +35,17 @@ class Mortal(ScriptedEngine):
         return await super().health()
 
 
-def supervised(engines: list[Mortal], budget: int) -> tuple[EngineClient, EngineSupervisor]:
+def supervised(
+    engines: list[Mortal], budget: int, may_start: asyncio.Event | None = None, started: list[str] | None = None
+) -> tuple[EngineClient, EngineSupervisor]:
+    """Engines start once they may; the names of those that begin to are added to `started`."""
     client = EngineClient(engines, deadline_s=5)
 
     async def start(name: str) -> Mortal:
+        if started is not None:
+            started.append(name)
+        if may_start is not None:
+            await may_start.wait()
         return Mortal(name, lives=True)
 
     async def sync(engine: Mortal) -> None:
@@ -153,21 +160,8 @@ def test_no_restart_is_repeated_if_nobody_is_left_to_send_weights():
 
 @pytest.mark.fault("F29")
 def test_whoever_hangs_up_in_a_restart_does_not_end_it():
-    client = EngineClient([Mortal("a")], deadline_s=5)
     may_start = asyncio.Event()
-
-    async def start(name: str) -> Mortal:
-        await may_start.wait()
-        return Mortal(name, lives=True)
-
-    async def sync(engine: Mortal) -> None:
-        engine.synced = True
-
-    async def stop(engine: Mortal) -> None:
-        await engine.close()
-
-    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=stop, budget=1)
-    client.revive = supervisor.revive
+    client, supervisor = supervised([Mortal("a")], 1, may_start)
 
     async def run() -> None:
         for name in ("r1", "r2"):
@@ -217,22 +211,9 @@ def test_the_living_are_left_alone():
 def test_a_sync_does_not_wait_for_a_start_and_who_dies_meanwhile_is_restarted_too():
     second, survivor, may_start = Mortal("b", lives=True), Mortal("c", lives=True), asyncio.Event()
     second.synced = survivor.synced = True
-    client = EngineClient([Mortal("a"), second, survivor], deadline_s=5)
     started: list[str] = []
-
-    async def start(name: str) -> Mortal:
-        started.append(name)
-        await may_start.wait()
-        return Mortal(name, lives=True)
-
-    async def sync(engine: Mortal) -> None:
-        engine.synced = True
-
-    async def stop(engine: Mortal) -> None:
-        await engine.close()
-
-    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=stop, budget=4)
-    client.revive, client.revives_at_once = supervisor.revive, True
+    client, supervisor = supervised([Mortal("a"), second, survivor], 4, may_start, started)
+    client.revives_at_once = True
 
     async def run() -> None:
         await client.generate([request("r1")])  # goes to a, and then to another
