@@ -248,16 +248,16 @@ def test_layouts_share_slots_only_when_colocated(cluster: Cluster):
     assert layout.policy.slots is layout.engines.slots is layout.reference.slots
     assert layout.policy.slots.tenants == 3
     dedicated = PlacementConfig(colocate_all=False)
+    with Cluster() as another_run:
+        layout = place(another_run, dedicated, generator, device="cpu", deadline_s=10, at_once=True)
+    assert layout.policy and layout.engines
+    assert (layout.policy.beside, layout.engines.beside) == (2, 1)
     layout = place(cluster, dedicated, generator, device="cpu", deadline_s=10, with_reference=True)
     assert not layout.time_shared
     assert layout.policy and layout.engines and layout.reference
     assert layout.policy.slots is not layout.engines.slots
     assert layout.policy.slots is layout.reference.slots
     assert layout.policy.beside == layout.engines.beside == 0, "they wait for each other"
-    with Cluster() as another_run:
-        layout = place(another_run, dedicated, generator, device="cpu", deadline_s=10, at_once=True)
-    assert layout.policy and layout.engines
-    assert (layout.policy.beside, layout.engines.beside) == (2, 1)
 
 
 def test_a_reward_model_shares_the_policy_s_slots_or_has_its_own(cluster: Cluster):
