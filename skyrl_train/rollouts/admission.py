@@ -49,16 +49,15 @@ class RolloutQueue(Generic[G]):
         self._free -= 1
 
         async def run() -> G:
-            return await rollout()
+            try:
+                return await rollout()
+            finally:  # not in a callback of the task: those run after others may have seen that it is done
+                self._running -= 1
 
         self._running += 1
         task = asyncio.create_task(run())
-        task.add_done_callback(self._ended)
         self._pending.append(task)
         return task
-
-    def _ended(self, _: asyncio.Task[G]) -> None:
-        self._running -= 1
 
     async def take(self) -> G | None:
         """Wait for the oldest rollout and return its group; None if no rollout is in progress."""
@@ -94,3 +93,4 @@ class RolloutQueue(Generic[G]):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        self._running = 0  # those that were cancelled before their first line have not counted themselves

@@ -96,6 +96,39 @@ def test_no_more_rollouts_are_under_way_than_may_be(max_in_flight: int):
     assert most == max_in_flight
 
 
+@pytest.mark.defect("ended-and-still-counted")
+def test_a_step_that_finds_its_rollout_just_ended_begins_the_next_one():
+    ended = asyncio.Event()
+
+    async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
+        await asyncio.sleep(0)
+        ended.set()  # who waits for this runs before anyone is told that the rollout is over
+        return group_of(asked)
+
+    async def run() -> list[str]:
+        collector = RolloutCollector(rollout, prompt, lambda step: PER_STEP, 1, 0.5, max_in_flight=1)
+        collector.start(0)
+        collector.admit()
+        await ended.wait()
+        groups = await collector.next_groups(0, Metrics())
+        await collector.close()
+        return [group.prompt.uid for group in groups]
+
+    assert asyncio.run(run()) == ["0", "1", "2", "3"]
+
+
+def test_what_was_cancelled_before_its_first_line_is_not_counted():
+    async def run() -> int:
+        queue: RolloutQueue[TrajectoryGroup] = RolloutQueue()
+        queue.grant(2)
+        for _ in range(2):
+            queue.submit(lambda: asyncio.sleep(60))  # type: ignore[arg-type,return-value]
+        await queue.close()
+        return queue.running
+
+    assert asyncio.run(run()) == 0
+
+
 def test_rollouts_of_later_steps_begin_as_soon_as_weights_are_live():
     begun: list[int] = []
 
