@@ -24,7 +24,7 @@ from skyrl_train.config.prepare import prepare
 from skyrl_train.config.presence import INSTALL, missing
 from skyrl_train.config.problems import raise_all
 from skyrl_train.config.schema import Config
-from skyrl_train.entrypoints.main_base import BasePPOExp, Session, used_by
+from skyrl_train.entrypoints.main_base import BasePPOExp, Session, explained, used_by
 from skyrl_train.entrypoints.stopping import until_told
 from skyrl_train.errors import ConfigError, Stopped
 from skyrl_train.registry import load_object, unknown
@@ -105,7 +105,8 @@ def train(cfg: Config, experiment: type[BasePPOExp] = BasePPOExp) -> TrainingRes
     """Start everything, train to the last step, stop everything; from a script or from a notebook's cell.
 
     Blocks, also where an event loop is running; `session` is for programs that do other things meanwhile. Ctrl-C (also
-    in a notebook) and SIGTERM save the last whole step and stop everything; a second one ends the process at once.
+    in a notebook) and SIGTERM save the last whole step and stop everything. In a script a second one ends the process
+    at once; in a notebook's cell it is not heard until everything has stopped.
 
     Args:
         experiment: A subclass of BasePPOExp for runs with parts of their own.
@@ -119,7 +120,8 @@ def train(cfg: Config, experiment: type[BasePPOExp] = BasePPOExp) -> TrainingRes
     check(cfg, experiment)
     run = experiment(cfg)
     try:
-        return _wait_for(until_told(_train(run), run.cluster.lost()))
+        with explained(run):
+            return _wait_for(until_told(_train(run), run.cluster.lost()))
     except Stopped as stopped:
         if stopped.signal == signal.SIGINT:
             raise KeyboardInterrupt from stopped
@@ -239,7 +241,11 @@ def _in_another_thread(task: Coroutine[Any, Any, T]) -> T:
     except BaseException:
         with suppress(RuntimeError):  # it has just ended
             loop.call_soon_threadsafe(running.cancel)
-        if begun.wait(_THREAD_START_S):
-            ended.wait()
+        # Another interruption would leave the run behind, which goes on closing what the next one may be using.
+        while not ended.is_set():
+            with suppress(KeyboardInterrupt):
+                if not begun.wait(_THREAD_START_S):
+                    break
+                ended.wait(0.1)
         raise
     return running.result()

@@ -48,7 +48,8 @@ def _dynamic_sampling(cfg: Config, ahead: bool) -> DynamicSampling | None:
     settings = cfg.trainer.algorithm.dynamic_sampling
     if settings.type is None:
         full = ahead and cfg.trainer.fully_async.sample_full_batch
-        return DynamicSampling(max_batches=settings.max_sample_batches) if full else None
+        off = "trainer.fully_async.sample_full_batch=false"
+        return DynamicSampling(max_batches=settings.max_sample_batches, off=off) if full else None
     return DynamicSampling(
         min_useful_fraction=settings.min_replace_ratio if settings.type == "replace" else 1.0,
         max_batches=settings.max_sample_batches,

@@ -72,7 +72,8 @@ def place(
         home = take(total, tenants + 1, keys)
     else:
         home = take(policy, tenants, "trainer.placement.policy_num_gpus_per_node")
-    policy_slots = _role(home, policy, beside=generator.num_inference_engines * at_once)
+    sampling = engines // stride * at_once  # none where engines are elsewhere
+    policy_slots = _role(home, policy, beside=sampling)
     reference_slots = take(counts.reference, 1, "trainer.placement.ref_num_gpus_per_node")
     critic_slots = take(counts.critic, 1, "trainer.placement.critic_num_gpus_per_node")
     reward_slots = take(counts.reward, 1, "trainer.placement.reward_num_gpus_per_node")
@@ -80,8 +81,10 @@ def place(
     engine_slots = home if time_shared else take(engines, 1 + judged_at_engines, "generator.num_inference_engines")
     return Layout(
         policy=policy_slots,
-        reference=policy_slots if counts.reference_colocated else _role(reference_slots, counts.reference),
-        critic=policy_slots if counts.critic_colocated else _role(critic_slots, counts.critic),
+        reference=policy_slots
+        if counts.reference_colocated
+        else _role(reference_slots, counts.reference, beside=sampling),
+        critic=policy_slots if counts.critic_colocated else _role(critic_slots, counts.critic, beside=sampling),
         reward=(
             (policy_slots or _role(engine_slots, engines))
             if counts.reward_colocated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -24,12 +25,14 @@ from skyrl_train.config.slots import slots_per_engine
 from skyrl_train.data.sft import Demonstration, demonstration_batch
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.supervisor import EngineSupervisor
-from skyrl_train.errors import ConfigError, SkyRLError
+from skyrl_train.errors import ConfigError, SkyRLError, WorkerDied
 from skyrl_train.learner.learner import Learner, WorkerGroup
-from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+from skyrl_train.weight_sync.publish import PROBE_TOLERANCE, Probe, WeightPublisher
 
 HALF_PRECISION_PROBE_TOLERANCE = 0.25
 """In nats; it is this large because bfloat16 engines and trainers round differently in every layer."""
+HALF_PRECISION_MEAN_TOLERANCE = 0.1
+"""In nats, of the mean over the probe's tokens: docs/engines.md has what was measured."""
 _RANKS_ANSWER_S = 30.0
 """Within this time a living rank of the trainer has left a sync that failed, and answers."""
 
@@ -41,22 +44,32 @@ def build_publisher(
 
     Raises ConfigError if adapters must be synced separately from the model and an engine cannot do that.
     """
-    half = cfg.trainer.bf16 or cfg.generator.model_dtype != "float32"
-    probe = Probe(
-        token_ids=probe_ids,
-        trainer_score=partial(score_sequences, learner, learner.policy),
-        engines_alone=_engines_alone(learner) if shares_memory(cfg) else nullcontext,
-        **({"tolerance": HALF_PRECISION_PROBE_TOLERANCE} if half else {}),
-    )
     return WeightPublisher(
         learner.policy,
         lambda: client.engines,
         route=weight_route(cfg, client.engines),
         folder=weight_folder(cfg),
         deadline_s=cfg.trainer.timeouts.weight_sync_s,
-        probe=probe if cfg.generator.weight_sync_check == "probe" else None,
+        probe=_probe(cfg, learner, probe_ids),
         rehearse_first=True,
         adapter_only=sends_adapter(cfg, client.engines),
+    )
+
+
+def _probe(cfg: Config, learner: Learner, probe_ids: Sequence[Sequence[int]]) -> Probe | None:
+    """Of every sync if that is configured; otherwise of the first one, where half precision makes engines differ."""
+    check, half = cfg.generator.weight_sync_check, cfg.trainer.bf16 or cfg.generator.model_dtype != "float32"
+    token_ids = [ids for ids in probe_ids if len(ids) > 1]
+    if not token_ids or (check != "probe" and (check == "off" or not half)):
+        return None
+    largest = HALF_PRECISION_PROBE_TOLERANCE if half else PROBE_TOLERANCE
+    return Probe(
+        token_ids=token_ids,
+        trainer_score=partial(score_sequences, learner, learner.policy),
+        tolerance=largest if check == "probe" else math.inf,
+        mean_tolerance=HALF_PRECISION_MEAN_TOLERANCE if half else math.inf,
+        every_sync=check == "probe",
+        engines_alone=_engines_alone(learner) if shares_memory(cfg) else nullcontext,
     )
 
 
@@ -220,7 +233,12 @@ def build_supervisor(base: Services, client: EngineClient, publisher: WeightPubl
             await learner.keep_weights()
             await engine.wake_up(["weights"])
         async with learner.at_rest() as version:
-            await publisher.publish_to(engine, version)
+            try:
+                await publisher.publish_to(engine, version)
+            except SkyRLError as error:
+                if not await learner.answers(_RANKS_ANSWER_S):
+                    raise WorkerDied(f"{type(error).__name__}: {error}") from error
+                raise
 
     async def stop(engine: Any) -> None:
         await (engine.close() if role_slots is None else asyncio.to_thread(engine.kill))
@@ -231,7 +249,6 @@ def build_supervisor(base: Services, client: EngineClient, publisher: WeightPubl
         sync=sync,
         stop=stop,
         budget=cfg.generator.max_engine_restarts,
-        sender_answers=partial(learner.answers, _RANKS_ANSWER_S),
     )
 
 

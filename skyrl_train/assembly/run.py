@@ -233,6 +233,7 @@ def build_trainer(
         ),
         trackers=base.trackers,
         guards=guards,
+        release=running.client.stop_reviving,
         batch_dump=build_batch_dump(trainer),
     )
 

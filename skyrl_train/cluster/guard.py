@@ -6,6 +6,7 @@ the driver ends with its raylet, without a word of its own: then it is the guard
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import shutil
@@ -37,13 +38,15 @@ _MARK = "SKYRL_GUARDED_BY"
 """Environment variable that Ray's processes inherit, from the first one on: no list of them is ever complete."""
 _TOLD = "told"
 """The line that says that the driver was told to end."""
+_ATTEMPT = "attempt"
+"""The line that says that the driver begins to start Ray, perhaps again."""
 
 
 class Guard:
     """Kills all processes that are started inside `marking`, and theirs, if this process dies.
 
     If it was told to end, the guard also removes `folder`, Ray's own: its logs say nothing that anybody asks for.
-    Processes whose `marking` lasts more than `start_s` are killed too: then the start fails, or is tried again.
+    Processes are killed, too, that `marking` goes on waiting for `start_s` after `begin`: then the start fails.
     """
 
     def __init__(self, folder: str | None = None, start_s: float = _START_S) -> None:
@@ -66,6 +69,10 @@ class Guard:
         self._heads = [child for child in psutil.Process().children() if child.name() in HEADS]
         self._names = {head.pid: head.name() for head in self._heads}
         self._say("".join(f"{pid} {name}\n" for pid, name in self._names.items()))
+
+    def begin(self) -> None:
+        """An attempt to start them begins: what was waited for until now does not count."""
+        self._say(f"{_ATTEMPT}\n")
 
     def _say(self, lines: str) -> None:
         """Unbuffered, so that a handler of a signal may, whatever it has interrupted."""
@@ -166,7 +173,7 @@ class _Watch:
         self.told = False
         """Whether the driver left because it was told to."""
         self._starting = True
-        self._start_s, self._until = start_s, time.monotonic() + start_s
+        self._start_s, self._until = start_s, math.inf
         self._wards = wards
         self._poll = select.poll()
         self._pipe = sys.stdin.fileno()
@@ -214,6 +221,8 @@ class _Watch:
         for line in lines:
             if line == _TOLD:
                 self.told = True
+            elif line == _ATTEMPT:
+                self._until = time.monotonic() + self._start_s
             else:
                 self._starting = False
                 pid, name = line.split()

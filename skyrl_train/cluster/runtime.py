@@ -33,8 +33,9 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from skyrl_train.cluster.guard import Guard
+from skyrl_train.cluster.guard import Guard, leave
 from skyrl_train.errors import ClusterLost, ConfigError, SkyRLError, Stopped
+from skyrl_train.messages import to_stderr
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ def _prefix() -> str:
     return sys.prefix
 
 
-def _start_own(settings: Mapping[str, Any]) -> None:
+def _start_own(settings: Mapping[str, Any], guard: Guard) -> None:
     """Start Ray on this machine; if it is too slow, try again.
 
     Raises ClusterLost if it does not start, and ValueError or TypeError as Ray does for settings that it refuses.
@@ -106,7 +107,7 @@ def _start_own(settings: Mapping[str, Any]) -> None:
     before = psutil.Process().children(recursive=True)
     for attempt in range(1, STARTS + 1):
         try:
-            failure = _start(settings)
+            failure = _start(settings, guard)
         except BaseException:  # told to stop: leave the raylet before it is killed, or it takes this process with it
             _kill_started_processes(before)
             raise
@@ -120,10 +121,11 @@ def _start_own(settings: Mapping[str, Any]) -> None:
         log.warning("Ray did not start in time; starting it again, %d of %d.", attempt + 1, STARTS)
 
 
-def _start(settings: Mapping[str, Any]) -> Exception | None:
+def _start(settings: Mapping[str, Any], guard: Guard) -> Exception | None:
     """Start Ray; returns its exception if it fails, without frames that would keep the started processes' handles."""
     try:
         with _one_at_a_time(), _own_handlers():
+            guard.begin()  # not before: other runs may have held the lock for a minute
             ray.init(address="local", **(_OWN_SETTINGS | dict(settings)))
         _keep_token_private()
     except Exception as error:
@@ -204,9 +206,15 @@ def _one_at_a_time() -> Iterator[None]:
 
 @contextmanager
 def _kills_after(seconds: float) -> Iterator[None]:
-    """Kill the Ray that we started if what is inside takes longer: it goes on once there is nobody to wait for."""
+    """Kill the Ray that we started if what is inside takes longer: it goes on once there is nobody to wait for.
+
+    From a cluster that was joined this process can only leave: records and checkpoints are written by then.
+    """
 
     def kill() -> None:
+        if not _guards:  # a cluster that was joined: its raylet is not ours, and Ray's code waits for it without an end
+            to_stderr(f"The cluster's raylet on this node does not answer: left after {seconds:g} s.")
+            leave(1)
         log.warning("Ray's processes do not answer: killed after %g s.", seconds)
         for guard in list(_guards):
             guard.kill_wards()
@@ -299,7 +307,7 @@ class Cluster:
             guard = Guard(folder)
             try:
                 with _unless_set(self._idle_workers()), guard.marking():
-                    _start_own(settings)
+                    _start_own(settings, guard)
             except BaseException as error:
                 guard.kill_wards()
                 guard.close()

@@ -19,6 +19,8 @@ from skyrl_train.tasks import unwatched
 _REMEMBERED = 1 << 16
 """How many sessions and groups, the latest ones, have their engine remembered."""
 
+STEP_S = 300.0
+"""The longest step of an engine: it may prefill all that it runs, and a kernel's first use compiles it."""
 _DEATHS = (EngineError, WorkerDied, DeadlineExceeded, ConnectionError)
 
 
@@ -309,11 +311,11 @@ class EngineClient:
         await self._each("abort", request_ids)
 
     async def pause(self, mode: str = "keep") -> None:
-        """An engine that does not get to the end of its step hangs, and is dead; `wait` is for whatever runs."""
-        await self._each("pause", mode, deadline_s=None if mode == "wait" else self._looks_every_s + GRACE_S)
+        """An engine that does not answer, or does not get to the end of its step, hangs, and is dead."""
+        await self._each("pause", mode, between_steps=mode != "wait")
 
     async def resume(self) -> None:
-        await self._each("resume", deadline_s=self._looks_every_s + GRACE_S)
+        await self._each("resume", between_steps=True)
 
     @asynccontextmanager
     async def paused(self, mode: str) -> AsyncIterator[None]:
@@ -372,11 +374,23 @@ class EngineClient:
     async def health(self) -> list[EngineHealth]:
         return await self._each("health", deadline_s=GRACE_S)
 
+    async def stop_reviving(self) -> None:
+        """Give up a restart that is under way, which the ranks of the trainer may be taking part in, and begin none."""
+        self.revive = None
+        if self._reviving is not None:
+            await self._given_up([self._reviving])
+
     async def close(self) -> None:
         """Close every living engine; raises the first error after it has tried all."""
-        for task in self._background:
-            task.cancel()
+        await self._given_up(self._background)
         await self._each("close")
+
+    async def _given_up(self, tasks: Collection[asyncio.Task[Any]]) -> None:
+        """Cancel tasks and wait for their end: they let go of what they hold."""
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(list(tasks), timeout=GRACE_S)
 
     async def metrics(self) -> dict[str, float]:
         """engines/* and memory/engine_*.
@@ -410,15 +424,20 @@ class EngineClient:
         await self.reset_prefix_cache()
         await self.metrics()
 
-    async def _each(self, method: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
+    async def _each(
+        self, method: str, *args: Any, deadline_s: float | None = None, between_steps: bool = False
+    ) -> list[Any]:
         """Make the same call on every living engine concurrently; returns the results of those that do not die in it.
+
+        `between_steps`: it waits for the step under way, in which an engine still answers health checks.
 
         Waits for all before it raises the first error. The death of an engine is no error as long as others live or
         dead engines are restarted.
         """
         records = [record for record in self._all if record.cause is None]
         limit = self._deadline_s if deadline_s is None else min(deadline_s, self._deadline_s)
-        calls = [self._within(record, method, getattr(record.engine, method)(*args), limit) for record in records]
+        watch = self._watched if between_steps else self._within
+        calls = [watch(record, method, getattr(record.engine, method)(*args), limit) for record in records]
         results = await asyncio.gather(*calls, return_exceptions=True)
         for record, result in zip(records, results, strict=True):
             if isinstance(result, _DEATHS) and not isinstance(result, UnsupportedParameter):
@@ -428,6 +447,9 @@ class EngineClient:
             if isinstance(result, BaseException) and (fatal or not (self.engines or self.revive)):
                 raise result
         return [result for result in results if not isinstance(result, BaseException)]
+
+    async def _watched(self, record: _EngineRecord, method: str, call: Awaitable[Any], seconds: float) -> Any:
+        return await record.progress.until_done(call, min(seconds, STEP_S), method)
 
     async def _within(self, record: _EngineRecord, method: str, call: Awaitable[Any], seconds: float) -> Any:
         try:

@@ -36,7 +36,7 @@ class Progress:
         self._moved_at = self._asked_at = -math.inf
         """The time at which a counter was last seen to have moved, and of the last health check."""
 
-    async def until_done(self, call: Awaitable[T], stalls_s: float) -> T:
+    async def until_done(self, call: Awaitable[T], stalls_s: float, method: str = "generate") -> T:
         """The result of a call. Raises DeadlineExceeded if the engine does nothing for `stalls_s`, or does not answer.
 
         The call is then cancelled, as it is if this is cancelled.
@@ -48,7 +48,7 @@ class Progress:
                 await self._look(look_s)
                 stalled = now() - max(begun, self._moved_at) > stalls_s
                 if stalled and not task.done():
-                    raise DeadlineExceeded(f"{self._name}.generate", stalls_s)
+                    raise DeadlineExceeded(f"{self._name}.{method}", stalls_s)
             return task.result()
         finally:
             task.cancel()

@@ -10,7 +10,7 @@ from typing import Any
 
 from skyrl_train.clock import now
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.errors import ClusterLost, EnginesLost, SkyRLError
+from skyrl_train.errors import ClusterLost, EnginesLost, SkyRLError, WorkerDied
 
 log = logging.getLogger(__name__)
 
@@ -26,20 +26,18 @@ class EngineSupervisor:
         sync: Callable[[Any], Awaitable[None]],
         stop: Callable[[Any], Awaitable[None]],
         budget: int,
-        sender_answers: Callable[[], Awaitable[bool]] | None = None,
     ):
         """`start` kills the rest of the engine of that name and starts it again; `stop` ends one whose `sync` failed.
 
         `budget`: restarts allowed in the whole run, including failed ones. On a shared accelerator `start` must make
-        room in its memory first, and `sync` must load the trainer's weights. `sender_answers`: whether those who send
-        weights are there; asked after a restart that failed, as without them no other can succeed.
+        room in its memory first, and `sync` must load the trainer's weights. Either raises WorkerDied if a rank of the
+        trainer is gone: without it no other restart can succeed.
         """
         self._client = client
         self._start = start
         self._sync = sync
         self._stop = stop
         self._budget = budget
-        self._sender_answers = sender_answers
         self._restarting, self._weights = asyncio.Lock(), asyncio.Lock()
         self.restarts = 0
 
@@ -69,12 +67,11 @@ class EngineSupervisor:
             await self._restart(name)
         except ClusterLost as error:
             raise EnginesLost(f"{name} died ({cause}) and cannot be restarted: {error}") from error
+        except WorkerDied as error:
+            raise EnginesLost(
+                f"{name} died ({cause}) and cannot be restarted, as a rank of the trainer does not answer: {error}"
+            ) from error
         except SkyRLError as error:
-            if self._sender_answers is not None and not await self._sender_answers():
-                raise EnginesLost(
-                    f"{name} died ({cause}) and cannot be restarted, as a rank of the trainer does not answer: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
             log.warning("Restart %d of engines failed for %s: %s", self.restarts, name, error)
         else:
             log.warning(

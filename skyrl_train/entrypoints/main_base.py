@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -216,9 +216,16 @@ def start(experiment: type[BasePPOExp], argv: Sequence[str] | None = None, *, ow
 
 
 def _run(experiment: BasePPOExp) -> None:
+    with explained(experiment):
+        experiment.run()
+
+
+@contextmanager
+def explained(experiment: BasePPOExp) -> Iterator[None]:
+    """Inside, an experiment that was made runs; what it raises is what ended it first. On exit it is disconnected."""
     with experiment.cluster:
         try:
-            experiment.run()
+            yield
         except Exception as error:
             from skyrl_train.assembly.algorithm import policy_learning, sft_learning
             from skyrl_train.assembly.memory_advice import out_of_memory

@@ -17,6 +17,8 @@ from skyrl_train.cluster import guard
 from skyrl_train.errors import SkyRLError, Stopped
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_A_MOMENT_S = 0.01
+"""In which the event loop reads what signals have written, and calls their handlers."""
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -89,10 +91,12 @@ async def until_told(work: Coroutine[Any, Any, T], lost: Awaitable[SkyRLError]) 
         try:
             ends: list[asyncio.Future[Any]] = [task, told, watch]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            reason = told.result() if told.done() else watch.result()
+            lost_with = watch.result() if watch.done() and not task.done() else None
             await _end(task)
+            await asyncio.sleep(_A_MOMENT_S)  # a signal that came while something blocked the loop is heard now
+            reason = told.result() if told.done() else lost_with
+            if reason is None:
+                return task.result()
             raise reason from (None if task.cancelled() else task.exception())
         finally:
             watch.cancel()
@@ -114,7 +118,7 @@ def _signals_tell(told: asyncio.Future[SkyRLError]) -> Iterator[None]:
 
     def on_signal(number: int) -> None:
         if told.done():
-            os._exit(128 + number)
+            guard.leave(128 + number)
         _log.warning("%s: leaving in good order. Again: leaving at once.", signal.Signals(number).name)
         told.set_result(Stopped(number))
 

@@ -44,6 +44,8 @@ class WorkerGroup:
         """`parallel_size`: number of neighbouring ranks that form one parallel group and share every micro-batch."""
         self.workers = list(workers)
         self.parallel_size = parallel_size
+        self.calls = 0
+        """How many calls are under way. A rank takes one at a time, so others wait, however short they are."""
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -69,6 +71,7 @@ class WorkerGroup:
             asyncio.ensure_future(getattr(worker, method)(*args_of_part[rank // neighbours]))
             for rank, worker in enumerate(self.workers)
         ]
+        self.calls += 1
         try:
             return await asyncio.gather(*calls)
         except RuntimeError as error:
@@ -79,6 +82,7 @@ class WorkerGroup:
                         raise failure from error
             raise
         finally:
+            self.calls -= 1
             for call in calls:
                 call.cancel()
 
@@ -285,10 +289,13 @@ class Learner:
         self.version, self._between_versions = version, False
 
     async def answers(self, within_s: float) -> bool:
-        """Whether every rank of the trained models lives and answers within this time."""
+        """Whether every rank of the trained models lives, and answers within this time unless it has other calls.
+
+        Those have deadlines of their own, and say by themselves if a rank is gone.
+        """
         try:
             async with asyncio.timeout(within_s):
-                await gather_all(group.all("ping") for group in self.trained.values())
+                await gather_all(group.all("ping") for group in self.trained.values() if not group.calls)
         except (SkyRLError, TimeoutError):
             return False
         return True

@@ -224,7 +224,7 @@ class RolloutCollector:
                 f"Step {step + 1} found {len(useful)} groups with different rewards among {len(drawn)} prompts, and "
                 f"needs {dynamic.least_useful(size)} of {size}: trainer.algorithm.dynamic_sampling.max_sample_batches="
                 f"{dynamic.max_batches} allows no more. Give it prompts that are neither too hard nor too easy, raise "
-                "generator.n_samples_per_prompt or the bound (-1 has none), or set dynamic_sampling.type=null."
+                f"generator.n_samples_per_prompt or the bound (-1 has none), or set {dynamic.off}."
             )
 
     def _check_failures(self, drawn: list[_Drawn]) -> None:

@@ -34,6 +34,8 @@ class DynamicSampling:
     min_useful_fraction: float = 1.0
     max_batches: int = -1
     """A step may draw at most this many times its size; -1 is no bound."""
+    off: str = "trainer.algorithm.dynamic_sampling.type=null"
+    """What turns it off, for an error."""
 
     def least_useful(self, size: int) -> int:
         """How many of a step's `size` groups must be useful: at least one, as otherwise there is nothing to repeat."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from skyrl_train.data.batch import TrainBatch
@@ -56,13 +56,16 @@ class TrainingLoop(ABC):
         state: RunState,
         trackers: Trackers,
         guards: Guards | None = None,
+        release: Callable[[], Awaitable[None]] | None = None,
     ):
+        """`release`: ends what else takes part in calls of the ranks, before the last step is saved."""
         self.schedule = schedule
         self.intervals = intervals
         self.learner = learner
         self.state = state
         self.trackers = trackers
         self.guards = guards
+        self.release = release
         self.metrics = Metrics()
         self.step = 0
         self._whole = True
@@ -171,6 +174,11 @@ class TrainingLoop(ABC):
     async def _leave(self, error: BaseException, started_at: int) -> None:
         """Record and save the last whole step of a run that ends early."""
         await self.learner.explain(error)
+        if self.release is not None:
+            await self.release()
+        # A rank that writes in the background takes other calls: one that is stopped would hold up the writing.
+        if self.state.in_background and not await self.learner.answers(_ANSWER_S):
+            await self.state.give_up()
         try:
             await self.state.written()
         except Exception as failure:

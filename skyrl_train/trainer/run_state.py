@@ -13,6 +13,7 @@ from typing import Any
 from skyrl_train.durable import Written
 from skyrl_train.errors import CheckpointError, DeadlineExceeded, SkyRLError
 from skyrl_train.learner.learner import Learner, WorkerGroup
+from skyrl_train.tasks import unwatched
 from skyrl_train.trainer.checkpoints import STATE_FILE, Checkpoint, Checkpoints
 
 MAX_FAILED_SAVES = 3
@@ -89,7 +90,7 @@ class RunState:
         self.skipped = SkippedUpdates()
         self._controllers = {**(controllers or {}), "skipped_updates": self.skipped}
         self._reference_folder = None if learner.reference is None else reference_folder
-        self._in_background = in_background
+        self.in_background = in_background
         self._deadline_s = deadline_s
         self._marked: dict[str, Any] = {}
         """The controllers' states at the end of the last whole step."""
@@ -149,7 +150,7 @@ class RunState:
             "unfinished": asdict(unfinished or Unfinished()),
         }
         self._writing = asyncio.create_task(self._write(step, state, copied))
-        if self._in_background:
+        if self.in_background:
             await copied.wait()
         else:
             await self.written()
@@ -160,6 +161,15 @@ class RunState:
             await asyncio.wait([self._writing])
             writing, self._writing = self._writing, None
             writing.result()
+
+    async def give_up(self) -> None:
+        """Do not wait for the save that is under way any longer: a rank that writes it is gone."""
+        if self._writing is None or self._writing.done():
+            return
+        writing, self._writing = unwatched(self._writing), None
+        writing.cancel()
+        await asyncio.wait([writing])
+        _log.error("The checkpoint that was being written is given up: a rank of the trainer does not answer.")
 
     async def finish(self, step: int) -> None:
         """Wait for the last save, and try again if it failed, up to MAX_FAILED_SAVES in a row (CheckpointError)."""
@@ -239,7 +249,7 @@ class RunState:
         trained = self._learner.trained
         for role, group in trained.items():
             (folder / role).mkdir(parents=True, exist_ok=True)
-            await group.all("save", str(folder / role), self._in_background)
+            await group.all("save", str(folder / role), self.in_background)
         if self._reference_folder is not None:
             await self._reference("export", folder / "reference")
         copied.set()

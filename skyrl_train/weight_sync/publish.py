@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from skyrl_train.errors import DeadlineExceeded, EngineError, NonFiniteWeights, WeightSyncError
 from skyrl_train.tasks import gather_all
@@ -65,14 +65,26 @@ class WeightTarget(Protocol):
 
 @dataclass(frozen=True)
 class Probe:
-    """`weight_sync_check: probe`: after a sync every engine must return the trainer's log-probs for these tokens."""
+    """After a sync every engine must return the trainer's log-probs for these tokens."""
 
     token_ids: Sequence[Sequence[int]]
     trainer_score: Callable[[Sequence[Sequence[int]]], Awaitable[list[list[float]]]]
     """Log-probs (nats) of all tokens but the first of each sequence, at temperature 1."""
     tolerance: float = PROBE_TOLERANCE
+    """Allowed of the largest difference, in nats."""
+    mean_tolerance: float = math.inf
+    """Allowed of the mean difference, in nats."""
+    every_sync: bool = True
+    """False: after the first sync alone, which shows whether engine and trainer compute the same."""
     engines_alone: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
     """Engines score inside this context, which on a shared accelerator takes the trainer out of their way."""
+
+
+class _Gap(NamedTuple):
+    """Of an engine's log-probs from the trainer's, in nats."""
+
+    largest: float
+    mean: float
 
 
 class WeightPublisher:
@@ -114,6 +126,8 @@ class WeightPublisher:
         self._phase = ""
         self.metrics: dict[str, float] = {}
         """Of the last sync that succeeded."""
+        self._compared = False
+        """Whether the probe has passed once."""
         self._made_by: tuple[int, int] | None = None
         """A version that was announced, and the optimizer steps that made it."""
 
@@ -130,10 +144,10 @@ class WeightPublisher:
     async def rehearse(self, version: int) -> dict[str, float]:
         """Test the probe before the first step: altered weights must change its log-probs, true ones must restore them.
 
-        Ends with the true weights live as `version`. Without a probe it is a `publish`. Raises WeightSyncError if the
-        probe does not notice altered weights, as then it would not notice a failed sync either.
+        Ends with the true weights live as `version`. Without a probe of every sync it is a `publish`. Raises
+        WeightSyncError if the probe does not notice altered weights, as then it would not notice a failed sync either.
         """
-        if self._probe is None:
+        if self._probe is None or not self._probe.every_sync:
             return await self.publish(version)
         engines = list(self._engines())
         async with self._all_or_nothing(version, engines):
@@ -142,12 +156,13 @@ class WeightPublisher:
         metrics = await self.publish(version)
         parity = metrics["weights/probe_gap"]
         for name, gap in gaps.items():
-            if not gap > 10 * parity:
+            if not gap.largest > 10 * parity:
                 raise WeightSyncError(
-                    f"engine {name}: altered weights moved the probe's log-probs by {gap:.3g} nats only, the true ones "
-                    f"by {parity:.3g}: either the engine does not load what it is sent, or the probe is too blunt."
+                    f"engine {name}: altered weights moved the probe's log-probs by {gap.largest:.3g} nats only, the "
+                    f"true ones by {parity:.3g}: either the engine does not load what it is sent, or the probe is too "
+                    "blunt."
                 )
-        self.metrics = metrics | {"weights/rehearsal_gap": min(gaps.values())}
+        self.metrics = metrics | {"weights/rehearsal_gap": min(gap.largest for gap in gaps.values())}
         return self.metrics
 
     async def publish_to(self, engine: WeightTarget, version: int) -> dict[str, float]:
@@ -167,7 +182,9 @@ class WeightPublisher:
             "weights/bytes": float(sum(num_bytes(spec) for spec in manifest.tensors)),
             "weights/buckets": float(count),
         }
-        self.metrics = metrics if gap is None else metrics | {"weights/probe_gap": gap}
+        if gap is not None:
+            metrics |= {"weights/probe_gap": gap.largest, "weights/probe_gap_mean": gap.mean}
+        self.metrics = metrics
         return self.metrics
 
     @asynccontextmanager
@@ -183,14 +200,15 @@ class WeightPublisher:
                 raise EngineError(f"engine {lost!r} was lost at {self._phase}: {error}") from error
             raise
 
-    async def check(self, version: int) -> float | None:
+    async def check(self, version: int) -> None:
         """Check that every engine reports to serve `version` completely; with a probe also its log-probs.
 
-        Returns the probe's largest difference in nats. Raises WeightSyncError naming an engine that differs.
+        Raises WeightSyncError naming an engine that differs.
         """
-        return await self._check(version, list(self._engines()))
+        await self._check(version, list(self._engines()))
 
-    async def _check(self, version: int, engines: Sequence[WeightTarget]) -> float | None:
+    async def _check(self, version: int, engines: Sequence[WeightTarget]) -> _Gap | None:
+        """Returns what the probe found, if it was asked."""
         self._phase = "engines naming their version"
         health = await gather_all(engine.health() for engine in engines)
         for one in health:
@@ -199,16 +217,14 @@ class WeightPublisher:
                 raise WeightSyncError(
                     f"engine {one.name} {state}, but the trainer is at version {version}: sync it first."
                 )
-        if self._probe is None:
+        probe = self._probe
+        if probe is None or (self._compared and not probe.every_sync):
             return None
-        gaps = await self._probe_gaps(self._probe, engines)
-        for name, worst in gaps.items():
-            if not worst <= self._probe.tolerance:
-                raise WeightSyncError(
-                    f"engine {name}: log-probs of the probe's tokens differ from the trainer's by {worst:.3g} nats "
-                    f"(allowed: {self._probe.tolerance:g}) at version {version}: its weights are stale or altered."
-                )
-        return max(gaps.values())
+        gaps = await self._probe_gaps(probe, engines)
+        for name, gap in gaps.items():
+            _check_gap(name, gap, probe, version)
+        self._compared = True
+        return _Gap(max(gap.largest for gap in gaps.values()), max(gap.mean for gap in gaps.values()))
 
     async def _transfer(
         self, version: int, engines: list[WeightTarget], rehearsal: bool = False
@@ -313,14 +329,14 @@ class WeightPublisher:
         for task in done:
             task.exception()
 
-    async def _probe_gaps(self, probe: Probe, engines: Sequence[WeightTarget]) -> dict[str, float]:
-        """Name of an engine -> largest difference (nats) of its log-probs from the trainer's."""
+    async def _probe_gaps(self, probe: Probe, engines: Sequence[WeightTarget]) -> dict[str, _Gap]:
+        """By the engines' names."""
         self._phase = "the log-prob probe"
         names = [one.name for one in await gather_all(engine.health() for engine in engines)]
         wanted = await probe.trainer_score(probe.token_ids)
         async with probe.engines_alone():
             answers = await gather_all(engine.score(probe.token_ids) for engine in engines)
-        return {name: _largest_difference(wanted, answer) for name, answer in zip(names, answers, strict=True)}
+        return {name: _gap(wanted, answer) for name, answer in zip(names, answers, strict=True)}
 
 
 async def _lost(engines: Sequence[WeightTarget]) -> str | None:
@@ -334,9 +350,27 @@ async def _lost(engines: Sequence[WeightTarget]) -> str | None:
     return None
 
 
-def _largest_difference(wanted: list[list[float]], got: list[list[float]]) -> float:
-    """The largest absolute difference. A NaN anywhere gives NaN, which no tolerance allows."""
+def _gap(wanted: list[list[float]], got: list[list[float]]) -> _Gap:
+    """A NaN anywhere makes both NaN, which no tolerance allows."""
     differences = [
         abs(a - b) for mine, theirs in zip(wanted, got, strict=True) for a, b in zip(mine, theirs, strict=True)
     ]
-    return math.nan if any(map(math.isnan, differences)) else max(differences)
+    largest = math.nan if any(map(math.isnan, differences)) else max(differences)
+    return _Gap(largest, math.fsum(differences) / len(differences))
+
+
+def _check_gap(name: str, gap: _Gap, probe: Probe, version: int) -> None:
+    """Raises WeightSyncError for a gap that the probe does not allow."""
+    if not gap.largest <= probe.tolerance:
+        raise WeightSyncError(
+            f"engine {name}: log-probs of the probe's tokens differ from the trainer's by {gap.largest:.3g} nats "
+            f"(allowed: {probe.tolerance:g}) at version {version}: its weights are stale or altered."
+        )
+    if not gap.mean <= probe.mean_tolerance:
+        raise WeightSyncError(
+            f"engine {name}: log-probs of the first prompts differ from the trainer's by {gap.mean:.3g} nats on "
+            f"average (allowed: {probe.mean_tolerance:g}; the largest: {gap.largest:.3g}) at version {version}, more "
+            "than half precision explains: engine and trainer do not compute the same model. Compare their settings "
+            "(rope, adapters, quantization), try generator.model_dtype=float32 with trainer.bf16=false, or train all "
+            "the same with generator.weight_sync_check=off."
+        )

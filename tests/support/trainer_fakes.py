@@ -32,6 +32,7 @@ class Fakes:
         self.marked = 0
         self.unfinished = Unfinished()
         self.saved_with: Unfinished | None = None
+        self.in_background = False
         self.answering = True
         self.asked_within_s: list[float] = []
         """Of every question whether the ranks answer."""
@@ -81,6 +82,12 @@ class Fakes:
 
     def newest_saved(self, before: int) -> Path | None:
         return Path(f"global_step_{self.saved_step}") if 0 < self.saved_step < before else None
+
+    async def give_up(self) -> None:
+        self.events.append("give up")
+
+    async def stop_reviving(self) -> None:
+        self.events.append("stop reviving")
 
     async def answers(self, within_s: float) -> bool:
         self.asked_within_s.append(within_s)
@@ -142,6 +149,7 @@ def trainer_of(
         state=fakes,
         trackers=Trackers({"fake": fakes}),
         batch_dump=batch_dump,
+        release=fakes.stop_reviving,
     )
 
 

@@ -238,6 +238,7 @@ def test_two_ranks_and_an_engine_fit_two_cores():
     assert cpus_per_slot(64.0, 3) == 1.0
 
 
+@pytest.mark.defect("threads-for-engines-that-are-elsewhere")
 def test_layouts_share_slots_only_when_colocated(cluster: Cluster):
     generator = GeneratorConfig(num_inference_engines=2)
     colocated = PlacementConfig(policy_num_gpus_per_node=2)
@@ -252,6 +253,9 @@ def test_layouts_share_slots_only_when_colocated(cluster: Cluster):
         layout = place(another_run, dedicated, generator, device="cpu", deadline_s=10, at_once=True)
     assert layout.policy and layout.engines
     assert (layout.policy.beside, layout.engines.beside) == (2, 1)
+    with Cluster() as a_third:
+        layout = place(a_third, dedicated, generator, device="cpu", deadline_s=10, at_once=True, with_engines=False)
+    assert layout.policy and layout.policy.beside == 0, "engines elsewhere take none of these cores"
     layout = place(cluster, dedicated, generator, device="cpu", deadline_s=10, with_reference=True)
     assert not layout.time_shared
     assert layout.policy and layout.engines and layout.reference

@@ -82,8 +82,13 @@ def test_a_start_that_waits_for_its_processes_without_end_has_one():
     program = """
 import subprocess
 from skyrl_train.cluster.guard import Guard
+import time
 guard = Guard(start_s=2)
 with guard.marking():
+    first = subprocess.Popen(["sleep", "4"])
+    time.sleep(3)  # another run holds the lock
+    guard.begin()
+    assert first.wait() == 0, first.returncode
     print(subprocess.Popen(["sleep", "60"]).wait())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)

@@ -224,15 +224,67 @@ def test_an_engine_that_hangs_in_a_call_to_all_is_given_up_and_the_others_go_on(
 def test_a_pause_does_not_wait_longer_for_an_engine_that_hangs_than_anything_else_does(
     method: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(client_module, "GRACE_S", 0.1)
+    monkeypatch.setattr("skyrl_train.engines.progress.GRACE_S", 0.1)
     engines = _engines(2)
     setattr(engines[1], method, _never)
+    engines[1].health = _never  # type: ignore[method-assign,assignment]
 
     async def run() -> None:
         client = EngineClient(engines, deadline_s=600, looks_every_s=0.1)
         async with asyncio.timeout(5), client.paused("keep"):
             pass
         assert list(client.dead) == ["e1"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.defect("a-long-step-taken-for-a-death")
+@pytest.mark.parametrize("method", ["pause", "resume"])
+def test_an_engine_in_a_long_step_lives_as_long_as_it_answers_and_the_step_may_last(
+    method: str, monkeypatch: pytest.MonkeyPatch
+):
+    for module in ("client", "progress"):
+        monkeypatch.setattr(f"skyrl_train.engines.{module}.GRACE_S", 0.1)
+    engines = _engines(2)
+    plain = getattr(engines[1], method)
+
+    async def late(*args: object) -> None:
+        await asyncio.sleep(0.6)  # longer than an engine may take for a health check
+        await plain(*args)
+
+    async def run() -> dict[str, str]:
+        client = EngineClient(engines, deadline_s=1800, looks_every_s=0.1)
+        async with client.paused("keep"):
+            pass
+        return client.dead
+
+    setattr(engines[1], method, late)
+    assert asyncio.run(run()) == {}
+    monkeypatch.setattr(client_module, "STEP_S", 0.3)
+    assert list(asyncio.run(run())) == ["e1"]
+
+
+def test_a_restart_that_is_given_up_has_ended_and_none_begins():
+    ended: list[bool] = []
+
+    async def revive() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.01)  # it lets go of what it holds
+            ended.append(True)
+
+    async def run() -> None:
+        engines = _engines(2)
+        client = EngineClient(engines, deadline_s=5)
+        client.revive = revive
+        client._all[0].mark_dead(EngineError("gone"))
+        client.revive_dead()
+        await asyncio.sleep(0)
+        await client.stop_reviving()
+        assert ended == [True]
+        client.revive_dead()
+        assert client._reviving is not None and client._reviving.done()
 
     asyncio.run(run())
 

@@ -148,12 +148,9 @@ def test_no_restart_is_repeated_if_nobody_is_left_to_send_weights():
     async def stop(engine: Mortal) -> None:
         await engine.close()
 
-    async def answers() -> bool:
-        return False
-
     client = EngineClient([Mortal("a")], deadline_s=5)
-    client.revive = EngineSupervisor(client, start=start, sync=sync, stop=stop, budget=3, sender_answers=answers).revive
-    with pytest.raises(EnginesLost, match="a rank of the trainer does not answer: WorkerDied: rank 0 died"):
+    client.revive = EngineSupervisor(client, start=start, sync=sync, stop=stop, budget=3).revive
+    with pytest.raises(EnginesLost, match="a rank of the trainer does not answer: rank 0 died"):
         asyncio.run(client.generate([request("r1")]))
     assert started == ["a"]
 

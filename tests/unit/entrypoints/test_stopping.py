@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -55,6 +56,17 @@ def test_work_that_ends_by_itself_gives_its_result_or_its_error():
     assert asyncio.run(until_told(result(), never())) == 7
     with pytest.raises(KeyError, match="a bug"):
         asyncio.run(until_told(error(), never()))
+
+
+@pytest.mark.defect("signals-swallowed-by-a-blocked-loop")
+def test_a_signal_that_comes_while_the_end_of_the_work_blocks_the_loop_is_the_reason():
+    async def work() -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)  # as ray.shutdown() does
+        return 7
+
+    with pytest.raises(Stopped, match="SIGTERM"):
+        asyncio.run(until_told(work(), never()))
 
 
 def test_the_death_of_the_cluster_ends_it_for_that_reason_whatever_closing_raises():

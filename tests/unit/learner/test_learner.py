@@ -377,3 +377,34 @@ def test_a_worker_s_address_is_loopback_unless_its_actor_or_another_machine_need
     assert (worker.address()[0], worker.address(True)[0]) == ("127.0.0.1", own)
     monkeypatch.setenv(GROUP_ADDRESS, own)
     assert worker.address()[0] == own
+
+
+@pytest.mark.defect("busy-ranks-taken-for-dead-ones")
+def test_ranks_that_have_other_calls_are_not_asked_whether_they_live():
+    class Rank:
+        """Takes one call at a time."""
+
+        def __init__(self) -> None:
+            self.turn = asyncio.Lock()
+            self.stopped = False
+
+        async def update(self) -> None:
+            async with self.turn:
+                await asyncio.sleep(0.3)
+
+        async def ping(self) -> None:
+            async with self.turn:
+                await asyncio.sleep(60 if self.stopped else 0)
+
+    async def run() -> list[bool]:
+        ranks = [Rank(), Rank()]
+        learner = Learner(WorkerGroup(ranks), None, BatchSizes(1))
+        busy = asyncio.ensure_future(learner.policy.all("update"))
+        await asyncio.sleep(0.01)
+        found = [await learner.answers(0.1)]
+        await busy
+        found.append(await learner.answers(0.1))
+        ranks[1].stopped = True
+        return [*found, await learner.answers(0.1)]
+
+    assert asyncio.run(run()) == [True, True, False]

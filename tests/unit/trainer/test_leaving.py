@@ -159,7 +159,7 @@ def stopped_in(
 def test_a_run_asked_to_stop_in_an_update_takes_it_to_its_end_and_saves_it():
     fakes = Fakes()
     stopped_in(trainer_of(fakes).fit(), fakes, "update")
-    assert fakes.events[-2:] == ["update 4", "save 1"]
+    assert fakes.events[-3:] == ["update 4", "stop reviving", "save 1"]
     assert fakes.saved_with is not None and fakes.saved_with.actions == ("publish",)
     assert set(fakes.logged) == {0, 1}
 
@@ -174,6 +174,42 @@ def test_a_run_asked_to_stop_while_a_rank_is_stopped_does_not_wait_for_it_to_sav
     assert not any(event.startswith("save") for event in fakes.events)
     assert "Step 1 is not saved: a rank of the trainer does not answer" in caplog.text
     assert set(fakes.logged) == {0, 1}
+
+
+@pytest.mark.defect("a-stopped-rank-holds-up-a-signal")
+def test_a_save_in_the_background_is_not_waited_for_if_a_rank_that_writes_it_is_stopped():
+    fakes = Fakes()
+    fakes.answering, fakes.in_background = False, True
+    trainer = trainer_of(fakes)
+    written = asyncio.Event()
+
+    async def until_given_up() -> None:
+        await written.wait()
+
+    async def give_up() -> None:
+        fakes.events.append("give up")
+        written.set()
+
+    def hang() -> bool:
+        if trainer.step == 1:
+            fakes.written = until_given_up  # type: ignore[method-assign]
+        return trainer.step == 1
+
+    fakes.give_up = give_up  # type: ignore[method-assign]
+    stopped_in(trainer.fit(), trainer.collector, "next_groups", hang)
+    assert fakes.events[-2:] == ["stop reviving", "give up"]
+
+
+def test_restarts_are_given_up_before_ranks_that_take_part_in_them_are_asked():
+    fakes = Fakes()
+    trainer = trainer_of(fakes)
+
+    async def answers(within_s: float) -> bool:
+        return "stop reviving" in fakes.events
+
+    fakes.answers = answers  # type: ignore[method-assign]
+    stopped_in(trainer.fit(), trainer.collector, "next_groups", lambda: trainer.step == 1)
+    assert fakes.events[-2:] == ["stop reviving", "save 1"]
 
 
 def test_a_rank_that_is_merely_busy_with_a_score_is_asked_when_that_has_ended():
