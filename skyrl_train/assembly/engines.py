@@ -165,6 +165,7 @@ def engine_kwargs(generator: GeneratorConfig, device: str, name: str) -> dict[st
             "max_num_batched_tokens": generator.max_num_batched_tokens,
             "enforce_eager": generator.enforce_eager,
             "gpu_memory_utilization": generator.gpu_memory_utilization,
+            "batch_invariant": generator.batch_invariant,
         }
     return common | generator.engine_init_kwargs
 

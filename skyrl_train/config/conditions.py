@@ -173,7 +173,6 @@ SHARED_FOLDER = Needs(
     lambda config: config.generator.weight_sync_route == "checkpoint" or not config.generator.run_engines_locally,
     "It belongs to generator.weight_sync_route=checkpoint and to servers.",
 )
-FINGERPRINTS = Needs(lambda config: config.generator.weight_sync_check != "off", "Fingerprints are always checked.")
 HTTP_ENDPOINT = only_with("generator.enable_http_endpoint", True)
 SERVING_ENGINE = Needs(
     lambda config: config.generator.backend != "transformers", "The transformers engine has nothing of the kind."

@@ -9,7 +9,6 @@ from skyrl_train.config.choices import ENGINES
 from skyrl_train.config.conditions import (
     BATCHED_TURNS,
     CONVERSATION,
-    FINGERPRINTS,
     HTTP_ENDPOINT,
     LOCAL_ENGINES,
     SERVERS,
@@ -114,9 +113,10 @@ class GeneratorConfig(OpenSection):
     """Which engine generates."""
     weight_sync_backend: str = key("nccl", choices=("nccl", "gloo"), aliases=SINCE_0_4)
     """Collectives that carry weights to the engines."""
-    weight_sync_check: str = key("fingerprint", choices=("off", "fingerprint", "probe"), needs=FINGERPRINTS)
-    """How it is verified that weights arrived: `fingerprint` compares sums of bit patterns, `probe` also compares the
-    log-probs of a text. `off` is the same as `fingerprint`."""
+    weight_sync_check: str = key("fingerprint", choices=("off", "fingerprint", "probe"))
+    """How it is verified that weights arrived: `fingerprint` compares sums of bit patterns, and in half precision the
+    log-probs of the first prompts once before the first step; `probe` compares them after every sync. `off` leaves out
+    all but the fingerprints."""
     weight_sync_route: str = key("auto", choices=("auto", "broadcast", "ipc", "checkpoint", "in_process"))
     """How weights travel: `broadcast` (collectives), `ipc` (memory of one machine), `checkpoint` (a shared folder) or
     `in_process` (in the calls themselves). `auto` is `ipc` if every engine shares its slots with the trainer, otherwise
@@ -184,6 +184,9 @@ class GeneratorConfig(OpenSection):
     enforce_eager: bool = key(False, aliases=SINCE_0_4, skyrl_default=True)
     """Run the engine without CUDA graphs, which cost memory and time at the start and make decoding of small models two
     to four times faster. On a CPU there are none. SkyRL's default is true."""
+    batch_invariant: bool = key(False, needs=LOCAL_ENGINES)
+    """Kernels of vLLM or SGLang whose results for a request do not depend on what else is in the batch. They are
+    slower; without them the same seed may give other tokens in another batch, in half precision above all."""
     fully_sharded_loras: bool = key(False, aliases=SINCE_0_4)
     """Shard adapters over tensor-parallel ranks."""
     enable_ray_prometheus_stats: bool = key(False, aliases=SINCE_0_4)

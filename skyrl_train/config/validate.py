@@ -262,6 +262,10 @@ def _engine_shape(config: Config) -> Iterator[Problem]:
         advice = "vLLM spreads experts over all ranks of an engine, or over none."
         allowed = "1 or generator.inference_engine_tensor_parallel_size"
         yield Problem("generator.inference_engine_expert_parallel_size", experts, allowed, advice)
+    if generator.batch_invariant and (config.device == "cpu" or generator.backend == "transformers"):
+        allowed = "false on a CPU" if config.device == "cpu" else "false with generator.backend=transformers"
+        advice = "It is a mode of vLLM's and SGLang's kernels for GPUs."
+        yield Problem("generator.batch_invariant", True, allowed, advice)
     if generator.backend != "transformers":
         return
     for kind in ("tensor", "pipeline", "expert"):

@@ -28,6 +28,8 @@ VLLM = {
         vllm.sampling_params.RequestOutputKind.FINAL_ONLY
         vllm.transformers_utils.model_arch_config_convertor.ModelArchConfigConvertorBase(hf_config, hf_text_config)
         vllm.transformers_utils.model_arch_config_convertor.ModelArchConfigConvertorBase.get_num_experts(self)
+        vllm.envs.VLLM_BATCH_INVARIANT
+        vllm.v1.attention.ops.triton_unified_attention.is_batch_invariant
     """,
     "engines/vllm/engine.py": """
         vllm.SamplingParams(..., max_tokens=_, temperature=_, prompt_logprobs=_, flat_logprobs=_, detokenize=_)
@@ -189,6 +191,7 @@ SGLANG = {
         sglang.srt.server_args.ServerArgs(..., disable_radix_cache=_, max_prefill_tokens=_)
         sglang.srt.server_args.ServerArgs(..., chunked_prefill_size=_, attention_backend=_)
         sglang.srt.server_args.ServerArgs(..., disable_overlap_schedule=_, max_total_tokens=_)
+        sglang.srt.server_args.ServerArgs(..., enable_deterministic_inference=_)
     """,
     "engines/sglang/engine.py": """
         sglang.srt.managers.tokenizer_manager.TokenizerManager.max_req_input_len
@@ -409,6 +412,19 @@ TRANSFORMERS = {
     """,
     "models/loading.py": """
         transformers.core_model_loading.revert_weight_conversion(model, state_dict)
+    """,
+    "models/saved_weights.py": """
+        transformers.PreTrainedModel.initialize_weights(self)
+        transformers.conversion_mapping.get_model_conversion_mapping(model)
+        transformers.core_model_loading.dot_natural_key(key)
+        transformers.core_model_loading.rename_source_key(key, renamings, converters, prefix, wanted)
+        transformers.core_model_loading.WeightConverter.add_tensor(self, first, key, pattern, tensor)
+        transformers.core_model_loading.WeightConverter.convert(self, first, model=_, config=_)
+        transformers.core_model_loading.WeightConverter.operations
+        transformers.core_model_loading.WeightConverter.source_patterns
+        transformers.core_model_loading.WeightConverter.target_patterns
+        transformers.core_model_loading.MergeModulelist(dim=_)
+        transformers.core_model_loading.Concatenate(dim=_)
     """,
 }
 

@@ -19,6 +19,7 @@ CASES: dict[str, dict[str, Any]] = {
     "as it is by default": {},
     "without graphs": {"enforce_eager": True},
     "with adapters": {"max_lora_rank": 16},
+    "batch-invariant": {"batch_invariant": True},
 }
 """More arguments for the engine."""
 NO_DRIVER = "Found no NVIDIA driver"
@@ -83,7 +84,7 @@ def of_vllm(given: dict[str, Any]) -> Any:
     from skyrl_train.engines.vllm.arguments import engine_arguments
 
     model = given.pop("model")
-    for name in ("device", "name", "pipeline_parallel_size"):
+    for name in ("device", "name", "pipeline_parallel_size", "batch_invariant"):
         del given[name]
     return EngineArgs(**engine_arguments(model, False, 0, given)).create_engine_config()
 

@@ -1,7 +1,7 @@
-"""Part 11: tokens per second of decoding with vLLM at several sizes: our engine, and `vllm.LLM` as it is.
+"""Parts 11 and 16: tokens per second of decoding at several sizes: our engines, and `vllm.LLM` as it is.
 
-Each is a process of its own, started with the arguments that our engine starts vLLM with. Ours samples with a seed for
-every request, as a run does; the bare one with and without seeds.
+Each is a process of its own, the bare one started with the arguments that our engine starts vLLM with. Ours samples
+with a seed for every request, as a run does; the bare one with and without seeds.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from skyrl_train.config.choices import ENGINES
 from skyrl_train.engines.base import SampleRequest, SamplingParams
+from skyrl_train.registry import load_object
 from tests.gpu_check.report import Missing, Report, Setting
 from tests.gpu_check.training import QWEN3_06B, TOY
 
@@ -26,24 +28,13 @@ MAIN = 256
 """The number of requests at which our engine's share of bare vLLM's speed is asked for."""
 SHARE = 0.95
 PROMPT_TOKENS = 128
+T = TypeVar("T")
 
 
 def run(setting: Setting, report: Report) -> None:
     """Sizes of the batch in turn; the first run of each warms up, the better of two more counts."""
-    try:
-        importlib.import_module("vllm")
-    except ImportError as error:
-        raise Missing(f"vLLM is not installed ({error})") from error
-    sizes, new = ((4, 8), 8) if setting.toy else ((64, MAIN, 1024), 256)
-    with tempfile.TemporaryDirectory() as folder:
-        (TOY if setting.toy else QWEN3_06B).save(Path(folder))
-        speeds = {
-            way.__name__: elsewhere(way, folder, setting.device, sizes, new)
-            for way in (ours, bare_without_seeds, bare_with_seeds)
-        }
+    sizes, speeds = measured("vllm", (ours, bare_without_seeds, bare_with_seeds), setting, report)
     for index, size in enumerate(sizes):
-        for name, found in speeds.items():
-            report.note(f"{size} requests, {name.replace('_', ' ')}: tok/s", found[index])
         share = speeds["ours"][index] / speeds["bare_without_seeds"][index]
         if size == MAIN:
             report.at_least(f"{size} requests: ours / bare without seeds", share, SHARE)
@@ -51,7 +42,30 @@ def run(setting: Setting, report: Report) -> None:
             report.note(f"{size} requests: ours / bare without seeds", share)
 
 
-def elsewhere(way: Callable[..., list[float]], *arguments: Any) -> list[float]:
+def run_sglang(setting: Setting, report: Report) -> None:
+    """Our engine alone: its share of bare vLLM's speed is read off part 11."""
+    measured("sglang", (ours_sglang,), setting, report)
+
+
+def measured(
+    package: str, ways: Sequence[Callable[..., list[float]]], setting: Setting, report: Report
+) -> tuple[Sequence[int], dict[str, list[float]]]:
+    """The sizes, and tokens per second at each of them, by way."""
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise Missing(f"{package} is not installed ({error})") from error
+    sizes, new = ((4, 8), 8) if setting.toy else ((64, MAIN, 1024), 256)
+    with tempfile.TemporaryDirectory() as folder:
+        (TOY if setting.toy else QWEN3_06B).save(Path(folder))
+        speeds = {way.__name__: elsewhere(way, folder, setting.device, sizes, new) for way in ways}
+    for index, size in enumerate(sizes):
+        for name, found in speeds.items():
+            report.note(f"{size} requests, {name.replace('_', ' ')}: tok/s", found[index])
+    return sizes, speeds
+
+
+def elsewhere(way: Callable[..., T], *arguments: Any) -> T:
     """`way(*arguments)` in a process of its own, which takes its memory with it. Raises RuntimeError if it fails."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -67,7 +81,7 @@ def elsewhere(way: Callable[..., list[float]], *arguments: Any) -> list[float]:
         process.join()
 
 
-def answer(connection: Connection, way: Callable[..., list[float]], arguments: tuple[Any, ...]) -> None:
+def answer(connection: Connection, way: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     connection.send(way(*arguments))
 
 
@@ -98,9 +112,15 @@ def best(generate: Callable[[list[list[int]]], int], sizes: Sequence[int]) -> li
 
 
 def ours(path: str, device: str, sizes: Sequence[int], new: int) -> list[float]:
-    from skyrl_train.engines.vllm.engine import VLLMEngine
+    return of_engine(ENGINES["vllm"], path, device, sizes, new)
 
-    engine = VLLMEngine(path, device=device, **start_arguments(device, sizes))
+
+def ours_sglang(path: str, device: str, sizes: Sequence[int], new: int) -> list[float]:
+    return of_engine(ENGINES["sglang"], path, device, sizes, new)
+
+
+def of_engine(where: str, path: str, device: str, sizes: Sequence[int], new: int) -> list[float]:
+    engine = load_object(where)(path, device=device, **start_arguments(device, sizes))
     sampling = SamplingParams(max_tokens=new, ignore_eos=True)
     named = iter(range(10**9))
     with asyncio.Runner() as runner:

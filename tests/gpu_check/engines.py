@@ -1,4 +1,4 @@
-"""Parts 7, 9, 10 and 12: engines held to the protocol on the device, against a float32 model on the CPU."""
+"""Parts 7, 9, 10, 12 and 15: engines held to the protocol on the device, against a float32 model on the CPU."""
 
 from __future__ import annotations
 
@@ -48,10 +48,18 @@ def run_vllm(setting: Setting, report: Report, **arguments: Any) -> None:
     check("skyrl_train.engines.vllm.engine:VLLMEngine", setting, report, dtype, **arguments, **more)
 
 
-def run_sglang(setting: Setting, report: Report) -> None:
+def run_sglang_eager(setting: Setting, report: Report) -> None:
+    run_sglang(setting, report, enforce_eager=True)
+
+
+def run_sglang_graphs(setting: Setting, report: Report) -> None:
+    run_sglang(setting, report, enforce_eager=False)
+
+
+def run_sglang(setting: Setting, report: Report, **arguments: Any) -> None:
     more = {} if setting.toy else {"gpu_memory_utilization": 0.4}
     dtype = "float32" if setting.toy else "bfloat16"
-    check("skyrl_train.engines.sglang.engine:SGLangEngine", setting, report, dtype, **more)
+    check("skyrl_train.engines.sglang.engine:SGLangEngine", setting, report, dtype, **arguments, **more)
 
 
 def check(engine_class: str, setting: Setting, report: Report, dtype: str, **arguments: Any) -> None:

@@ -37,6 +37,10 @@ PARTS = (
     Part("vllm", "vLLM without graphs: conformance, sleep, syncs", "engines:run_vllm_eager"),
     Part("vllm-graphs", "vLLM with CUDA graphs: the same", "engines:run_vllm_graphs"),
     Part("vllm-decode", "decoding with vLLM, ours against bare", "decoding"),
-    Part("sglang", "SGLang: conformance, sleep, syncs", "engines:run_sglang"),
+    Part("sglang", "SGLang with CUDA graphs: conformance, sleep, syncs", "engines:run_sglang_graphs"),
     Part("quickstart", "the quickstart, colocated", "quickstart"),
+    Part("agreement", "log-probs of engines and trainer in bfloat16, batch-invariant modes", "agreement"),
+    Part("sglang-eager", "SGLang without graphs: conformance, sleep, syncs", "engines:run_sglang_eager"),
+    Part("sglang-decode", "decoding with SGLang", "decoding:run_sglang"),
+    Part("colocated", "tokens per second of updates of 1.5B parameters, alone and beside vLLM asleep", "colocated"),
 )

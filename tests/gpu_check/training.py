@@ -46,8 +46,11 @@ class Shape:
     head_size: int
     vocabulary: int
 
-    def save(self, folder: Path) -> int:
-        """Random weights and a tokenizer as a Hugging Face folder; returns the number of parameters."""
+    def save(self, folder: Path, sharpness: float = 1.0) -> int:
+        """Random weights and a tokenizer as a Hugging Face folder; returns the number of parameters.
+
+        `sharpness`: factor of the logits, which random weights leave almost equal.
+        """
         torch.manual_seed(0)
         config = AutoConfig.for_model(
             "qwen3",
@@ -65,6 +68,8 @@ class Shape:
             pad_token_id=0,
         )
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        with torch.no_grad():
+            model.model.norm.weight.mul_(sharpness)
         model.save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
         return sum(parameter.numel() for parameter in model.parameters())

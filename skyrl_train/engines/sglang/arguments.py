@@ -21,6 +21,7 @@ _NAMES = {
     "enforce_eager": "disable_cuda_graph",
     "gpu_memory_utilization": "mem_fraction_static",
     "seed": "random_seed",
+    "batch_invariant": "enable_deterministic_inference",
 }
 """Our keys -> SGLang's."""
 

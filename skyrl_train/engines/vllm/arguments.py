@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
 import vllm
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
 from vllm.sampling_params import RequestOutputKind
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 from vllm.triton_utils import HAS_TRITON
@@ -66,6 +67,18 @@ def bind_threads(threads: int | None, ranks: int, on_cpu: bool) -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     bound = "nobind" if ranks == 1 else "|".join(str(rank) for rank in range(ranks))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)
+
+
+def make_batch_invariant(on_cpu: bool) -> None:
+    """vLLM reads the variable where its attention is imported, and when a rank starts: after this.
+
+    Raises ConfigError on a CPU, which has no such kernels, and if it is too late.
+    """
+    if on_cpu:
+        raise ConfigError("generator.batch_invariant=true: vLLM's kernels for CPUs have no such mode; set false.")
+    if not envs.VLLM_BATCH_INVARIANT and "vllm.v1.attention.ops.triton_unified_attention" in sys.modules:
+        raise ConfigError("generator.batch_invariant=true: this process has had an engine without; start a new one.")
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
 
 
 def _cpu_arguments(config: Any, given: dict[str, Any]) -> dict[str, Any]:

@@ -156,6 +156,7 @@ def test_our_keys_are_said_in_sglangs_words_and_its_own_win(tiny_model_path: str
     assert (plain["tp_size"], plain["disable_radix_cache"]) == (2, True)
     assert (plain["max_prefill_tokens"], plain["chunked_prefill_size"]) == (64, 64)
     assert arguments(tiny_model_path, enable_chunked_prefill=False)["chunked_prefill_size"] == -1
+    assert arguments(tiny_model_path, batch_invariant=True)["enable_deterministic_inference"] is True
     assert arguments(tiny_model_path, attention_backend="intel_amx")["attention_backend"] == "intel_amx"
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import shutil
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,8 @@ pytestmark = [
 BLOCK_BYTES = 128 * 2 * 2 * 2 * 32 * 4
 """Of 128 tokens: keys and values of two layers with two heads of 32 numbers."""
 LENGTH = 256
+READS_IT = "vllm.v1.attention.ops.triton_unified_attention"
+"""Keeps what the environment says of batch invariance when it is imported."""
 FIRST, SECOND, THIRD = ([start + n % 50 for n in range(200)] for start in (20, 90, 160))
 """Prompts of two blocks."""
 
@@ -275,6 +278,22 @@ def test_graphs_are_for_accelerators_where_they_are_the_default(running: Running
     model = running.engine._engine.model_config.model
     assert [engine_arguments(model, cpu, 0, given)["enforce_eager"] for cpu in (False, True)] == [False, True]
     assert engine_arguments(model, False, 0, given | {"enforce_eager": True})["enforce_eager"] is True
+
+
+def test_batch_invariant_kernels_are_chosen_before_vllm_reads_which(running: Running, monkeypatch: pytest.MonkeyPatch):
+    from vllm import envs
+
+    from skyrl_train.engines.vllm.arguments import make_batch_invariant
+
+    with pytest.raises(ConfigError, match=r"generator\.batch_invariant=true: .*CPUs have no such mode"):
+        make_batch_invariant(on_cpu=True)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    monkeypatch.setitem(sys.modules, READS_IT, ModuleType(READS_IT))
+    with pytest.raises(ConfigError, match="has had an engine without"):
+        make_batch_invariant(on_cpu=False)
+    monkeypatch.delitem(sys.modules, READS_IT)
+    make_batch_invariant(on_cpu=False)
+    assert envs.VLLM_BATCH_INVARIANT
 
 
 def test_on_a_cpu_nothing_is_compiled(running: Running):

@@ -54,6 +54,7 @@ NEW_KEYS = {
     "environment.skyrl_gym.lcb.max_tests",
     "environment.skyrl_gym.lcb.test_timeout_s",
     "environment.skyrl_gym.lcb.timeout_s",
+    "generator.batch_invariant",
     "generator.max_engine_restarts",
     "generator.over_provisioning",
     "generator.rate_limit.enabled",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -24,14 +25,14 @@ def nudge(model: PreTrainedModel, by: float = 0.05) -> None:
             parameter.add_(by * torch.randn_like(parameter))
 
 
-def in_process(*engines: ModelTarget, probed: bool = False) -> tuple[LocalTrainer, WeightPublisher]:
+def in_process(*engines: ModelTarget, probed: bool = False, **probe: Any) -> tuple[LocalTrainer, WeightPublisher]:
     trainer = LocalTrainer(tiny_model(seed=1, **SMALL))
 
     async def trainer_score(token_ids):
         return score(trainer.model, token_ids)
 
-    probe = Probe(PROBE_TOKENS, trainer_score) if probed else None
-    return trainer, WeightPublisher(trainer, lambda: engines, route="in_process", deadline_s=30, probe=probe)
+    asked = Probe(PROBE_TOKENS, trainer_score, **probe) if probed else None
+    return trainer, WeightPublisher(trainer, lambda: engines, route="in_process", deadline_s=30, probe=asked)
 
 
 def engine_named(name: str, seed: int = 2) -> ModelTarget:
@@ -48,7 +49,7 @@ def test_every_engine_gets_the_trainers_weights_and_the_metrics_say_how_much_mov
             for name, tensor in trainer.model.named_parameters():
                 assert torch.equal(engine.model.get_parameter(name), tensor), name
     size = sum(tensor.nbytes for tensor in trainer.model.parameters())
-    assert metrics.pop("weights/probe_gap") <= 1e-5
+    assert metrics.pop("weights/probe_gap_mean") <= metrics.pop("weights/probe_gap") <= 1e-5
     assert metrics == {"weights/version": 2, "weights/bytes": size, "weights/buckets": -(-size // (1 << 16))}
 
 
@@ -146,6 +147,45 @@ def test_a_rehearsal_notices_an_engine_that_ignores_what_it_is_sent():
     asyncio.run(publisher.publish(0))  # a probe alone does not see it
     with pytest.raises(WeightSyncError, match=r"engine deaf: altered weights moved .* does not load what it is sent"):
         asyncio.run(publisher.rehearse(1))
+
+
+class Shifted(ModelTarget):
+    """Computes another model than the trainer: its log-probs are off."""
+
+    by = 0.2
+
+    async def score(self, token_ids, temperature: float = 1.0) -> list[list[float]]:
+        return [[value - self.by for value in row] for row in await super().score(token_ids, temperature)]
+
+
+ONCE: dict[str, Any] = {"tolerance": math.inf, "mean_tolerance": 0.1, "every_sync": False}
+
+
+def test_a_probe_of_the_first_sync_is_asked_once_and_needs_no_rehearsal():
+    engine = engine_named("only")
+    _, publisher = in_process(engine, probed=True, **ONCE)
+    first = asyncio.run(publisher.rehearse(0))
+    assert 0.0 <= first["weights/probe_gap_mean"] <= first["weights/probe_gap"] <= 1e-5
+    assert asyncio.run(publisher.publish(1)).keys() == {"weights/version", "weights/bytes", "weights/buckets"}
+
+
+@pytest.mark.parametrize(
+    ("by", "says"),
+    [
+        (0.2, r"log-probs of the first prompts .* \(allowed: 0.1; .*weight_sync_check=off"),
+        (-0.2, "by 0.2 nats on average"),
+        (float("nan"), "by nan nats"),
+    ],
+)
+def test_an_engine_that_computes_another_model_is_named_at_the_first_sync_and_asked_again(by: float, says: str):
+    engine = Shifted(tiny_model(seed=2, **SMALL), "shifted")
+    engine.by = by
+    _, publisher = in_process(engine_named("right"), engine, probed=True, **ONCE)
+    for version in range(2):
+        with pytest.raises(WeightSyncError, match=rf"engine shifted: .*{says}"):
+            asyncio.run(publisher.publish(version))
+    engine.by = 0.05
+    assert asyncio.run(publisher.publish(2))["weights/probe_gap_mean"] == pytest.approx(0.05, abs=1e-4)
 
 
 def test_without_a_probe_a_rehearsal_is_a_sync():
