@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from skyrl_train.config.inert import IGNORED
+from skyrl_train.config.documentation import default_text, field_docs, limits
 from skyrl_train.config.keys import Key, aliases, all_keys, arms
 from skyrl_train.config.problems import show
 from skyrl_train.config.safety import FOLDER_SUFFIXES, FOLDERS_AND_NAMES
 from skyrl_train.config.schema import Config
-from skyrl_train.config.section import Section
 from skyrl_train.config.validate import OPEN_TO_PLUGINS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -85,14 +82,14 @@ def render() -> str:
     """The whole page."""
     parts = [_introduction()]
     root = [key for key in all_keys().values() if "." not in key.name and not key.is_section]
-    parts.append(_table(root, _field_docs(Config)))
+    parts.append(_table(root, field_docs(Config)))
     for key in all_keys().values():
         if not key.is_section:
             continue
         direct = [item for item in all_keys().values() if item.name.rpartition(".")[0] == key.name]
         parts += [f"## {key.name}\n" if "." not in key.name else f"### {key.name}\n", f"{inspect.getdoc(key.hint)}\n"]
         if rows := [item for item in direct if not item.is_section]:
-            parts.append(_table(rows, _field_docs(key.hint)))
+            parts.append(_table(rows, field_docs(key.hint)))
     return "\n".join(parts)
 
 
@@ -111,22 +108,9 @@ def _table(keys: list[Key], docs: dict[str, str]) -> str:
     lines = ["| key | default | type | meaning |", "| --- | --- | --- | --- |"]
     for key in keys:
         name = key.name.rpartition(".")[2]
-        meaning = " ".join([docs[name], *_limits(key), *_other_forms(key)])
-        lines.append(f"| `{name}` | {_cell(_default(key))} | {_type(key)} | {meaning.replace('|', '&#124;')} |")
+        meaning = " ".join([docs[name], *limits(key), *_other_forms(key)])
+        lines.append(f"| `{name}` | {_cell(default_text(key))} | {_type(key)} | {meaning.replace('|', '&#124;')} |")
     return "\n".join([*lines, ""])
-
-
-def _limits(key: Key) -> Iterator[str]:
-    """What a key accepts beyond its type, and whether that has an effect."""
-    facts = key.facts
-    if key.name in IGNORED:
-        yield f"Has no effect here. {IGNORED[key.name]}"
-    if isinstance(facts.unavailable, str) and facts.unavailable:
-        yield f"In this version only {' or '.join(f'`{show(value)}`' for value in facts.choices or ())}."
-    elif facts.choices:
-        yield f"One of {', '.join(f'`{show(choice)}`' for choice in facts.choices)}."
-        if facts.unavailable:
-            yield f"Not available in this version: {', '.join(f'`{choice}`' for choice in facts.unavailable)}."
 
 
 def _other_forms(key: Key) -> Iterator[str]:
@@ -138,10 +122,6 @@ def _other_forms(key: Key) -> Iterator[str]:
         yield f"{', '.join(f'`{show(other)}` means `{show(value)}`' for other, value in spellings.items())}."
 
 
-def _default(key: Key) -> str:
-    return key.default if isinstance(key.default, str) and key.default else json.dumps(key.default)
-
-
 def _type(key: Key) -> str:
     names = [getattr(arm, "__name__", str(arm)) if not hasattr(arm, "__args__") else str(arm) for arm in arms(key.hint)]
     text = _cell(" or ".join(names).replace("NoneType", "null").replace("typing.", ""))
@@ -150,20 +130,6 @@ def _type(key: Key) -> str:
 
 def _cell(text: str) -> str:
     return f"`{text}`".replace("|", "&#124;")
-
-
-def _field_docs(section: type[Section]) -> dict[str, str]:
-    """The string under each field, a subclass's own before its base's."""
-    docs: dict[str, str] = {}
-    for cls in reversed(section.__mro__):
-        if not issubclass(cls, Section) or cls is Section:
-            continue
-        (tree,) = ast.parse(inspect.getsource(cls)).body
-        assert isinstance(tree, ast.ClassDef)
-        for field, after in zip(tree.body, tree.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
-                docs[field.target.id] = " ".join(ast.literal_eval(after.value).split())
-    return docs
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.assembly.algorithm import Learning
+from skyrl_train.assembly.algorithm import Learning, compared_rewards
+from skyrl_train.assembly.capacity import capacity_of
 from skyrl_train.assembly.layout import Layout, place
 from skyrl_train.assembly.learner import build_learner
 from skyrl_train.cluster.runtime import Cluster
@@ -18,6 +19,7 @@ from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.secrets import redact
 from skyrl_train.errors import DeadlineExceeded
 from skyrl_train.learner.learner import Learner
+from skyrl_train.report.diagnosis import ASYNC, NO_DIFFERENCE, RULES, Rule, memory_rule
 from skyrl_train.report.trackers import Trackers, make_trackers
 from skyrl_train.trainer.batch_dump import BatchDump
 from skyrl_train.trainer.checkpoints import Checkpoints
@@ -56,7 +58,18 @@ def build_trackers(cfg: Config, directory: Path) -> Trackers:
     """JSONL files in `directory`, and the trackers that trainer.logger names."""
     trainer = cfg.trainer
     names = [trainer.logger] if isinstance(trainer.logger, str) else list(trainer.logger)
-    return make_trackers(names, directory, *redact((trainer.project_name, trainer.run_name, plain(cfg))))
+    about = redact((trainer.project_name, trainer.run_name, plain(cfg)))
+    return make_trackers(names, directory, *about, rules=rules_of(cfg))
+
+
+def rules_of(cfg: Config) -> list[Rule]:
+    """What is looked for in this run's numbers."""
+    rules = [NO_DIFFERENCE] if compared_rewards(cfg.trainer.algorithm) == "group" else []
+    rules += ASYNC if cfg.trainer.fully_async.enabled else ()
+    if (capacity := capacity_of(cfg.device)) is not None:
+        name = "memory/learner_peak_gib" if cfg.device == "cuda" else "memory/learner_peak_rss_gib"
+        rules.append(memory_rule(capacity / 2**30, name))
+    return [*rules, *RULES]
 
 
 def run_directory(cfg: Config, fingerprints: Mapping[str, str]) -> RunDirectory:

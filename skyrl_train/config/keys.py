@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.config.fields import NO_FACTS, Facts, facts_of
+from skyrl_train.config.meanings import MEANT
 from skyrl_train.config.schema import Config
 from skyrl_train.config.section import Section
 
@@ -111,11 +112,17 @@ def misspelt_sibling(name: str) -> str | None:
 
 
 def nearest(name: str) -> str | None:
-    """The known key that was probably meant: misspelt in its section, without its section, or misspelt anywhere."""
+    """The known key that was probably meant.
+
+    Without some of its sections, called what others call it, misspelt in its section, or misspelt anywhere.
+    """
+    if shortened := _without_sections(name):
+        return shortened
+    if (leaf := name.rpartition(".")[2]) in MEANT:
+        return MEANT[leaf]
     if sibling := misspelt_sibling(name):
         return sibling
     known = [key for key in _suggested() if not name.startswith(f"{key}.")]
-    leaf = name.rpartition(".")[2]
     same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
     for candidates, cutoff in ((same_leaf, 0.3), (known, 0.75)):
         if close := difflib.get_close_matches(name, candidates, n=1, cutoff=cutoff):
@@ -123,6 +130,16 @@ def nearest(name: str) -> str | None:
     by_leaf = {key.rpartition(".")[2]: key for key in reversed(known)}
     close = difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.8)
     return by_leaf[close[0]] if close else None
+
+
+def _without_sections(name: str) -> str | None:
+    """The first key that has all words of the name in their order, the last one last: `trainer.lr`."""
+    words = name.split(".")
+    for key in leaves():
+        parts = iter(key.split("."))
+        if len(words) > 1 and key.rpartition(".")[2] == words[-1] and all(word in parts for word in words):
+            return key
+    return None
 
 
 def canonical(name: str) -> str:

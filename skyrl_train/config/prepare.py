@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from omegaconf import DictConfig
 
 from skyrl_train.config.command_line import CommandLine, read_command_line
 from skyrl_train.config.device import accelerator_present, device_problems, resolve_device
+from skyrl_train.config.documentation import help_text
 from skyrl_train.config.hydra import compose, finish, resolve, show_information, written_keys
 from skyrl_train.config.inert import without_effect
 from skyrl_train.config.keys import misspelt_sibling
@@ -24,6 +26,8 @@ from skyrl_train.config.section import freeze
 from skyrl_train.config.validate import validate
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import to_stderr
+
+HELP = frozenset({"--help", "-h"})
 
 
 @dataclass(frozen=True)
@@ -115,17 +119,20 @@ def launch(
     own_code: bool = False,
     uses: Uses | None = None,
 ) -> None:
-    """Run an entrypoint: `task` with the prepared configuration, or what Hydra's flags print (`--cfg job`, `--help`).
+    """Run an entrypoint: `task` with the prepared configuration, or what `--help` or Hydra's `--cfg job` prints.
 
     `own_code` and `uses` are those of `prepare`. A ConfigError, of the configuration or of the task, is printed without
     traceback and exits with 2.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        if HELP & set(arguments):
+            topics = [argument for argument in arguments if "=" not in argument and not argument.startswith("-")]
+            print(help_text(topics, shutil.get_terminal_size((120, 50)).columns))
+            return
         line = read_command_line(arguments)
         if line.asks_for_information:
-            if not line.flags["help"]:
-                prepare(arguments, own_code=own_code)
+            prepare(arguments, own_code=own_code)
             show_information(arguments, line.overrides)
             return
         prepared = prepare(arguments, own_code=own_code, uses=uses)

@@ -1,33 +1,54 @@
-"""skyrl-train COMMAND: what is done by hand before and beside a run.
+"""skyrl-train COMMAND: everything that is done by hand before, with and beside a run.
 
-    skyrl-train env try ENV --data FILE ...     show a row's prompt, score completions: no model needed
-    skyrl-train check-config key=value ...      what is wrong with a configuration (also skyrl-check-config)
-    skyrl-train simulate key=value ...          what a run takes by engines, trainers and staleness: nothing is started
-
-Training is `python -m skyrl_train.entrypoints.main_base key=value ...`.
+Commands take the same `key=value` arguments as their modules, `python -m skyrl_train.entrypoints...`; COMMAND --help
+says which.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Callable
 
-from skyrl_train.entrypoints import check_config, env_try, simulate
+import click
+
+_ENTRYPOINTS = "skyrl_train.entrypoints"
+_PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+"""Commands read their arguments themselves, `--help` as well."""
 
 
+@click.group(help=__doc__, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 def main() -> None:
-    arguments = sys.argv[1:]
-    if arguments[:2] == ["env", "try"]:
-        env_try.main(arguments[2:])
-    elif arguments[:1] == ["check-config"]:
-        check_config.main(arguments[1:])
-    elif arguments[:1] == ["simulate"]:
-        simulate.main(arguments[1:])
-    elif arguments in (["-h"], ["--help"]):
-        print(__doc__)
-    else:
-        print(f"skyrl-train: unknown command {' '.join(arguments[:2])!r}.\n\n{__doc__}", file=sys.stderr)
-        sys.exit(2)
+    pass
 
+
+@main.group(help="Environments.", name="env")
+def environments() -> None:
+    pass
+
+
+def _command(group: click.Group, name: str, module: str, what: str, *first: str) -> None:
+    """Add a command that is the `main` of a module of this package; `first`: arguments that it always gets."""
+
+    @group.command(name, short_help=what, add_help_option=False, context_settings=_PASSED_ON)
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    def command(arguments: tuple[str, ...]) -> None:
+        words = [group.name, name] if group is not main else [name]
+        sys.argv = [f"skyrl-train {' '.join(filter(None, words))}", *first, *arguments]
+        run: Callable[[], None] = importlib.import_module(f"{_ENTRYPOINTS}.{module}").main
+        run()
+
+
+_command(main, "train", "main_base", "Train with rewards.")
+_command(main, "sft", "main_sft", "Fine-tune on conversations.")
+_command(main, "generate", "main_generate", "Evaluate: sample and score, without training.")
+_command(main, "serve", "serve", "Serve engines over HTTP.")
+_command(main, "check", "check_config", "What is wrong with a configuration; starts nothing.")
+_command(main, "check-config", "check_config", "The same as check.")
+_command(main, "plan", "check_config", "What every slot will hold in memory; starts nothing.", "--plan")
+_command(main, "simulate", "simulate", "What a run takes by engines, trainers and staleness; starts nothing.")
+_command(main, "doctor", "doctor", "What this machine has for a run, and what is missing.")
+_command(environments, "try", "env_try", "Show a row's prompt and score completions, without a model.")
 
 if __name__ == "__main__":
     main()

@@ -13,6 +13,7 @@ from skyrl_train.config.choices import TRACKERS
 from skyrl_train.config.secrets import redact
 from skyrl_train.messages import visible
 from skyrl_train.registry import Registry
+from skyrl_train.report.diagnosis import Diagnosis, Rule
 from skyrl_train.report.jsonl import JsonlTracker
 from skyrl_train.report.protocol import SampleRow, Tracker, TrackerSetup
 
@@ -66,9 +67,14 @@ class Trackers:
 
 
 def make_trackers(
-    names: Sequence[str], run_dir: Path, project_name: str, run_name: str, config: Mapping[str, Any]
+    names: Sequence[str],
+    run_dir: Path,
+    project_name: str,
+    run_name: str,
+    config: Mapping[str, Any],
+    rules: Sequence[Rule] = (),
 ) -> Trackers:
-    """Make the JSONL tracker, the console tracker and those in `names`, each once.
+    """Make the JSONL tracker, the console tracker and those in `names`, each once, and the diagnosis by these rules.
 
     Raises ConfigError for an unknown name or a missing library.
     """
@@ -76,4 +82,5 @@ def make_trackers(
     members: dict[str, Tracker] = {"jsonl": JsonlTracker(setup.run_dir)}
     for name in dict.fromkeys((CONSOLE, *names)):
         members[name] = trackers.get(name)(setup)
+    members["diagnosis"] = Diagnosis(setup.run_dir, rules)  # after those that show the numbers it speaks of
     return Trackers(members)

@@ -97,4 +97,4 @@ class GSM8KEnv(TextEnv):
 
     def step(self, action: str) -> StepOutput:
         reward = score(action, self.ground_truth, self.method, self.format_score)
-        return StepOutput([], reward, done=True)
+        return StepOutput([], reward, done=True, metadata={"no_answer": float(ANSWERS[self.method](action) is None)})

@@ -161,7 +161,7 @@ def test_missing_commands_are_distinguished(capsys: pytest.CaptureFixture[str], 
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2
-    assert "unknown command 'envv try'" in capsys.readouterr().err
+    assert "No such command 'envv'" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["skyrl-train", "check-config", "generator.max_turn=2"])
     with pytest.raises(SystemExit) as ended:
         cli.main()

@@ -123,7 +123,7 @@ def test_information_flags_of_hydra_work_and_write_nothing(tmp_path: Path):
     )
     assert text.count("my/model") == 3
     assert "tensor_parallel_size: 1" in text
-    assert "trainer:" in printed("--help")
+    assert "Hydra" in printed("--hydra-help")
     assert "config ok" in printed("--elsewhere", f"--config-name={BASE}")
     assert list(tmp_path.iterdir()) == []
 

@@ -5,7 +5,8 @@ from hypothesis import given, settings, strategies as st
 
 from skyrl_train.config.command_line import check_command_line
 from skyrl_train.config.hydra import load
-from skyrl_train.config.keys import nearest
+from skyrl_train.config.keys import leaves, nearest
+from skyrl_train.config.meanings import MEANT
 from skyrl_train.errors import ConfigError
 
 
@@ -30,10 +31,22 @@ def test_unknown_key_is_named_with_its_nearest_match_whatever_the_prefix(prefix:
         ("generator.train_batch_size", "trainer.train_batch_size"),
         ("generator.temperature", "generator.sampling_params.temperature"),
         ("trainer.policy.optimizer_config.adam_beta", "trainer.policy.optimizer_config.adam_betas"),
+        ("trainer.lr", "trainer.policy.optimizer_config.lr"),
+        ("trainer.policy.lr", "trainer.policy.optimizer_config.lr"),
+        ("trainer.model.path", "trainer.policy.model.path"),
+        ("trainer.learning_rate", "trainer.policy.optimizer_config.lr"),
+        ("trainer.batch_size", "trainer.train_batch_size"),
+        ("max_new_tokens", "generator.sampling_params.max_generate_length"),
     ],
 )
 def test_nearest_key_is_the_one_that_was_meant(wrong: str, right: str):
     assert nearest(wrong) == right
+
+
+def test_what_others_call_a_key_is_none_of_ours_and_leads_to_one():
+    assert [key for key in MEANT.values() if key not in leaves()] == []
+    own = {"model", "model_name", "temperature"}  # ours as well, in one section
+    assert [name for name in MEANT if name in {key.rpartition(".")[2] for key in leaves()} - own] == []
 
 
 @pytest.mark.fault("F01")

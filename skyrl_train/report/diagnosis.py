@@ -1,0 +1,318 @@
+"""Rules that look at a run's numbers and say what is wrong, with the evidence and a key to change.
+
+A rule that begins to hold is said once, and kept in RUN/diagnosis.json with the steps at which it held. No rule stops a
+run: that is what trainer.guards are for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from skyrl_train.durable import write_durably
+from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
+from skyrl_train.report.protocol import SampleRow
+
+DIAGNOSIS_FILE = "diagnosis.json"
+LOOKED_AT = 64
+"""The most steps that a rule looks at."""
+SAID = "timing/step_s"
+"""In the row of every step that was trained; an evaluation alone has none."""
+_log = logging.getLogger(__name__)
+
+Rows = Sequence[Mapping[str, float]]
+"""The numbers of consecutive steps, the latest last."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An illness: `evidence` returns what shows it in the rows, None if nothing does."""
+
+    name: str
+    evidence: Callable[[Rows], str | None]
+    advice: str
+    """What to change, with its key."""
+
+
+@dataclass
+class Finding:
+    """A rule that holds, or held."""
+
+    rule: str
+    since: int
+    """The first step at which it held."""
+    until: int | None
+    """The last one; None while it holds."""
+    evidence: str
+    advice: str
+
+
+class Diagnosis:
+    """A tracker: what the rules find in a run's numbers."""
+
+    def __init__(self, run_dir: Path, rules: Sequence[Rule]):
+        self._folder = Path(run_dir)
+        self._rules = rules
+        self._rows: list[Mapping[str, float]] = []
+        self.findings: list[Finding] = []
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """Go on from what the run's earlier attempts have written."""
+        self._rows, self.findings = [], []
+        metrics, found = self._folder / METRICS_FILE, self._folder / DIAGNOSIS_FILE
+        if step and metrics.exists():
+            rows = [_numbers(row) for row in read_jsonl(metrics) if row["step"] <= step and SAID in row]
+            self._rows = rows[-LOOKED_AT:]
+        if step and found.exists():
+            self.findings = list(_read(found, step))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if SAID not in metrics:
+            return
+        self._rows = [*self._rows[1 - LOOKED_AT :], {"step": step, **metrics}]
+        open_ones = {finding.rule: finding for finding in self.findings if finding.until is None}
+        before = json.dumps([asdict(finding) for finding in self.findings])
+        for rule in self._rules:
+            evidence, held = rule.evidence(self._rows), open_ones.get(rule.name)
+            if evidence is None:
+                if held is not None:
+                    held.until = step - 1
+            elif held is None:
+                self.findings.append(Finding(rule.name, step, None, evidence, rule.advice))
+                _log.warning("step %d: %s: %s. %s", step, rule.name.replace("_", " "), evidence, rule.advice)
+        if json.dumps([asdict(finding) for finding in self.findings]) != before:
+            self._write()
+
+    def samples(self, rows: Sequence[SampleRow], step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def _write(self) -> None:
+        text = json.dumps({"findings": [asdict(finding) for finding in self.findings]}, indent=1)
+        try:
+            write_durably(self._folder / DIAGNOSIS_FILE, text + "\n")
+        except OSError as error:
+            _log.warning("%s cannot be written (%s).", self._folder / DIAGNOSIS_FILE, error)
+
+
+def _numbers(row: Mapping[str, object]) -> Mapping[str, float]:
+    """A line of metrics.jsonl, in which null is what was not finite."""
+    return {name: float("nan") if value is None else value for name, value in row.items()}  # type: ignore[misc]
+
+
+def _read(file: Path, step: int) -> Iterator[Finding]:
+    """The findings of earlier attempts, up to `step`; what cannot be read is left out."""
+    try:
+        found = [Finding(**finding) for finding in json.loads(file.read_text(encoding="utf-8"))["findings"]]
+    except (ValueError, TypeError, KeyError, OSError):
+        return
+    for finding in found:
+        if finding.since <= step:
+            if finding.until is not None and finding.until >= step:
+                finding.until = None  # it ended in steps that are taken again
+            yield finding
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+
+def values(rows: Rows, name: str, steps: int) -> list[float] | None:
+    """A metric in the last `steps` rows; None if there are not as many, or one lacks it."""
+    found = [row[name] for row in rows[-steps:] if name in row]
+    return found if len(found) == steps else None
+
+
+def always(name: str, steps: int, holds: Callable[[float], bool], words: str) -> Callable[[Rows], str | None]:
+    """Holds if a metric was so in each of the last `steps` steps; `words` with its mean."""
+
+    def evidence(rows: Rows) -> str | None:
+        found = values(rows, name, steps)
+        if found is None or not all(map(holds, found)):
+            return None
+        return f"{words.format(statistics.fmean(found))} in the last {steps} steps ({name})"
+
+    return evidence
+
+
+def entropy_collapse(rows: Rows) -> str | None:
+    """Below 0.02 nats, and a tenth of what it was in the first steps that are looked at."""
+    recent = values(rows, "policy/entropy", 3)
+    earlier = [row["policy/entropy"] for row in rows[:5] if "policy/entropy" in row]
+    if recent is None or len(rows) < 10 or not earlier:
+        return None
+    before, after = statistics.fmean(earlier), statistics.fmean(recent)
+    if not (after < 0.02 and after < 0.1 * before):
+        return None
+    return f"the policy's entropy fell from {before:.3g} to {after:.3g} nats (policy/entropy)"
+
+
+def kl_runs_away(rows: Rows) -> str | None:
+    """Above 1 nat a token in three steps, and growing."""
+    found = values(rows, "policy/kl", 6)
+    if found is None or not min(found[-3:]) > 1.0 or not statistics.fmean(found[-3:]) > statistics.fmean(found[:3]):
+        return None
+    return (
+        f"the policy is {statistics.fmean(found[-3:]):.3g} nats a token away from its reference and leaves (policy/kl)"
+    )
+
+
+def gradient_spikes(rows: Rows) -> str | None:
+    """Two of the last ten gradients were more than ten times the median of those before."""
+    norms = [row["policy/grad_norm"] for row in rows if "policy/grad_norm" in row]
+    if len(norms) < 20:
+        return None
+    usual = statistics.median(norms[:-10])
+    spikes = [norm for norm in norms[-10:] if not norm <= 10 * usual]
+    if len(spikes) < 2 or not usual > 0:
+        return None
+    return f"{len(spikes)} of the last 10 gradients were over ten times the usual {usual:.3g} (policy/grad_norm)"
+
+
+def episodes_fail(rows: Rows) -> str | None:
+    """Over 5 % in each of three steps; the usual way is named."""
+    failed, total = values(rows, "rollouts/failed", 3), values(rows, "rollouts/trajectories", 3)
+    if failed is None or total is None or not all(one > 0.05 * of for one, of in zip(failed, total, strict=True)):
+        return None
+    kinds = {name for row in rows[-3:] for name in row if name.startswith("rollouts/failed/")}
+    most = max(kinds, key=lambda kind: sum(row.get(kind, 0.0) for row in rows[-3:]), default="rollouts/failed")
+    share = sum(failed) / max(1.0, sum(total))
+    return f"{share:.0%} of the episodes of the last 3 steps failed, most as {most.removeprefix('rollouts/failed/')}"
+
+
+def long_answers_are_cut(rows: Rows) -> str | None:
+    """By rollout_s: what is learnt lacks them."""
+    found = values(rows, "rollouts/failed/deadline", 3)
+    if found is None or not min(found) > 0:
+        return None
+    return f"{sum(found):.0f} episodes of the last 3 steps took too long and are masked (rollouts/failed/deadline)"
+
+
+def evaluation_falls(rows: Rows) -> str | None:
+    """The last two evaluations are 0.05 below the best one, while the reward in training rose."""
+    at = [index for index, row in enumerate(rows) if _score(row) is not None]
+    if len(at) < 3:
+        return None
+    scores: list[float] = [score for index in at if (score := _score(rows[index])) is not None]
+    best = max(range(len(scores)), key=scores.__getitem__)
+    if best > len(scores) - 3 or not max(scores[-2:]) < scores[best] - 0.05:
+        return None
+    before = [row["reward/mean"] for row in rows[max(0, at[best] - 4) : at[best] + 1] if "reward/mean" in row]
+    after = [row["reward/mean"] for row in rows[-5:] if "reward/mean" in row]
+    if not before or not after or not statistics.fmean(after) > statistics.fmean(before) + 0.02:
+        return None
+    return (
+        f"the evaluation fell from {scores[best]:.3g} to {scores[-1]:.3g} while the reward in training rose from "
+        f"{statistics.fmean(before):.3g} to {statistics.fmean(after):.3g}"
+    )
+
+
+def _score(row: Mapping[str, float]) -> float | None:
+    if "eval/all/avg_score" in row:
+        return row["eval/all/avg_score"]
+    return next(
+        (value for name, value in row.items() if name.startswith("eval/") and name.endswith("/avg_score")), None
+    )
+
+
+def memory_rule(limit_gib: float, name: str) -> Rule:
+    """Holds if more than 95 % of what is there was needed at some time."""
+
+    def evidence(rows: Rows) -> str | None:
+        peak = rows[-1].get(name, 0.0)
+        return f"{peak:.3g} of {limit_gib:.3g} GiB were in use ({name})" if peak > 0.95 * limit_gib else None
+
+    return Rule(
+        "memory_near_its_limit",
+        evidence,
+        "Lower trainer.max_tokens_per_microbatch, set trainer.gradient_checkpointing=true, or shard over more "
+        "ranks (trainer.placement.policy_num_gpus_per_node).",
+    )
+
+
+NO_DIFFERENCE = Rule(
+    "no_difference",
+    always("reward/zero_variance_groups", 5, lambda share: share >= 0.95, "{:.0%} of the prompts had equal rewards"),
+    "Nothing is learnt from them. Look at a row with `skyrl-train env try`; take easier or harder prompts, more "
+    "samples (generator.n_samples_per_prompt), or draw until they differ "
+    "(trainer.algorithm.dynamic_sampling.type=filter).",
+)
+"""For algorithms that compare the samples of a prompt."""
+ASYNC = (
+    Rule(
+        "trainer_starved",
+        always(
+            "async/trainer_idle", 5, lambda share: share > 0.4, "the trainer waited for rollouts {:.0%} of the time"
+        ),
+        "Give engines more slots (generator.num_inference_engines), or let them run further ahead "
+        "(trainer.fully_async.max_staleness_steps); `skyrl-train simulate --from RUN` says what each would bring.",
+    ),
+    Rule(
+        "engines_starved",
+        always("async/engines_idle", 5, lambda share: share > 0.6, "engines had no request {:.0%} of the time"),
+        "Give the trainer some of their slots (trainer.placement.policy_num_gpus_per_node), or let them run further "
+        "ahead (trainer.fully_async.max_staleness_steps); `skyrl-train simulate --from RUN` says what each brings.",
+    ),
+)
+"""For asynchronous training: in synchronous training one side waits for the other by design."""
+RULES = (
+    Rule(
+        "truncated",
+        always("response/truncated_fraction", 3, lambda share: share >= 0.5, "{:.0%} of the responses were cut"),
+        "Raise generator.sampling_params.max_generate_length, or teach the model to end (SFT first, "
+        "trainer.algorithm.overlong_buffer).",
+    ),
+    Rule(
+        "format_never_met",
+        always(
+            "environment/no_answer", 5, lambda share: share >= 0.95, "{:.0%} of the responses had no answer to score"
+        ),
+        "Show the form in the prompt, or teach it first with `skyrl_train.entrypoints.main_sft`.",
+    ),
+    Rule(
+        "entropy_collapse",
+        entropy_collapse,
+        "Add trainer.algorithm.use_entropy_loss=true, raise trainer.algorithm.eps_clip_high, or lower "
+        "trainer.policy.optimizer_config.lr.",
+    ),
+    Rule(
+        "kl_runs_away",
+        kl_runs_away,
+        "Raise trainer.algorithm.kl_loss_coef or lower trainer.policy.optimizer_config.lr.",
+    ),
+    Rule(
+        "engine_and_trainer_disagree",
+        always("mismatch/ratio_mean", 3, lambda ratio: not 0.9 <= ratio <= 1.1, "the mean ratio was {:.3g}"),
+        "Engine and trainer do not compute the same policy. Compare generator.model_dtype with trainer.bf16, prove "
+        "what engines hold with generator.weight_sync_check=probe, or correct for it: "
+        "trainer.algorithm.off_policy_correction.tis_ratio_type=token.",
+    ),
+    Rule(
+        "gradient_spikes",
+        gradient_spikes,
+        "Lower trainer.policy.optimizer_config.max_grad_norm or .lr; `trainer.dump_data_batch=true` keeps the batches.",
+    ),
+    Rule(
+        "episodes_fail",
+        episodes_fail,
+        "The warnings above name environment and row; try it with `skyrl-train env try`.",
+    ),
+    Rule(
+        "long_answers_are_cut",
+        long_answers_are_cut,
+        "What is learnt lacks long answers. Raise trainer.timeouts.rollout_s, or lower "
+        "generator.sampling_params.max_generate_length.",
+    ),
+    Rule(
+        "evaluation_falls",
+        evaluation_falls,
+        "The reward is met without what the evaluation asks for. Read samples.jsonl; raise "
+        "trainer.algorithm.kl_loss_coef, or stop here: the best checkpoint is that of the best evaluation.",
+    ),
+)
+"""For every run."""

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.entrypoints import doctor
+from skyrl_train.entrypoints.doctor import NOTE, OK, PROBLEM, Finding, examine, report
+
+
+def named(check: doctor.Check) -> dict[str, Finding]:
+    return {finding.what: finding for finding in check()}
+
+
+def test_it_answers_in_time_for_people_and_for_programs():
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "skyrl_train.entrypoints.cli", "doctor", "--json"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - start < 15  # of which 10 are its own
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    assert {"python", "torch", "versions", "Ray", "ports", "shared memory", "sandbox", "browser", "hub"} <= {
+        one["what"] for one in found
+    }
+    assert {one["state"] for one in found} <= {OK, NOTE, PROBLEM}
+    assert all(one["advice"] for one in found if one["state"] == PROBLEM)
+
+
+def test_a_check_that_fails_or_hangs_is_a_finding_and_no_end():
+    go_on = threading.Event()
+
+    def broken() -> Iterator[Finding]:
+        yield Finding("half", OK, "said")
+        raise OSError("no such thing")
+
+    def hangs_on() -> Iterator[Finding]:
+        go_on.wait(30)
+        yield Finding("late", OK, "said")
+
+    def fine() -> Iterator[Finding]:
+        yield Finding("fine", OK, "said")
+
+    try:
+        found = examine([broken, hangs_on, fine], seconds=0.5)
+    finally:
+        go_on.set()
+    assert [(one.what, one.state) for one in found] == [("broken", NOTE), ("hangs on", NOTE), ("fine", OK)]
+    assert "OSError: no such thing" in found[0].found
+    assert "no answer within 0.5 s" in found[1].found
+
+
+def test_what_is_wrong_is_said_last_and_escapes_are_shown():
+    lines = list(
+        report([Finding("disk", PROBLEM, "0 GiB \x1b[31m", "Free some."), Finding("hub", OK, "answers", "No.")])
+    )
+    assert lines == [
+        r"problem disk  0 GiB \x1b[31m",
+        "              -> Free some.",
+        "ok      hub   answers",
+        "1 problem: disk",
+    ]
+    assert list(report([Finding("hub", OK, "answers")]))[-1] == "0 problems"
+
+
+def test_packages_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch):
+    version = doctor.importlib.metadata.version
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "0.1" if name == "torch" else version(name))
+    found = named(doctor.packages)["versions"]
+    assert found.state == PROBLEM
+    assert "torch 0.1 is not ==2.13.0" in found.found
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    assert named(doctor.packages)["versions"].state == OK
+
+
+def test_accelerators_that_torch_does_not_see_are_a_problem(monkeypatch: pytest.MonkeyPatch):
+    def answers(board: str, torch: dict[str, Any] | None) -> dict[str, Finding]:
+        said = {"nvidia-smi": board or None, sys.executable: None if torch is None else json.dumps(torch)}
+        monkeypatch.setattr(doctor, "_output", lambda command: said[command[0]])
+        return named(doctor.accelerators)
+
+    cuda = {"version": "2.13.0", "cuda": "13.0", "available": True, "nccl": "2.29.7"}
+    assert [one.state for one in answers("H100, 81559 MiB, 580.1", cuda).values()] == [OK, OK, OK]
+    hidden = answers("H100, 81559 MiB, 580.1", cuda | {"available": False})["CUDA"]
+    assert (hidden.state, "driver is older" in hidden.advice) == (PROBLEM, True)
+    on_cpu = answers("H100, 81559 MiB, 580.1", {"version": "2.13.0+cpu", "cuda": None, "available": False, "nccl": ""})
+    assert "CPU build" in on_cpu["CUDA"].advice
+    assert answers("", cuda)["accelerators"].state == NOTE
+    assert answers("", None)["torch"].state == PROBLEM
+
+
+def test_a_host_name_without_an_address_is_a_problem(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor.socket, "gethostname", lambda: "nowhere.invalid")
+    found = named(doctor.ports)["ports"]
+    assert (found.state, "/etc/hosts" in found.advice) == (PROBLEM, True)
+
+
+def test_a_sandbox_that_is_missing_or_refused_is_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    program = tmp_path / "bwrap"
+    program.write_text("#!/bin/sh\necho 'bwrap: No permissions' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = named(doctor.sandbox)["sandbox"]
+    assert (found.state, found.found) == (NOTE, "bwrap: No permissions")
+    program.unlink()
+    assert "not installed" in named(doctor.sandbox)["sandbox"].found
+
+
+def test_a_hub_that_answers_does_not_or_is_off(monkeypatch: pytest.MonkeyPatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    found = named(doctor.hub)["hub"]
+    assert (found.state, "HF_ENDPOINT" in found.advice) == (NOTE, True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in named(doctor.hub)["hub"].found
+
+
+def test_other_arguments_are_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as left:
+        doctor.main(["--yaml"])
+    assert left.value.code == 2
+    assert "--json" in capsys.readouterr().err

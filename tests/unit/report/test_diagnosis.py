@@ -1,0 +1,170 @@
+"""Every rule with numbers that have the illness, and with some that nearly have it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.config.keys import all_keys
+from skyrl_train.report.diagnosis import ASYNC, DIAGNOSIS_FILE, NO_DIFFERENCE, RULES, Diagnosis, memory_rule
+from skyrl_train.report.jsonl import JsonlTracker
+from skyrl_train.report.trackers import Trackers
+
+MEMORY = memory_rule(80.0, "memory/learner_peak_gib")
+EVERY = [NO_DIFFERENCE, *ASYNC, *RULES, MEMORY]
+HEALTHY = {
+    "timing/step_s": 2.0,
+    "reward/mean": 0.4,
+    "reward/zero_variance_groups": 0.3,
+    "response/truncated_fraction": 0.1,
+    "policy/entropy": 1.0,
+    "policy/kl": 0.01,
+    "policy/grad_norm": 1.0,
+    "mismatch/ratio_mean": 1.0,
+    "rollouts/failed": 0.0,
+    "rollouts/trajectories": 64.0,
+    "environment/no_answer": 0.1,
+    "async/trainer_idle": 0.05,
+    "async/engines_idle": 0.05,
+    "memory/learner_peak_gib": 60.0,
+}
+
+
+def steps(*changes: Mapping[str, float], count: int = 24) -> list[dict[str, float]]:
+    """A healthy run whose last steps are changed so."""
+    return [dict(HEALTHY)] * (count - len(changes)) + [HEALTHY | change for change in changes]
+
+
+def last(count: int, **values: float) -> list[dict[str, float]]:
+    return steps(*[{name.replace("__", "/"): value for name, value in values.items()}] * count)
+
+
+def falling(score: float) -> list[dict[str, float]]:
+    """The reward rises; of three evaluations the first is 0.6."""
+    rewards = [HEALTHY | {"reward/mean": 0.3 + 0.02 * step} for step in range(24)]
+    for step, value in ((3, 0.6), (12, score), (23, score)):
+        rewards[step] = rewards[step] | {"eval/gsm8k/avg_score": value}
+    return rewards
+
+
+FAILS = {"rollouts/failed": 4.0, "rollouts/failed/timeout": 3.0, "rollouts/failed/crash": 1.0}
+CASES: dict[str, tuple[list[dict[str, float]], list[dict[str, float]], str]] = {
+    "no_difference": (
+        last(5, reward__zero_variance_groups=0.97),
+        last(4, reward__zero_variance_groups=1.0),
+        "97% of the prompts",
+    ),
+    "trainer_starved": (last(5, async__trainer_idle=0.5), last(5, async__trainer_idle=0.3), "50% of the time"),
+    "engines_starved": (last(5, async__engines_idle=0.7), last(5, async__engines_idle=0.5), "70% of the time"),
+    "truncated": (
+        last(3, response__truncated_fraction=0.5),
+        last(2, response__truncated_fraction=1.0),
+        "50% of the responses were cut",
+    ),
+    "format_never_met": (last(5, environment__no_answer=1.0), last(5, environment__no_answer=0.9), "100% of the resp"),
+    "entropy_collapse": (last(3, policy__entropy=0.01), last(3, policy__entropy=0.03), "from 1 to 0.01 nats"),
+    "kl_runs_away": (
+        steps(*({"policy/kl": kl} for kl in (0.5, 0.8, 0.9, 1.5, 2.0, 2.5))),
+        last(6, policy__kl=0.9),
+        "2 nats a token away",
+    ),
+    "engine_and_trainer_disagree": (
+        last(3, mismatch__ratio_mean=1.2),
+        last(3, mismatch__ratio_mean=1.05),
+        "ratio was 1.2",
+    ),
+    "gradient_spikes": (
+        steps({"policy/grad_norm": 30.0}, {}, {"policy/grad_norm": 11.0}, {}),
+        steps({"policy/grad_norm": 30.0}, {}, {}),
+        "2 of the last 10 gradients",
+    ),
+    "episodes_fail": (steps(FAILS, FAILS, FAILS), steps(FAILS, {}, FAILS), "6% .* failed, most as timeout"),
+    "long_answers_are_cut": (
+        last(3, rollouts__failed=2.0, **{"rollouts__failed__deadline": 2.0}),
+        last(2, **{"rollouts__failed__deadline": 2.0}),
+        "6 episodes",
+    ),
+    "evaluation_falls": (falling(0.5), falling(0.57), "from 0.6 to 0.5 while the reward .* rose"),
+    "memory_near_its_limit": (
+        last(1, memory__learner_peak_gib=78.0),
+        last(1, memory__learner_peak_gib=75.0),
+        "78 of 80 GiB",
+    ),
+}
+
+
+def test_every_rule_has_its_cases():
+    assert list(CASES) == [rule.name for rule in [NO_DIFFERENCE, *ASYNC, *RULES]] + [MEMORY.name]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rule_finds_its_illness_and_not_what_is_nearly_one(name: str, tmp_path: Path):
+    ill, nearly, evidence = CASES[name]
+    found = findings(tmp_path / "ill", ill)
+    assert [one["rule"] for one in found] == [name]
+    assert re.search(evidence, found[0]["evidence"]), found[0]["evidence"]
+    assert findings(tmp_path / "nearly", nearly) == []
+
+
+def test_a_metric_that_is_no_number_is_no_healthy_one(tmp_path: Path):
+    nan = float("nan")
+    found = findings(tmp_path, last(3, mismatch__ratio_mean=nan))
+    assert [one["rule"] for one in found] == ["engine_and_trainer_disagree"]
+    assert [one["rule"] for one in findings(tmp_path, last(3, policy__grad_norm=nan))] == ["gradient_spikes"]
+
+
+@pytest.mark.parametrize("rule", EVERY, ids=lambda rule: rule.name)
+def test_advice_names_keys_that_exist(rule: Any):
+    keys = re.findall(r"\b(?:trainer|generator|data|environment)\.[\w.]*\w", rule.advice)
+    assert [key for key in keys if key not in all_keys()] == []
+
+
+def test_a_rule_is_said_once_and_its_steps_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    cut = HEALTHY | {"response/truncated_fraction": 0.8}
+    with caplog.at_level(logging.WARNING):
+        run(tmp_path, [HEALTHY, cut, cut, cut, cut, HEALTHY, HEALTHY])
+    assert [record.message[:50] for record in caplog.records] == ["step 4: truncated: 80% of the responses were cut i"]
+    (found,) = json.loads((tmp_path / DIAGNOSIS_FILE).read_text())["findings"]
+    assert (found["since"], found["until"]) == (4, 5)
+
+
+def test_a_resumed_run_goes_on_with_what_it_had_found(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    cut = HEALTHY | {"response/truncated_fraction": 0.8}
+    run(tmp_path, [cut, cut, cut, HEALTHY])  # it held until step 3, which is taken again
+    caplog.clear()
+    trackers = run(tmp_path, [cut, cut], begin=2)
+    assert "truncated" in caplog.text  # at step 3, from rows of both attempts
+    (found,) = trackers
+    assert (found["since"], found["until"]) == (3, None)
+    caplog.clear()
+    (found,) = run(tmp_path, [cut], begin=4)
+    assert "truncated" not in caplog.text
+    assert found["until"] is None
+
+
+def test_a_file_that_no_diagnosis_has_written_is_left_out(tmp_path: Path):
+    for text in ("{", "[]", '{"findings": [{"rule": 1}]}'):
+        (tmp_path / DIAGNOSIS_FILE).write_text(text)
+        diagnosis = Diagnosis(tmp_path, EVERY)
+        diagnosis.begin(3, 10)
+        assert diagnosis.findings == []
+
+
+def run(folder: Path, rows: list[dict[str, float]], begin: int = 0) -> list[dict[str, Any]]:
+    folder.mkdir(exist_ok=True)
+    diagnosis = Diagnosis(folder, EVERY)
+    with Trackers({"jsonl": JsonlTracker(folder), "diagnosis": diagnosis}) as trackers:
+        trackers.begin(begin, 100)
+        for step, row in enumerate(rows, begin + 1):
+            trackers.log(row, step)
+    return [vars(finding) for finding in diagnosis.findings]
+
+
+def findings(folder: Path, rows: list[dict[str, float]]) -> list[dict[str, Any]]:
+    return run(folder, rows)
