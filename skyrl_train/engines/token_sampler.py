@@ -232,6 +232,15 @@ class _Truncation:
         return mass
 
 
+def sorted_mask(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """A `Mask` of torch's own operations: it sorts every row, and nothing waits for the device."""
+    ordered, order = logits.sort(dim=-1, descending=True)
+    kept = torch.arange(logits.shape[1], device=logits.device) < top_k.unsqueeze(1)
+    probabilities = ordered.masked_fill_(~kept, -math.inf).softmax(-1, dtype=torch.float32)
+    kept &= probabilities.cumsum(-1, dtype=torch.float64) - probabilities < top_p.unsqueeze(1)
+    return logits.masked_fill_(~torch.empty_like(kept).scatter_(1, order, kept), -math.inf)
+
+
 def smallest_unmasked(logits: Tensor, probabilities: Tensor, limits: Tensor, mask: Mask) -> Tensor:
     """As `smallest_kept`, by a kernel that need not keep all ties: to keep what is no smaller puts them back.
 

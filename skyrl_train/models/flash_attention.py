@@ -20,8 +20,9 @@ from skyrl_train.messages import to_stderr
 
 MAX_HEAD_SIZE = 256
 """Of every kernel; a head's size must be a multiple of 8 besides."""
-_MAX_HEAD_SIZE_FA3 = 192
-"""Beyond it, FlashAttention-3 adds up gradients in any order, even if it is asked for one."""
+_MAX_ORDERED_HEAD_SIZE_FA3 = 192
+"""Beyond it, FlashAttention-3 adds up gradients in any order, even if it is asked for one. Learners ask for none on
+accelerators: their updates are not the same bits from run to run."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,9 @@ def choose(capability: tuple[int, int], head_size: int) -> FlashKernel | None:
     if capability < (8, 0):
         to_stderr(f"note: attention ({where}): scaled dot product attention, as fused kernels need 8.0")
         return None
-    kernel = _flash_attention_3() if capability[0] == 9 and head_size <= _MAX_HEAD_SIZE_FA3 else None
+    ordered = torch.are_deterministic_algorithms_enabled()
+    fits = capability[0] == 9 and (head_size <= _MAX_ORDERED_HEAD_SIZE_FA3 or not ordered)
+    kernel = _flash_attention_3() if fits else None
     kernel = kernel or torch_varlen(importlib.import_module("torch.nn.attention.varlen").varlen_attn)
     to_stderr(f"note: attention ({where}): {kernel.name}")
     return kernel

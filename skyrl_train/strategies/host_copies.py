@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import weakref
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
@@ -67,7 +68,7 @@ class HostCopies:
         if tensor.nbytes < _SMALL:
             return torch.empty_like(tensor, device="cpu")
         if name not in self._buffers:
-            self._buffers[name] = torch.empty_like(tensor, device="cpu")
+            self._buffers[name] = _own_pages(tensor)
             self._pin(self._buffers[name])
         return self._buffers[name]
 
@@ -79,6 +80,12 @@ class HostCopies:
                 torch.empty(1, device=self._device).zero_()
             return
         weakref.finalize(self, _unpin, buffer.untyped_storage()).atexit = False  # which is freed after that
+
+
+def _own_pages(tensor: Tensor) -> Tensor:
+    """Host memory for a tensor like this, in pages of its own: the driver pins whole pages, and each of them once."""
+    pages = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=tensor.dtype).view(tensor.shape)
 
 
 def _unpin(storage: torch.UntypedStorage) -> None:

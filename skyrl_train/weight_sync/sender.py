@@ -248,6 +248,8 @@ class WeightSender:
         finally:
             for _ in wholes:  # those not taken: the other ranks wait for this one, even if it has no memory left
                 pass
+            if bucket.index == len(sync.cut) - 1:
+                sync.stream = iter(())  # it would hold the last parameter's memory, also while the model is offloaded
 
     def _packed(self, sync: _Sync, index: int, specs: Sequence[TensorSpec], wholes: Iterator[Tensor]) -> Tensor | None:
         buffer = self._buffer(sync, index, specs)

@@ -81,7 +81,7 @@ def test_gradients_are_the_same_bits_every_time(head_size: int) -> None:
     inputs = [torch.randn(len(place.tokens), n, head_size, device="cuda").bfloat16() for n in (8, 2, 2)]
     weights = torch.randn(inputs[0].shape, device="cuda")
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # as learners do
+    torch.use_deterministic_algorithms(True, warn_only=True)  # which learners do not: a program may
     try:
         runs = [attend(inputs, weights, place.segments, None) for _ in range(4)]
     finally:

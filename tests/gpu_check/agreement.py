@@ -21,7 +21,7 @@ from skyrl_train.learner.worker import LearnerWorker
 from tests.gpu_check.decoding import elsewhere, prompts
 from tests.gpu_check.engines import BFLOAT16_MEAN_NATS, load_engine
 from tests.gpu_check.report import Missing, Report, Setting
-from tests.gpu_check.training import QWEN3_06B, TOY
+from tests.gpu_check.training import QWEN3_06B, TOY, free
 from tests.support.learner_specs import tiny_spec
 
 ALONE = 8
@@ -131,6 +131,8 @@ def from_trainer(path: str, device: str, sampled: Sampled) -> list[float]:
         scores, ends = worker.score(parts, len(parts)).tolist(), pairwise(batch.offsets.tolist())
     finally:
         worker.close()
+        del worker
+        free(device)
     gaps = []
     for (start, stop), (_, prompt, logprobs) in zip(ends, sampled.rows, strict=True):
         gaps += [abs(a - b) for a, b in zip(scores[start + prompt : stop], logprobs, strict=True)]

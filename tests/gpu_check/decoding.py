@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 def run(setting: Setting, report: Report) -> None:
     """Sizes of the batch in turn; the first run of each warms up, the better of two more counts."""
-    sizes, speeds = measured("vllm", (ours, bare_without_seeds, bare_with_seeds), setting, report)
+    sizes, speeds = measured("vllm", (ours, bare_without_seeds, bare_with_seeds, bare_in_our_process), setting, report)
     for index, size in enumerate(sizes):
         share = speeds["ours"][index] / speeds["bare_without_seeds"][index]
         if size == MAIN:
@@ -88,7 +88,10 @@ def answer(connection: Connection, way: Callable[..., Any], arguments: tuple[Any
 def start_arguments(device: str, sizes: Sequence[int]) -> dict[str, Any]:
     on_cpu = device == "cpu"
     given = {"max_num_seqs": max(sizes), "max_model_len": 1024, "dtype": "float32" if on_cpu else "bfloat16"}
-    return given if on_cpu else {**given, "gpu_memory_utilization": 0.7, "enforce_eager": False}
+    if on_cpu:
+        return given
+    # What a run gives both: vLLM's own default depends on who starts it.
+    return {**given, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.7, "enforce_eager": False}
 
 
 def prompts(count: int, run: int) -> list[list[int]]:
@@ -142,9 +145,16 @@ def bare_with_seeds(path: str, device: str, sizes: Sequence[int], new: int) -> l
     return bare(path, device, sizes, new, seeded=True)
 
 
+def bare_in_our_process(path: str, device: str, sizes: Sequence[int], new: int) -> list[float]:
+    """With the model runner that our sampler needs, and stepped in one process, as our engine is."""
+    import skyrl_train.engines.vllm.engine  # noqa: F401  says how vLLM is to be imported
+
+    return bare(path, device, sizes, new, seeded=False)
+
+
 def bare(path: str, device: str, sizes: Sequence[int], new: int, *, seeded: bool) -> list[float]:
-    import skyrl_train.engines.vllm.engine  # noqa: F401, I001  says how vLLM is to be imported
     import vllm
+
     from skyrl_train.engines.vllm.arguments import bind_threads, engine_arguments
 
     arguments = engine_arguments(path, device == "cpu", 0, start_arguments(device, sizes))

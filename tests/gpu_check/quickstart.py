@@ -24,9 +24,11 @@ def run(setting: Setting, report: Report) -> None:
         command = [sys.executable, str(SCRIPT), "--output", str(folder)]
         if setting.toy:
             command += ["--warm-up-steps", "2", "--operations", "2", "trainer.max_steps=2", "trainer.eval_interval=2"]
-        elif importlib.util.find_spec("vllm") is None:
-            command.append("generator.backend=transformers")
-            report.note("engine", "transformers: vLLM is not installed")
+        else:
+            installed = (name for name in ("vllm", "sglang") if importlib.util.find_spec(name) is not None)
+            engine = next(installed, "transformers")
+            command.append(f"generator.backend={engine}")
+            report.note("engine", engine)
         command += [f"device={setting.device}", "trainer.placement.colocate_all=true"]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         found = LAST_LINE.search(done.stdout)

@@ -7,6 +7,7 @@ prime-rl counts: 11,896 tok/s of this shape at 16,384 tokens are 11.1 % of an H1
 
 from __future__ import annotations
 
+import gc
 import statistics
 import tempfile
 import time
@@ -137,6 +138,15 @@ def measure(path: str, device: str, recompute: bool, length: int, steps: int) ->
         return len(batches) * length / statistics.median(seconds[1:]), peak
     finally:
         worker.close()
+        del worker
+        free(device)
+
+
+def free(device: str) -> None:
+    """Give back what a worker that was closed has held: it refers to itself, and torch keeps memory for itself."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def batch_of(length: int, seed: int) -> TrainBatch:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.stop_strings import StopStrings
-from skyrl_train.engines.token_sampler import RowSampler
+from skyrl_train.engines.token_sampler import RowSampler, sorted_mask, to_device
 
 BACKEND = "pytorch"
 """The `sampling_backend` to replace."""
@@ -96,11 +96,12 @@ class _Batch:
     def __init__(self, rows: Sequence[_BatchEntry], device: torch.device):
         self.rows = rows
         params, seeds = [row.params for row in rows], [row.seed for row in rows]
-        self._sampler = RowSampler(params, seeds, [row.generated for row in rows], device)
+        mask = None if device.type == "cpu" else sorted_mask  # so that the next step is prepared meanwhile
+        self._sampler = RowSampler(params, seeds, [row.generated for row in rows], device, mask)
         self._penalised = [(index, row.seen) for index, row in enumerate(rows) if row.seen is not None]
         self._patient = [(index, row.never_yet) for index, row in enumerate(rows) if row.never_yet is not None]
         both = [index for index, row in enumerate(rows) if row.returns_both]
-        self._both = torch.tensor(both, device=device) if both else None
+        self._both = to_device(both, torch.int64, device) if both else None
 
     def sample(self, logits: Tensor, output: LogitsProcessorOutput) -> Tensor:
         """Sample one token per row: [B, V] -> int64 [B]; log-probs are put into `output`."""

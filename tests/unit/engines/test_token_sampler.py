@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from skyrl_train.engines.base import SamplingParams
-from skyrl_train.engines.token_sampler import RowSampler, inverse_cdf, smallest_kept, uniforms
+from skyrl_train.engines.token_sampler import RowSampler, inverse_cdf, smallest_kept, sorted_mask, uniforms
 
 CPU = torch.device("cpu")
 GOLDEN = 0x9E3779B97F4A7C15
@@ -158,6 +158,20 @@ def test_rows_whose_candidates_do_not_suffice_look_further():
     wanted, _ = _kept_in_double_precision(logits, params)
     assert wanted[0].sum() < 256 and wanted[1].sum() > 4096
     assert torch.equal(_kept(logits, params, 256), wanted)
+
+
+@pytest.mark.parametrize("options", TRUNCATIONS, ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
+def test_a_mask_that_nobody_waits_for_keeps_the_same_and_draws_the_same(options: dict[str, Any]):
+    generator = torch.Generator().manual_seed(8)
+    logits = torch.randn(64, 700, generator=generator) * 2
+    logits[:, ::50] = logits[:, :1]  # ties
+    params = [SamplingParams(1, **options)] * 64
+    waited, masked = (RowSampler(params, range(64), [0] * 64, CPU, mask) for mask in (None, sorted_mask))
+    for _ in range(3):
+        one, other = waited(logits.clone()), masked(logits.clone())
+        assert torch.equal(one.ids, other.ids)
+        # One keeps a token at the very threshold, the other does not: a row of 64 with top_p=0.999.
+        torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
 
 
 def test_rows_without_truncation_are_left_alone_beside_truncated_ones():

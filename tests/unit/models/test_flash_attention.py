@@ -174,7 +174,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     ("capability", "head_size", "name"),
     [
         (HOPPER, 128, "FlashAttention-3"),
-        (HOPPER, 256, VARLEN),  # where FlashAttention-3 has no fixed order
+        (HOPPER, 256, "FlashAttention-3"),
         (AMPERE, 128, VARLEN),
         ((12, 0), 128, VARLEN),
         (TURING, 128, None),
@@ -191,6 +191,15 @@ def test_flash_attention_3_runs_where_it_is_installed_and_fit_for_the_device(
     kernel = choose(capability, head_size)
     assert (kernel and kernel.name) == name
     assert (name or "scaled dot product attention") in capfd.readouterr().err
+
+
+def test_where_flash_attention_3_has_no_fixed_order_it_is_not_used_if_one_is_asked_for(
+    installed: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed("def flash_attn_varlen_func(): ...")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    names = {size: kernel.name for size in (128, 256) if (kernel := choose(HOPPER, size)) is not None}
+    assert names == {128: "FlashAttention-3", 256: VARLEN}
 
 
 def test_without_flash_attention_3_torch_has_a_kernel(capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -195,3 +196,13 @@ def test_a_model_that_leaves_for_engines_and_a_sync_goes_on_as_its_twin_that_sta
     assert update(strategy, 1) == update(twin, 1)
     for (name, one), (_, other) in zip(strategy.full_parameters(), twin.full_parameters(), strict=True):
         assert torch.equal(one, other), name
+
+
+@pytest.mark.defect("buffers-that-share-pages")
+def test_no_two_buffers_share_a_page_which_can_be_pinned_once():
+    size = mmap.PAGESIZE
+    buffers = [host_copies._own_pages(torch.empty(LARGE + 37 * n)) for n in range(8)]
+    buffers.append(host_copies._own_pages(torch.empty(300, 401, dtype=torch.bfloat16).t()))
+    pages = [range(b.data_ptr() // size, (b.data_ptr() + b.nbytes - 1) // size + 1) for b in buffers]
+    assert len({page for held in pages for page in held}) == sum(map(len, pages))
+    assert buffers[-1].shape == (401, 300)

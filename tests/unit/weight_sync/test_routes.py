@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,27 @@ def test_buckets_that_are_handed_over_arrive_bit_for_bit_sync_after_sync(pair_of
         assert not pair.same
         pair.sync(version)
         assert pair.same
+
+
+@pytest.mark.defect("the-last-parameter-kept-after-a-sync")
+@pytest.mark.parametrize("route", ["in_process", "ipc"])
+def test_a_sync_that_is_over_holds_no_parameter(route: str):
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def parameters() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in "abc":
+            tensor = torch.ones(8)
+            alive.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    sender = WeightSender(parameters, wire_dtype="float32", bucket_bytes=32, rank=0)
+    sender.connect(route, "", 2, 5.0)
+    for bucket in buckets(sender.manifest(1)):
+        assert sender.send(bucket.index) is not None
+    sender.delivered(1)
+    assert [one() for one in alive] == [None] * len(alive)
+    sender.close()
 
 
 def test_what_an_earlier_bucket_left_between_tensors_is_not_taken_for_theirs():
