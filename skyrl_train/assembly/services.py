@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from skyrl_train.assembly.layout import Layout, place
 from skyrl_train.assembly.learner import build_learner
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.hydra import CONFIG_FILE, plain, save_resolved
+from skyrl_train.config.run_folder import identity
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.secrets import redact
 from skyrl_train.errors import DeadlineExceeded
@@ -39,10 +40,6 @@ class Services:
     layout: Layout
     learner: Learner | None
     trackers: Trackers
-
-
-_HOW_SYNCED = frozenset({"lora_sync_path", "sync"})
-"""LoRA settings for how engines get adapters: these may change when a run is resumed."""
 
 
 def schedule_of(trainer: TrainerConfig, num_prompts: int) -> StepSchedule:
@@ -74,18 +71,9 @@ def rules_of(cfg: Config) -> list[Rule]:
 
 def run_directory(cfg: Config, fingerprints: Mapping[str, str]) -> RunDirectory:
     """The run directory for trainer.ckpt_path, with this run's identity."""
-    trainer = cfg.trainer
-    identity: dict[str, Any] = {
-        "project_name": trainer.project_name,
-        "run_name": trainer.run_name,
-        "model": trainer.policy.model.path,
-        **fingerprints,
-    }
-    if (lora := trainer.policy.model.lora).rank:
-        identity["adapters"] = {key: value for key, value in asdict(lora).items() if key not in _HOW_SYNCED}
     # An evaluation-only run has a subfolder, so that it does not mix its records with those of a training run.
-    path = Path(trainer.ckpt_path) / ("" if fingerprints else "evaluation")
-    return RunDirectory(path, redact(identity), resuming=trainer.resume_mode != "none")
+    path = Path(cfg.trainer.ckpt_path) / ("" if fingerprints else "evaluation")
+    return RunDirectory(path, identity(cfg) | redact(fingerprints), resuming=cfg.trainer.resume_mode != "none")
 
 
 @asynccontextmanager

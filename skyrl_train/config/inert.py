@@ -46,6 +46,11 @@ def without_effect(config: Config, defaults: Config) -> Iterator[str]:
             yield f"{name}={show(value)} has no effect here. {advice}"
 
 
+def has_effect(config: Config, name: str) -> bool:
+    """Whether anything reads the key in this configuration."""
+    return _why_not_read(config, name) is None
+
+
 def _why_not_read(config: Config, name: str) -> str | None:
     """The advice of the first reason for which a key has no effect; None if it has one.
 

@@ -20,9 +20,11 @@ from skyrl_train.config.keys import misspelt_sibling
 from skyrl_train.config.parallelism import resolve_engine_copies, resolve_megatron
 from skyrl_train.config.presence import Uses, missing
 from skyrl_train.config.problems import Problem, UnknownKey, one_line, raise_all, show
+from skyrl_train.config.run_folder import with_own_folders
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.config.section import freeze
+from skyrl_train.config.unusual import unusual
 from skyrl_train.config.validate import validate
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import to_stderr
@@ -92,7 +94,8 @@ def _check(
     raise_all(problems)
     notes += [one_line(f"{own.key}={show(own.value)} is a key of your own. {_hint(own)}") for own in line.own]
     defaults, _ = resolve_device(_resolved_defaults(os.environ.get("HOME")), present)
-    return PreparedConfig(freeze(config), list(without_effect(config, freeze(defaults))), notes)
+    warnings = [*without_effect(config, freeze(defaults)), *unusual(config)]
+    return PreparedConfig(freeze(with_own_folders(config, given)), warnings, notes)
 
 
 @functools.cache

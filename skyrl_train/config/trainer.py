@@ -168,7 +168,9 @@ class TrainerConfig(Section):
     log_path: str = "/tmp/skyrl-logs"
     """SkyRL's folder for the logs of processes."""
     ckpt_path: str = "${oc.env:HOME}/ckpts/"
-    """Folder of the run: its checkpoints are written here."""
+    """Folder of the run: its checkpoints are written here. If nobody sets it, a folder of this configuration's own
+    below the default, PROJECT/RUN-DIGEST, which the same command finds again; the number of steps, ranks and engines
+    may change, what decides what is learnt makes another folder."""
     max_ckpts_to_keep: int = key(-1, range=MINUS_ONE_OR_MORE, spellings=NEVER)
     """Keep only this many of the newest checkpoints; -1 keeps all."""
     ckpt_interval: int = key(10, range=MINUS_ONE_OR_MORE, spellings=NEVER)
@@ -181,7 +183,8 @@ class TrainerConfig(Section):
     """How many steps apart the model is exported in Hugging Face format; 0 or less exports nothing. If it is enabled,
     the model is also exported after the last step."""
     export_path: str = "${oc.env:HOME}/exports/"
-    """Exports, dumps and metrics are written here."""
+    """Exports and dumps are written here. If nobody sets it, in a folder of this configuration's own below the default,
+    as for `ckpt_path`."""
     bf16: bool = True
     """Compute in bfloat16, with optimizer state in fp32; false computes in fp32."""
     epochs: int = key(1, range=AT_LEAST_ONE)

@@ -93,6 +93,8 @@ class Trajectory:
     """The whole conversation: the environment's opening, and every answer with its observations."""
     raw_reward: float | None = None
     """`reward` before length penalties, if there are any."""
+    detail: str = ""
+    """What a failure said, with the file and line of whoever raised it."""
     restarts: list[Restart] = field(default_factory=list)
     """Not empty if the episode consists of several sequences; the trajectory is still one sample."""
 
@@ -105,7 +107,7 @@ class Trajectory:
     def fail(self, kind: str, detail: str) -> None:
         """Mark the episode as failed with `kind`; its reward so far is discarded."""
         self.status, self.error, self.reward = FAILED, kind, 0.0
-        self.env_metrics = {}
+        self.env_metrics, self.detail = {}, detail
         self.text = self.text or detail
 
     @property

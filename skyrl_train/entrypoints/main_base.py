@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from skyrl_train.config.prepare import launch
 from skyrl_train.config.presence import Uses, slots_of
+from skyrl_train.config.run_folder import identity
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.entrypoints.stopping import exits_as_told, signals_leave, until_told
 from skyrl_train.errors import ClusterLost, SkyRLError, Stopped
 from skyrl_train.messages import to_stderr
+from skyrl_train.trainer.run_directory import refuse_other_run
 
 if TYPE_CHECKING:
     from skyrl_train.assembly.run import RunningServices
@@ -46,6 +48,8 @@ class BasePPOExp:
         from skyrl_train.assembly.names import check_plugins
 
         check_plugins(cfg)
+        if self.uses.learner:
+            refuse_other_run(Path(cfg.trainer.ckpt_path), identity(cfg))
         from skyrl_train.cluster.runtime import Cluster, importing  # takes a second
 
         self.cfg = cfg

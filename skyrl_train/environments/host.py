@@ -22,6 +22,7 @@ import os
 import signal
 import struct
 import sys
+import sysconfig
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -46,6 +47,7 @@ START_DEADLINE_S = 120.0
 """Time for a worker process to start and import the plugins."""
 CLOSE_GRACE_S = 5.0
 """Time for environments to close at the end, before their processes are killed."""
+_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 MAX_DETAIL = 500
 """Number of characters kept of an error message."""
 
@@ -520,9 +522,10 @@ class _CannotStart(ConfigError):
 
 
 def _where(error: BaseException) -> str:
-    """An exception's message and the line it came from."""
+    """An exception's message and the line it came from: the last one that is no library's, if there is one."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
+    place = "".join(f" ({frame.filename}:{frame.lineno} in {frame.name})" for frame in (own or frames)[-1:])
     return f"{str(error)[:MAX_DETAIL]}{place}"
 
 

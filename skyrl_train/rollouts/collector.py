@@ -12,14 +12,17 @@ from functools import partial
 from itertools import cycle
 from typing import Any
 
-from skyrl_train.data.trajectory import FAILED, OK, Prompt, TrajectoryGroup
+from skyrl_train.data.trajectory import FAILED, OK, Prompt, Trajectory, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed, StaleRollout
+from skyrl_train.messages import visible
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.admission import RolloutQueue
 from skyrl_train.rollouts.conversation import CUT
 from skyrl_train.rollouts.dynamic_sampling import Curriculum, DynamicSampling, has_variance, is_useful
 from skyrl_train.rollouts.reward_shaping import RewardShaping, mask_group
 
+_NOT_THE_ENVIRONMENT = frozenset({CUT, "engine", "prompt_too_long", "history_rewritten", "chat_template", None})
+"""Ways of failing that trying the environment would not show."""
 _log = logging.getLogger(__name__)
 Rollout = Callable[[Prompt, int], Awaitable[TrajectoryGroup]]
 """(prompt, position in the run's order of prompts) -> the prompt's group."""
@@ -75,6 +78,8 @@ class RolloutCollector:
         self._replaced: set[int] = set()
         """Positions of groups that were dropped, and replaced at once, and that no step has drawn yet."""
         self._admitted = self._left_out = 0
+        self._said: set[str] = set()
+        """The ways of failing that an example was shown of."""
         self._pass_rates: dict[str, float] = {}
         self._decided_ahead: list[tuple[int, bool]] = []
         """The curriculum's state and decisions at the end of the last step."""
@@ -232,10 +237,11 @@ class RolloutCollector:
         errors = _errors(drawn)
         if trajectories and errors.total() > self._max_failed_fraction * len(trajectories):
             counts = ", ".join(f"{kind} x {number}" for kind, number in errors.most_common())
+            first = _first_of(errors.most_common(1)[0][0], drawn)
             raise RolloutsFailed(
                 f"{errors.total()} of {len(trajectories)} trajectories of this step failed ({counts}), more than "
                 f"trainer.max_failed_fraction={self._max_failed_fraction:g} allows. Nothing was trained on them. "
-                "Mend the environment or engine named, or raise the fraction."
+                f"Mend the environment or engine named, or raise the fraction. {_how(first)}"
             )
 
     def _check_staleness(self, step: int, groups: list[TrajectoryGroup]) -> None:
@@ -252,14 +258,19 @@ class RolloutCollector:
         """Add rollouts/failed*, over all completed groups."""
         errors = _errors(seen)
         metrics.count("rollouts/failed", errors.total())
+        total = sum(len(one.group.trajectories) for one in seen)
         for kind, number in errors.items():
             metrics.count(f"rollouts/failed/{kind}", number)
+            if kind not in self._said and kind != CUT:
+                self._said.add(kind)
+                failed = f"{number} of {total} episodes of this step failed and are masked"
+                _log.warning("%s. %s", failed, _how(_first_of(kind, seen)))
         if errors[CUT]:
             _log.warning(
                 "%d of %d episodes were cut after trainer.timeouts.rollout_s and are masked: what is learnt lacks long "
                 "answers. Raise it, or lower sampling_params.max_generate_length.",
                 errors[CUT],
-                sum(len(one.group.trajectories) for one in seen),
+                total,
             )
 
     def _describe(self, drawn: list[_Drawn], groups: list[TrajectoryGroup], metrics: Metrics) -> None:
@@ -309,6 +320,21 @@ def _errors(drawn: list[_Drawn]) -> Counter[str]:
     """Failed trajectories by kind."""
     items = [item for one in drawn for item in one.group.trajectories]
     return Counter(item.error or "unknown" for item in items if item.status == FAILED)
+
+
+def _first_of(kind: str, drawn: list[_Drawn]) -> Trajectory:
+    """The first trajectory that failed in this way."""
+    items = (item for one in drawn for item in one.group.trajectories)
+    return next(item for item in items if item.status == FAILED and (item.error or "unknown") == kind)
+
+
+def _how(item: Trajectory) -> str:
+    """What went wrong in an episode, in which row, and how to see it again if its environment did."""
+    prompt, what = item.prompt, f"{item.error}: {item.detail}" if item.detail else str(item.error)
+    said = f"{visible(what)} (row {prompt.uid}, environment {prompt.env_class})"
+    if item.error in _NOT_THE_ENVIRONMENT:
+        return f"{said}."
+    return f"{said}. Try it: `skyrl-train env try {prompt.env_class} --data FILE --row {prompt.uid}`."
 
 
 def _filled(useful: list[_Drawn], others: list[_Drawn]) -> list[TrajectoryGroup]:

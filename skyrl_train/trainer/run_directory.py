@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -17,6 +17,14 @@ from skyrl_train.trainer.checkpoints import Checkpoints
 
 IDENTITY_FILE = "run.json"
 LOCK_FILE = ".lock"
+_SAID_AS = {
+    "project_name": "trainer.project_name",
+    "run_name": "trainer.run_name",
+    "model": "trainer.policy.model.path",
+    "adapters": "trainer.policy.model.lora",
+    "data_order": "the order of the data (trainer.seed, trainer.train_batch_size)",
+}
+"""What makes a run -> the keys that decide it."""
 
 
 class RunDirectory:
@@ -77,7 +85,7 @@ class RunDirectory:
 
     def _check(self) -> None:
         steps = Checkpoints(self.path).steps()
-        kept = self._kept_identity()
+        kept = _kept_identity(self.path)
         if kept is None:
             if steps:
                 raise RunDirectoryError(
@@ -85,32 +93,48 @@ class RunDirectory:
                     "that says whose; choose another folder, and trainer.resume_mode=from_path to start from one."
                 )
             return
-        differences = [
-            f"{key} was {kept.get(key)!r}, is {self._identity.get(key)!r}"
-            for key in sorted({*kept, *self._identity})
-            if kept.get(key) != self._identity.get(key)
-        ]
-        if differences:
-            raise RunDirectoryError(
-                f"trainer.ckpt_path={str(self.path)!r} holds another run: {'; '.join(differences)}. "
-                "Give back what changed to resume that run, or choose another folder."
-            )
+        _refuse_differences(self.path, kept, self._identity, {*kept, *self._identity})
         if steps and not self._resuming:
             raise RunDirectoryError(
                 f"trainer.ckpt_path={str(self.path)!r} holds checkpoints of this run (steps {steps}) and "
                 "trainer.resume_mode is none: set trainer.resume_mode=latest to continue, or choose another folder."
             )
 
-    def _kept_identity(self) -> dict[str, Any] | None:
-        file = self.path / IDENTITY_FILE
-        if not file.exists():
-            return None
-        try:
-            kept = json.loads(file.read_text())
-        except (OSError, ValueError, RecursionError) as error:
-            raise RunDirectoryError(
-                f"{file} cannot be read ({error}); it says which run the folder belongs to."
-            ) from error
-        if not isinstance(kept, dict):
-            raise RunDirectoryError(f"{file} does not hold a JSON object; it says which run the folder belongs to.")
-        return kept
+
+def refuse_other_run(path: Path, known: Mapping[str, Any]) -> None:
+    """Raises RunDirectoryError for a folder of a run that differs in what is `known` before anything is started."""
+    kept = _kept_identity(path)
+    if kept is not None:
+        _refuse_differences(path, kept, json.loads(json.dumps(known)), {*known, *({"adapters"} & kept.keys())})
+
+
+def _refuse_differences(path: Path, kept: Mapping[str, Any], now: Mapping[str, Any], keys: Set[str]) -> None:
+    different = [_difference(key, kept.get(key), now.get(key)) for key in sorted(keys) if kept.get(key) != now.get(key)]
+    if different:
+        raise RunDirectoryError(
+            f"trainer.ckpt_path={str(path)!r} holds another run: {'; '.join(different)}. "
+            "Give back what changed to resume that run, or choose another folder."
+        )
+
+
+def _difference(key: str, before: Any, after: Any) -> str:
+    if key == "train_data":
+        return "data.train_data had other rows"
+    if isinstance(before, dict) and isinstance(after, dict):  # adapters
+        names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        return "; ".join(f"{_SAID_AS[key]}.{name} was {before.get(name)!r}, is {after.get(name)!r}" for name in names)
+    return f"{_SAID_AS.get(key, key)} was {before!r}, is {after!r}"
+
+
+def _kept_identity(path: Path) -> dict[str, Any] | None:
+    """What run.json says of a folder's run; None if there is none."""
+    file = path / IDENTITY_FILE
+    if not file.exists():
+        return None
+    try:
+        kept = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunDirectoryError(f"{file} cannot be read ({error}); it says which run the folder belongs to.") from error
+    if not isinstance(kept, dict):
+        raise RunDirectoryError(f"{file} does not hold a JSON object; it says which run the folder belongs to.")
+    return kept

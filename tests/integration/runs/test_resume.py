@@ -50,6 +50,6 @@ def test_a_run_goes_on_only_with_its_own_data_and_folder(run: Run, small: Callab
     row["reward_spec"]["ground_truth"] = "-1"
     data.write_text("\n".join([json.dumps(row), *lines[1:]]) + "\n")
     changed = run("main_base", *overrides, expect=2)
-    assert "train_data was" in changed.stderr
+    assert "data.train_data had other rows" in changed.stderr
     other = run("main_base", *overrides, "trainer.run_name=another", expect=2)
     assert "run_name was 'test_run', is 'another'" in other.stderr

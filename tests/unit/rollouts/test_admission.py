@@ -245,6 +245,39 @@ def test_failed_trajectories_are_counted_by_error_type():
     assert collect([1, 0, 2]) == {"rollouts/failed": 3, "rollouts/failed/timeout": 3}
 
 
+@pytest.mark.fault("F11")
+def test_an_example_of_every_way_of_failing_is_shown_once_with_row_and_how_to_see_it_again(
+    caplog: pytest.LogCaptureFixture,
+):
+    async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
+        group = group_of(asked)
+        detail = "division by zero (mine.py:7 in step)\n\x1b[31m"
+        group.trajectories[0].fail("ZeroDivisionError", detail) if position % 2 else None
+        group.trajectories[0].fail("engine", "it was lost") if position == 2 else None
+        return group
+
+    async def run() -> None:
+        collector = RolloutCollector(rollout, prompt, lambda step: PER_STEP, 0, 0.9)
+        collector.start(0)
+        for step in range(2):
+            await collector.next_groups(step, Metrics())
+            collector.weights_live(step + 1)
+        collector._max_failed_fraction = 0.0
+        await collector.next_groups(2, Metrics())
+
+    how = (
+        r"ZeroDivisionError: division by zero (mine.py:7 in step)\n\x1b[31m (row {}, environment none). Try it: "
+        "`skyrl-train env try none --data FILE --row {}`."
+    )
+    with pytest.raises(RolloutsFailed) as failed:
+        asyncio.run(run())
+    assert str(failed.value).endswith(f"or raise the fraction. {how.format(9, 9)}")
+    assert [record.message for record in caplog.records] == [
+        f"2 of 8 episodes of this step failed and are masked. {how.format(1, 1)}",
+        "1 of 8 episodes of this step failed and are masked. engine: it was lost (row 2, environment none).",
+    ]
+
+
 @pytest.mark.fault("F16")
 def test_a_step_that_mostly_failed_stops_the_run_and_says_why():
     with pytest.raises(RolloutsFailed, match=r"5 of 6 trajectories.*timeout x 5.*max_failed_fraction"):

@@ -12,7 +12,7 @@ import pytest
 
 from skyrl_train.errors import RunDirectoryError
 from skyrl_train.trainer.checkpoints import Checkpoints
-from skyrl_train.trainer.run_directory import RunDirectory
+from skyrl_train.trainer.run_directory import RunDirectory, refuse_other_run
 
 IDENTITY: dict[str, Any] = {"run_name": "a", "model": "tiny", "train_data": "f00d"}
 
@@ -77,10 +77,32 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
 def test_another_run_is_refused_and_what_differs_is_named(tmp_path: Path, resuming: bool):
     with RunDirectory(tmp_path, IDENTITY, False):
         pass
-    with pytest.raises(RunDirectoryError, match="train_data was 'f00d', is 'beef'"):
-        RunDirectory(tmp_path, {**IDENTITY, "train_data": "beef"}, resuming).__enter__()
+    with pytest.raises(
+        RunDirectoryError, match=r"another run: trainer\.run_name was .a., is .b.; data\.train_data had other rows"
+    ):
+        RunDirectory(tmp_path, {**IDENTITY, "train_data": "beef", "run_name": "b"}, resuming).__enter__()
     with RunDirectory(tmp_path, IDENTITY, False):
         pass
+
+
+@pytest.mark.fault("F06")
+def test_what_is_known_before_anything_starts_is_enough_to_refuse_another_run(tmp_path: Path):
+    adapted = {**IDENTITY, "adapters": {"rank": 8, "alpha": 16}}
+    known = {key: value for key, value in IDENTITY.items() if key != "train_data"}
+    refuse_other_run(tmp_path, known)
+    with RunDirectory(tmp_path, IDENTITY, False):
+        pass
+    refuse_other_run(tmp_path, known)
+    with pytest.raises(RunDirectoryError, match=r"trainer\.policy\.model\.path was 'tiny', is 'large'"):
+        refuse_other_run(tmp_path, known | {"model": "large"})
+    with pytest.raises(RunDirectoryError, match=r"trainer\.policy\.model\.lora was None, is \{'rank': 8"):
+        refuse_other_run(tmp_path, adapted)
+    with RunDirectory(tmp_path / "adapted", adapted, False):
+        pass
+    with pytest.raises(RunDirectoryError, match=r"trainer\.policy\.model\.lora\.rank was 8, is 4\. "):
+        refuse_other_run(tmp_path / "adapted", known | {"adapters": {"rank": 4, "alpha": 16}})
+    with pytest.raises(RunDirectoryError, match=r"trainer\.policy\.model\.lora was \{"):
+        refuse_other_run(tmp_path / "adapted", known)
 
 
 @pytest.mark.fault("F06")

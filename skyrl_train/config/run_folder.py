@@ -1,0 +1,87 @@
+"""A folder of its own for every configuration that names none, and what makes two configurations the same run."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.config.hydra import plain
+from skyrl_train.config.keys import value_at
+from skyrl_train.config.schema import Config
+from skyrl_train.config.secrets import redact
+from skyrl_train.config.section import Section
+
+FOLDERS = ("ckpt_path", "export_path")
+"""Keys of `trainer`."""
+_DECIDES = (
+    "data",
+    "environment",
+    "trainer.algorithm",
+    "trainer.policy.model",
+    "trainer.policy.optimizer_config",
+    "trainer.critic.model",
+    "trainer.critic.optimizer_config",
+    "trainer.ref.model",
+    "trainer.reward",
+    "trainer.seed",
+    "trainer.train_batch_size",
+    "trainer.policy_mini_batch_size",
+    "trainer.critic_mini_batch_size",
+    "trainer.update_epochs_per_batch",
+    "trainer.max_prompt_length",
+    "trainer.fully_async.enabled",
+    "generator.sampling_params",
+    "generator.n_samples_per_prompt",
+    "generator.max_turns",
+)
+"""Sections and keys that decide what is learnt. Others, such as the number of steps, ranks or engines, may change when
+a run is resumed, and do not make it another one."""
+_HOW_SYNCED = frozenset({"lora_sync_path", "sync"})
+"""LoRA settings for how engines get adapters: these may change when a run is resumed."""
+
+
+def with_own_folders(config: Config, given: Collection[str]) -> Config:
+    """The configuration with folders that only it has, in the places of the defaults, if nobody wrote them out.
+
+    PROJECT/NAME-DIGEST: the digest is of what decides what is learnt, so the same command finds its folder again.
+    """
+    own = Path(_as_name(config.trainer.project_name)) / f"{_as_name(config.trainer.run_name)}-{digest(config)}"
+    changed = {
+        name: os.path.join(getattr(config.trainer, name), own) for name in FOLDERS if f"trainer.{name}" not in given
+    }
+    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, **changed))
+
+
+def digest(config: Config) -> str:
+    """Eight hexadecimal digits of what decides what is learnt."""
+    decides = {name: _plain(value_at(config, name)) for name in _DECIDES}
+    return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """What is known, before any data is read, of which run a folder belongs to: plain JSON, without secrets."""
+    trainer = config.trainer
+    known: dict[str, Any] = {
+        "project_name": trainer.project_name,
+        "run_name": trainer.run_name,
+        "model": trainer.policy.model.path,
+    }
+    if (lora := trainer.policy.model.lora).rank:
+        known["adapters"] = {key: value for key, value in plain(lora).items() if key not in _HOW_SYNCED}
+    redacted: dict[str, Any] = redact(known)
+    return redacted
+
+
+def _as_name(text: str) -> str:
+    """Part of a path, whatever somebody calls a run."""
+    return re.sub(r"[^\w.+=@-]+", "_", text).strip(".") or "run"
+
+
+def _plain(value: Any) -> Any:
+    return plain(value) if isinstance(value, Section) else dict(value) if isinstance(value, Mapping) else value

@@ -1,0 +1,67 @@
+"""A configuration that names no folder has its own, and finds it again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.config.prepare import prepare
+from skyrl_train.config.run_folder import identity
+
+
+def folders(*overrides: str) -> tuple[Path, Path]:
+    trainer = prepare(["device=cpu", *overrides]).config.trainer
+    return Path(trainer.ckpt_path), Path(trainer.export_path)
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_every_configuration_has_folders_of_its_own_and_the_same_one_finds_them_again(home: Path):
+    saved, exported = folders("trainer.project_name=math", "trainer.run_name=first try")
+    assert saved.parent == home / "ckpts" / "math"
+    assert exported == home / "exports" / "math" / saved.name
+    assert saved.name.startswith("first_try-") and len(saved.name) == len("first_try-") + 8
+    assert folders("trainer.project_name=math", "trainer.run_name=first try") == (saved, exported)
+
+
+@pytest.mark.parametrize(
+    ("override", "same"),
+    [
+        ("trainer.max_steps=7", True),
+        ("trainer.epochs=3", True),
+        ("generator.num_inference_engines=2", True),
+        ("trainer.logger=console", True),
+        ("trainer.policy.optimizer_config.lr=1e-5", False),
+        ("trainer.policy.model.path=mine", False),
+        ("generator.n_samples_per_prompt=7", False),
+        ("environment.env_class=math", False),
+        ("trainer.seed=1", False),
+        ("data.train_data=[a.jsonl]", False),
+    ],
+)
+def test_what_decides_what_is_learnt_decides_the_folder(override: str, same: bool):
+    assert (folders(override)[0] == folders()[0]) == same
+
+
+def test_a_folder_that_is_written_out_is_that_folder_even_if_it_is_the_default(home: Path):
+    assert folders("trainer.ckpt_path=/runs/a")[0] == Path("/runs/a")
+    assert folders(f"trainer.ckpt_path={home}/ckpts/")[0] == home / "ckpts"
+    assert folders("trainer.ckpt_path=/runs/a")[1].parent.parent == home / "exports"
+
+
+@pytest.mark.parametrize("name", ["../up", "/etc", "..", ".", "a/b"])
+def test_no_name_of_a_run_leads_out_of_the_folder_of_runs(name: str, home: Path):
+    saved = folders(f"trainer.run_name='{name}'", f"trainer.project_name='{name}'")[0].resolve()
+    assert saved.parent.parent == home / "ckpts"
+
+
+def test_what_is_known_of_a_run_holds_no_secret(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_PASSWORD", "hunter2hunter2")
+    known = identity(prepare(["device=cpu", "trainer.run_name=hunter2hunter2"]).config)
+    assert known["run_name"] == "<MY_PASSWORD>"
+    assert known.keys() == {"project_name", "run_name", "model"}
