@@ -24,6 +24,8 @@ class Metrics:
         self._weight: dict[str, float] = defaultdict(float)
         self._total: dict[str, float] = defaultdict(float)
         self._max: dict[str, float] = {}
+        self.under_way = ""
+        """The innermost `timed` block that is running."""
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
         """Add `value` with `weight` to the mean called `name`."""
@@ -47,10 +49,12 @@ class Metrics:
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Measure the time of a block in seconds, summed under timing/<name>_s."""
-        start = now()
+        start, around = now(), self.under_way
+        self.under_way = name
         try:
             yield
         finally:
+            self.under_way = around
             self.count(f"timing/{name}_s", now() - start)
 
     def state(self) -> dict[str, dict[str, float]]:

@@ -45,6 +45,7 @@ from skyrl_train.engines.sampling import normalise
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.errors import SkyRLError
 from skyrl_train.learner.reward_worker import RewardModel
+from skyrl_train.report.phases import Said, phase
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
 from skyrl_train.rollouts.rate_limit import RateLimiter
@@ -107,17 +108,18 @@ async def services(
         environments = await stack.enter_async_context(build_environments(cfg))
         reward_model = build_reward_model(base)
         # An engine measures free memory when it starts: whatever stays on its accelerator must be there before that.
-        await start_reward_model(reward_model, trainer.timeouts.engine_start_s)
-        if base.layout.time_shared and cfg.device == "cuda":
-            # For the same reason the learner loads after the engine sleeps.
-            client = get_client(await start_engines(base))
-            await client.sleep(sleep_level(cfg))
-            await start_learner(base.learner, trainer)
-        else:
-            started, _ = await gather_all([start_engines(base), start_learner(base.learner, trainer)])
-            client = get_client(started)
-            if base.layout.time_shared:
-                await client.sleep()
+        with phase("models", "processes of trainer and engines that load them"):
+            await start_reward_model(reward_model, trainer.timeouts.engine_start_s)
+            if base.layout.time_shared and cfg.device == "cuda":
+                # For the same reason the learner loads after the engine sleeps.
+                client = get_client(await start_engines(base))
+                await client.sleep(sleep_level(cfg))
+                await start_learner(base.learner, trainer)
+            else:
+                started, _ = await gather_all([start_engines(base), start_learner(base.learner, trainer)])
+                client = get_client(started)
+                if base.layout.time_shared:
+                    await client.sleep()
         stack.push_async_callback(_close, client)
         yield RunningServices(base, client, environments, reward_model)
 
@@ -234,6 +236,7 @@ def build_trainer(
         trackers=base.trackers,
         guards=guards,
         release=running.client.stop_reviving,
+        phases=Said(),
         batch_dump=build_batch_dump(trainer),
     )
 

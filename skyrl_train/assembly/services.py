@@ -21,6 +21,7 @@ from skyrl_train.config.secrets import redact
 from skyrl_train.errors import DeadlineExceeded
 from skyrl_train.learner.learner import Learner
 from skyrl_train.report.diagnosis import ASYNC, NO_DIFFERENCE, RULES, Rule, memory_rule
+from skyrl_train.report.phases import phase
 from skyrl_train.report.trackers import Trackers, make_trackers
 from skyrl_train.trainer.batch_dump import BatchDump
 from skyrl_train.trainer.checkpoints import Checkpoints
@@ -99,19 +100,20 @@ async def learner_services(
         save_resolved(cfg, directory.path / CONFIG_FILE)
         trackers = stack.enter_context(get_tracker(directory.path))
         stack.enter_context(cluster)
-        layout = place(
-            cluster,
-            trainer.placement,
-            cfg.generator,
-            device=cfg.device,
-            deadline_s=trainer.timeouts.placement_s,
-            with_policy=schedule is not None,
-            with_reference=learning is not None and learning.with_reference,
-            with_critic=learning is not None and learning.critic is not None,
-            with_reward=with_reward,
-            with_engines=with_engines,
-            at_once=trainer.fully_async.enabled,
-        )
+        with phase("slots", "cores or accelerators that Ray reserves"):
+            layout = place(
+                cluster,
+                trainer.placement,
+                cfg.generator,
+                device=cfg.device,
+                deadline_s=trainer.timeouts.placement_s,
+                with_policy=schedule is not None,
+                with_reference=learning is not None and learning.with_reference,
+                with_critic=learning is not None and learning.critic is not None,
+                with_reward=with_reward,
+                with_engines=with_engines,
+                at_once=trainer.fully_async.enabled,
+            )
         learner = None
         if schedule is not None and learning is not None:
             learner = build_learner(

@@ -13,13 +13,14 @@ from skyrl_train.config.keys import all_keys, value_at, with_value_at
 from skyrl_train.config.problems import Problem, show
 from skyrl_train.config.schema import Config
 
-_ON_CPU: dict[str, tuple[Any, str]] = {
-    "generator.backend": ("transformers", "the engine of this machine"),
-    "generator.model_dtype": ("float32", "engines compute as the trainer does"),
-    "generator.weight_sync_backend": ("gloo", "NCCL needs accelerators"),
-    "trainer.bf16": (False, "bfloat16 is slow and inexact without accelerators"),
-    "trainer.flash_attn": (False, "PyTorch's scaled dot product attention"),
+_ON_CPU: dict[str, Any] = {
+    "generator.backend": "transformers",
+    "generator.model_dtype": "float32",  # as the trainer computes
+    "generator.weight_sync_backend": "gloo",  # NCCL needs accelerators
+    "trainer.bf16": False,  # slow and inexact without accelerators
+    "trainer.flash_attn": False,
 }
+"""The settings of a CPU, for keys whose default nobody has touched."""
 _SPOKEN = frozenset({"generator.backend"})
 """Settings of _ON_CPU that are kept if they were written out, even as the default."""
 
@@ -53,31 +54,32 @@ def _listed_by_driver() -> int:
 
 
 def resolve_device(config: Config, has_accelerator: bool, given: Collection[str] = ()) -> tuple[Config, list[str]]:
-    """The configuration with `device` cpu or cuda and its untouched defaults fitted to it; a note for every change.
+    """The configuration with `device` cpu or cuda and its untouched defaults fitted to it; one note of all changes.
 
     A value that equals the default counts as untouched even when it was written out: SkyRL's recipes spell theirs out.
     The engine is the exception: one that is named in `given`, the keys written out, stays. Other values are kept. The
     result is not frozen.
     """
     device = config.device
-    notes = []
+    notes, fitted = [], []
     if device == "auto":
         device = "cuda" if has_accelerator else "cpu"
         found = "an accelerator was found" if has_accelerator else "no accelerator was found"
-        notes.append(f"device=auto -> {device}: {found}.")
+        notes.append(f"device=auto -> {device}: {found}")
     changes: dict[str, Any] = {"device": device}
-    for key, (value, reason) in _ON_CPU.items() if device == "cpu" else ():
+    for key, value in _ON_CPU.items() if device == "cpu" else ():
         if key in _SPOKEN and key in given:
             continue
         default = all_keys()[key].default
         if value_at(config, key) == default:
             changes[key] = value
-            notes.append(f"{key}={show(default)} -> {show(value)}: {reason}.")
+            fitted.append(f"{key}={show(value)}")
     if device == "cpu":
-        notes.append("Placement counts slots of CPU instead of GPUs.")
+        notes.append(f"what is not set fits a CPU ({', '.join(fitted)})" if fitted else "all keys are kept")
+        notes.append("placement counts slots of CPU")
     for key, value in changes.items():
         config = with_value_at(config, key, value)
-    return config, notes
+    return config, [f"{'; '.join(notes)}."] if notes else []
 
 
 def device_problems(config: Config, has_accelerator: bool) -> Iterator[Problem]:

@@ -21,6 +21,7 @@ from skyrl_train.config.secrets import redact
 from skyrl_train.entrypoints.stopping import exits_as_told, signals_leave, until_told
 from skyrl_train.errors import ClusterLost, SkyRLError, Stopped
 from skyrl_train.messages import to_stderr
+from skyrl_train.report.phases import phase, say
 from skyrl_train.trainer.run_directory import refuse_other_run
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class BasePPOExp:
 
         check_plugins(cfg)
         if self.uses.learner:
+            say("run", f"{cfg.trainer.run_name}, in {Path(cfg.trainer.ckpt_path).absolute()}")
             refuse_other_run(Path(cfg.trainer.ckpt_path), identity(cfg))
         from skyrl_train.cluster.runtime import Cluster, importing  # takes a second
 
@@ -56,12 +58,13 @@ class BasePPOExp:
         processes = slots_of(cfg, self.uses).processes
         self.cluster = Cluster(cfg.trainer.plugins, workers=processes, preload=_imports_of_workers(cfg, self.uses))
         with ExitStack() as stack:
-            with importing("skyrl_train.assembly.run"):  # seconds of work, while Ray has seconds of waiting
+            with phase("Ray", "its processes, and imports meanwhile"), importing("skyrl_train.assembly.run"):
                 stack.enter_context(self.cluster)
-            self.tokenizer = self.get_tokenizer()
-            self.train_dataset = self.get_train_dataset()
-            self.eval_dataset = self.get_eval_dataset()
-            self.check_environments()
+            with phase("data", "tokenizer, rows of data, environments"):
+                self.tokenizer = self.get_tokenizer()
+                self.train_dataset = self.get_train_dataset()
+                self.eval_dataset = self.get_eval_dataset()
+                self.check_environments()
             stack.pop_all()  # connected until `session` or the run ends
 
     def get_tokenizer(self) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 from skyrl_train.config.presence import Uses
 from skyrl_train.entrypoints.main_base import BasePPOExp, start
 from skyrl_train.entrypoints.stopping import exits_as_told
+from skyrl_train.report.phases import Said, phase
 
 
 class SFTExp(BasePPOExp):
@@ -58,7 +59,8 @@ class SFTExp(BasePPOExp):
             get_tracker=self.get_tracker,
         ) as base:
             assert base.learner is not None
-            await start_learner(base.learner, trainer)
+            with phase("models", "processes of the trainer that load them"):
+                await start_learner(base.learner, trainer)
             sft = SFTTrainer(
                 demonstrations=demonstrations,
                 index_at=PromptOrder(len(demonstrations), trainer.seed).row,
@@ -69,6 +71,7 @@ class SFTExp(BasePPOExp):
                 trackers=base.trackers,
                 guards=Guards(trainer.guards, None),
                 batch_dump=build_batch_dump(trainer),
+                phases=Said(),
             )
             return await sft.fit_and_export()
 

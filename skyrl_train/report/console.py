@@ -1,4 +1,4 @@
-"""The console output of a run: one line per step, a few completions, and a progress bar on a terminal.
+"""The console output of a run: a line a step, a few completions, and a progress bar on a terminal.
 
 No other module imports rich. Completions are a model's output: control characters are shown, never obeyed, and nothing
 is interpreted as markup.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import re
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -22,6 +24,11 @@ from skyrl_train.report.protocol import SampleRow, TrackerSetup
 
 SHOWN_CHARACTERS = 240
 """Number of characters shown of a prompt's end and of a completion's start."""
+APART_S = 1.0
+"""Between two lines of steps, but for the first ones, the last one, and those with an evaluation."""
+FIRST_STEPS = 3
+RECENT_STEPS = 20
+"""From how many steps the remaining time is estimated."""
 _CHECKPOINT = re.compile(r"global_step_(\d+)")
 _LOUD = {"rollouts/failed": "FAILED {}", "policy/skipped": "SKIPPED {}", "critic/skipped": "critic SKIPPED {}"}
 """Shown only where they are not 0."""
@@ -38,12 +45,18 @@ class ConsoleTracker:
         trainer = setup.config.get("trainer", {})
         self._resume_mode = trainer.get("resume_mode", "latest")
         self._saves_none = trainer.get("ckpt_interval", 1) <= 0
+        self._shown_samples = trainer.get("console_samples", 1)
+        self._samples_every = trainer.get("console_samples_interval", 10)
         self._step: int | None = None
-        self._total = 0
+        self._begun = self._total = 0
+        self._said_at = -math.inf
+        self._steps_at: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)
+        """The latest steps, and when each of them was done."""
         self._progress: Progress | None = None
 
     def begin(self, step: int, total_steps: int) -> None:
-        self._step, self._total = step, total_steps
+        self._step, self._begun, self._total = step, step, total_steps
+        self._steps_at.append((step, time.monotonic()))
         where = f"{'resumed at ' if step else ''}step {step} of {total_steps}" if total_steps else "evaluation"
         self._print(f"{self._name}: {where}, in {visible(str(self._folder))}", "bold")
         if self._console.is_terminal:
@@ -60,19 +73,24 @@ class ConsoleTracker:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._step = step
-        head = f"step {step}/{self._total}"
-        for line, style in ((step_line(metrics), ""), (evaluation_line(metrics), "green")):
-            if line:
-                self._print(f"{head}  {line}", style)
+        self._steps_at.append((step, time.monotonic()))
+        head = f"step {step:>{len(str(self._total))}}/{self._total}"
+        evaluated = evaluation_line(metrics)
+        if (line := step_line(metrics)) and self._is_due(step, bool(evaluated)):
+            self._said_at = time.monotonic()
+            self._print(f"{head}   {'   '.join(filter(None, (line, self._remaining())))}")
+        if evaluated:
+            self._print(f"{head}   {evaluated}", "green")
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=step)
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
-        for row in rows:
-            self._print(f"  prompt   {visible(row.prompt[-SHOWN_CHARACTERS:])}", "dim")
-            cut = "..." if len(row.response) > SHOWN_CHARACTERS else ""
-            self._print(f"  answer   {visible(row.response[:SHOWN_CHARACTERS])}{cut}", "dim")
-            self._print(f"           reward {_short(row.reward)}, stopped by {visible(row.stop_reason)}", "dim")
+        if step != self._begun + 1 and step % self._samples_every:
+            return
+        for row in rows[: self._shown_samples]:
+            self._print(f"  prompt   {cut(visible(row.prompt), SHOWN_CHARACTERS, from_end=True)}", "dim")
+            self._print(f"  answer   {cut(visible(row.response), SHOWN_CHARACTERS)}", "dim")
+            self._print(f"           reward {number(row.reward)}, stopped by {visible(row.stop_reason)}", "dim")
 
     def close(self) -> None:
         if self._progress is not None:
@@ -80,8 +98,19 @@ class ConsoleTracker:
         for line in self._last_lines():
             self._print(line, "bold")
 
+    def _is_due(self, step: int, evaluated: bool) -> bool:
+        """Whether a step gets a line: hundreds of short ones would hide what matters."""
+        first, last = step <= self._begun + FIRST_STEPS, step == self._total
+        return first or last or evaluated or time.monotonic() - self._said_at >= APART_S
+
+    def _remaining(self) -> str:
+        """The time that the remaining steps will take, if they take as long as the latest ones."""
+        (first, begun), (step, now) = self._steps_at[0], self._steps_at[-1]
+        left = self._total - step
+        return f"eta {duration((now - begun) / (step - first) * left)}" if left > 0 and step > first else ""
+
     def _last_lines(self) -> Iterator[str]:
-        """Run folder, steps, best evaluation and how to continue; nothing for a run that never began."""
+        """Run folder, steps, best and last evaluation and how to continue; nothing for a run that never began."""
         if self._step is None:
             return
         folder = visible(str(self._folder))
@@ -92,7 +121,9 @@ class ConsoleTracker:
         yield f"{self._name}: {self._step} of {self._total} steps, in {folder}"
         if best := best_evaluation(rows):
             source, value, step = best
-            yield f"{self._name}: best evaluation: {visible(source)} avg_score {_short(value)} at step {step}"
+            yield f"{self._name}: best evaluation: {visible(source)} avg_score {number(value)} at step {step}"
+        if split := time_split(rows):
+            yield f"{self._name}: {split}"
         yield f"{self._name}: {self._resume_hint()}"
 
     def _resume_hint(self) -> str:
@@ -105,30 +136,30 @@ class ConsoleTracker:
         changed = f" with {' and '.join(changes)}" if changes else ""
         return f"resume from step {max(saved)}: the same command{changed}"
 
-    def _print(self, line: str, style: str) -> None:
+    def _print(self, line: str, style: str = "") -> None:
         encoding = self._console.encoding or "utf-8"
         self._console.print(Text(line.encode(encoding, "backslashreplace").decode(encoding), style))
 
 
 def step_line(metrics: Mapping[str, float]) -> str:
-    """Reward, lengths, KL, speed and timing of a step, as far as they were measured."""
+    """Reward, lengths, KL, speed and timing of a step, as far as they were measured; numbers below each other."""
     parts = [
         _part(metrics, "reward/mean", "reward {}"),
-        _part(metrics, "reward/std", "std {}"),
-        _part(metrics, "response/mean_tokens", "tokens {}"),
-        _part(metrics, "response/truncated_fraction", "cut {}"),
+        _part(metrics, "reward/std", "± {}"),
+        _part(metrics, "response/mean_tokens", "length {}"),
+        _share(metrics, "response/truncated_fraction", "cut {}"),
         _part(metrics, "policy/kl", "kl {}"),
         _part(metrics, "policy/entropy", "entropy {}"),
         _part(metrics, "policy/loss", "loss {}"),
         _part(metrics, "sft/loss", "loss {}"),
         _part(metrics, "policy/grad_norm", "grad {}"),
-        _part(metrics, "throughput/tokens_per_s", "{} tokens/s"),
+        _part(metrics, "throughput/tokens_per_s", "{} tok/s"),
     ]
-    parts += [_part(metrics, name, words) for name, words in _LOUD.items() if metrics.get(name)]
+    parts += [words.format(number(metrics[name])) for name, words in _LOUD.items() if metrics.get(name)]
     if "timing/step_s" in metrics:
-        phases = [_part(metrics, f"timing/{phase}_s", phase + " {}") for phase in _PHASES]
-        split = ", ".join(filter(None, phases))
-        parts.append(f"{_short(metrics['timing/step_s'])} s" + (f" ({split})" if split else ""))
+        taken = {phase: metrics[f"timing/{phase}_s"] for phase in _PHASES if f"timing/{phase}_s" in metrics}
+        split = ", ".join(f"{phase} {number(seconds)}" for phase, seconds in taken.items())
+        parts.append(f"{number(metrics['timing/step_s']):>6} s" + (f" ({split})" if split else ""))
     return "  ".join(filter(None, parts))
 
 
@@ -147,20 +178,67 @@ def best_evaluation(rows: Sequence[Mapping[str, Any]]) -> tuple[str, float, int]
     return name.removeprefix("eval/").removesuffix("/avg_score"), value, step
 
 
+def time_split(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How long the steps of a run took, what of that went where, and its tokens per second; "" if there is none."""
+    total = _total(rows, "timing/step_s")
+    if not total:
+        return ""
+    shares = {phase: _total(rows, f"timing/{phase}_s") / total for phase in _PHASES if phase != "evaluate"}
+    split = ", ".join(f"{phase} {share:.0%}" for phase, share in shares.items() if share >= 0.005)
+    tokens = _total(rows, "rollouts/tokens")
+    speed = f"; {number(tokens / total)} sampled tokens/s" if tokens else ""
+    return f"{duration(total)} in steps{f': {split}' if split else ''}{speed}"
+
+
+def _total(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    return sum(row[name] for row in rows if row.get(name) is not None)
+
+
 def evaluation_line(metrics: Mapping[str, float]) -> str:
     """eval/<source>/<metric>, grouped by source."""
     found = sorted(name.removeprefix("eval/").rpartition("/") for name in metrics if name.startswith("eval/"))
     sources = []
     for source, names in groupby(found, key=lambda parts: parts[0]):
-        values = [f"{what} {_short(metrics['/'.join(filter(None, ('eval', src, what)))])}" for src, _, what in names]
+        values = [f"{what} {number(metrics['/'.join(filter(None, ('eval', src, what)))])}" for src, _, what in names]
         sources.append(f"{visible(source)}: {', '.join(values)}")
     return "eval " + "; ".join(sources) if sources else ""
 
 
+def number(value: float) -> str:
+    """Three significant digits; whole numbers and thousands without a fraction."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:.3g}"
+    if abs(value) >= 1000 or value == int(value):
+        return f"{value:,.0f}"
+    if abs(value) < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def duration(seconds: float) -> str:
+    """As people say it: 42 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    whole = round(seconds)
+    for unit, name, below, small in ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= unit:
+            rest = whole % unit // below
+            return f"{whole // unit} {name}" + (f" {rest} {small}" if rest else "")
+    return f"{whole} s"
+
+
+def cut(text: str, characters: int, *, from_end: bool = False) -> str:
+    """The start or the end of a text, with an ellipsis where it was cut: at a space if one is near."""
+    if len(text) <= characters:
+        return text
+    if from_end:
+        kept = text[-characters:]
+        return "…" + (kept[kept.index(" ") + 1 :] if " " in kept[:30] else kept)
+    kept = text[:characters]
+    return (kept[: kept.rindex(" ")] if " " in kept[-30:] else kept) + "…"
+
+
 def _part(metrics: Mapping[str, float], name: str, words: str) -> str:
-    return words.format(_short(metrics[name])) if name in metrics else ""
+    return words.format(f"{number(metrics[name]):>6}") if name in metrics else ""
 
 
-def _short(value: float) -> str:
-    """Four significant digits; counts are not rounded."""
-    return f"{value:.0f}" if math.isfinite(value) and abs(value) >= 1000 else f"{value:.4g}"
+def _share(metrics: Mapping[str, float], name: str, words: str) -> str:
+    return words.format(f"{metrics[name]:>5.0%}") if name in metrics else ""

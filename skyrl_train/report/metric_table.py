@@ -88,6 +88,7 @@ METRICS = (
     Metric("policy/clip_ratio", SHARE, "tokens whose ratio was clipped", "0.001 to 0.2"),
     Metric("policy/grad_norm", RATIO, "norm of the gradient before it is clipped", "no spikes"),
     Metric("policy/skipped", SHARE, "updates skipped as their gradient was not finite", "0"),
+    Metric("policy/lr", "rate", "learning rate of the last optimizer step"),
     Metric("policy/optimizer_steps", COUNT, "optimizer steps of the step"),
     Metric("policy/{name}", "the loss's", "what a loss of your own, or an option of the policy's, measured"),
     Metric("critic/loss", "loss", "squared error of the values", "falls"),

@@ -89,6 +89,11 @@ class RolloutCollector:
         self.consumed = 0
         """Position in the run's order at which the step after the last finished one begins."""
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How many of the groups under way, and of those that wait to be drawn, are sampled; and how many there are."""
+        return len(self._queue) - self._queue.running, len(self._queue)
+
     def start(self, step: int) -> None:
         """Begin at `step`, whose weights are live; prompts continue from position `consumed`."""
         self._admitted = self.consumed

@@ -43,6 +43,8 @@ class Evaluator:
         self._max_failed_fraction = max_failed_fraction
         self._after = after
         self._one_version = one_version
+        self.progress = 0, len(prompts)
+        """How many prompts of the evaluation under way are done, and how many there are."""
 
     async def run(self, step: int) -> dict[str, float]:
         """Returns eval/<source>/avg_score, pass_at_<n> and num_failed; with several sources also eval/all/...
@@ -52,9 +54,10 @@ class Evaluator:
         little about the model.
         """
         groups: list[TrajectoryGroup] = []
+        self.progress = 0, len(self._prompts)
         for start in range(0, len(self._prompts), self._batch_size):
             batch = self._prompts[start : start + self._batch_size]
-            groups += await gather_all(self._rollout(prompt, start + i) for i, prompt in enumerate(batch))
+            groups += await gather_all(self._counted(prompt, start + i) for i, prompt in enumerate(batch))
         if self._after is not None:
             await self._after()
         if self._one_version:
@@ -83,6 +86,11 @@ class Evaluator:
             for source, of_source in by_source.items()
             for name, value in scores(of_source).items()
         }
+
+    async def _counted(self, prompt: Prompt, position: int) -> TrajectoryGroup:
+        group = await self._rollout(prompt, position)
+        self.progress = self.progress[0] + 1, self.progress[1]
+        return group
 
     def _dump(self, groups: Sequence[TrajectoryGroup], folder: Path) -> None:
         """Write one JSON line per trajectory, into one file per data source. What fails is a warning, not the run.

@@ -11,6 +11,7 @@ from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import NonFiniteUpdate, NonFiniteWeights
 from skyrl_train.learner.learner import Learner
 from skyrl_train.metrics import Metrics
+from skyrl_train.report.phases import Phases, Silent
 from skyrl_train.report.protocol import SampleRow
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.tasks import to_its_end
@@ -57,8 +58,10 @@ class TrainingLoop(ABC):
         trackers: Trackers,
         guards: Guards | None = None,
         release: Callable[[], Awaitable[None]] | None = None,
+        phases: Phases | None = None,
     ):
-        """`release`: ends what else takes part in calls of the ranks, before the last step is saved."""
+        """`release`: ends what else takes part in calls of the ranks, before the last step is saved. `phases`: where
+        what people wait for is said; None is nowhere."""
         self.schedule = schedule
         self.intervals = intervals
         self.learner = learner
@@ -66,6 +69,7 @@ class TrainingLoop(ABC):
         self.trackers = trackers
         self.guards = guards
         self.release = release
+        self.phases = phases or Silent()
         self.metrics = Metrics()
         self.step = 0
         self._whole = True
@@ -85,7 +89,8 @@ class TrainingLoop(ABC):
         started_at = self.step
         try:
             while self.step < self.schedule.total_steps:
-                await self._step()
+                with self.phases.waiting(f"step {self.step + 1}", self._doing):
+                    await self._step()
             await self.state.written()
             if self.intervals.checkpoint > 0 and self.step > started_at:
                 await self.state.finish(self.step)
@@ -104,6 +109,10 @@ class TrainingLoop(ABC):
     @abstractmethod
     def _num_tokens(self, values: Mapping[str, float]) -> float:
         """The tokens of the step with these metrics."""
+
+    def _doing(self) -> str:
+        """What the step is at: asked by another thread."""
+        return self.metrics.under_way or "checkpoints and records"
 
     def _derived(self, values: Mapping[str, float]) -> dict[str, float]:
         """More numbers that follow from those of a step."""

@@ -40,7 +40,8 @@ class SFTTrainer(TrainingLoop):
         return await to_its_end(self.state.export(self.step))
 
     async def _start(self) -> None:
-        self.step, unfinished = await self.state.resume()
+        with self.phases.phase("weights", "the checkpoint, if there is one"):
+            self.step, unfinished = await self.state.resume()
         if "reference" in unfinished.actions:
             await self.state.update_reference()
         self.trackers.begin(self.step, self.schedule.total_steps)

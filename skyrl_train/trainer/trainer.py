@@ -66,9 +66,10 @@ class Trainer(TrainingLoop):
 
     async def _start(self) -> None:
         """Resume, publish the trainer's weights to the engines, and evaluate them if configured."""
-        async with self.residency.training():
-            self.step, unfinished = await self.state.resume()
-            await self._publish()
+        with self.phases.phase("weights", "the checkpoint, if there is one, and weights on their way to the engines"):
+            async with self.residency.training():
+                self.step, unfinished = await self.state.resume()
+                await self._publish()
         self.trackers.begin(self.step, self.schedule.total_steps)
         published = self.metrics.flush()
         if self.step == 0:
@@ -124,6 +125,11 @@ class Trainer(TrainingLoop):
             return {}
         return {"async/trainer_idle": values["timing/generate_s"] / values["timing/step_s"]}
 
+    def _doing(self) -> str:
+        done, wanted = self.collector.progress
+        groups = f", {done} of {wanted} groups" if wanted and self.metrics.under_way == "generate" else ""
+        return f"{super()._doing()}{groups}"
+
     async def _publish(self) -> None:
         with self.metrics.timed("publish"):
             async with self.residency.syncing():
@@ -135,8 +141,10 @@ class Trainer(TrainingLoop):
         self._done("publish")
 
     async def _evaluate(self) -> None:
-        assert self.evaluator is not None
+        evaluator = self.evaluator
+        assert evaluator is not None
         with self.metrics.timed("evaluate"):
             async with self.residency.generating():
-                self._add(await self.evaluator.run(self.step))
+                with self.phases.waiting("evaluation", lambda: "{} of {} prompts".format(*evaluator.progress)):
+                    self._add(await evaluator.run(self.step))
         self._done("evaluate")

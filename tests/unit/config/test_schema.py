@@ -78,6 +78,8 @@ NEW_KEYS = {
     "trainer.algorithm.overlong_buffer.penalty_factor",
     "trainer.algorithm.sft.loss_type",
     "trainer.algorithm.sft.minor_beta",
+    "trainer.console_samples",
+    "trainer.console_samples_interval",
     "trainer.critic.deepspeed_config.offload_optimizer",
     "trainer.critic.deepspeed_config.offload_parameters",
     "trainer.critic.deepspeed_config.zero_stage",

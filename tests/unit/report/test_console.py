@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from skyrl_train.report.console import ConsoleTracker, best_evaluation, evaluation_line, step_line
+from skyrl_train.report import console as module
+from skyrl_train.report.console import (
+    ConsoleTracker,
+    best_evaluation,
+    cut,
+    duration,
+    evaluation_line,
+    number,
+    step_line,
+    time_split,
+)
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
 
 SETUP = TrackerSetup(Path("unused"), "project", "run [bold]")
@@ -66,7 +76,7 @@ def test_the_last_lines_name_folder_steps_best_evaluation_and_how_to_go_on(tmp_p
     assert lines_of(tmp_path, total=3)[0] == f"mine: step 0 of 3, in {tmp_path}"
     assert lines_of(tmp_path, total=3)[-3:] == [
         f"mine: 2 of 3 steps, in {tmp_path}",
-        "mine: best evaluation: openai/gsm8k avg_score 0.75 at step 1",
+        "mine: best evaluation: openai/gsm8k avg_score 0.750 at step 1",
         "mine: resume from step 1: the same command",
     ]
     (tmp_path / "global_step_2").mkdir()
@@ -121,18 +131,114 @@ def test_a_line_names_what_was_measured_and_nothing_else():
             "rollouts/failed": 3.0,
         }
     )
-    assert line == "reward 0.4123  12346 tokens/s  FAILED 3  3.5 s (generate 2)"
+    assert line == "reward  0.412  12,346 tok/s  FAILED 3    3.50 s (generate 2)"
     assert step_line({}) == ""
     assert "FAILED" not in step_line({"rollouts/failed": 0.0})
 
 
 @pytest.mark.defect("skipped-updates-in-silence")
 def test_the_share_of_skipped_updates_is_shown_where_there_are_any():
-    assert step_line({"policy/skipped": 0.8, "critic/skipped": 0.25}) == "SKIPPED 0.8  critic SKIPPED 0.25"
+    assert step_line({"policy/skipped": 0.8, "critic/skipped": 0.25}) == "SKIPPED 0.800  critic SKIPPED 0.250"
     assert step_line({"policy/skipped": 0.0, "critic/skipped": 0.0}) == ""
 
 
 def test_evaluations_are_grouped_by_source_also_when_its_name_has_slashes():
     metrics = {"eval/b/avg_score": 1.0, "eval/openai/gsm8k/avg_score": 0.5, "eval/b/pass_at_4": 0.0, "x": 1.0}
-    assert evaluation_line(metrics) == "eval b: avg_score 1, pass_at_4 0; openai/gsm8k: avg_score 0.5"
+    assert evaluation_line(metrics) == "eval b: avg_score 1, pass_at_4 0; openai/gsm8k: avg_score 0.500"
     assert evaluation_line({"reward/mean": 1.0}) == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (0.82031, "0.820"),
+        (23.47, "23.5"),
+        (128.4, "128"),
+        (4884.3, "4,884"),
+        (3.0, "3"),
+        (0.012345, "0.0123"),
+        (-0.5, "-0.500"),
+        (3.2e-7, "3.2e-07"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+    ],
+)
+def test_numbers_have_three_digits(value: float, text: str):
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4, "0 s"),
+        (42, "42 s"),
+        (60, "1 min"),
+        (200, "3 min 20 s"),
+        (7500, "2 h 5 min"),
+        (86_400, "1 d"),
+        (270_000, "3 d 3 h"),
+    ],
+)
+def test_durations_are_said_as_people_do(seconds: float, text: str):
+    assert duration(seconds) == text
+
+
+def test_texts_are_cut_at_a_word_with_an_ellipsis():
+    assert cut("one two", 7) == "one two"
+    assert cut("one two three", 9) == "one two…"
+    assert cut("one two three", 9, from_end=True) == "…three"
+    assert cut("x" * 50, 40) == "x" * 40 + "…"
+
+
+def test_lines_of_steps_are_below_each_other_and_say_what_is_left(monkeypatch: pytest.MonkeyPatch):
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
+    out = io.StringIO()
+    tracker = ConsoleTracker(SETUP, Console(file=out, markup=False, highlight=False, soft_wrap=True))
+    tracker.begin(0, 10)
+    for step, reward in enumerate((0.5, 0.0, 0.8125), 1):
+        metrics = {"reward/mean": reward, "response/truncated_fraction": reward / 8, "timing/step_s": 1.25}
+        tracker.log(metrics, step)
+    first, second, third = out.getvalue().splitlines()[1:]
+    assert first.startswith("step  1/10   reward  0.500  cut    6%    1.25 s   eta ")
+    assert [line.index("cut") for line in (first, second, third)] == [first.index("cut")] * 3
+    assert first.endswith("eta 1 min 30 s")
+
+
+def test_hundreds_of_short_steps_get_a_line_now_and_then_and_no_evaluation_is_missed(monkeypatch: pytest.MonkeyPatch):
+    clock = iter(step / 100 for step in range(10_000))
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    out = io.StringIO()
+    tracker = ConsoleTracker(SETUP, Console(file=out, markup=False, highlight=False, soft_wrap=True))
+    tracker.begin(0, 500)
+    for step in range(1, 501):
+        more = {"eval/x/avg_score": 1.0} if step == 250 else {}
+        tracker.log({"sft/loss": 1.0, **more}, step)
+    lines = out.getvalue().splitlines()
+    assert len(lines) < 40
+    shown = [int(line.split("/")[0].removeprefix("step")) for line in lines[1:] if "loss" in line]
+    assert shown[:3] == [1, 2, 3] and shown[-1] == 500 and 250 in shown
+    assert sum("eval" in line for line in lines) == 1
+
+
+def test_completions_are_shown_as_many_and_as_often_as_is_asked_for():
+    def shown(step: int, **trainer: Any) -> int:
+        out = io.StringIO()
+        setup = TrackerSetup(Path("unused"), "project", "mine", {"trainer": trainer})
+        tracker = ConsoleTracker(setup, Console(file=out, markup=False, highlight=False, soft_wrap=True))
+        tracker.begin(4, 100)
+        out.truncate(0)
+        tracker.samples([SampleRow("p", "a", 1.0, "stop")] * 4, step)
+        return out.getvalue().count("prompt")
+
+    assert [shown(step) for step in (5, 6, 10, 15, 20)] == [1, 0, 1, 0, 1]
+    assert [shown(step, console_samples=3, console_samples_interval=2) for step in (5, 6, 7)] == [3, 3, 0]
+    assert shown(5, console_samples=0) == 0
+
+
+def test_where_the_time_of_a_run_went():
+    row = {"timing/step_s": 10.0, "timing/generate_s": 4.0, "timing/update_s": 5.5, "timing/score_s": 0.01}
+    rows = [{**row, "rollouts/tokens": 5000.0}, {**row, "rollouts/tokens": None}, {"eval/x/avg_score": 1.0}]
+    assert time_split(rows) == "20 s in steps: generate 40%, update 55%; 250 sampled tokens/s"
+    assert time_split([{"reward/mean": 1.0}]) == ""

@@ -141,7 +141,7 @@ from pathlib import Path
 from skyrl_train.report.protocol import SampleRow
 from skyrl_train.report.trackers import make_trackers
 with make_trackers(["wandb"], Path(sys.argv[1]), "project", "run", {{"trainer": {{"seed": 1}}}}) as trackers:
-    assert set(trackers._members) == {{"jsonl", "console", "wandb"}}
+    assert set(trackers._members) == {{"jsonl", "console", "wandb", "diagnosis"}}
     trackers.begin(0, 2)
     trackers.log({{"reward/mean": float("nan"), {HOSTILE!r}: 1e308}}, 1)
     trackers.samples([SampleRow({HOSTILE!r}, {HOSTILE!r}, 1.0, "stop")], 1)

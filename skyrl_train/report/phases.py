@@ -1,0 +1,84 @@
+"""What a run is doing while it says nothing else: the start phase by phase, and whatever lasts now and then."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Protocol
+
+from skyrl_train.messages import visible
+
+NAMED_AFTER_S = 2.0
+"""Of a phase that has not ended."""
+STEP_AFTER_S = 5.0
+"""The same of a step or an evaluation."""
+AGAIN_AFTER = 3.0
+"""Times as long: 2 s, 6 s, 18 s, ..."""
+WIDTH = 14
+"""Of the column of names."""
+WaitsFor = str | Callable[[], str]
+
+
+class Phases(Protocol):
+    """Where a training loop says what it is doing."""
+
+    def phase(self, name: str, waits_for: WaitsFor) -> AbstractContextManager[None]: ...
+    def waiting(self, name: str, waits_for: WaitsFor) -> AbstractContextManager[None]: ...
+
+
+class Silent:
+    """For loops that nobody watches."""
+
+    def phase(self, name: str, waits_for: WaitsFor) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    waiting = phase
+
+
+class Said:
+    """On standard output."""
+
+    def phase(self, name: str, waits_for: WaitsFor) -> AbstractContextManager[None]:
+        return phase(name, waits_for)
+
+    def waiting(self, name: str, waits_for: WaitsFor) -> AbstractContextManager[None]:
+        return waiting(name, waits_for, STEP_AFTER_S)
+
+
+@contextmanager
+def phase(name: str, waits_for: WaitsFor) -> Iterator[None]:
+    """A part of the start. When it has ended, how long it took is said; if it raises, the error says enough."""
+    begun = time.monotonic()
+    with waiting(name, waits_for, NAMED_AFTER_S):
+        yield
+    say(name, f"{time.monotonic() - begun:6.1f} s")
+
+
+@contextmanager
+def waiting(name: str, waits_for: WaitsFor, after_s: float) -> Iterator[None]:
+    """While this lasts, what it waits for is said: after `after_s`, three times as long, and so on."""
+    ended = threading.Event()
+    watch = threading.Thread(
+        target=_watch, args=(name, waits_for, after_s, ended), name=f"watch of {name}", daemon=True
+    )
+    watch.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watch.join()
+
+
+def _watch(name: str, waits_for: WaitsFor, after_s: float, ended: threading.Event) -> None:
+    begun = time.monotonic()
+    while not ended.wait(after_s - (time.monotonic() - begun)):
+        say(name, f"{after_s:6.0f} s so far: {waits_for if isinstance(waits_for, str) else waits_for()}")
+        after_s *= AGAIN_AFTER
+
+
+def say(name: str, text: str) -> None:
+    """One line on standard output; lost where it cannot be written, which ends nothing."""
+    with suppress(OSError, ValueError):  # full, or closed
+        print(visible(f"{name:<{WIDTH}}{text}"), flush=True)

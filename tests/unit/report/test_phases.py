@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from skyrl_train.report import phases
+from skyrl_train.report.phases import Said, Silent, phase
+
+
+def test_a_phase_is_a_line_with_its_time(capsys: pytest.CaptureFixture[str]):
+    with phase("Ray", "its processes"):
+        pass
+    assert re.fullmatch(r"Ray +0\.0 s\n", capsys.readouterr().out)
+
+
+def test_one_that_lasts_says_what_it_waits_for_less_and_less_often(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(phases, "NAMED_AFTER_S", 0.1)
+    with phase("models", "ranks and engines that load"):
+        time.sleep(0.6)
+    *waiting, last = capsys.readouterr().out.splitlines()
+    assert len(waiting) == 2  # after 0.1 and 0.3 s; the next would be after 0.9
+    assert all(line.endswith("so far: ranks and engines that load") for line in waiting)
+    assert re.fullmatch(r"models +0\.\d s", last)
+
+
+def test_one_that_fails_leaves_it_to_the_error(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(KeyError), phase("Ray", "its processes"):
+        raise KeyError("a bug")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_stream_that_is_closed_ends_nothing(monkeypatch: pytest.MonkeyPatch):
+    class Full:
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+        def flush(self) -> None:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sys.stdout", Full())
+    with phase("Ray", "its processes"):
+        pass
+
+
+def test_a_step_that_lasts_says_how_far_it_is_and_one_that_does_not_says_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(phases, "STEP_AFTER_S", 0.1)
+    done = iter(["generate, 3 of 8 groups", "update"])
+    with Said().waiting("step 7", lambda: next(done)):
+        time.sleep(0.6)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("so far: ")[1] for line in lines] == ["generate, 3 of 8 groups", "update"]
+    with Said().waiting("step 8", "nothing"):
+        pass
+    with Silent().waiting("step 9", "nothing"), Silent().phase("models", "nothing"):
+        pass
+    assert capsys.readouterr().out == ""
