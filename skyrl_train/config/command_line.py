@@ -113,7 +113,8 @@ def _override_problems(override: Override, given: dict[str, Override]) -> Iterat
     known = find(key)
     if override.error:
         if "=" not in override.text:
-            yield FlagProblem(override.text, None, "is no key=value", unknown_key_advice(key) if key else "")
+            advice = f"Write {key}=VALUE." if known is not None else unknown_key_advice(key) if key else ""
+            yield FlagProblem(override.text, None, "is no key=value", advice)
         else:
             yield FlagProblem(override.text, None, "cannot be read", f"{override.error}. Quote special characters.")
     elif key.startswith("hydra."):

@@ -94,8 +94,8 @@ def _check(
     raise_all(problems)
     notes += [one_line(f"{own.key}={show(own.value)} is a key of your own. {_hint(own)}") for own in line.own]
     defaults, _ = resolve_device(_resolved_defaults(os.environ.get("HOME")), present)
-    warnings = [*without_effect(config, freeze(defaults)), *unusual(config)]
-    return PreparedConfig(freeze(with_own_folders(config, given)), warnings, notes)
+    frozen = freeze(with_own_folders(config, given))
+    return PreparedConfig(frozen, [*without_effect(frozen, freeze(defaults)), *unusual(frozen)], notes)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from skyrl_train.config.problems import Problem
 from skyrl_train.config.reference import ESTIMATORS, SFT_LOSSES, measures_kl
 from skyrl_train.config.schema import Config
 from skyrl_train.config.slots import SlotCounts, count_slots
-from skyrl_train.config.sources import is_file_of_rows, may_be_on_hub, split_of
+from skyrl_train.config.sources import OTHER_FILES, SUFFIXES, is_file_of_rows, may_be_on_hub, split_of
 
 INSTALL = {
     "vllm": "`uv run --extra vllm ...` on GPUs, `scripts/cpu_engines` on CPUs",
@@ -79,7 +79,13 @@ def _data(config: Config, uses: Uses) -> Iterator[Problem]:
     for name, used in (("train_data", uses.train_data), ("val_data", uses.val_data and evaluates)):
         for source in getattr(config.data, name) if used else ():
             path = os.path.expanduser(split_of(source)[0])
-            if is_file_of_rows(source) and not os.path.isfile(path):
+            if os.path.splitext(path)[1].lower() in OTHER_FILES:
+                allowed = f"a file that ends in {', '.join(SUFFIXES)}"
+                advice = (
+                    "Convert it, for instance with datasets.load_dataset('csv', data_files=...) and its to_parquet."
+                )
+                yield Problem(f"data.{name}", source, allowed, advice)
+            elif is_file_of_rows(source) and not os.path.isfile(path):
                 yield Problem(f"data.{name}", source, "a file that exists", _instead(path))
             elif not os.path.exists(path) and not may_be_on_hub(path):
                 yield Problem(f"data.{name}", source, "a file, a folder or a dataset's name on the hub", _instead(path))

@@ -7,6 +7,8 @@ import re
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 SUFFIXES = (".parquet", ".json", ".jsonl")
+OTHER_FILES = frozenset({".csv", ".tsv", ".txt", ".xlsx", ".arrow", ".gz", ".zip", ".pkl"})
+"""Endings of files that hold data and cannot be read: no dataset on the hub is called so."""
 
 
 def is_file_of_rows(source: str) -> bool:

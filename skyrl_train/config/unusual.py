@@ -21,7 +21,7 @@ class Usual:
     """What a value beyond them does."""
 
 
-_RATE = Usual(1e-9, 0.05, "AdamW moves every weight by about this much a step")
+_RATE = Usual(1e-9, 0.1, "AdamW moves every weight by about this much a step")
 _USUAL = {
     "trainer.policy.optimizer_config.lr": _RATE,
     "trainer.critic.optimizer_config.lr": _RATE,

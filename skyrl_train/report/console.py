@@ -45,8 +45,8 @@ class ConsoleTracker:
         trainer = setup.config.get("trainer", {})
         self._resume_mode = trainer.get("resume_mode", "latest")
         self._saves_none = trainer.get("ckpt_interval", 1) <= 0
-        self._shown_samples = trainer.get("console_samples", 1)
-        self._samples_every = trainer.get("console_samples_interval", 10)
+        self.console_samples = trainer.get("console_samples", 1)
+        self.console_samples_interval = trainer.get("console_samples_interval", 10)
         self._step: int | None = None
         self._begun = self._total = 0
         self._said_at = -math.inf
@@ -85,9 +85,9 @@ class ConsoleTracker:
             self._progress.update(self._progress.task_ids[0], completed=step)
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
-        if step != self._begun + 1 and step % self._samples_every:
+        if step != self._begun + 1 and step % self.console_samples_interval:
             return
-        for row in rows[: self._shown_samples]:
+        for row in rows[: self.console_samples]:
             self._print(f"  prompt   {cut(visible(row.prompt), SHOWN_CHARACTERS, from_end=True)}", "dim")
             self._print(f"  answer   {cut(visible(row.response), SHOWN_CHARACTERS)}", "dim")
             self._print(f"           reward {number(row.reward)}, stopped by {visible(row.stop_reason)}", "dim")

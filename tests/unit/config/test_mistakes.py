@@ -1,0 +1,64 @@
+"""What people type: each mistake is answered with key, value, what is allowed and what to do, before a start."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.config.prepare import prepare
+from skyrl_train.config.presence import Uses
+from skyrl_train.errors import ConfigError
+
+LONGEST_S = 3.0
+LR = "trainer.policy.optimizer_config.lr"
+MISTAKES = {
+    "trainer.lr=1e-6": f"trainer.lr=1e-06: unknown key. Did you mean {LR}?",
+    "learning_rate=1e-6": f"Did you mean {LR}?",
+    "trainer.epcohs=3": "trainer.epcohs=3: unknown key. Did you mean trainer.epochs?",
+    "+trainer.max_new_tokens=9": "Did you mean generator.sampling_params.max_generate_length?",
+    "trainer.epochs": "trainer.epochs: is no key=value. Write trainer.epochs=VALUE.",
+    "generator.backend=vlm": "generator.backend=vlm: must be one of sglang, transformers, vllm. Did you mean 'vllm'?",
+    "trainer.strategy=fsdp3": "must be one of deepspeed, fsdp, fsdp2, megatron, single. Did you mean 'fsdp",
+    "trainer.logger=wandbb": "must be one of console, tensorboard, wandb. Did you mean 'wandb'?",
+    "environment.env_class=gsm9k": "Did you mean 'gsm8k'?",
+    "trainer.algorithm.advantage_estimator=gpro": "Did you mean 'grpo'?",
+    "trainer.algorithm.kl_estimator_type=k9": "must be one of abs, k1, k1+, k2, k3",
+    "trainer.policy.optimizer_config.scheduler=cosin": "Did you mean 'cosine'?",
+    "trainer.train_batch_size=0": "trainer.train_batch_size=0: must be at least 1.",
+    "trainer.train_batch_size=ten": "trainer.train_batch_size=ten: must be an integer.",
+    f"{LR}=nan": f"{LR}=nan: must be a finite number.",
+    "generator.sampling_params.temperature=-1": "must be at least 0.",
+    "generator.sampling_params.top_p=1.5": "must be more than 0 and at most 1.",
+    "generator.n_samples_per_prompt=1": "A group of one has no baseline, so grpo learns nothing: raise it",
+    "generator.max_turns=0": "generator.max_turns=0: must be at least 1.",
+    "trainer.resume_mode=yes": "must be one of from_path, latest, none.",
+    "trainer.resume_mode=from_path": "trainer.resume_path=null: must be a checkpoint folder",
+    "data.train_data=['nowhere.parquet']": "data.train_data=nowhere.parquet: must be a file that exists. In /",
+    "data.train_data=rows.csv": "must be a file that ends in .parquet, .json, .jsonl. Convert it",
+    "trainer.policy.model.path=/no/such/model": "must be a model's folder or its name on the hub. There is no folder",
+    "device=cuda": "No NVIDIA device was found on this machine.",
+    "trainer.placement.policy_num_gpus_per_node=640": "The run needs 640 slots",
+    "trainer.fully_async.enabled=true": "colocate_all=true: must be false with trainer.fully_async.enabled.",
+    "generator.batch_invariant=true": "must be false on a CPU.",
+    "generator.inference_engine_tensor_parallel_size=3": "raise generator.num_inference_engines instead.",
+    "--multirun": "--multirun: is off. Start one run per setting",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_typical_mistake_is_answered_with_what_to_do(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    rows, model = tmp_path / "rows.jsonl", tmp_path / "model"
+    rows.write_text(json.dumps({"prompt": [{"role": "user", "content": "1 + 1?"}]}) + "\n")
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    right = [f"data.train_data=['{rows}']", f"data.val_data=['{rows}']", f"trainer.policy.model.path={model}"]
+    prepare(right, has_accelerator=False, uses=Uses())
+    begun = time.monotonic()
+    with pytest.raises(ConfigError) as refused:
+        prepare([*right, mistake], has_accelerator=False, uses=Uses())
+    assert time.monotonic() - begun < LONGEST_S
+    assert MISTAKES[mistake] in str(refused.value), refused.value
