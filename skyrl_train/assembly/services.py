@@ -74,7 +74,7 @@ def run_directory(cfg: Config, fingerprints: Mapping[str, str]) -> RunDirectory:
     """The run directory for trainer.ckpt_path, with this run's identity."""
     # An evaluation-only run has a subfolder, so that it does not mix its records with those of a training run.
     path = Path(cfg.trainer.ckpt_path) / ("" if fingerprints else "evaluation")
-    return RunDirectory(path, identity(cfg) | redact(fingerprints), resuming=cfg.trainer.resume_mode != "none")
+    return RunDirectory(path, identity(cfg) | dict(redact(fingerprints)), resuming=cfg.trainer.resume_mode != "none")
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -99,15 +99,15 @@ def _prefix() -> str:
     return sys.prefix
 
 
-def _start_own(settings: Mapping[str, Any], guard: Guard) -> None:
-    """Start Ray on this machine; if it is too slow, try again.
+def _start_own(settings: Mapping[str, Any], begins: Callable[[], None]) -> None:
+    """Start Ray on this machine; if it is too slow, try again. `begins` is called before each attempt.
 
     Raises ClusterLost if it does not start, and ValueError or TypeError as Ray does for settings that it refuses.
     """
     before = psutil.Process().children(recursive=True)
     for attempt in range(1, STARTS + 1):
         try:
-            failure = _start(settings, guard)
+            failure = _start(settings, begins)
         except BaseException:  # told to stop: leave the raylet before it is killed, or it takes this process with it
             _kill_started_processes(before)
             raise
@@ -121,11 +121,11 @@ def _start_own(settings: Mapping[str, Any], guard: Guard) -> None:
         log.warning("Ray did not start in time; starting it again, %d of %d.", attempt + 1, STARTS)
 
 
-def _start(settings: Mapping[str, Any], guard: Guard) -> Exception | None:
+def _start(settings: Mapping[str, Any], begins: Callable[[], None]) -> Exception | None:
     """Start Ray; returns its exception if it fails, without frames that would keep the started processes' handles."""
     try:
         with _one_at_a_time(), _own_handlers():
-            guard.begin()  # not before: other runs may have held the lock for a minute
+            begins()  # not before: other runs may have held the lock for a minute
             ray.init(address="local", **(_OWN_SETTINGS | dict(settings)))
         _keep_token_private()
     except Exception as error:
@@ -307,7 +307,7 @@ class Cluster:
             guard = Guard(folder)
             try:
                 with _unless_set(self._idle_workers()), guard.marking():
-                    _start_own(settings, guard)
+                    _start_own(settings, guard.begin)
             except BaseException as error:
                 guard.kill_wards()
                 guard.close()

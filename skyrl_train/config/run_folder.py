@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -12,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.config.hydra import plain
-from skyrl_train.config.keys import value_at
+from skyrl_train.config.keys import value_at, with_value_at
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.config.section import Section
 
-FOLDERS = ("ckpt_path", "export_path")
-"""Keys of `trainer`."""
+FOLDERS = ("trainer.ckpt_path", "trainer.export_path")
 _DECIDES = (
     "data",
     "environment",
@@ -52,10 +50,11 @@ def with_own_folders(config: Config, given: Collection[str]) -> Config:
     PROJECT/NAME-DIGEST: the digest is of what decides what is learnt, so the same command finds its folder again.
     """
     own = Path(_as_name(config.trainer.project_name)) / f"{_as_name(config.trainer.run_name)}-{digest(config)}"
-    changed = {
-        name: os.path.join(getattr(config.trainer, name), own) for name in FOLDERS if f"trainer.{name}" not in given
-    }
-    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, **changed))
+    changed: Config = config
+    for key in FOLDERS:
+        if key not in given:
+            changed = with_value_at(changed, key, os.path.join(value_at(config, key), own))
+    return changed
 
 
 def digest(config: Config) -> str:

@@ -236,10 +236,9 @@ def sandbox() -> Iterator[Finding]:
 
 
 def browser() -> Iterator[Finding]:
-    from skyrl_train.environments.tools.browser import PROGRAMS
+    from skyrl_train.environments.tools.browser import installed
 
-    library = importlib.util.find_spec("playwright") is not None
-    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
+    library, program = installed()
     found = f"playwright {'is' if library else 'is not'} installed, {program or 'no Chromium in PATH'}"
     ready = library and program is not None
     yield Finding("browser", OK if ready else NOTE, found, "The browser tool needs both: `scripts/browser_tools`.")

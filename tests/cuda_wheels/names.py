@@ -29,7 +29,6 @@ VLLM = {
         vllm.transformers_utils.model_arch_config_convertor.ModelArchConfigConvertorBase(hf_config, hf_text_config)
         vllm.transformers_utils.model_arch_config_convertor.ModelArchConfigConvertorBase.get_num_experts(self)
         vllm.envs.VLLM_BATCH_INVARIANT
-        vllm.v1.attention.ops.triton_unified_attention.is_batch_invariant
     """,
     "engines/vllm/engine.py": """
         vllm.SamplingParams(..., max_tokens=_, temperature=_, prompt_logprobs=_, flat_logprobs=_, detokenize=_)

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from skyrl_train.api import _wait_for, check, load_config, train
+from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.entrypoints.main_generate import EvaluationExp
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ClusterLost, ConfigError, WorkerDied
 
 
 class Size(IntEnum):
@@ -128,3 +129,36 @@ def test_whatever_interrupts_a_cell_ends_the_task_first(kind: type[BaseException
         signal.signal(signal.SIGUSR1, before)
     assert ended == ["ended"]
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.defect("a-program-is-told-less")
+def test_a_program_is_told_the_first_cause_as_the_entrypoint_tells_it(monkeypatch: pytest.MonkeyPatch):
+    class Cluster:
+        left = 0
+
+        def __enter__(self) -> Cluster:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.left += 1
+
+        def death(self) -> ClusterLost:
+            return ClusterLost("Ray's gcs_server (process 7) died")
+
+        async def lost(self) -> ClusterLost:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    class Experiment(BasePPOExp):
+        def __init__(self, cfg: Any):
+            self.cluster: Any = Cluster()
+            made.append(self)
+
+        def session(self) -> Any:
+            raise WorkerDied("rank 0 died, which follows from it")
+
+    made: list[Experiment] = []
+    monkeypatch.setattr("skyrl_train.api.check", lambda cfg, experiment: None)
+    with pytest.raises(ClusterLost, match="gcs_server"):
+        train(load_config(["device=cpu"]), Experiment)
+    assert made[0].cluster.left == 1

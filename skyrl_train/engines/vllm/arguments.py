@@ -27,10 +27,13 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[s
     """Keyword arguments for EngineArgs; `given` ones take precedence over defaults.
 
     In addition to the arguments of EngineArgs, `given` may contain expert_parallel_size (vLLM distributes experts over
-    all ranks, or not at all), rope_scaling and rope_theta. Raises ConfigError for a model that cannot be loaded, or
-    cannot be served on a CPU.
+    all ranks, or not at all), rope_scaling, rope_theta, and batch_invariant, which is of this process and its children:
+    kernels whose results do not depend on the batch. Raises ConfigError for a model that cannot be loaded, or cannot be
+    served on a CPU.
     """
     given = dict(given)
+    if given.pop("batch_invariant", False):
+        make_batch_invariant(on_cpu)
     rope = {name: given.pop(name, None) for name in ("rope_scaling", "rope_theta")}
     arguments: dict[str, Any] = {
         "model": model,

@@ -21,11 +21,7 @@ from uuid import uuid4
 import torch
 
 from skyrl_train.engines.accelerator import Accelerator
-from skyrl_train.engines.base import (
-    Completion,
-    EngineHealth,
-    SampleRequest,
-)
+from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
 from skyrl_train.engines.checks import SLEEPING, Checks, check_new_ids
 from skyrl_train.engines.run_clock import RunClock
 from skyrl_train.engines.step_thread import StepThread
@@ -58,7 +54,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.request import Request
 
 from skyrl_train.engines.vllm.adapters import VLLMAdapters
-from skyrl_train.engines.vllm.arguments import bind_threads, engine_arguments, make_batch_invariant, sampling_params
+from skyrl_train.engines.vllm.arguments import bind_threads, engine_arguments, sampling_params
 from skyrl_train.engines.vllm.capabilities import vllm_capabilities
 from skyrl_train.engines.vllm.requests import ScoreSink, VLLMCall, VLLMRequest
 from skyrl_train.tasks import unwatched
@@ -86,18 +82,14 @@ class VLLMEngine:
         threads: int | None = None,
         slot: int = 0,
         max_lora_rank: int = 0,
-        batch_invariant: bool = False,
         **engine_args: Any,
     ):
         """`engine_args`: see arguments.engine_arguments. Adapters need `max_lora_rank` above 0.
 
-        `batch_invariant`, of this process and its children: vLLM's kernels whose results do not depend on the batch.
         Raises ConfigError for arguments that vLLM refuses, and for a model that cannot be loaded.
         """
         self.name = name
         self._on_cpu = device == "cpu"
-        if batch_invariant:
-            make_batch_invariant(self._on_cpu)
         given = {"dtype": dtype, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len, **engine_args}
         arguments = engine_arguments(model, self._on_cpu, max_lora_rank, given)
         ranks = arguments["tensor_parallel_size"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
@@ -320,6 +321,12 @@ def _needed(arguments: dict[str, Any], name: str) -> Any:
     if name not in arguments:
         raise ToolError(f"{arguments['action']} needs the argument {name!r}.")
     return arguments[name]
+
+
+def installed() -> tuple[bool, str | None]:
+    """Whether the library is installed, and where a browser is that it could drive."""
+    found = next((path for name in PROGRAMS if (path := shutil.which(name))), None)
+    return importlib.util.find_spec("playwright") is not None, found
 
 
 def _chromium(executable: str | None) -> str:

@@ -21,6 +21,10 @@ from skyrl_train.errors import ClusterLost, ConfigError, Stopped
 SLOW = "The current node timed out during startup. This could happen because ..."
 
 
+def nothing() -> None:
+    """What an attempt begins with, where nobody counts them."""
+
+
 def starting(monkeypatch: pytest.MonkeyPatch, errors: list[Exception | None]) -> list[subprocess.Popen[bytes]]:
     """Replaces `ray.init` by one that starts a process and fails as told; returns what it has started."""
     started: list[subprocess.Popen[bytes]] = []
@@ -37,7 +41,9 @@ def starting(monkeypatch: pytest.MonkeyPatch, errors: list[Exception | None]) ->
 
 def test_a_start_that_was_too_slow_is_tried_again_without_what_it_left(monkeypatch: pytest.MonkeyPatch):
     started = starting(monkeypatch, [Exception(SLOW), Exception(SLOW), None])
-    runtime._start_own({})
+    begun: list[int] = []
+    runtime._start_own({}, lambda: begun.append(len(started)))
+    assert begun == [0, 1, 2]
     assert [psutil.pid_exists(process.pid) for process in started] == [False, False, True]
     started[-1].kill()
     for process in started:
@@ -47,7 +53,7 @@ def test_a_start_that_was_too_slow_is_tried_again_without_what_it_left(monkeypat
 def test_the_last_failure_is_raised(monkeypatch: pytest.MonkeyPatch):
     started = starting(monkeypatch, [Exception(f"{SLOW} {number}") for number in range(runtime.STARTS)])
     with pytest.raises(ClusterLost, match=rf"timed out during startup.* {runtime.STARTS - 1}$"):
-        runtime._start_own({})
+        runtime._start_own({}, nothing)
     assert not any(psutil.pid_exists(process.pid) for process in started)
     for process in started:
         process.wait(10)
@@ -69,7 +75,7 @@ def test_a_start_that_is_told_to_stop_leaves_nothing_and_the_program_s_handler(
     before = signal.signal(signal.SIGTERM, own)
     try:
         with pytest.raises(Stopped if own is signal.SIG_DFL else ValueError):
-            runtime._start_own({})
+            runtime._start_own({}, nothing)
         assert own is signal.SIG_DFL or signal.getsignal(signal.SIGTERM) is own
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -90,7 +96,7 @@ def test_another_failure_is_not_tried_again(
 ):
     started = starting(monkeypatch, [failure, None])
     with pytest.raises(raised, match=str(failure)):
-        runtime._start_own({})
+        runtime._start_own({}, nothing)
     (process,) = started
     process.wait(10)
 
@@ -106,7 +112,7 @@ def test_the_token_that_ray_writes_is_its_user_s_alone(monkeypatch: pytest.Monke
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(ray, "init", init)
-    runtime._start_own({})
+    runtime._start_own({}, nothing)
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
 
 

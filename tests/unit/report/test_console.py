@@ -239,6 +239,10 @@ def test_completions_are_shown_as_many_and_as_often_as_is_asked_for():
 
 def test_where_the_time_of_a_run_went():
     row = {"timing/step_s": 10.0, "timing/generate_s": 4.0, "timing/update_s": 5.5, "timing/score_s": 0.01}
-    rows = [{**row, "rollouts/tokens": 5000.0}, {**row, "rollouts/tokens": None}, {"eval/x/avg_score": 1.0}]
+    rows: list[dict[str, Any]] = [
+        {**row, "rollouts/tokens": 5000.0},
+        {**row, "rollouts/tokens": None},
+        {"eval/x/avg_score": 1.0},
+    ]
     assert time_split(rows) == "20 s in steps: generate 40%, update 55%; 250 sampled tokens/s"
     assert time_split([{"reward/mean": 1.0}]) == ""

@@ -38,7 +38,7 @@ HEALTHY = {
 
 def steps(*changes: Mapping[str, float], count: int = 24) -> list[dict[str, float]]:
     """A healthy run whose last steps are changed so."""
-    return [dict(HEALTHY)] * (count - len(changes)) + [HEALTHY | change for change in changes]
+    return [dict(HEALTHY)] * (count - len(changes)) + [{**HEALTHY, **change} for change in changes]
 
 
 def last(count: int, **values: float) -> list[dict[str, float]]:
