@@ -29,11 +29,11 @@ VLLM = {
         vllm.transformers_utils.model_arch_config_convertor.ModelArchConfigConvertorBase(hf_config, hf_text_config)
         vllm.transformers_utils.model_arch_config_convertor.ModelArchConfigConvertorBase.get_num_experts(self)
         vllm.envs.VLLM_BATCH_INVARIANT
+        vllm.v1.engine.llm_engine.LLMEngine.from_engine_args(engine_args)
     """,
     "engines/vllm/engine.py": """
         vllm.SamplingParams(..., max_tokens=_, temperature=_, prompt_logprobs=_, flat_logprobs=_, detokenize=_)
         vllm.inputs.tokens_input(prompt_token_ids, cache_salt=_)
-        vllm.v1.engine.llm_engine.LLMEngine.from_engine_args(engine_args)
         vllm.v1.engine.llm_engine.LLMEngine.collective_rpc(self, method, args=_, timeout=_)
         vllm.v1.engine.llm_engine.LLMEngine.get_supported_tasks(self)
         vllm.v1.engine.llm_engine.LLMEngine.abort_request(self, request_ids)

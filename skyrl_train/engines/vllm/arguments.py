@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 import vllm
-from vllm import SamplingParams, envs
+from vllm import EngineArgs, SamplingParams, envs
 from vllm.sampling_params import RequestOutputKind
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 from vllm.triton_utils import HAS_TRITON
+from vllm.v1.engine.llm_engine import LLMEngine
 
 from skyrl_train.engines.base import SampleRequest
 from skyrl_train.errors import ConfigError
@@ -70,6 +71,17 @@ def bind_threads(threads: int | None, ranks: int, on_cpu: bool) -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     bound = "nobind" if ranks == 1 else "|".join(str(rank) for rank in range(ranks))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)
+
+
+def started(arguments: dict[str, Any], name: str, on_cpu: bool) -> LLMEngine:
+    """vLLM with these arguments. Raises ConfigError for what it refuses."""
+    try:
+        engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"Engine {name!r}: vLLM {vllm.__version__} refuses to start: {error}") from error
+    if not on_cpu:
+        torch.set_num_threads(1)  # loading is over: threads that spin between two small tensors slow down a step
+    return engine
 
 
 def make_batch_invariant(on_cpu: bool) -> None:

@@ -37,12 +37,12 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 try:
-    import vllm
+    import vllm  # noqa: F401  where it is missing, its extra is named
 except ImportError as error:
     raise ConfigError(
         "generator.backend='vllm' needs vLLM: `uv run --extra vllm ...` on GPUs, `scripts/cpu_engines` on CPUs."
     ) from error
-from vllm import EngineArgs, SamplingParams
+from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
@@ -50,11 +50,10 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
 from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.request import Request
 
 from skyrl_train.engines.vllm.adapters import VLLMAdapters
-from skyrl_train.engines.vllm.arguments import bind_threads, engine_arguments, sampling_params
+from skyrl_train.engines.vllm.arguments import bind_threads, engine_arguments, sampling_params, started
 from skyrl_train.engines.vllm.capabilities import vllm_capabilities
 from skyrl_train.engines.vllm.requests import ScoreSink, VLLMCall, VLLMRequest
 from skyrl_train.tasks import unwatched
@@ -98,12 +97,7 @@ class VLLMEngine:
             refusal = self.capabilities.refusals["pipeline_parallel_size"]
             raise ConfigError(f"generator.inference_engine_pipeline_parallel_size={stages}: {refusal}")
         bind_threads(threads, ranks, self._on_cpu)
-        try:
-            self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"Engine {name!r}: vLLM {vllm.__version__} refuses to start: {error}") from error
-        if not self._on_cpu:
-            torch.set_num_threads(1)  # loading is over: threads that spin between two small tensors slow down a step
+        self._engine = started(arguments, name, self._on_cpu)
         self._core = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
         self._adapters = VLLMAdapters(self._engine, name)
         self._engine.collective_rpc("prepare", args=(name, slot, self._adapters.synced_folder))
