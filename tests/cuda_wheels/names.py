@@ -415,10 +415,14 @@ TRANSFORMERS = {
     "models/saved_weights.py": """
         transformers.PreTrainedModel.initialize_weights(self)
         transformers.conversion_mapping.get_model_conversion_mapping(model)
-        transformers.core_model_loading.dot_natural_key(key)
-        transformers.core_model_loading.rename_source_key(key, renamings, converters, prefix, wanted)
-        transformers.core_model_loading.WeightConverter.add_tensor(self, first, key, pattern, tensor)
-        transformers.core_model_loading.WeightConverter.convert(self, first, model=_, config=_)
+        transformers.core_model_loading.dot_natural_key(s)
+        transformers.core_model_loading.rename_source_key(
+            source_key, weight_renamings, weight_converters, base_model_prefix, meta_state_dict
+        )
+        transformers.core_model_loading.WeightConverter.add_tensor(
+            self, target_key, source_key, source_pattern, future
+        )
+        transformers.core_model_loading.WeightConverter.convert(self, layer_name, model=_, config=_)
         transformers.core_model_loading.WeightConverter.operations
         transformers.core_model_loading.WeightConverter.source_patterns
         transformers.core_model_loading.WeightConverter.target_patterns
