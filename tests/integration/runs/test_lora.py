@@ -65,7 +65,7 @@ def test_a_run_with_other_adapters_is_another_run(run: Run, small: Callable[[Pat
     overrides = [*small(tmp_path), "trainer.max_steps=1", "trainer.eval_before_train=false", "trainer.eval_interval=0"]
     run("main_base", *overrides, "trainer.policy.model.lora.rank=4")
     other = run("main_base", *overrides, "trainer.policy.model.lora.rank=8", expect=2)
-    assert "adapters was {'rank': 4" in other.stderr
+    assert "holds another run: trainer.policy.model.lora.rank was 4, is 8." in other.stderr
     unknown = run(
         "main_base",
         *small(tmp_path / "b"),
