@@ -104,7 +104,7 @@ def test_a_sync_that_fails_stops_the_run_before_anything_is_sampled_from_old_wei
     fakes.fail_at_version = 1
     with pytest.raises(WeightSyncError):
         asyncio.run(trainer_of(fakes).fit())
-    assert fakes.events[-2:] == ["update 4", "save 1"]
+    assert fakes.events[-3:] == ["update 4", "stop reviving", "save 1"]
     assert fakes.version == 0
 
 
