@@ -6,15 +6,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from skyrl_train.config.hydra import plain
-from skyrl_train.config.keys import value_at, with_value_at
+from skyrl_train.config.keys import leaves, value_at, with_value_at
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
-from skyrl_train.config.section import Section
 
 FOLDERS = ("trainer.ckpt_path", "trainer.export_path")
 _DECIDES = (
@@ -59,8 +58,17 @@ def with_own_folders(config: Config, given: Collection[str]) -> Config:
 
 def digest(config: Config) -> str:
     """Eight hexadecimal digits of what decides what is learnt."""
-    decides = {name: _plain(value_at(config, name)) for name in _DECIDES}
-    return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return hashlib.sha256(json.dumps(decisions(config), sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def decisions(config: Config) -> dict[str, Any]:
+    """What decides what is learnt and is not as it is by default: a key that a later version adds changes no folder."""
+    found = {}
+    for name, key in leaves().items():
+        decides = any(f"{name}.".startswith(f"{section}.") for section in _DECIDES)
+        if decides and (value := _plain(value_at(config, name))) != _plain(key.default):
+            found[name] = value
+    return found
 
 
 def identity(config: Config) -> dict[str, Any]:
@@ -83,4 +91,5 @@ def _as_name(text: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return plain(value) if isinstance(value, Section) else dict(value) if isinstance(value, Mapping) else value
+    """JSON's own types, so that values are compared whether they are frozen or not."""
+    return json.loads(json.dumps(value, default=dict))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.config.prepare import prepare
-from skyrl_train.config.run_folder import identity
+from skyrl_train.config.run_folder import decisions, identity
 
 
 def folders(*overrides: str) -> tuple[Path, Path]:
@@ -46,6 +46,14 @@ def test_every_configuration_has_folders_of_its_own_and_the_same_one_finds_them_
 )
 def test_what_decides_what_is_learnt_decides_the_folder(override: str, same: bool):
     assert (folders(override)[0] == folders()[0]) == same
+
+
+def test_only_what_is_not_as_by_default_is_in_the_digest():
+    """A version that adds a key finds the folders of the one before."""
+    plain = decisions(prepare(["device=cpu"]).config)
+    changed = decisions(prepare(["device=cpu", "trainer.seed=1", "data.train_data=[a.jsonl]"]).config)
+    assert {name for name in changed if changed[name] != plain.get(name)} == {"trainer.seed", "data.train_data"}
+    assert not {"trainer.seed", "trainer.train_batch_size", "trainer.policy.model.lora.rank"} & plain.keys()
 
 
 def test_a_folder_that_is_written_out_is_that_folder_even_if_it_is_the_default(home: Path):
