@@ -3,14 +3,15 @@
     python scripts/benchmarks/async.py [--backends transformers vllm] [--steps 12] [--json FILE] [key=value ...]
 
 One engine and one learner in slots of their own, a core each; the same prompts, seeds and work for every schedule:
-batches of 8 prompts x 8 samples, two optimizer steps on each. A synchronous run lets one side wait for the other, so
+an optimizer step on each batch. A synchronous run lets one side wait for the other, so
 the most that running both at once can bring is (generation + the rest of a step) / the longer of the two: the work is
 such that they take about equally long, and both are in the table. Answers have all the same length, or are log-normal
 (sigma 0.8) with the same mean, drawn from a request's seed. A second engine, beside a synchronous run's, is what the
 other core can do for generation while the learner waits.
 
 `skyrl-train simulate` is asked as well: its timings are fitted to the synchronous run alone, and what it says of all
-the schedules is beside what they took.
+the schedules is beside what they took. Answers of one length do not tell what a decode step takes: the timings are
+then those of the synchronous run with log-normal ones, if that was asked for.
 
 The runs go one after another, each alone. What is measured begins after two steps, when rollouts are as far ahead as
 they may be, and ends with the last step but `max_staleness_steps`: from there on there is nothing left to sample.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -38,6 +40,7 @@ from skyrl_train.config.choices import ENGINES
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 from skyrl_train.simulation.fit import fit
 from skyrl_train.simulation.run import Split, simulate
+from skyrl_train.simulation.timings import Lengths
 
 WARM_UP = 2
 SIMULATED_STEPS = 32
@@ -48,12 +51,17 @@ SPLITS = {
     "staleness 1": Split(engines=1, trainers=1, staleness=1),
     "staleness 2": Split(engines=1, trainers=1, staleness=2),
 }
-SIGMAS = {"equal": 0.0, "log-normal": 0.8}
+LOG_NORMAL = "log-normal"
+SIGMAS = {LOG_NORMAL: 0.8, "equal": 0.0}
 LONGEST = 4
 """Times the mean: where longer answers are cut."""
-WORK = Work(prompts=8, samples=8, prompt_tokens=121, new_tokens=80)
-UPDATES = 2
-"""Over each batch: such that generation takes about as long as the rest of a step, on one core each."""
+WORK = {
+    LOG_NORMAL: Work(prompts=8, samples=8, prompt_tokens=25, new_tokens=80),
+    "equal": Work(prompts=3, samples=8, prompt_tokens=25, new_tokens=200),
+}
+"""Generation takes about as long as the rest of a step, on one core each."""
+MICROBATCH = 2048
+"""Tokens: what fits a core's cache, as the two processes share the way to memory."""
 PHASES = ("generate", "score", "update", "publish")
 
 
@@ -61,7 +69,7 @@ def measure(
     folder: Path, model: Path, backend: str, lengths: str, schedule: str, options: argparse.Namespace
 ) -> dict[str, Any]:
     folder.mkdir()
-    work, split = WORK, SPLITS[schedule]
+    work, split = WORK[lengths], SPLITS[schedule]
     last = WARM_UP + options.steps
     total = last + split.staleness
     most = last + max(one.staleness for one in SPLITS.values())  # the same ones, in the same order, for every schedule
@@ -74,7 +82,7 @@ def measure(
         f"generator.backend={backend}",
         f"generator.num_inference_engines={split.engines}",
         "trainer.placement.colocate_all=false",
-        f"trainer.update_epochs_per_batch={UPDATES}",
+        f"trainer.max_tokens_per_microbatch={MICROBATCH}",
         "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
         f"trainer.fully_async.enabled={str(split.staleness > 0).lower()}",
         f"trainer.fully_async.max_staleness_steps={max(1, split.staleness)}",
@@ -103,15 +111,20 @@ def measure(
         "staleness": mean("async/staleness_mean"),
         "trainer_idle": mean("async/trainer_idle"),
         "engines_idle": mean("async/engines_idle"),
-        "simulated_s": simulated_s(folder.with_name(f"{backend}-{lengths}-0"), command, split),
+        "simulated_s": simulated_s(folder.with_name(f"{backend}-{LOG_NORMAL}-0"), command, split, SIGMAS[lengths]),
     }
 
 
-def simulated_s(synchronous: Path, command: list[str], split: Split) -> float:
-    """Seconds of a step that the simulator predicts from the finished synchronous run in that folder."""
+def simulated_s(synchronous: Path, command: list[str], split: Split, sigma: float) -> float:
+    """Seconds of a step that the simulator predicts from the finished synchronous run in that folder; NaN: no run."""
+    if not synchronous.exists():
+        return math.nan
+    timings = fit(synchronous / "run")
+    if not sigma:
+        timings = replace(timings, response=Lengths(WORK["equal"].new_tokens, sigma))
     words = command[command.index(str(HERE / "gated_run.py")) + 1 :]
     cfg = load_config([word for word in words if not word.startswith(("environment.", "trainer.plugins="))])
-    return 3600 / simulate(cfg, fit(synchronous / "run"), split, SIMULATED_STEPS).steps_per_hour
+    return 3600 / simulate(cfg, timings, split, SIMULATED_STEPS).steps_per_hour
 
 
 def show(results: list[dict[str, Any]]) -> None:

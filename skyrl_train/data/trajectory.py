@@ -47,6 +47,8 @@ class Turn:
     max_version: int
     mean_version: float = 0.0
     """Over its tokens."""
+    running_s: float = field(default=0.0, compare=False)
+    """Seconds in the engine's batch."""
 
 
 @dataclass(frozen=True, slots=True)

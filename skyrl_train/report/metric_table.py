@@ -140,6 +140,7 @@ METRICS = (
     Metric("throughput/tokens_per_s", "tokens/s", "tokens of the step's responses, over the whole step"),
     Metric("timing/step_s", SECONDS, "the whole step, evaluation and checkpoint apart"),
     Metric("timing/generate_s", SECONDS, "waiting for rollouts"),
+    Metric("timing/response_s", SECONDS, "sampling a response, all its turns, mean"),
     Metric("timing/score_s", SECONDS, "log-probs of policy, reference and critic"),
     Metric("timing/update_s", SECONDS, "optimizer steps"),
     Metric("timing/publish_s", SECONDS, "sending weights to the engines"),

@@ -44,8 +44,8 @@ class Ledger:
         versions = [span.version for span in completion.versions] or [0]
         counted = sum((span.stop - span.start) * span.version for span in completion.versions)
         mean = counted / max(1, len(completion.token_ids))
-        stop = len(item.response_ids)
-        item.turns.append(Turn(start, stop, 0.0, completion.stop_reason, min(versions), max(versions), mean))
+        stop, reason = len(item.response_ids), completion.stop_reason
+        item.turns.append(Turn(start, stop, 0.0, reason, min(versions), max(versions), mean, completion.running_s))
 
     def reward(self, value: float) -> None:
         """Set the reward of the last turn."""

@@ -37,6 +37,8 @@ class _Sequence:
     arrival: int
     began: float = -1.0
     """The engine's count of steps when it joined the batch; -1 while it waits."""
+    began_s: float = 0.0
+    """The time then."""
     done: Completion | None = None
 
     @property
@@ -187,7 +189,7 @@ class SimulatedEngine:
         joined = set()
         while self._waiting and len(self._running) < self._timings.max_num_seqs and not self._paused:
             one = self._waiting.popleft()
-            one.began = self._steps
+            one.began, one.began_s = self._steps, now()
             heapq.heappush(self._running, (one.ends, one.arrival, one))
             if (prompt := (one.request.group or one.request.request_id, len(one.request.token_ids))) not in joined:
                 joined.add(prompt)
@@ -226,7 +228,8 @@ class SimulatedEngine:
             reason = "length"
         logprobs = [-1.0] * sampled
         spans = self._spans(one.began, sampled)
-        one.done = Completion(one.request.request_id, [0] * sampled, logprobs, logprobs, reason, spans)
+        ran_s = 0.0 if one.began < 0 else now() - one.began_s
+        one.done = Completion(one.request.request_id, [0] * sampled, logprobs, logprobs, reason, spans, running_s=ran_s)
         self._generated += sampled * self._unit
         one.call.missing -= 1
         if not one.call.missing and not one.call.answer.done():

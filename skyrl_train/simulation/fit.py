@@ -26,8 +26,11 @@ def fit(folder: Path) -> Timings:
     """The timings of the run in `folder`, which was synchronous: of its metrics, and of its own configuration.
 
     A decode step takes `a + b * batch`. All sequences of a synchronous step begin at once, so that its generation has
-    as many decode steps as its longest answer has tokens, and the batches of an engine add up to its tokens: `a` and
-    `b` are what fits `generate_s = a * longest + b * tokens / engines` best over the run's steps. Raises DataError.
+    as many decode steps as its longest answer has tokens, and the batches of an engine add up to its tokens:
+    `generate_s = a * longest + b * tokens / engines`. Likewise an answer of n tokens takes n steps, whose batches add
+    up to the sum of min(length, n) over the engine's answers: in the mean over log-normal answers
+    `response_s = a * mean + b * answers / engines * mean * erfc(sigma / 2)`. `a` and `b` are what fits both best over
+    the run's steps. Raises DataError.
     """
     rows = [row for row in read_jsonl(folder / METRICS_FILE) if "timing/generate_s" in row and row["step"] > 1]
     if len(rows) < _LEAST_STEPS:
@@ -39,10 +42,8 @@ def fit(folder: Path) -> Timings:
     trainers = placement["policy_num_nodes"] * placement["policy_num_gpus_per_node"]
     tokens = [row["rollouts/tokens"] for row in rows]
     _check_simple(folder, ran, rows)
-    decode_s, per_sequence_s = _non_negative(
-        [(row["response/max_tokens"], count / engines) for row, count in zip(rows, tokens, strict=True)],
-        [row["timing/generate_s"] for row in rows],
-    )
+    lengths = _lengths(rows, ran["trainer"]["train_batch_size"] * ran["generator"]["n_samples_per_prompt"])
+    decode_s, per_sequence_s = _decode_step(rows, engines, lengths.sigma)
 
     def seconds(name: str) -> list[float]:
         return [row.get(f"timing/{name}_s", 0.0) for row in rows]
@@ -62,7 +63,7 @@ def fit(folder: Path) -> Timings:
         ),
         sync_s=median(seconds("publish")),
         swap_s=rest if colocated else 0.0,
-        response=_lengths(rows, ran["trainer"]["train_batch_size"] * ran["generator"]["n_samples_per_prompt"]),
+        response=lengths,
         prompt_tokens=0,  # the tokens above are those of answers: prompts are in what they take
         pass_rate=min(1.0, max(0.0, fmean(row.get("reward/mean", 0.5) for row in rows))),
     )
@@ -85,6 +86,15 @@ def _check_simple(folder: Path, ran: Mapping[str, Any], rows: Sequence[Mapping[s
     for reason, holds in reasons.items():
         if holds:
             raise DataError(f"{folder}: {reason}, so that it does not tell what a decode step takes: use --timings.")
+
+
+def _decode_step(rows: Sequence[Mapping[str, Any]], engines: int, sigma: float) -> tuple[float, float]:
+    """Seconds of a decode step, and those that each sequence adds."""
+    whole = [(row["response/max_tokens"], row["rollouts/tokens"] / engines) for row in rows]
+    seconds = [row["timing/generate_s"] for row in rows]
+    told = [row for row in rows if row.get("timing/response_s")]
+    alone = [(row["response/mean_tokens"], row["rollouts/tokens"] / engines * math.erfc(sigma / 2)) for row in told]
+    return _non_negative([*whole, *alone], [*seconds, *(row["timing/response_s"] for row in told)])
 
 
 def _spread(values: Sequence[float]) -> float:

@@ -15,7 +15,7 @@ NUM_SAMPLES = 4
 
 
 def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics: Metrics) -> None:
-    """Add reward/*, response/*, episode/*, environment/* and rollouts/*; `version` is that of the live weights.
+    """Add reward/*, response/*, episode/*, environment/*, rollouts/* and timing/response_s; `version` is the live one.
 
     All but rollouts/tokens and rollouts/trajectories cover trajectories with status ok only. A group that dynamic
     sampling repeats counts once.
@@ -32,6 +32,7 @@ def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics
         metrics.add("response/mean_tokens", len(item.response_ids))
         metrics.add("response/truncated_fraction", item.stop_reason == "length")
         metrics.maximum("response/max_tokens", len(item.response_ids))
+        metrics.add("timing/response_s", sum(turn.running_s for turn in item.turns))
         metrics.add("episode/turns", len(item.turns))
         metrics.maximum("episode/max_turns", len(item.turns))
         metrics.add("episode/sequences", 1 + len(item.restarts))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.assembly import publisher
+
 from .conftest import Run, metrics_of
 
 EVERY_SECOND = """
@@ -87,3 +89,21 @@ def test_ratios_have_mean_one_when_sampling_was_truncated_and_the_policy_is_unch
         assert found["mismatch/ratio_max"] < 1 + 1e-3
         assert abs(found["policy/ratio"] - 1) < 1e-4
         assert found["mismatch/ess_sequences"] > 1 - 1e-6
+
+
+@pytest.mark.slow
+def test_engines_in_half_precision_are_compared_with_the_trainer_before_the_first_step(
+    run: Run, easy: Callable[[Path], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """And a run whose engines compute something else ends before it trains on what they sample."""
+    half = ["generator.model_dtype=float16", "trainer.max_steps=1", "trainer.ckpt_interval=0"]
+    run("main_base", *easy(tmp_path), *half)
+    found = metrics_of(tmp_path)
+    assert 0 < found[0]["weights/probe_gap_mean"] <= publisher.HALF_PRECISION_MEAN_TOLERANCE
+    assert found[0]["weights/probe_gap_mean"] <= found[0]["weights/probe_gap"]
+    assert "weights/probe_gap" not in found[1], "the first sync tells: later ones need no forward of their own"
+
+    monkeypatch.setattr(publisher, "HALF_PRECISION_MEAN_TOLERANCE", 1e-9)
+    refused = run("main_base", *easy(tmp_path / "other"), *half, expect=1)
+    assert "do not compute the same model" in refused.stderr
+    assert not (tmp_path / "other" / "ckpts" / "metrics.jsonl").exists()

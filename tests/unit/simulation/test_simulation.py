@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,33 @@ def test_what_a_run_shows_is_fitted(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(DataError, match="0 steps after the first"):
         fit(tmp_path)
+
+
+def test_how_long_answers_took_tells_decode_steps_apart_from_sequences(tmp_path: Path):
+    """Where the longest answer of each step is as long as it may be, and no step takes quite what it should."""
+    timings = replace(
+        EVEN,
+        engine=replace(EVEN.engine, decode_per_sequence_s=0.0002),
+        response=Lengths(16.0, 0.7),
+        prompt_tokens=0,
+    )
+    cfg = config(prompts=64)
+    cfg.trainer.placement.colocate_all = False
+    cfg.generator.sampling_params.max_generate_length = 40
+
+    async def rows() -> list[dict[str, float]]:
+        built = build_run(cfg, timings, Split(1, 1), 12)
+        await built.trainer.fit()
+        await built.client.close()
+        return [dict(one.row) for one in built.moments]
+
+    noise = cycle((0.9, 1.0, 1.1))
+    told = [row | {"timing/generate_s": row["timing/generate_s"] * next(noise)} for row in virtual_time.run(rows())]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+    save_resolved(cfg, tmp_path / CONFIG_FILE)
+    found = fit(tmp_path).engine
+    assert found.decode_s == pytest.approx(0.1, rel=0.1)
+    assert found.decode_per_sequence_s == pytest.approx(0.0002, rel=0.5)
 
 
 def test_what_cannot_be_fitted_is_named(tmp_path: Path):
