@@ -1,13 +1,16 @@
-"""Random schedules in virtual time: engines die and come back, syncs fail, samplers drop groups, runs are resumed.
+"""Random schedules in virtual time: engines die, come back and stall, rollouts and syncs fail, samplers drop groups and
+over-provisioning cuts them, evaluations run in between, runs are resumed.
 
-Whatever happens, a step trains on no token beyond the bound, on prompts in their order, each once, and the run ends.
+Whatever happens, a step trains on no token beyond the bound, on prompts in their order, each once, an evaluation is of
+one version, and the run ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+import random
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +18,18 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from skyrl_train.config.schema import Config
-from skyrl_train.data.trajectory import OK, TrajectoryGroup
+from skyrl_train.data.trajectory import OK, Prompt, TrajectoryGroup
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.metrics import Metrics
+from skyrl_train.rollouts.collector import Rollout
 from skyrl_train.simulation import virtual_time
+from skyrl_train.simulation.engine import SimulatedEngine
 from skyrl_train.simulation.run import SimulatedRun, Split, build_run
 from skyrl_train.simulation.timings import EngineTimings, LearnerTimings, Lengths, Timings
+from skyrl_train.trainer.evaluation import Evaluator
 
 STEPS, BATCH, SAMPLES = 5, 3, 2
+HELD_OUT = [Prompt(f"held out {row}", [], "simulated") for row in range(2)]
 ENDS_WITHIN_S = 400_000.0
 """Virtual seconds: the longest schedule needs a tenth of them."""
 
@@ -43,6 +50,16 @@ class Schedule:
     filters: bool
     failing_sync: int
     """The number of the sync that fails once; 0 for none."""
+    stalls_at: float | None
+    """Virtual seconds after which an engine stops answering ..."""
+    stalls_s: float
+    """... and for how long."""
+    rollouts_fail: float
+    """Share of the episodes."""
+    evaluates: int
+    """How many steps apart; 0: never."""
+    cuts: bool
+    """Over-provisioning, in a synchronous schedule without a sampler."""
     killed_at: float | None
     """Virtual seconds after which the run is cancelled, and resumed from its last checkpoint."""
     seed: int
@@ -63,6 +80,11 @@ SCHEDULES = st.builds(
     start_s=st.sampled_from([0.0, 10.0]),
     filters=st.booleans(),
     failing_sync=st.integers(0, STEPS),
+    stalls_at=st.none() | st.floats(0.0, 100.0),
+    stalls_s=st.sampled_from([1.0, 40.0, 1000.0]),
+    rollouts_fail=st.sampled_from([0.0, 0.0, 0.3]),
+    evaluates=st.integers(0, 2),
+    cuts=st.booleans(),
     killed_at=st.none() | st.floats(0.0, 200.0),
     seed=st.integers(0, 2**16),
 )
@@ -91,7 +113,8 @@ def configured(schedule: Schedule) -> tuple[Config, Timings, Split]:
         turns=schedule.turns,
         tool_s=schedule.tool_s,
     )
-    return cfg, timings, Split(schedule.engines, 1, schedule.staleness)
+    over = 0.5 if schedule.cuts and not schedule.staleness and not schedule.filters else 0.0
+    return cfg, timings, Split(schedule.engines, 1, schedule.staleness, over_provisioning=over)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -112,8 +135,15 @@ class Watched:
         self.run: SimulatedRun = build_run(cfg, timings, split, STEPS, saved)
         self.trained: dict[int, list[TrajectoryGroup]] = {}
         self.most_under_way = 0
+        self.torn = False
         trainer, collector = self.run.trainer, self.run.collector
-        trainer.intervals = type(trainer.intervals)(0, 1, 0, False, STEPS)  # a checkpoint after every step
+        # a checkpoint after every step
+        trainer.intervals = type(trainer.intervals)(schedule.evaluates, 1, 0, schedule.evaluates > 0, STEPS)
+        trainer.evaluator = Evaluator(self._evaluate, HELD_OUT, len(HELD_OUT), None, one_version=True)
+        self._rollout, self._rng = collector._rollout, random.Random(schedule.seed)
+        collector._rollout = self._may_fail(schedule.rollouts_fail)
+        if schedule.stalls_at is not None:
+            stall(self.run.engines[0], schedule.stalls_at, schedule.stalls_s)
         next_groups = collector.next_groups
 
         async def watched(step: int, metrics: Metrics) -> list[TrajectoryGroup]:
@@ -125,6 +155,35 @@ class Watched:
 
         collector.next_groups = watched  # type: ignore[method-assign]
         self._fail_a_sync(schedule.failing_sync)
+        self._whole_versions_alone()
+
+    async def _evaluate(self, prompt: Prompt, position: int) -> TrajectoryGroup:
+        """With requests of its own names, beside those of rollouts that go on."""
+        return await self._rollout(prompt, position + 10**6)
+
+    def _may_fail(self, share: float) -> Rollout:
+        rollout = self._rollout
+
+        async def failing(prompt: Prompt, position: int) -> TrajectoryGroup:
+            group = await rollout(prompt, position)
+            for item in group.trajectories:
+                if self._rng.random() < share:
+                    item.fail("ZeroDivisionError", "division by zero")
+            return group
+
+        return failing
+
+    def _whole_versions_alone(self) -> None:
+        """No weights leave the learner while an update makes the next ones."""
+        learner, publisher = self.run.learner, self.run.publisher
+        publish_to = publisher.publish_to
+
+        async def sends(engine: SimulatedEngine, version: int) -> dict[str, float]:
+            sent = await publish_to(engine, version)
+            self.torn |= version != learner.version
+            return sent  # type: ignore[no-any-return]
+
+        publisher.publish_to = sends
 
     def _fail_a_sync(self, number: int) -> None:
         publish, syncs = self.run.publisher.publish, 0
@@ -138,6 +197,29 @@ class Watched:
             return await publish(version)  # type: ignore[no-any-return]
 
         self.run.publisher.publish = failing
+
+
+def stall(engine: SimulatedEngine, at: float, seconds: float) -> None:
+    """As with a process that is stopped: neither calls that come then nor answers to those under way get through."""
+    loop = asyncio.get_running_loop()
+    begins = loop.time() + at
+
+    def late(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            await over()
+            try:
+                return await method(*args, **kwargs)
+            finally:
+                await over()
+
+        return call
+
+    async def over() -> None:
+        if begins <= loop.time() < begins + seconds:
+            await asyncio.sleep(begins + seconds - loop.time())
+
+    for name in ("generate", "abort", "pause", "resume", "commit_weights", "health"):
+        setattr(engine, name, late(getattr(engine, name)))
 
 
 async def played(schedule: Schedule) -> tuple[list[Watched], dict[int, list[TrajectoryGroup]]]:
@@ -173,10 +255,15 @@ def test_the_bound_holds_prompts_are_used_once_in_order_and_the_run_ends(schedul
     assert sorted(trained) == list(range(STEPS))
     positions = [int(group.prompt.uid) for step in range(STEPS) for group in trained[step]]
     assert positions == sorted(set(positions)), "prompts in order, and none twice"
-    if not schedule.filters:
+    if not schedule.filters and not (schedule.cuts and not schedule.staleness):
         assert positions == list(range(STEPS * BATCH)), "and none is left out"
     for step, groups in trained.items():
         assert len(groups) == BATCH
+        kinds = {item.error for group in groups for item in group.trajectories}
+        if not schedule.failures_per_hour and (schedule.engines > 1 or schedule.stalls_at is None):
+            assert kinds <= {None, "ZeroDivisionError"}, "one engine's death or stall costs no rollout"
         turns = [turn for group in groups for item in group.trajectories if item.status == OK for turn in item.turns]
         assert all(step - schedule.staleness <= turn.min_version <= turn.max_version <= step for turn in turns)
-    assert max(one.most_under_way for one in attempts) <= (schedule.staleness + 1) * BATCH
+    assert not any(one.torn for one in attempts), "an engine was sent weights that an update was changing"
+    over = BATCH if schedule.cuts and not schedule.staleness else 0
+    assert max(one.most_under_way for one in attempts) <= (schedule.staleness + 1) * BATCH + over
