@@ -56,7 +56,7 @@ SIGMAS = {LOG_NORMAL: 0.8, "equal": 0.0}
 LONGEST = 4
 """Times the mean: where longer answers are cut."""
 WORK = {
-    LOG_NORMAL: Work(prompts=8, samples=8, prompt_tokens=25, new_tokens=80),
+    LOG_NORMAL: Work(prompts=10, samples=8, prompt_tokens=25, new_tokens=64),
     "equal": Work(prompts=3, samples=8, prompt_tokens=25, new_tokens=200),
 }
 """Generation takes about as long as the rest of a step, on one core each."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 RANKS = get_context("forkserver")
 RANKS.set_forkserver_preload(["skyrl_train.learner.worker", "tests.support.recording_strategies"])
 
