@@ -79,7 +79,8 @@ def policy_learning(cfg: Config) -> Learning:
 def _warn_of_uncorrected(cfg: Config) -> None:
     """Old samples need a correction: the engine's policy is then not the one that a loss takes its ratio against."""
     ahead, algorithm = cfg.trainer.fully_async, cfg.trainer.algorithm
-    corrected = corrects(algorithm) or "rollout_logprobs" in keywords_of(policy_losses.get(algorithm.policy_loss_type))
+    weighs = correction_of(algorithm).tis_ratio_type is not None  # masks alone leave old tokens as they are
+    corrected = weighs or _corrects_itself(_policy_loss_of(algorithm))
     if ahead.enabled and ahead.max_staleness_steps and not corrected:
         _log.warning(
             f"trainer.fully_async.max_staleness_steps={ahead.max_staleness_steps} without a correction: tokens that "
@@ -99,9 +100,7 @@ def build_objective(algorithm: AlgorithmConfig) -> PolicyObjective:
 
     Raises ConfigError for a name that is not registered, or a function with an argument that does not exist.
     """
-    loss = policy_losses.get(algorithm.policy_loss_type)
-    if loss is cispo and algorithm.cispo.cispo_anchor == "rollout":
-        loss = cispo_rollout
+    loss = _policy_loss_of(algorithm)
     _refuse_twice_corrected(loss, algorithm)
     if is_skyrl_style(loss):
         _log.warning(
@@ -140,9 +139,19 @@ def build_critic_objective(trainer: TrainerConfig) -> ValueObjective | None:
     return ValueObjective(math.inf if clip is None else clip)
 
 
+def _policy_loss_of(algorithm: AlgorithmConfig) -> Callable[..., Any]:
+    loss = policy_losses.get(algorithm.policy_loss_type)
+    return cispo_rollout if loss is cispo and algorithm.cispo.cispo_anchor == "rollout" else loss
+
+
+def _corrects_itself(loss: Callable[..., Any]) -> bool:
+    """Whether it gets the engine's log-probs."""
+    return is_skyrl_style(loss) or "rollout_logprobs" in keywords_of(loss)
+
+
 def _refuse_twice_corrected(loss: Callable[..., Any], algorithm: AlgorithmConfig) -> None:
     kind = correction_of(algorithm).tis_ratio_type
-    if kind is not None and (is_skyrl_style(loss) or "rollout_logprobs" in keywords_of(loss)):
+    if kind is not None and _corrects_itself(loss):
         raise ConfigError(
             f"trainer.algorithm.off_policy_correction.tis_ratio_type={kind}: must be null with policy_loss_type="
             f"{algorithm.policy_loss_type}, which gets the engine's log-probs and corrects for them itself."

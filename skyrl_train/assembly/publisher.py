@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -29,6 +30,7 @@ from skyrl_train.errors import ConfigError, SkyRLError, WorkerDied
 from skyrl_train.learner.learner import Learner, WorkerGroup
 from skyrl_train.weight_sync.publish import PROBE_TOLERANCE, Probe, WeightPublisher
 
+log = logging.getLogger(__name__)
 HALF_PRECISION_PROBE_TOLERANCE = 0.25
 """In nats; it is this large because bfloat16 engines and trainers round differently in every layer."""
 HALF_PRECISION_MEAN_TOLERANCE = 0.1
@@ -147,6 +149,12 @@ def pause_mode(cfg: Config, engines: Sequence[Any]) -> str | None:
                 f"trainer.fully_async.on_sync={chosen}: engine {one.capabilities.name!r} cannot pause in this way; it "
                 f"can: {can}."
             )
+        if chosen == "abort" and not one.capabilities.seeds:
+            log.warning(
+                f"trainer.fully_async.on_sync=abort: engine {one.capabilities.name!r} takes no seeds, so that what a "
+                "sync ends is another answer when it begins anew, and long ones become rarer. Set recompute, which "
+                "keeps what there is."
+            )
     return PAUSES[chosen]
 
 
@@ -191,6 +199,8 @@ def supervised_publish(
                         await publish_to_the_living(version)
             if mode and client.engines:  # they go on meanwhile
                 client.revive_dead()
+            elif mode:
+                await client.revived()
             else:
                 await supervisor.revive()
             if time_shared and supervisor.restarts > before:
@@ -232,13 +242,7 @@ def build_supervisor(base: Services, client: EngineClient, publisher: WeightPubl
             await engine.sleep()
             await learner.keep_weights()
             await engine.wake_up(["weights"])
-        async with learner.at_rest() as version:
-            try:
-                await publisher.publish_to(engine, version)
-            except SkyRLError as error:
-                if not await learner.answers(_RANKS_ANSWER_S):
-                    raise WorkerDied(f"{type(error).__name__}: {error}") from error
-                raise
+        await send_whole_version(learner, publisher, engine)
 
     async def stop(engine: Any) -> None:
         await (engine.close() if role_slots is None else asyncio.to_thread(engine.kill))
@@ -250,6 +254,20 @@ def build_supervisor(base: Services, client: EngineClient, publisher: WeightPubl
         stop=stop,
         budget=cfg.generator.max_engine_restarts,
     )
+
+
+async def send_whole_version(learner: Learner, publisher: WeightPublisher, engine: Any) -> None:
+    """Sync one engine with the newest version, never with one in the making.
+
+    Raises WorkerDied if that fails and a rank of the trainer does not answer, else what it failed with.
+    """
+    async with learner.at_rest() as version:
+        try:
+            await publisher.publish_to(engine, version)
+        except SkyRLError as error:
+            if not await learner.answers(_RANKS_ANSWER_S):
+                raise WorkerDied(f"{type(error).__name__}: {error}") from error
+            raise
 
 
 async def score_sequences(

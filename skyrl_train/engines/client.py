@@ -78,6 +78,8 @@ class EngineClient:
         """("session" or "group", its name) -> index of its engine."""
         self._background: set[asyncio.Task[Any]] = set()
         self._reviving: asyncio.Task[None] | None = None
+        self._came_back = asyncio.Event()
+        """Set by `replace`."""
         self._busy = _BusyClock()
         """Of all engines: runs while one of them does."""
         self._replaced_busy_s = 0.0
@@ -125,6 +127,7 @@ class EngineClient:
         old = self._named(name)
         self._replaced_busy_s += old.busy.seconds
         self._all[self._all.index(old)] = self._record(engine, name)
+        self._came_back.set()
 
     def _record(self, engine: Any, name: str) -> _EngineRecord:
         progress = Progress(name, lambda: engine.health(), self._looks_every_s)
@@ -149,7 +152,7 @@ class EngineClient:
         while missing:
             await self._until_serving()
             if not self.engines and self.revive is not None:
-                await self._revived()
+                await self.revived()
             before, aborts = self._interruptions, self._aborts
             failed = await self._dispatch(missing, completions, avoid=lost_at)
             if aborts != self._aborts:
@@ -278,9 +281,22 @@ class EngineClient:
         except Exception as error:
             record.mark_dead(error)
 
-    async def _revived(self) -> None:
-        """Wait for one restart that all waiting requests share; it continues even if they are cancelled."""
-        await asyncio.shield(self._reviving_now())
+    async def revived(self) -> None:
+        """Wait for one restart of what is dead that all share; it continues even if they are cancelled.
+
+        Where others go on while an engine is restarted, the first one that is back is enough.
+        """
+        reviving = self._reviving_now()
+        if self.revives_at_once:
+            self._came_back.clear()
+            back = asyncio.ensure_future(self._came_back.wait())
+            try:
+                await asyncio.wait({reviving, back}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                back.cancel()
+            if self.engines:
+                return
+        await asyncio.shield(reviving)
 
     def _reviving_now(self) -> asyncio.Task[None]:
         """The restart that is under way, or a new one."""

@@ -146,7 +146,7 @@ class RolloutCollector:
         groups = _filled(useful, others)
         self._count_failures([*drawn, *surplus], metrics)
         self._describe(drawn, groups, metrics)
-        if self._max_staleness:
+        if self._max_staleness or self._max_in_flight is not None:
             self._check_staleness(step, groups)
             self._describe_staleness(step, groups, metrics)
         if self._samplers.mask_equal_rewards:

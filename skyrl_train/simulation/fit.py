@@ -20,6 +20,8 @@ _ALIKE = 0.005
 """Spread below which numbers of several steps say no more than one of them."""
 _LEAST_STEPS = 3
 """The first step is left out: it compiles, and fills caches."""
+_PIECES = 2000
+"""In which integrals are added up."""
 
 
 def fit(folder: Path) -> Timings:
@@ -28,9 +30,9 @@ def fit(folder: Path) -> Timings:
     A decode step takes `a + b * batch`. All sequences of a synchronous step begin at once, so that its generation has
     as many decode steps as its longest answer has tokens, and the batches of an engine add up to its tokens:
     `generate_s = a * longest + b * tokens / engines`. Likewise an answer of n tokens takes n steps, whose batches add
-    up to the sum of min(length, n) over the engine's answers: in the mean over log-normal answers
-    `response_s = a * mean + b * answers / engines * mean * erfc(sigma / 2)`. `a` and `b` are what fits both best over
-    the run's steps. Raises DataError.
+    up to the sum of min(length, n) over the m answers of its engine: in the mean
+    `response_s = a * mean + b * (mean + (m - 1) * shorter)`, `shorter` being the mean of the shorter of two answers.
+    `a` and `b` are what fits both best over the run's steps. Raises DataError.
     """
     rows = [row for row in read_jsonl(folder / METRICS_FILE) if "timing/generate_s" in row and row["step"] > 1]
     if len(rows) < _LEAST_STEPS:
@@ -42,8 +44,10 @@ def fit(folder: Path) -> Timings:
     trainers = placement["policy_num_nodes"] * placement["policy_num_gpus_per_node"]
     tokens = [row["rollouts/tokens"] for row in rows]
     _check_simple(folder, ran, rows)
-    lengths = _lengths(rows, ran["trainer"]["train_batch_size"] * ran["generator"]["n_samples_per_prompt"])
-    decode_s, per_sequence_s = _decode_step(rows, engines, lengths.sigma)
+    answers = ran["trainer"]["train_batch_size"] * ran["generator"]["n_samples_per_prompt"]
+    most = ran["generator"]["sampling_params"]["max_generate_length"]
+    lengths = _lengths(rows, answers, most)
+    decode_s, per_sequence_s = _decode_step(rows, answers / engines, _share_of_shorter(lengths, most))
 
     def seconds(name: str) -> list[float]:
         return [row.get(f"timing/{name}_s", 0.0) for row in rows]
@@ -77,6 +81,9 @@ def _check_simple(folder: Path, ran: Mapping[str, Any], rows: Sequence[Mapping[s
     reasons = {
         "its engines have several accelerators each": any(generator.get(name, 1) > 1 for name in parallel),
         "its episodes have several turns": any(row.get("episode/max_turns", 1) > 1 for row in rows),
+        "it sampled groups that no step trained on": any(
+            row.get("sampling/dropped") or row.get("sampling/cut") for row in rows
+        ),
         "its engines had more sequences than run at a time (generator.max_num_seqs)": each > generator["max_num_seqs"],
         "its answers are all as long, or in each step alike": _spread(
             [row["rollouts/tokens"] / row["response/max_tokens"] for row in rows]
@@ -88,13 +95,15 @@ def _check_simple(folder: Path, ran: Mapping[str, Any], rows: Sequence[Mapping[s
             raise DataError(f"{folder}: {reason}, so that it does not tell what a decode step takes: use --timings.")
 
 
-def _decode_step(rows: Sequence[Mapping[str, Any]], engines: int, sigma: float) -> tuple[float, float]:
-    """Seconds of a decode step, and those that each sequence adds."""
-    whole = [(row["response/max_tokens"], row["rollouts/tokens"] / engines) for row in rows]
-    seconds = [row["timing/generate_s"] for row in rows]
-    told = [row for row in rows if row.get("timing/response_s")]
-    alone = [(row["response/mean_tokens"], row["rollouts/tokens"] / engines * math.erfc(sigma / 2)) for row in told]
-    return _non_negative([*whole, *alone], [*seconds, *(row["timing/response_s"] for row in told)])
+def _decode_step(rows: Sequence[Mapping[str, Any]], each: float, shorter: float) -> tuple[float, float]:
+    """Seconds of a decode step, and those that each sequence adds: of engines with `each` answers in a step."""
+    tokens = [row["response/mean_tokens"] for row in rows]
+    whole = [(row["response/max_tokens"], mean * each) for row, mean in zip(rows, tokens, strict=True)]
+    alone = [(mean, mean * (1 + (each - 1) * shorter)) for mean in tokens]
+    of_whole, of_each = ([row.get(f"timing/{name}_s", 0.0) for row in rows] for name in ("generate", "response"))
+    if not all(of_each):  # a run of an earlier version
+        alone, of_each = [], []
+    return _non_negative([*whole, *alone], [*of_whole, *of_each])
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -111,17 +120,49 @@ def _configuration(folder: Path) -> dict[str, Any]:
         raise DataError(f"{file}: is not what a run writes when it starts ({error!r}).") from error
 
 
-def _lengths(rows: Sequence[Mapping[str, Any]], answers: int) -> Lengths:
-    """The log-normal whose mean and whose expected longest of the `answers` of a step are the run's."""
-    mean, longest = (
-        fmean(row["response/mean_tokens"] for row in rows),
-        fmean(row["response/max_tokens"] for row in rows),
-    )
+def _lengths(rows: Sequence[Mapping[str, Any]], answers: int, most: int) -> Lengths:
+    """The log-normal of answers before they are cut at `most` tokens.
+
+    It has the run's mean, and its share of cut answers; where none was cut, or answers have limits of their own, its
+    expected longest of the `answers` of a step.
+    """
+    mean = fmean(row["response/mean_tokens"] for row in rows)
+    cut = fmean(row.get("response/truncated_fraction", 0.0) for row in rows)
+    if 0 < cut * most < mean:
+        return _cut_lengths(mean, cut, most)
+    longest = fmean(row["response/max_tokens"] for row in rows)
     quantile = NormalDist().inv_cdf(1 - 0.5 / max(2, answers))
     ratio = math.log(max(longest / mean, 1.0))
     # longest / mean = exp(quantile * sigma - sigma^2 / 2)
     sigma = quantile - math.sqrt(max(0.0, quantile**2 - 2 * ratio))
     return Lengths(mean, sigma)
+
+
+def _cut_lengths(mean: float, cut: float, most: int) -> Lengths:
+    """The log-normal of which a share `cut` is longer than `most`, and has the mean `mean` once that is cut off."""
+    normal = NormalDist()
+    beyond = normal.inv_cdf(1 - min(cut, 1 - 1e-6))  # (ln most - mu) / sigma
+
+    def mean_of(sigma: float) -> float:
+        below = math.exp(sigma * (sigma / 2 - beyond)) * normal.cdf(beyond - sigma)
+        return most * (below + cut)
+
+    low, high = 1e-3, 8.0  # the wider it is, the smaller its mean
+    for _ in range(60):
+        sigma = (low + high) / 2
+        low, high = (sigma, high) if mean_of(sigma) > mean else (low, sigma)
+    return Lengths(most * math.exp(sigma * (sigma / 2 - beyond)), sigma)
+
+
+def _share_of_shorter(lengths: Lengths, most: int) -> float:
+    """Mean of the shorter one of two answers, over that of one, both cut at `most` tokens: the integrals of S^2 and S
+    from 0 to `most`, S(x) being the share of answers longer than x."""
+    if not lengths.sigma:
+        return 1.0
+    normal = NormalDist(math.log(lengths.mean) - lengths.sigma**2 / 2, lengths.sigma)
+    width = min(most, lengths.mean * math.exp(6 * lengths.sigma)) / _PIECES
+    longer = [1 - normal.cdf(math.log((piece + 0.5) * width)) for piece in range(_PIECES)]
+    return math.fsum(share**2 for share in longer) / math.fsum(longer)
 
 
 def _non_negative(columns: Sequence[tuple[float, float]], values: Sequence[float]) -> tuple[float, float]:

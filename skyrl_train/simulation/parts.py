@@ -90,6 +90,7 @@ class SimulatedLearner:
         self._prompt = timings.prompt_tokens - prompt_units(timings, unit) * unit
         """Tokens by which a prompt is longer than what stands for it."""
         self.version = 0
+        self.updating = False
         self.trained_tokens = 0
         """Sampled ones that it has been given for updates."""
 
@@ -99,10 +100,12 @@ class SimulatedLearner:
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         async with self._changing:
+            self.updating = True
             await self._work(self._timings.update_s_per_token, batch)
             await asyncio.sleep(self._timings.step_s)
             self.trained_tokens += int(batch.loss_mask.sum()) * self._unit
             self.version += 1
+            self.updating = False
         return {}
 
     async def _work(self, per_token_s: float, batch: TrainBatch) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from skyrl_train.assembly.collector import build_samplers
-from skyrl_train.assembly.publisher import PAUSES, supervised_publish
+from skyrl_train.assembly.publisher import PAUSES, send_whole_version, supervised_publish
 from skyrl_train.clock import now
 from skyrl_train.config.schema import Config
 from skyrl_train.data.trajectory import Prompt
@@ -143,8 +143,7 @@ def _publish(
         return engine(name)
 
     async def sync(one: SimulatedEngine) -> None:
-        async with learner.at_rest() as version:
-            await publisher.publish_to(one, version)
+        await send_whole_version(learner, publisher, one)
 
     supervisor = EngineSupervisor(client, start=start, sync=sync, stop=SimulatedEngine.close, budget=_ANY)
     mode = PAUSES[cfg.trainer.fully_async.on_sync] if split.staleness else None

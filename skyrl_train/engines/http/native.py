@@ -180,13 +180,15 @@ class NativeEngine:
 
     async def _run(self, entry: _NativeRequest) -> Completion:
         """Send a request once the server has room for it."""
-        if not await _unless_ended(entry, self._seats.acquire):
+        seat = asyncio.ensure_future(self._seats.acquire())
+        try:
+            if await _before_its_end(entry, seat):
+                return await self._run_seated(entry)
             self._entries.pop(entry.request.request_id, None)
             return self._completion(entry, "abort")
-        try:
-            return await self._run_seated(entry)
-        finally:
-            self._seats.release()
+        finally:  # it may have been got just as the request was ended
+            if not seat.cancel() and not seat.cancelled():
+                self._seats.release()
 
     async def _run_seated(self, entry: _NativeRequest) -> Completion:
         """Send a request, and again after every retraction."""
@@ -196,7 +198,7 @@ class NativeEngine:
             timer = loop.call_later(entry.request.deadline_s, lambda: self._begin(self._end([entry])))
         try:
             while True:
-                if not await _unless_ended(entry, self._open.wait):
+                if not await _before_its_end(entry, asyncio.ensure_future(self._open.wait())):
                     return self._completion(entry, "abort")
                 entry.retracted = False
                 version = self._receiver.version
@@ -482,12 +484,12 @@ class NativeEngine:
         )
 
 
-async def _unless_ended(entry: _NativeRequest, wait: Callable[[], Coroutine[Any, Any, Any]]) -> bool:
-    """Wait; returns whether that was done before the request was ended."""
-    waits = [asyncio.ensure_future(wait()), asyncio.ensure_future(entry.ended.wait())]
+async def _before_its_end(entry: _NativeRequest, waited: asyncio.Future[Any]) -> bool:
+    """Wait; returns whether it came before the request was ended. It is cancelled otherwise, unless it is done."""
+    ended = asyncio.ensure_future(entry.ended.wait())
     try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([waited, ended], return_when=asyncio.FIRST_COMPLETED)
         return not entry.ended.is_set()
     finally:
-        for one in waits:
-            one.cancel()
+        ended.cancel()
+        waited.cancel()

@@ -111,6 +111,9 @@ class Traffic:
         except asyncio.CancelledError:
             self._begin(self._abort(entries))
             raise
+        except EngineError:  # of one: its caller sends all of them again, under the same ids
+            await self._abort(entries)
+            raise
 
     async def abort(self, request_ids: Iterable[str]) -> None:
         """Abort requests and wait until they have ended, so that their ids may be used again."""

@@ -33,6 +33,7 @@ from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.sglang.engine import SGLangEngine
 from skyrl_train.engines.sglang.host import _remove_stale_files
+from skyrl_train.engines.sglang.traffic import Traffic
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
@@ -279,6 +280,31 @@ def test_a_request_aborted_while_paused_returns_what_it_has_at_once(running: Run
     assert 0 < len(aborted.token_ids) < 450
     _, full = Reference(running.model).logprobs(PROMPT, aborted.token_ids, asked.sampling)
     assert largest_gap(aborted.full_logprobs, full) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.defect("ids-kept-by-the-rest-of-a-failed-call")
+def test_a_request_that_fails_ends_the_others_of_its_call_as_all_are_sent_again(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+):
+    broken, *others = (request(seed=seed, max_tokens=400) for seed in range(3))
+    sample = Traffic._sample
+
+    async def fails(self: Traffic, entry: Any) -> Completion:
+        if entry.request is broken:
+            await asyncio.sleep(0.2)
+            raise EngineError("its log-probs are not finite")
+        return await sample(self, entry)
+
+    async def run() -> list[Completion]:
+        with monkeypatch.context() as patch:
+            patch.setattr(Traffic, "_sample", fails)
+            with pytest.raises(EngineError, match="not finite"):
+                await running.engine.generate([broken, *others])
+        assert (await running.engine.health()).running == 0
+        return await running.engine.generate([broken, *others])
+
+    assert [len(one.token_ids) for one in running.run(run())] == [400, 400, 400]
 
 
 @pytest.mark.slow

@@ -51,6 +51,15 @@ def test_an_engine_that_cannot_pause_so_is_refused_by_name():
     assert pause_mode(config(), [server]) is None
 
 
+def test_beginning_anew_without_seeds_is_warned_of(caplog: pytest.LogCaptureFixture):
+    able = frozenset({"abort", "retract"})
+    for seeds in (True, False):
+        server = ScriptedEngine(name="server", capabilities=replace(EVERYTHING, pause_modes=able, seeds=seeds))
+        with caplog.at_level(logging.WARNING):
+            assert pause_mode(config(*AHEAD, "trainer.fully_async.on_sync=abort"), [server]) == "abort"
+        assert ("engine 'server' takes no seeds" in caplog.text) == (not seeds)
+
+
 def test_a_full_batch_leaves_out_equal_rewards_and_fills_their_places():
     full = "trainer.fully_async.sample_full_batch=true"
     filtered = config(*AHEAD, full, "trainer.algorithm.zero_variance_filter=true")
@@ -79,9 +88,14 @@ def test_an_evaluation_beside_rollouts_for_training_shares_their_limit():
         ("trainer.fully_async.max_staleness_steps=0", False),
         ("trainer.algorithm.off_policy_correction.tis_ratio_type=token", False),
         ("trainer.algorithm.policy_loss_type=rollout_is", False),
+        ("trainer.algorithm.policy_loss_type=cispo", True),
+        ("trainer.algorithm.policy_loss_type=cispo trainer.algorithm.cispo.cispo_anchor=rollout", False),
+        # masks leave those that they let through as they are
+        ("trainer.algorithm.off_policy_correction.outlier_token_is_threshold_high=100", True),
     ],
 )
+@pytest.mark.defect("warned-of-what-corrects-itself")
 def test_old_samples_without_a_correction_are_warned_of(override: str, warns: bool, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
-        policy_learning(config(*AHEAD, override))
+        policy_learning(config(*AHEAD, *override.split()))
     assert ("off_policy_correction.tis_ratio_type=token" in caplog.text) == warns

@@ -257,3 +257,32 @@ def test_an_engine_that_dies_beside_others_is_restarted_at_once_where_rollouts_g
 
     dead, restarts = asyncio.run(run())
     assert (list(dead), restarts) == (([], 1) if at_once else (["a"], 0))
+
+
+@pytest.mark.defect("all-restarts-waited-for")
+def test_where_rollouts_go_on_the_first_engine_that_is_back_serves_while_others_start():
+    async def run() -> None:
+        client = EngineClient([Mortal("a"), Mortal("b")], deadline_s=5)
+        others_may_start = asyncio.Event()
+
+        async def start(name: str) -> Mortal:
+            if name == "b":
+                await others_may_start.wait()
+            return Mortal(name, lives=True)
+
+        async def sync(engine: Mortal) -> None:
+            engine.synced = True
+
+        supervisor = EngineSupervisor(client, start=start, sync=sync, stop=Mortal.close, budget=4)
+        client.revive, client.revives_at_once = supervisor.revive, True
+        for record in client._all:
+            record.mark_dead(EngineError("killed"))
+        async with asyncio.timeout(2):
+            (completion,) = await client.generate([request("r1")])
+        assert completion.token_ids and list(client.dead) == ["b"]
+        others_may_start.set()
+        async with asyncio.timeout(2):
+            while client.dead:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(run())

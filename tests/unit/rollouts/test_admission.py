@@ -149,16 +149,28 @@ def test_rollouts_of_later_steps_begin_as_soon_as_weights_are_live():
     assert begun == list(range(3 * PER_STEP))
 
 
-def test_a_token_that_is_too_old_ends_the_run_by_name():
+@pytest.mark.parametrize("bound", [0, 1])
+@pytest.mark.defect("ages-unseen-without-staleness")
+def test_a_token_that_is_too_old_ends_the_run_by_name(bound: int):
+    """Also in an asynchronous run that allows none to be old, whose ages are in its metrics as well."""
+    version = 4
+
     async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
-        return group_of(asked, version=2)
+        return group_of(asked, version=version)
 
-    async def run() -> None:
-        collector = RolloutCollector(rollout, prompt, lambda step: PER_STEP, 1, 0.5)
+    async def run() -> dict[str, float]:
+        collector = RolloutCollector(rollout, prompt, lambda step: PER_STEP, bound, 0.5, max_in_flight=PER_STEP)
         collector.start(4)
-        await collector.next_groups(4, Metrics())
+        metrics = Metrics()
+        await collector.next_groups(4, metrics)
+        await collector.close()
+        return metrics.flush()
 
-    with pytest.raises(StaleRollout, match=r"step 5 .* version 2 sampled, 2 steps old: the bound is 1"):
+    assert {"async/staleness_max", "async/in_flight"} <= asyncio.run(run()).keys()
+    version = 3 - bound
+    with pytest.raises(
+        StaleRollout, match=rf"step 5 .* version {version} sampled, {bound + 1} steps old: the bound is {bound}"
+    ):
         asyncio.run(run())
 
 

@@ -179,8 +179,9 @@ class Watched:
         publish_to = publisher.publish_to
 
         async def sends(engine: SimulatedEngine, version: int) -> dict[str, float]:
+            self.torn |= learner.updating
             sent = await publish_to(engine, version)
-            self.torn |= version != learner.version
+            self.torn |= learner.updating or version != learner.version
             return sent  # type: ignore[no-any-return]
 
         publisher.publish_to = sends

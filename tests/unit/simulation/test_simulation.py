@@ -192,9 +192,12 @@ def test_how_long_answers_took_tells_decode_steps_apart_from_sequences(tmp_path:
     told = [row | {"timing/generate_s": row["timing/generate_s"] * next(noise)} for row in virtual_time.run(rows())]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
     save_resolved(cfg, tmp_path / CONFIG_FILE)
-    found = fit(tmp_path).engine
-    assert found.decode_s == pytest.approx(0.1, rel=0.1)
-    assert found.decode_per_sequence_s == pytest.approx(0.0002, rel=0.5)
+    fitted = fit(tmp_path)
+    found = fitted.engine
+    assert fitted.response.sigma == pytest.approx(0.7, rel=0.1)
+    assert fitted.response.mean == pytest.approx(16.0, rel=0.05)
+    assert found.decode_s == pytest.approx(0.1, rel=0.05)
+    assert found.decode_per_sequence_s == pytest.approx(0.0002, rel=0.15)
 
 
 def test_what_cannot_be_fitted_is_named(tmp_path: Path):
@@ -217,6 +220,8 @@ def test_what_cannot_be_fitted_is_named(tmp_path: Path):
     assert "several turns" in refused([one | {"episode/max_turns": 2.0} for one in differ])
     assert "more sequences than run at a time" in refused(differ, max_num_seqs=8)
     assert "several accelerators" in refused(differ, inference_engine_tensor_parallel_size=2)
+    for name in ("sampling/dropped", "sampling/cut"):
+        assert "groups that no step trained on" in refused([one | {name: 2.0} for one in differ])
     assert "was asynchronous" in refused([one | {"async/staleness_max": 1.0} for one in differ])
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in differ))
     (tmp_path / CONFIG_FILE).write_text("trainer: {}\n")
