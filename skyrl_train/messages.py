@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from contextlib import suppress
+
+_log = logging.getLogger(__name__)
 
 
 def to_stderr(text: str) -> None:
@@ -11,6 +14,7 @@ def to_stderr(text: str) -> None:
 
     If they cannot be written, as on a full disk, they are lost: that ends nothing.
     """
+    _log.info("%s", text)
     with suppress(OSError):
         print("\n".join(map(visible, text.split("\n"))), file=sys.stderr, flush=True)
 

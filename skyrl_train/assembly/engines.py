@@ -76,7 +76,7 @@ async def build_engine(
         | {"threads": threads_per_process(cluster, role_slots, device), "slot": first},
         slots=role_slots.slots,
         index=first,
-        name=engine_name(generator, index),
+        name=engine_name(index),
         concurrent=True,
         deadline_s=timeouts.rollout_s + timeouts.weight_sync_s,
         deadlines={"generate": math.inf},  # the client watches its progress
@@ -140,8 +140,8 @@ def server_urls(generator: GeneratorConfig) -> list[str]:
     return list(generator.external_server_urls or generator.remote_inference_engine_urls)
 
 
-def engine_name(generator: GeneratorConfig, index: int) -> str:
-    return f"engine {generator.backend} {index}"
+def engine_name(index: int) -> str:
+    return f"engine {index}"
 
 
 def engine_kwargs(generator: GeneratorConfig, device: str, name: str) -> dict[str, Any]:

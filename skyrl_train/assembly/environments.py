@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from skyrl_train.assembly.names import check_reachable
@@ -52,10 +53,12 @@ def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
     registry.check_environments(counts, environment_settings(cfg))
 
 
-def build_environments(cfg: Config) -> EnvironmentHost:
+def build_environments(cfg: Config, log: Path | None = None) -> EnvironmentHost:
+    """Their processes, which print to stderr and, at greater length, to `log`."""
     return EnvironmentHost(
         environment_settings(cfg),
         max_workers=max(cfg.environment.skyrl_gym.max_env_workers, 1),
         step_deadline_s=cfg.trainer.timeouts.environment_step_s,
         plugins=tuple(cfg.trainer.plugins),
+        log=log,
     )

@@ -82,7 +82,7 @@ def build_learner(
         valued = _critic(spec, trainer, threads_per_process(cluster, layout.critic, device), learning, schedule)
         critic = _group(cluster, valued, layout.critic, "critic", trainer.timeouts)
     return Learner(
-        _group(cluster, spec, layout.policy, "policy", trainer.timeouts),
+        _group(cluster, spec, layout.policy, "learner", trainer.timeouts),
         reference,
         batch_sizes(trainer),
         critic=critic,
@@ -208,7 +208,7 @@ def _group(
                 {"spec": spec, "rank": rank, "world_size": role_slots.count},
                 slots=role_slots.slots,
                 index=rank,
-                name=f"{role} rank {rank}",
+                name=f"{role} {rank}",
                 concurrent=False,
                 deadline_s=timeouts.update_s,
                 deadlines=dict.fromkeys(("save", "stop_saving", "load", "export"), timeouts.checkpoint_s)

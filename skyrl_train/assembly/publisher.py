@@ -232,7 +232,7 @@ def build_supervisor(base: Services, client: EngineClient, publisher: WeightPubl
             return await connect_engine(name, cfg)  # restarting a server is up to its operator
         if one_memory:
             await learner.offload()
-        index = next(i for i in range(role_slots.count) if engine_name(cfg.generator, i) == name)
+        index = next(i for i in range(role_slots.count) if engine_name(i) == name)
         return await build_engine(
             index, base.cluster, engine_settings(cfg), cfg.trainer.timeouts, role_slots, cfg.device
         )

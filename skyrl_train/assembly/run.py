@@ -45,6 +45,7 @@ from skyrl_train.engines.sampling import normalise
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.errors import SkyRLError
 from skyrl_train.learner.reward_worker import RewardModel
+from skyrl_train.report.logs import log_of_environments
 from skyrl_train.report.phases import Said, phase
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
@@ -105,7 +106,7 @@ async def services(
                 get_tracker=get_tracker,
             )
         )
-        environments = await stack.enter_async_context(build_environments(cfg))
+        environments = await stack.enter_async_context(build_environments(cfg, log_of_environments(base.directory)))
         reward_model = build_reward_model(base)
         # An engine measures free memory when it starts: whatever stays on its accelerator must be there before that.
         with phase("models", "processes of trainer and engines that load them"):

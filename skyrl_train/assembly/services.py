@@ -21,6 +21,7 @@ from skyrl_train.config.secrets import redact
 from skyrl_train.errors import DeadlineExceeded
 from skyrl_train.learner.learner import Learner
 from skyrl_train.report.diagnosis import ASYNC, NO_DIFFERENCE, RULES, Rule, memory_rule
+from skyrl_train.report.logs import run_logs
 from skyrl_train.report.phases import phase
 from skyrl_train.report.trackers import Trackers, make_trackers
 from skyrl_train.trainer.batch_dump import BatchDump
@@ -98,8 +99,10 @@ async def learner_services(
     with ExitStack() as stack:
         directory = stack.enter_context(run_directory(cfg, fingerprints))
         save_resolved(cfg, directory.path / CONFIG_FILE)
+        logs = stack.enter_context(run_logs(directory.path))
         trackers = stack.enter_context(get_tracker(directory.path))
         stack.enter_context(cluster)
+        cluster.log_to(logs)
         with phase("slots", "cores or accelerators that Ray reserves"):
             layout = place(
                 cluster,

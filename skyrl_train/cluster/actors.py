@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -16,6 +17,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from skyrl_train.cluster.output import append_output_to
 from skyrl_train.cluster.placement import Slots
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.cluster.sockets import GROUP_ADDRESS, LOOPBACK, NODE_ADDRESS
@@ -29,19 +31,28 @@ class _Shell:
 
     def __init__(
         self,
+        name: str,
         target: str,
         kwargs: Mapping[str, Any],
         plugins: Sequence[str],
         environment: Mapping[str, str],
         single_machine: bool,
+        log: Path | None,
     ):
         os.environ.update(environment)  # before anything imports torch
+        self._name = name
+        if log is not None:
+            append_output_to(log, f"{name}, process {os.getpid()}")
         write_on_signal()
         os.environ[NODE_ADDRESS] = ray.util.get_node_ip_address()
         os.environ[GROUP_ADDRESS] = LOOPBACK if single_machine else os.environ[NODE_ADDRESS]
         for module in plugins:
             importlib.import_module(module)
         self._object = load_object(target)(**kwargs)
+
+    def __repr__(self) -> str:
+        """What Ray writes before lines that it prints for this actor."""
+        return self._name
 
     def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return getattr(self._object, method)(*args, **kwargs)
@@ -72,8 +83,14 @@ class Remote:
         deadline_s: float,
         died: type[SkyRLError] = WorkerDied,
         deadlines: Mapping[str, float] | None = None,
+        log: Path | None = None,
     ):
-        """`deadlines`: method -> deadline (infinity for none), for methods that do not have `deadline_s`."""
+        """
+        Args:
+            deadlines: Method -> deadline (infinity for none), for methods that do not have `deadline_s`.
+            log: Where the process prints to, which the error of its death names.
+        """
+        self._log = log
         self._deadlines = dict(deadlines or {})
         self._handle = handle
         self._name = name
@@ -124,7 +141,8 @@ class Remote:
                 error.cause.raised_in = f"{self._name}.{method}"
             raise error.cause from error
         except RayActorError as error:
-            raise self._died(f"{self._name} died during {method}: {_first_cause(error)}") from error
+            see = "" if self._log is None else f" What it printed: {self._log}"
+            raise self._died(f"{self._name} died during {method}: {_first_cause(error)}{see}") from error
         except (TimeoutError, GetTimeoutError) as error:
             if isinstance(error, SkyRLError):
                 raise
@@ -161,15 +179,16 @@ def spawn(
     environment = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
     if slots.gpus:  # for an actor that reserves no CPU Ray sets one thread, which the engines' ranks would inherit
         environment["OMP_NUM_THREADS"] = str(slots.cores)
+    log = cluster.log_of(name)
     handle: Any = shell.options(
         # Ray counts in ten-thousandths and rounds up: three thirds of a slot would not fit into it.
         num_cpus=math.floor(slots.cpus / slots.tenants * 10_000) / 10_000 if not slots.gpus else 0,
         num_gpus=slots.gpus / slots.tenants if devices is None else 0,
         max_concurrency=1000 if concurrent else 1,
         scheduling_strategy=PlacementGroupSchedulingStrategy(slots.group, placement_group_bundle_index=index),
-    ).remote(target, dict(kwargs), cluster.plugins, environment, cluster.single_machine)
+    ).remote(name, target, dict(kwargs), cluster.plugins, environment, cluster.single_machine, log)
     cluster.owns_actor(handle)
-    return Remote(handle, name, deadline_s, died, deadlines)
+    return Remote(handle, name, deadline_s, died, deadlines, log)
 
 
 def spawn_anywhere(
@@ -183,6 +202,6 @@ def spawn_anywhere(
 ) -> Remote:
     """Like `spawn` with concurrent=True, but not in a slot: Ray places it according to `options` (num_cpus, ...)."""
     shell: Any = ray.remote(_AsyncShell).options(**options)
-    handle = shell.remote(target, dict(kwargs), cluster.plugins, {}, cluster.single_machine)
+    handle = shell.remote(name, target, dict(kwargs), cluster.plugins, {}, cluster.single_machine, None)
     cluster.owns_actor(handle)
     return Remote(handle, name, deadline_s)

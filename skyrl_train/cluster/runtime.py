@@ -34,6 +34,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.cluster.guard import Guard, leave
+from skyrl_train.cluster.output import log_rays_own_lines
 from skyrl_train.errors import ClusterLost, ConfigError, SkyRLError, Stopped
 from skyrl_train.messages import to_stderr
 
@@ -282,6 +283,7 @@ class Cluster:
         self._preload = tuple(preload)
         self._actors: list[ActorHandle] = []
         self._groups: list[PlacementGroup] = []
+        self._logs: Path | None = None
         self._death: ClusterLost | None = None
         """Remembered when it is left: what goes wrong later follows from it."""
 
@@ -446,6 +448,15 @@ class Cluster:
     @property
     def plugins(self) -> tuple[str, ...]:
         return self._plugins
+
+    def log_to(self, folder: Path) -> None:
+        """Have actors that are made from now on print to files in `folder`, one for each."""
+        self._logs = folder
+        log_rays_own_lines()
+
+    def log_of(self, name: str) -> Path | None:
+        """Where the actor of that name prints to; None if it is left to Ray, which shows it on the terminal."""
+        return None if self._logs is None else self._logs / f"{name.replace(' ', '_')}.log"
 
     def owns_actor(self, actor: ActorHandle) -> None:
         """Register an actor to be killed when the run ends."""

@@ -17,9 +17,8 @@ from skyrl_train.config.prepare import launch
 from skyrl_train.config.presence import Uses, slots_of
 from skyrl_train.config.run_folder import identity
 from skyrl_train.config.schema import Config
-from skyrl_train.config.secrets import redact
 from skyrl_train.entrypoints.stopping import exits_as_told, signals_leave, until_told
-from skyrl_train.errors import ClusterLost, SkyRLError, Stopped
+from skyrl_train.errors import ClusterLost, Stopped
 from skyrl_train.messages import to_stderr
 from skyrl_train.report.phases import phase, say
 from skyrl_train.trainer.run_directory import refuse_other_run
@@ -203,7 +202,8 @@ def run_experiment(experiment: type[BasePPOExp], argv: Sequence[str] | None = No
 
     What the program registered counts as if `trainer.plugins` had named it, and keys that are added to `generator` and
     `environment` with a plus are its own.
-    A person's mistake is printed and exits 2, before torch or Ray start; a run that had to stop says why and exits 1.
+    A person's mistake is printed and exits 2, before torch or Ray start; a run that had to stop says why and exits 1:
+    its traceback is in the log of the driver.
     """
     start(experiment, argv, own_code=True)
 
@@ -217,8 +217,10 @@ def start(experiment: type[BasePPOExp], argv: Sequence[str] | None = None, *, ow
     except Stopped as stopped:
         to_stderr(str(stopped))
         sys.exit(128 + stopped.signal)
-    except SkyRLError as error:
-        to_stderr(redact(f"{type(error).__name__}: {error}"))
+    except Exception as error:
+        from skyrl_train.entrypoints.failure import account_of
+
+        to_stderr(account_of(error))
         sys.exit(1)
 
 

@@ -27,6 +27,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from skyrl_train.config.secrets import redact
@@ -229,11 +230,14 @@ class EnvironmentHost:
         max_workers: int = 32,
         step_deadline_s: float = 60.0,
         plugins: tuple[str, ...] = (),
+        log: Path | None = None,
     ):
+        """`log`: a file for what the processes print, which is also shown on stderr, if less of it."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.max_workers = max(1, min(max_workers, 2 * cores))
         self.step_deadline_s = step_deadline_s
         self.plugins = tuple(plugins)
+        self._log = log
         self._hello = _frame(
             {
                 "op": "hello",
@@ -353,6 +357,7 @@ class EnvironmentHost:
             await self.loop.subprocess_exec(
                 lambda: worker,
                 *(sys.executable, "-P", "-m", "skyrl_train.environments.host"),
+                *([] if self._log is None else [str(self._log)]),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=None,
@@ -555,8 +560,8 @@ def _send(sink: int, frame: bytes) -> None:
 
 
 def serve() -> None:
-    """Run a worker process until the driver closes the wire."""
-    keep()
+    """Run a worker process until the driver closes the wire. Its argument is the host's `log`, if there is one."""
+    keep(*sys.argv[1:])
     source, sink = _take_wire()
     hello = _receive(source)
     if hello is None:

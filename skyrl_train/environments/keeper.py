@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 
 from skyrl_train.environments.prints import BoundedPrints
 
@@ -26,12 +27,14 @@ _CHUNK = 64 * 2**10
 """Bytes; what a pipe holds."""
 _BETWEEN_LINES_S = 0.001
 """A process that prints many lines wakes its keeper for many at a time: else that costs more than to print them."""
+IN_FILE = 32
+"""Times what is shown on the terminal: 1 MiB at first, then 128 KiB a minute."""
 _PATIENCE_MS = 100
 """How long a line waits for whoever reads the driver's stderr."""
 
 
-def keep() -> None:
-    """Fork, and return in the child only."""
+def keep(log: str | None = None) -> None:
+    """Fork, and return in the child only. `log`: a file to which what is printed goes, too, at greater length."""
     keeper = os.getpid()
     source, sink = os.pipe()
     _prctl("PR_SET_PDEATHSIG", signal.SIGTERM)
@@ -47,16 +50,21 @@ def keep() -> None:
         os.close(sink)
         return
     os.close(sink)
-    _Keeper(worker, source).run()
+    _Keeper(worker, source, log).run()
     os._exit(0)
 
 
 class _Keeper:
-    def __init__(self, worker: int, source: int):
+    def __init__(self, worker: int, source: int, log: str | None):
         self._worker = worker
         self._source = source
         os.set_blocking(source, False)
-        self._prints = BoundedPrints(f"env {worker}", _to_stderr)
+        name = f"env {worker}"
+        self._prints = [BoundedPrints(name, _to_stderr)]
+        if log is not None:
+            with suppress(OSError):  # a full disk
+                file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                self._prints.append(BoundedPrints(name, partial(_to_file, file), times=IN_FILE))
         self._signals = _heard(signal.SIGCHLD, signal.SIGTERM)
         self._poll = select.poll()
         for descriptor in (source, self._signals):
@@ -70,24 +78,27 @@ class _Keeper:
         """Returns once nothing is left of what was started."""
         over = self._worker in _ended_children()
         while not over:
-            seconds = self._prints.seconds_to_tick
+            seconds = min((s for prints in self._prints if (s := prints.seconds_to_tick) is not None), default=None)
             ready = [descriptor for descriptor, _ in self._poll.poll(None if seconds is None else seconds * 1000 + 1)]
             if self._source in ready and not self._read():
                 self._poll.unregister(self._source)  # nobody holds its other end any more
             if self._signals in ready:
                 over = signal.SIGTERM in os.read(self._signals, _CHUNK) or self._worker in _ended_children()
-            self._prints.tick()
+            for prints in self._prints:
+                prints.tick()
         _end_children()
         while self._read():
             pass
-        self._prints.close()
+        for prints in self._prints:
+            prints.close()
 
     def _read(self) -> bool:
         """Take in what was printed. Whether there was anything."""
         data = b""
         with suppress(BlockingIOError):
             data = os.read(self._source, _CHUNK)
-            self._prints.feed(data)
+            for prints in self._prints:
+                prints.feed(data)
         if len(data) < _CHUNK // 2:
             time.sleep(_BETWEEN_LINES_S)
         return bool(data)
@@ -138,6 +149,13 @@ def _to_stderr(line: bytes) -> bool:
     try:
         return bool(poll.poll(_PATIENCE_MS)) and os.write(2, line) == len(line)
     except OSError:  # a full disk, or nobody reads it any more
+        return False
+
+
+def _to_file(file: int, line: bytes) -> bool:
+    try:
+        return os.write(file, line) == len(line)
+    except OSError:
         return False
 
 

@@ -28,12 +28,15 @@ class BoundedPrints:
     the last lines of that.
     """
 
-    def __init__(self, name: str, show: Callable[[bytes], bool], clock: Callable[[], float] = time.monotonic):
-        """`show` writes a line and says whether it could; `clock` is in seconds."""
+    def __init__(
+        self, name: str, show: Callable[[bytes], bool], clock: Callable[[], float] = time.monotonic, *, times: int = 1
+    ):
+        """`show` writes a line and says whether it could; `clock` is in seconds; `times` as much is shown."""
+        self._times = times
         self._name = name
         self._show = show
         self._clock = clock
-        self._allowed = AT_FIRST
+        self._allowed = times * AT_FIRST
         self._window_ends = clock() + WINDOW_S
         self._begun = b""
         """A line whose end has not been printed yet."""
@@ -68,7 +71,7 @@ class BoundedPrints:
         now = self._clock()
         if now >= self._window_ends:
             self._window_ends = now + WINDOW_S
-            self._allowed = max(self._allowed, EACH_WINDOW)
+            self._allowed = max(self._allowed, self._times * EACH_WINDOW)
             if self._left_out and self._show_line(f"... {self._left_out:,} bytes more were printed"):
                 self._left_out = 0
 

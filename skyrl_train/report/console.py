@@ -6,6 +6,7 @@ is interpreted as markup.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import time
@@ -22,6 +23,7 @@ from skyrl_train.messages import visible
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
 
+_log = logging.getLogger(__name__)
 SHOWN_CHARACTERS = 240
 """Number of characters shown of a prompt's end and of a completion's start."""
 APART_S = 1.0
@@ -137,6 +139,7 @@ class ConsoleTracker:
         return f"resume from step {max(saved)}: the same command{changed}"
 
     def _print(self, line: str, style: str = "") -> None:
+        _log.info("%s", line)
         encoding = self._console.encoding or "utf-8"
         self._console.print(Text(line.encode(encoding, "backslashreplace").decode(encoding), style))
 

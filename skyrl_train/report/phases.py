@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Protocol
 
 from skyrl_train.messages import visible
 
+_log = logging.getLogger(__name__)
 NAMED_AFTER_S = 2.0
 """Of a phase that has not ended."""
 STEP_AFTER_S = 5.0
@@ -80,5 +82,6 @@ def _watch(name: str, waits_for: WaitsFor, after_s: float, ended: threading.Even
 
 def say(name: str, text: str) -> None:
     """One line on standard output; lost where it cannot be written, which ends nothing."""
+    _log.info("%s: %s", name, text)
     with suppress(OSError, ValueError):  # full, or closed
         print(visible(f"{name:<{WIDTH}}{text}"), flush=True)

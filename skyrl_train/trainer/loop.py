@@ -95,6 +95,7 @@ class TrainingLoop(ABC):
             if self.intervals.checkpoint > 0 and self.step > started_at:
                 await self.state.finish(self.step)
         except BaseException as error:
+            error.add_note(f"It ended in step {self.step + 1} of {self.schedule.total_steps}.")
             await to_its_end(self._leave(error, started_at))
             raise
 

@@ -178,7 +178,7 @@ class Campaign:
             raise Miss(f"{name} ended the run with {self._code}: {_tail(folder)}")
         if not re.search(says, (folder / "log").read_text()[-6000:]):
             raise Miss(f"after {name} the run does not say {says}: {_tail(folder)}")
-        if re.search(r"^Traceback", (folder / "log").read_text()[-6000:], re.MULTILINE):
+        if re.search(r"^Traceback|please report it", (folder / "log").read_text()[-6000:], re.MULTILINE):
             raise Miss(f"after {name} the run ends with a traceback: {_tail(folder)}")
         checkpoints = Checkpoints(folder / "ckpts")
         saved = [step for step in checkpoints.steps() if verify(folder / "ckpts" / f"global_step_{step}") is None]

@@ -1,0 +1,107 @@
+"""What a run writes to `logs`, a file for each role, and what of it is on the terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from .conftest import command
+
+TALKATIVE = """
+import os
+import sys
+import warnings
+
+import torch
+import skyrl_train as sk
+from skyrl_train.environments.base import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_train.environments.registry import register
+
+updates = 0
+
+
+@sk.register.policy_loss("talkative")
+def talkative(logprobs, advantages, mask, *, eps_low, eps_high):
+    global updates
+    updates += 1
+    print("a loss prints", updates, os.environ["SOME_API_KEY"])
+    os.write(2, b"as a library's C code does\\n")
+    if updates > int(os.environ["GOOD_UPDATES"]):
+        return logprobs / 0 // divide(mask), mask
+    return -logprobs * advantages * mask, torch.zeros_like(mask)
+
+
+def divide(mask):
+    return len(mask) // 0
+
+
+@sk.register.advantage("warning")
+def warning(rewards, group_ids, valid, *, norm_by_std):
+    warnings.warn("a library would be outdated")
+    return torch.where(valid, rewards - rewards[valid].mean(), 0.0)
+
+
+class Talks(BaseTextEnv):
+    def step(self, action):
+        print("an environment prints", os.environ["SOME_API_KEY"], file=sys.stderr)
+        return BaseTextEnvStepOutput(observations=[], reward=float(len(action) % 3), done=True, metadata={})
+
+
+register("talks", "talkative_plugin:Talks")
+"""
+SECRET = "5ecret-0f-a-user"
+
+
+def test_each_role_has_a_file_each_attempt_a_folder_and_the_terminal_what_a_person_needs(
+    plugins: Path, small: Callable[[Path], list[str]], tmp_path: Path
+):
+    (plugins / "talkative_plugin.py").write_text(TALKATIVE)
+    overrides = [
+        *small(tmp_path),
+        "trainer.plugins=[talkative_plugin]",
+        "environment.env_class=talks",
+        "trainer.algorithm.policy_loss_type=talkative",
+        "trainer.algorithm.advantage_estimator=warning",
+    ]
+
+    def attempt(good_updates: int) -> subprocess.CompletedProcess[str]:
+        env = os.environ | {"GOOD_UPDATES": str(good_updates), "SOME_API_KEY": SECRET}
+        return subprocess.run(
+            command("main_base", overrides), capture_output=True, text=True, env=env, timeout=400, check=False
+        )
+
+    failed = attempt(2)
+    assert failed.returncode == 1, failed.stderr
+    logs = tmp_path / "ckpts" / "logs"
+    line = TALKATIVE[: TALKATIVE.index("return len(mask) // 0")].count("\n") + 1
+    ended, where, cause = failed.stderr.splitlines()[-3:]
+    assert where == f"The traceback is in {logs / 'driver.log'}."
+    assert ended == "It ended in step 3 of 6."
+    place = f"{plugins / 'talkative_plugin.py'}:{line} in divide"
+    assert cause.startswith("learner 0.update: ZeroDivisionError: ") and cause.endswith(f" ({place})"), cause
+
+    assert {path.name for path in logs.iterdir()} == {"driver.log", "environments.log", "learner_0.log", "engine_0.log"}
+    driver, learner, environments = (
+        (logs / f"{name}.log").read_text() for name in ("driver", "learner_0", "environments")
+    )
+    assert "Traceback (most recent call last)" in driver and "return len(mask) // 0" in driver
+    assert re.search(r"^\S+ \S+ WARNING py.warnings: .*a library would be outdated", driver, re.MULTILINE)
+    assert re.search(r"INFO skyrl_train.report.console: step 2/6 ", driver)
+    assert learner.startswith("--- learner 0, process ")
+    assert "a loss prints 1 <SOME_API_KEY>\nas a library's C code does\na loss prints 2 " in learner
+    assert "an environment prints <SOME_API_KEY>\n" in environments
+    said = failed.stdout + failed.stderr
+    assert "an environment prints <SOME_API_KEY>\n" in said
+    for absent in (SECRET, "pid=", "_AsyncShell", "a loss prints", "C code", "outdated", "(most recent call last)"):
+        assert absent not in said, said
+
+    whole = attempt(1000)
+    assert whole.returncode == 0, whole.stderr
+    first = logs / "attempt_1"
+    assert {path.name for path in first.iterdir()} == {path.name for path in logs.iterdir()} - {"attempt_1"}
+    assert (first / "driver.log").read_text() == driver
+    assert "a loss prints 3 " not in (first / "learner_0.log").read_text().split("a loss prints 3 ", 1)[-1]
+    assert "INFO skyrl_train.report.console: step 6/6 " in (logs / "driver.log").read_text()

@@ -1,0 +1,150 @@
+"""Log files: attempts apart, kept short under whoever appends to them, never a reason to fail."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from skyrl_train import log_files
+from skyrl_train.log_files import KeptShort, set_attempt_apart, shorten
+from skyrl_train.report.logs import run_logs
+
+
+def test_attempts_are_kept_in_their_order(tmp_path: Path):
+    folder = tmp_path / "logs"
+    for attempt in range(3):
+        set_attempt_apart(folder)
+        (folder / "driver.log").write_text(str(attempt))
+    set_attempt_apart(folder)
+    set_attempt_apart(folder)
+    found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.log")}
+    assert found == {f"attempt_{number + 1}/driver.log": str(number) for number in range(3)}
+
+
+def test_a_file_that_others_have_open_is_emptied_and_its_last_parts_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(log_files, "LIMIT_BYTES", 100)
+    path = tmp_path / "engine_0.log"
+    with path.open("ab", buffering=0) as file:
+        for letter in b"abcd":
+            file.write(bytes([letter]) * 99)
+            shorten(path)
+            file.write(bytes([letter]))
+            shorten(path)
+        file.write(b"on")
+    assert path.read_bytes() == b"on"
+    assert {part.name: part.read_bytes()[:1] for part in tmp_path.glob("*.log.*")} == {
+        "engine_0.log.1": b"d", "engine_0.log.2": b"c",
+    }  # fmt: skip
+
+
+def test_files_are_watched_until_the_block_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(log_files, "LIMIT_BYTES", 100)
+    monkeypatch.setattr(log_files, "LOOKS_EVERY_S", 0.01)
+    path = tmp_path / "a.log"
+    with KeptShort(path, tmp_path / "never.log"):
+        path.write_bytes(b"x" * 100)
+        until = time.monotonic() + 20
+        while path.stat().st_size:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    assert (tmp_path / "a.log.1").read_bytes() == b"x" * 100
+
+
+PRINTS = """
+import os, subprocess, sys
+from contextlib import suppress
+from pathlib import Path
+from skyrl_train.cluster.output import append_output_to
+
+append_output_to(Path(sys.argv[1]), "engine 0")
+print("\\udc80 by Python", os.environ["A_TOKEN"])
+with suppress(OSError):
+    os.write(1, b"by C\\n")
+subprocess.run(["echo", "by a child"])
+print("to stderr", file=sys.stderr)
+"""
+
+
+def printed(path: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"A_TOKEN": "0123456789abcdef"}
+    return subprocess.run(
+        [sys.executable, "-c", PRINTS, path],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env=env | {"PYTHONIOENCODING": "utf-8:surrogateescape"},
+        timeout=120,
+        check=True,
+    )
+
+
+def test_all_that_a_process_and_its_children_print_goes_to_its_file(tmp_path: Path):
+    path = tmp_path / "engine_0.log"
+    for _ in range(2):
+        done = printed(str(path))
+        assert done.stdout == done.stderr == ""
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith("--- engine 0, ") and lines[:5][1:] == lines[6:]
+    assert lines[1:5] == ["\\udc80 by Python <A_TOKEN>", "by C", "by a child", "to stderr"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_nobody_fails_for_a_full_disk():
+    printed("/dev/full")
+
+
+def test_without_the_folder_on_this_machine_output_stays_where_it_was(tmp_path: Path):
+    assert "by a child" in printed(str(tmp_path / "elsewhere" / "engine_0.log")).stdout
+
+
+def test_a_folder_that_cannot_be_written_costs_the_logs_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "logs").write_text("")
+    with run_logs(tmp_path):
+        logging.getLogger("skyrl_train").warning("said")
+    assert "this run has no logs" in capsys.readouterr().err
+
+
+def test_what_was_set_up_before_is_there_afterwards(tmp_path: Path):
+    root, ours = logging.getLogger(), logging.getLogger("skyrl_train")
+    before = root.handlers[:], ours.level, root.level
+    with pytest.raises(ZeroDivisionError) as raised, run_logs(tmp_path):
+        root.handlers[len(before[0])].level // 0
+    assert (root.handlers, ours.level, root.level) == before
+    assert raised.value.__notes__ == [f"The traceback is in {tmp_path / 'logs' / 'driver.log'}."]
+    assert "ZeroDivisionError: integer division" in (tmp_path / "logs" / "driver.log").read_text()
+
+
+LIBRARY_AND_USER = """
+import json, logging, sys, warnings
+from pathlib import Path
+from skyrl_train.report.logs import run_logs
+
+def in_a_library():
+    code = compile("import logging; logging.getLogger('urllib3').warning('of a library')", json.__file__, "exec")
+    exec(code)
+
+with run_logs(Path(sys.argv[1])):
+    in_a_library()
+    warnings.warn("of a library, too")
+    logging.getLogger("my.module").warning("of the user")
+    logging.getLogger("skyrl_train.x").warning("of ours")
+    logging.getLogger("skyrl_train.x").info("of ours, to be looked up")
+"""
+
+
+def test_the_terminal_has_no_warnings_of_libraries_and_the_file_has_all(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", LIBRARY_AND_USER, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stderr.splitlines() == ["of the user", "of ours"]
+    text = (tmp_path / "logs" / "driver.log").read_text()
+    for said in ("of a library", "of a library, too", "of the user", "of ours", "of ours, to be looked up"):
+        assert f": {said}\n" in text
