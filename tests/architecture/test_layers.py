@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "skyrl_train"
 LAYERS = (
     "errors clock",
-    "durable messages tasks lazy registry metrics",
+    "durable log_files messages tasks lazy registry metrics",
     "config",
     "cluster",
     "data",
