@@ -36,7 +36,7 @@ class GateTracker:
         self._gate.wait()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        if not self._steps or step in self._steps:
+        if step and (not self._steps or step in self._steps):  # before the first step weights are published
             self._gate.wait(metrics)
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:

@@ -45,15 +45,18 @@ from skyrl_train.engines.sampling import normalise
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.errors import SkyRLError
 from skyrl_train.learner.reward_worker import RewardModel
+from skyrl_train.report.console import rollout_line
 from skyrl_train.report.logs import log_of_environments
-from skyrl_train.report.phases import Said, phase
+from skyrl_train.report.phases import Said, phase, say
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
+from skyrl_train.rollouts.first_rollout import FirstRollout
 from skyrl_train.rollouts.rate_limit import RateLimiter
 from skyrl_train.tasks import gather_all
 from skyrl_train.trainer.evaluation import Evaluator
 from skyrl_train.trainer.guards import Guards
 from skyrl_train.trainer.residency import AlwaysResident, Residency, TimeShared
+from skyrl_train.trainer.rollout_metrics import sample_row
 from skyrl_train.trainer.trainer import Trainer
 
 PROBE_SEQUENCES = 4
@@ -201,9 +204,12 @@ def build_trainer(
     """The trainer that uses these running services."""
     base, trainer = running.base, cfg.trainer
     assert base.learner is not None
+    first = first_rollout()
     advantage_step = build_advantage_step(trainer.algorithm)
     schedule = schedule_of(trainer, len(train_dataset))
-    collector = build_collector(cfg, judged(cfg, train_generator, running.reward_model), train_dataset, schedule)
+    collector = build_collector(
+        cfg, first.of(judged(cfg, train_generator, running.reward_model)), train_dataset, schedule
+    )
     guards = Guards(trainer.guards, compared_rewards(trainer.algorithm))
     residency: Residency = AlwaysResident()
     if base.layout.time_shared:
@@ -228,7 +234,7 @@ def build_trainer(
             time_shared=base.layout.time_shared,
         ),
         residency=residency,
-        evaluator=build_evaluator(cfg, running, eval_generator, eval_dataset) if eval_dataset else None,
+        evaluator=build_evaluator(cfg, running, eval_generator, eval_dataset, first) if eval_dataset else None,
         state=build_state(
             base,
             fingerprints_of(trainer, train_dataset.fingerprint),
@@ -242,13 +248,23 @@ def build_trainer(
     )
 
 
+def first_rollout() -> FirstRollout:
+    return FirstRollout(lambda item, seconds: say("first rollout", rollout_line(sample_row(item), seconds)))
+
+
 def build_evaluator(
-    cfg: Config, running: RunningServices, generator: ConversationGenerator, dataset: PromptDataset
+    cfg: Config,
+    running: RunningServices,
+    generator: ConversationGenerator,
+    dataset: PromptDataset,
+    first: FirstRollout | None = None,
 ) -> Evaluator:
+    """`first`: that of the run's training, if there is one."""
     dump_to = Path(cfg.trainer.export_path) / "dumped_evals" if cfg.trainer.dump_eval_results else None
-    rollout, ahead = judged(cfg, generator, running.reward_model), cfg.trainer.fully_async.enabled
+    watched = (first or first_rollout()).of(judged(cfg, generator, running.reward_model))
+    ahead = cfg.trainer.fully_async.enabled
     return Evaluator(
-        rollout,
+        watched,
         dataset.prompts,
         cfg.trainer.eval_batch_size,
         dump_to,

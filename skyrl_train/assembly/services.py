@@ -102,7 +102,7 @@ async def learner_services(
         logs = stack.enter_context(run_logs(directory.path))
         trackers = stack.enter_context(get_tracker(directory.path))
         stack.enter_context(cluster)
-        cluster.log_to(logs)
+        stack.enter_context(cluster.logging_to(logs))
         with phase("slots", "cores or accelerators that Ray reserves"):
             layout = place(
                 cluster,

@@ -149,11 +149,16 @@ class Remote:
             raise DeadlineExceeded(f"{self._name}.{method}", deadline_s) from error
 
 
+_ADVICE = "Some common causes include"
+"""How Ray goes on after the way in which a process ended: five lines about what may have killed it."""
+
+
 def _first_cause(error: RayActorError) -> str:
     """The line of Ray's message with the cause: a constructor's exception, or how the process ended."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "Error" in line and not line.startswith(("File", "The actor"))]
-    return (named or lines or ["no reason given"])[-1]
+    cause = (named or lines or ["no reason given"])[-1]
+    return cause.partition(_ADVICE)[0].rstrip()
 
 
 def spawn(

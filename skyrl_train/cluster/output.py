@@ -7,19 +7,20 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ray._private import worker as ray_worker
 from ray._private.ray_logging import global_worker_stdstream_dispatcher as printers
 
 from skyrl_train.config.secrets import redact
 from skyrl_train.log_files import KeptShort
 
 log = logging.getLogger(__name__)
-_RAYS_OWN = ("raylet", "autoscaler")
-_PRINTER = "ray_print_logs"
-"""Ray's name of what prints lines of workers on the driver's terminal."""
+_RAYLET = "raylet"
 
 
 def append_output_to(path: Path, header: str) -> None:
@@ -38,24 +39,25 @@ def append_output_to(path: Path, header: str) -> None:
     KeptShort(path).__enter__()  # until the process ends
 
 
-def log_rays_own_lines() -> None:
-    """What Ray says of itself is no news of a run: it goes to the log. Other lines of workers are printed as before."""
-    for name, show in list(printers.handlers):
-        if name == _PRINTER and not isinstance(show, _Sorted):
-            printers.remove_handler(name)
-            printers.add_handler(name, _Sorted(show))
+@contextmanager
+def raylets_logged() -> Iterator[None]:
+    """Inside, what Ray's raylets say goes to the log: it is no news of a run. Other lines are printed as ever."""
+    shown, handlers = ray_worker.print_to_stdstream, list(printers.handlers)
+    ray_worker.print_to_stdstream = partial(_show_or_log, shown)
+    printers.handlers = [(name, partial(_show_or_log, show)) for name, show in handlers]
+    try:
+        yield
+    finally:
+        ray_worker.print_to_stdstream = shown
+        printers.handlers = handlers
 
 
-class _Sorted:
-    def __init__(self, show: Callable[[Any], None]):
-        self._show = show
-
-    def __call__(self, data: Any) -> None:
-        if data.get("pid") not in _RAYS_OWN:
-            self._show(data)
-            return
-        for line in data.get("lines", ()):
-            log.info("(%s) %s", data["pid"], line)
+def _show_or_log(show: Callable[..., None], data: Any, **how: Any) -> None:
+    if data.get("pid") != _RAYLET:
+        show(data, **how)
+        return
+    for line in data.get("lines", ()):
+        log.info("(%s) %s", _RAYLET, line)
 
 
 class _Redacting(io.TextIOWrapper):

@@ -34,7 +34,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.cluster.guard import Guard, leave
-from skyrl_train.cluster.output import log_rays_own_lines
+from skyrl_train.cluster.output import raylets_logged
 from skyrl_train.errors import ClusterLost, ConfigError, SkyRLError, Stopped
 from skyrl_train.messages import to_stderr
 
@@ -449,10 +449,15 @@ class Cluster:
     def plugins(self) -> tuple[str, ...]:
         return self._plugins
 
-    def log_to(self, folder: Path) -> None:
-        """Have actors that are made from now on print to files in `folder`, one for each."""
+    @contextmanager
+    def logging_to(self, folder: Path) -> Iterator[None]:
+        """Inside, actors that are made print to files in `folder`, one for each."""
         self._logs = folder
-        log_rays_own_lines()
+        try:
+            with raylets_logged():
+                yield
+        finally:
+            self._logs = None
 
     def log_of(self, name: str) -> Path | None:
         """Where the actor of that name prints to; None if it is left to Ray, which shows it on the terminal."""

@@ -207,6 +207,14 @@ def evaluation_line(metrics: Mapping[str, float]) -> str:
     return "eval " + "; ".join(sources) if sources else ""
 
 
+def rollout_line(row: SampleRow, seconds: float) -> str:
+    """A rollout in one line, and how long it took."""
+    prompt, answer = cut(visible(row.prompt), 60, from_end=True), cut(visible(row.response), 120)
+    return (
+        f"{seconds:6.1f} s   {prompt} -> {answer} (reward {number(row.reward)}, stopped by {visible(row.stop_reason)})"
+    )
+
+
 def number(value: float) -> str:
     """Three significant digits; whole numbers and thousands without a fraction."""
     if not math.isfinite(value) or value == 0:

@@ -50,9 +50,10 @@ def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics
 
 def sample_rows(groups: Sequence[TrajectoryGroup]) -> list[SampleRow]:
     """The first trajectory of each of the first NUM_SAMPLES groups."""
-    return [_row(group.trajectories[0]) for group in groups[:NUM_SAMPLES] if group.trajectories]
+    return [sample_row(group.trajectories[0]) for group in groups[:NUM_SAMPLES] if group.trajectories]
 
 
-def _row(item: Trajectory) -> SampleRow:
+def sample_row(item: Trajectory) -> SampleRow:
+    """A trajectory for people to read."""
     content = item.prompt.messages[-1]["content"] if item.prompt.messages else ""
     return SampleRow(prompt=str(content), response=item.text, reward=item.reward, stop_reason=item.stop_reason)

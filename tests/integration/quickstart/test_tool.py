@@ -30,6 +30,15 @@ def accuracies(folder: Path, *arguments: str) -> tuple[float, float, list[float]
 
 
 @pytest.mark.slow
+def test_its_script_runs_from_nothing_to_its_last_line(tmp_path: Path):
+    """Too short to learn anything."""
+    shorter = ["--warm-up-steps", "10", "trainer.max_steps=2", "trainer.eval_interval=2"]
+    _, _, calls = accuracies(tmp_path, *shorter)
+    assert len(calls) == 2
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
 @pytest.mark.timeout(960)
 def test_a_model_learns_to_call_python_and_to_read_its_answer_off(tmp_path: Path):
     """With half of the steps; what it begins with is wrong more often, and it does not get as far."""

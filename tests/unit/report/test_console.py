@@ -16,6 +16,7 @@ from skyrl_train.report.console import (
     duration,
     evaluation_line,
     number,
+    rollout_line,
     step_line,
     time_split,
 )
@@ -31,6 +32,12 @@ def run(console: Console) -> None:
     tracker.log({"reward/mean": 0.5, "policy/kl": float("nan"), "eval/gsm8k/pass_at_4": 0.25}, 1)
     tracker.samples([SampleRow(HOSTILE, HOSTILE, 1.0, "stop")], 1)
     tracker.close()
+
+
+def test_a_rollout_is_one_printable_line():
+    line = rollout_line(SampleRow("a word " * 40 + "= ?", HOSTILE + " word" * 60, 0.5, "length"), 12.34)
+    assert line.startswith("  12.3 s   …") and " = ? -> \\x1b[31mred" in line
+    assert line.endswith("… (reward 0.500, stopped by length)") and line.isprintable() and len(line) < 260
 
 
 @pytest.mark.fault("F24")

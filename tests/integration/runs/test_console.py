@@ -1,0 +1,145 @@
+"""What a run prints, whole, on a terminal and into a file: kept texts in `console`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pty
+import re
+import signal
+import subprocess
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyte
+import pytest
+
+from tests.support.snapshots import assert_as_kept
+
+from .conftest import Run, command
+
+KEPT = Path(__file__).parent / "console"
+COLUMNS, ROWS = 160, 200
+PLUGIN = """
+import torch
+import skyrl_train as sk
+from skyrl_train.environments.base import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_train.environments.registry import register
+
+updates = 0
+
+
+@sk.register.policy_loss("large")
+def large(logprobs, advantages, mask, *, eps_low, eps_high):
+    global updates
+    updates += 1
+    if updates == 2:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return -logprobs * advantages * mask, torch.zeros_like(mask)
+
+
+class Fails(BaseTextEnv):
+    def step(self, action):
+        if self.extras["broken"]:
+            raise KeyError("no such tool")
+        return BaseTextEnvStepOutput(observations=[], reward=float(len(action) % 3), done=True, metadata={})
+
+
+register("fails", "console_plugin:Fails")
+"""
+
+
+@pytest.fixture
+def shown(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What a run of this process prints, as if the program had set up no logging."""
+
+    def start(*overrides: str, expect: int) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(logging.getLogger(), "handlers", [])
+            done = run("main_base", *overrides, expect=expect)
+        return f"{done.stdout}--- stderr\n{done.stderr}"
+
+    return start
+
+
+@pytest.fixture
+def plugin(plugins: Path) -> str:
+    (plugins / "console_plugin.py").write_text(PLUGIN)
+    return "trainer.plugins=[console_plugin]"
+
+
+def test_mistakes_in_a_configuration(shown: Callable[..., str], small: Callable[[Path], list[str]], tmp_path: Path):
+    wrong = ["trainer.lr=1e-6", "trainer.epochs=0", "generator.backend=vlm", "trainer.policy.model.path=/nowhere/model"]
+    assert_as_kept(shown(*small(tmp_path), *wrong, expect=2), tmp_path, KEPT / "mistakes.txt")
+
+
+def test_an_environment_that_fails(
+    shown: Callable[..., str], small: Callable[[Path], list[str]], plugin: str, tmp_path: Path
+):
+    data = tmp_path / "rows.jsonl"
+    rows = [{"prompt": [{"role": "user", "content": f"say {i}"}], "broken": i % 2 == 0} for i in range(4)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = [
+        *(one for one in small(tmp_path) if not one.startswith(("environment.env_class", "data."))),
+        f"data.train_data=['{data}']",
+        "environment.env_class=fails",
+        "trainer.epochs=3",
+        "trainer.eval_before_train=false",
+        "trainer.eval_interval=0",
+        plugin,
+    ]
+    text = shown(*overrides, "trainer.max_failed_fraction=0.9", expect=0)
+    assert_as_kept(text, tmp_path, KEPT / "environment_fails.txt")
+    text = shown(*overrides, f"trainer.ckpt_path={tmp_path / 'other'}", "trainer.max_failed_fraction=0.2", expect=1)
+    assert_as_kept(text, tmp_path, KEPT / "too_many_fail.txt")
+
+
+def test_memory_runs_out(shown: Callable[..., str], small: Callable[[Path], list[str]], plugin: str, tmp_path: Path):
+    overrides = ["trainer.algorithm.policy_loss_type=large", "trainer.eval_before_train=false", plugin]
+    assert_as_kept(shown(*small(tmp_path), *overrides, expect=1), tmp_path, KEPT / "memory_runs_out.txt")
+
+
+def test_a_run_on_a_terminal(small: Callable[[Path], list[str]], tmp_path: Path):
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (ROWS, COLUMNS))
+    screen = pyte.Screen(COLUMNS, ROWS)
+    stream = pyte.ByteStream(screen)
+    overrides = [*small(tmp_path), "trainer.max_steps=2", "trainer.console_samples=1"]
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm-256color"}
+    with subprocess.Popen(command("main_base", overrides), stdin=theirs, stdout=theirs, stderr=theirs, env=env) as run:
+        os.close(theirs)
+        while data := _read(ours):
+            stream.feed(data)
+    os.close(ours)
+    text = "\n".join(line.rstrip() for line in screen.display).rstrip()
+    assert run.returncode == 0, text
+    assert_as_kept(text, tmp_path, KEPT / "terminal.txt")
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 2**16)
+    except OSError:  # nobody writes any more
+        return b""
+
+
+def test_a_run_that_is_told_to_end_and_goes_on(small: Callable[[Path], list[str]], tmp_path: Path):
+    overrides, metrics = small(tmp_path), tmp_path / "ckpts" / "metrics.jsonl"
+    texts = []
+    for told in (True, False):
+        log = tmp_path / "log"
+        with log.open("w") as output:
+            run = subprocess.Popen(command("main_base", overrides), stdout=output, stderr=output)
+        deadline = time.monotonic() + 300
+        while told and not (metrics.exists() and re.search(r'"step": 2,', metrics.read_text())):
+            assert run.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.005)
+        if told:
+            run.send_signal(signal.SIGINT)
+        assert run.wait(300) == (130 if told else 0), log.read_text()
+        texts.append(re.sub(r"(?m)^step \d+: .*\n", "", log.read_text()))  # which depends on where it was told
+    assert_as_kept(texts[0], tmp_path, KEPT / "told_to_end.txt")
+    assert_as_kept(texts[1], tmp_path, KEPT / "goes_on.txt")

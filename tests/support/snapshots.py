@@ -1,0 +1,45 @@
+"""What a run prints, compared with a text that is kept: what differs from run to run is taken out of both."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from pathlib import Path
+
+UPDATE = "UPDATE_SNAPSHOTS"
+"""A variable: set, the kept texts are written anew instead of compared."""
+_NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?\b%?")
+_VARYING: tuple[tuple[str, str], ...] = (
+    (r"^(\w+ +|.*: +)\d+ s so far: .*\n", ""),  # said of what takes long, on a machine that is slow
+    (r"\\x1b\[[\d;]*m", ""),
+    (r"in steps: .*", "in steps: SHARES"),
+    (r"eta .*", "eta DURATION"),
+    (r"^(first rollout) .*(?= \(reward)", r"\1 # s TEXT"),
+    (r"/\S+/(?=\w+_plugin\.py)", "PLUGINS/"),
+    (r"(?m)^  (prompt|answer)   .*", r"  \1   TEXT"),
+    (r"stopped by \w+", "stopped by REASON"),
+    (r"process \d+", "process N"),
+    (r"died during \w+: .*?(?= What it printed)", "died during CALL: HOW."),
+    (r"[0-9a-f]{16,}", "ID"),
+)
+
+
+def steady(text: str, folder: Path) -> str:
+    """`text` with # for numbers, FOLDER for the run's, one line for several that are then the same."""
+    text = text.replace(str(folder), "FOLDER").replace(str(Path(__file__).parents[2]), "REPOSITORY")
+    for pattern, instead in _VARYING:
+        text = re.sub(pattern, instead, text, flags=re.MULTILINE)
+    text = _NUMBER.sub("#", text)
+    text = re.sub(r"# (min|h|d) # (s|min|h)\b", "# s", text)
+    lines = [re.sub(r" +", " ", line).rstrip() for line in text.splitlines()]
+    return "\n".join(line for line, _ in itertools.groupby(lines)) + "\n"
+
+
+def assert_as_kept(text: str, folder: Path, kept: Path) -> None:
+    """Compare with the file `kept`; UPDATE_SNAPSHOTS=1 writes it."""
+    said = steady(text, folder)
+    if os.environ.get(UPDATE):
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_text(said)
+    assert said == kept.read_text()
