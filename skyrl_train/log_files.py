@@ -17,11 +17,14 @@ LOOKS_EVERY_S = 10.0
 _ATTEMPT = re.compile(r"attempt_(\d+)")
 
 
-def set_attempt_apart(folder: Path) -> None:
-    """Make `folder`, and move what an earlier attempt of the run left there to `attempt_1`, `attempt_2`, ..."""
+def set_attempt_apart(folder: Path, *others: Path) -> None:
+    """Make `folder`, and move what an earlier attempt of the run left there to `attempt_1`, `attempt_2`, ...
+
+    `others`: files of the attempt that are elsewhere, and are moved with it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     entries = list(folder.iterdir())
-    files = [path for path in entries if path.is_file()]
+    files = [path for path in (*entries, *others) if path.is_file()]
     if not files:
         return
     numbers = [int(found[1]) for path in entries if (found := _ATTEMPT.fullmatch(path.name))]

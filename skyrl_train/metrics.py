@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from skyrl_train import trace
 from skyrl_train.clock import now
 
 
@@ -48,11 +49,12 @@ class Metrics:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Measure the time of a block in seconds, summed under timing/<name>_s."""
+        """Measure the time of a block in seconds, summed under timing/<name>_s; a span of the run's time line."""
         start, around = now(), self.under_way
         self.under_way = name
         try:
-            yield
+            with trace.span(name):
+                yield
         finally:
             self.under_way = around
             self.count(f"timing/{name}_s", now() - start)

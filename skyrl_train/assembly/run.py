@@ -26,6 +26,7 @@ from skyrl_train.assembly.reward import build_reward_model, judged, start_reward
 from skyrl_train.assembly.services import (
     Services,
     build_batch_dump,
+    build_profiles,
     build_state,
     fingerprints_of,
     intervals,
@@ -244,12 +245,22 @@ def build_trainer(
         guards=guards,
         release=running.client.stop_reviving,
         phases=Said(),
+        profiles=build_profiles(base, profiled_engines(cfg, running.client)),
         batch_dump=build_batch_dump(trainer),
     )
 
 
 def first_rollout() -> FirstRollout:
     return FirstRollout(lambda item, seconds: say("first rollout", rollout_line(sample_row(item), seconds)))
+
+
+def profiled_engines(cfg: Config, client: EngineClient) -> Callable[[], Sequence[Any]]:
+    """The engines that profile themselves: those that compute with torch in a process of this run's own."""
+    if cfg.generator.backend == "transformers" and cfg.generator.run_engines_locally:
+        return lambda: client.engines
+    if cfg.trainer.profile_steps:
+        say("profile", f"the trainer's ranks alone: engines of {cfg.generator.backend} have profilers of their own")
+    return list
 
 
 def build_evaluator(

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyrl_train import trace
 from skyrl_train.assembly.algorithm import Learning, compared_rewards
 from skyrl_train.assembly.capacity import capacity_of
 from skyrl_train.assembly.layout import Layout, place
 from skyrl_train.assembly.learner import build_learner
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.hydra import CONFIG_FILE, plain, save_resolved
+from skyrl_train.config.problems import Problem, raise_all
 from skyrl_train.config.run_folder import identity
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.secrets import redact
@@ -30,6 +32,7 @@ from skyrl_train.trainer.loop import Intervals
 from skyrl_train.trainer.run_directory import RunDirectory
 from skyrl_train.trainer.run_state import RunState
 from skyrl_train.trainer.schedule import StepSchedule
+from skyrl_train.trainer.step_profiles import StepProfiles
 
 
 @dataclass(frozen=True)
@@ -94,12 +97,17 @@ async def learner_services(
     """Folder, trackers, cluster, slots, and a learner that is not set up yet. On exit everything is closed.
 
     `fitted`: the trainer's section for the learner, see memory_fit.py; what the run saves is `cfg`, as it was written.
+    Raises ConfigError for profiled steps that the schedule does not have.
     """
     trainer = cfg.trainer
+    if schedule is not None:
+        check_profiled_steps(trainer, schedule)
     with ExitStack() as stack:
         directory = stack.enter_context(run_directory(cfg, fingerprints))
         save_resolved(cfg, directory.path / CONFIG_FILE)
         logs = stack.enter_context(run_logs(directory.path))
+        if trainer.trace:
+            stack.enter_context(trace.to_file(directory.path / trace.TRACE_FILE))
         trackers = stack.enter_context(get_tracker(directory.path))
         stack.enter_context(cluster)
         stack.enter_context(cluster.logging_to(logs))
@@ -165,6 +173,21 @@ def build_state(base: Services, fingerprints: Mapping[str, str], controllers: Ma
         # In the background a rank is asked between two updates.
         deadline_s=trainer.timeouts.checkpoint_s + trainer.timeouts.update_s * trainer.async_checkpoint,
     )
+
+
+def check_profiled_steps(trainer: TrainerConfig, schedule: StepSchedule) -> None:
+    """Raises ConfigError for steps after the run's last one."""
+    allowed, advice = f"steps of this run, 1 to {schedule.total_steps}", "They are counted as in metrics.jsonl."
+    late = any(step > schedule.total_steps for step in trainer.profile_steps)
+    raise_all([Problem("trainer.profile_steps", trainer.profile_steps, allowed, advice)] if late else [])
+
+
+def build_profiles(base: Services, engines: Callable[[], Sequence[Any]] = list) -> StepProfiles:
+    """Profiles of the trainer's ranks, and of `engines` that are asked for when a profiled step begins."""
+    learner = base.learner
+    assert learner is not None
+    steps, folder = base.cfg.trainer.profile_steps, base.directory / "profiles"
+    return StepProfiles(steps, folder, lambda: [*learner.workers, *engines()])
 
 
 def build_batch_dump(trainer: TrainerConfig) -> BatchDump | None:

@@ -17,6 +17,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from skyrl_train import trace
 from skyrl_train.cluster.output import append_output_to
 from skyrl_train.cluster.placement import Slots
 from skyrl_train.cluster.runtime import Cluster
@@ -24,6 +25,9 @@ from skyrl_train.cluster.sockets import GROUP_ADDRESS, LOOPBACK, NODE_ADDRESS
 from skyrl_train.cluster.stacks import write_on_signal
 from skyrl_train.errors import DeadlineExceeded, SkyRLError, WorkerDied
 from skyrl_train.registry import load_object
+
+_CALLS = "calls"
+"""The row of an actor's time line that has its calls."""
 
 
 class _Shell:
@@ -38,8 +42,11 @@ class _Shell:
         environment: Mapping[str, str],
         single_machine: bool,
         log: Path | None,
+        traced: bool,
     ):
         os.environ.update(environment)  # before anything imports torch
+        if traced:
+            trace.collect()
         self._name = name
         if log is not None:
             append_output_to(log, f"{name}, process {os.getpid()}")
@@ -48,7 +55,8 @@ class _Shell:
         os.environ[GROUP_ADDRESS] = LOOPBACK if single_machine else os.environ[NODE_ADDRESS]
         for module in plugins:
             importlib.import_module(module)
-        self._object = load_object(target)(**kwargs)
+        with trace.span("start", row=_CALLS):
+            self._object = load_object(target)(**kwargs)
 
     def __repr__(self) -> str:
         """What Ray writes before lines that it prints for this actor."""
@@ -56,6 +64,12 @@ class _Shell:
 
     def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return getattr(self._object, method)(*args, **kwargs)
+
+    def call_traced(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of `call`, and the spans that were noted here since the last answer."""
+        with trace.span(method, row=_CALLS):
+            result = self.call(method, args, kwargs)
+        return result, trace.hand_over()
 
     def read(self, attribute: str) -> Any:
         return getattr(self._object, attribute)
@@ -67,6 +81,11 @@ class _AsyncShell(_Shell):
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # type: ignore[override]
         result = getattr(self._object, method)(*args, **kwargs)
         return await result if inspect.isawaitable(result) else result
+
+    async def call_traced(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        with trace.span(method, row=_CALLS, overlaps=True):
+            result = await self.call(method, args, kwargs)
+        return result, trace.hand_over()
 
 
 class Remote:
@@ -110,14 +129,13 @@ class Remote:
             raise AttributeError(method)
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            deadline_s = self._deadlines.get(method, self._deadline_s)
-            return await self._wait(self._handle.call.remote(method, args, kwargs), method, deadline_s)
+            return await self._call(self._deadlines.get(method, self._deadline_s), method, args, kwargs)
 
         return call
 
     async def call_within(self, deadline_s: float, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method with a given deadline."""
-        return await self._wait(self._handle.call.remote(method, args, kwargs), method, deadline_s)
+        return await self._call(deadline_s, method, args, kwargs)
 
     async def read(self, attribute: str, deadline_s: float) -> Any:
         """Read an attribute; the first call waits for the constructor."""
@@ -131,6 +149,14 @@ class Remote:
     def kill(self) -> None:
         """Kill the process."""
         ray.kill(self._handle, no_restart=True)
+
+    async def _call(self, deadline_s: float, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not trace.on():
+            return await self._wait(self._handle.call.remote(method, args, kwargs), method, deadline_s)
+        reference: Any = self._handle.call_traced.remote(method, args, kwargs)
+        result, spans = await self._wait(reference, method, deadline_s)
+        trace.take_over(spans, self._name)
+        return result
 
     async def _wait(self, reference: Any, method: str, deadline_s: float) -> Any:
         future = asyncio.wrap_future(reference.future())
@@ -191,7 +217,7 @@ def spawn(
         num_gpus=slots.gpus / slots.tenants if devices is None else 0,
         max_concurrency=1000 if concurrent else 1,
         scheduling_strategy=PlacementGroupSchedulingStrategy(slots.group, placement_group_bundle_index=index),
-    ).remote(name, target, dict(kwargs), cluster.plugins, environment, cluster.single_machine, log)
+    ).remote(name, target, dict(kwargs), cluster.plugins, environment, cluster.single_machine, log, trace.on())
     cluster.owns_actor(handle)
     return Remote(handle, name, deadline_s, died, deadlines, log)
 
@@ -207,6 +233,6 @@ def spawn_anywhere(
 ) -> Remote:
     """Like `spawn` with concurrent=True, but not in a slot: Ray places it according to `options` (num_cpus, ...)."""
     shell: Any = ray.remote(_AsyncShell).options(**options)
-    handle = shell.remote(name, target, dict(kwargs), cluster.plugins, {}, cluster.single_machine, None)
+    handle = shell.remote(name, target, dict(kwargs), cluster.plugins, {}, cluster.single_machine, None, trace.on())
     cluster.owns_actor(handle)
     return Remote(handle, name, deadline_s)

@@ -245,6 +245,12 @@ class TrainerConfig(Section):
     plugins: list[str] = key(factory=list)
     """Modules that are imported in the driver and in every worker; they register losses, advantages, environments and
     trackers."""
+    profile_steps: list[int] = key(factory=list, range=AT_LEAST_ONE)
+    """Steps that are profiled, 1 being the first: traces of torch's profiler, and a table of the slowest operations,
+    in `profiles` in the run's folder. A profiled step takes longer."""
+    trace: bool = False
+    """Write a time line of driver, trainer ranks, engines and environments, for Perfetto, to `trace.json` in the run's
+    folder."""
     dump_data_batch: bool = False
     """Write the batch of every step next to the exports; `skyrl_train.trainer.batch_dump.read_batch` reads it."""
     dump_eval_results: bool = True

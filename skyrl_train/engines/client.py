@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from skyrl_train import trace
 from skyrl_train.clock import now
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
 from skyrl_train.engines.progress import GRACE_S, LOOK_S, Progress
@@ -342,11 +343,12 @@ class EngineClient:
         async with self.held():
             if mode == "abort":
                 self._aborts += 1
-            await self.pause(mode)
-            try:
-                yield
-            finally:
-                await self.resume()
+            with trace.span(f"paused: {mode}", row="engines", overlaps=True):
+                await self.pause(mode)
+                try:
+                    yield
+                finally:
+                    await self.resume()
 
     async def sleep(self, level: int = 1) -> int:
         """Let all engines sleep; returns the bytes freed by all. Requests wait until `wake_up`."""
@@ -365,7 +367,8 @@ class EngineClient:
         self._holds += 1
         self._update_serving()
         try:
-            yield
+            with trace.span("requests are held", row="engines", overlaps=True):
+                yield
         finally:
             self._holds -= 1
             self._update_serving()

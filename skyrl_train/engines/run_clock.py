@@ -6,6 +6,8 @@ import math
 import time
 from collections.abc import Iterable
 
+from skyrl_train import trace
+
 
 class RunClock:
     """The clocks of an engine's requests, in order of arrival.
@@ -28,9 +30,11 @@ class RunClock:
         self._start()
 
     def remove(self, request_id: str) -> float:
-        """A request is finished; returns the seconds that it has run."""
+        """A request is finished; returns the seconds that it has run, a span of the run's time line."""
         self._waiting.pop(request_id, None)
         started, _ = self._running.pop(request_id, (math.inf, 0.0))
+        if started < math.inf and trace.on():
+            trace.add("request", trace.unix(started), row="requests", overlaps=True, id=request_id)
         self._start()
         return max(0.0, time.monotonic() - started)
 

@@ -34,6 +34,7 @@ class SFTExp(BasePPOExp):
         from skyrl_train.assembly.memory_fit import announce_fit
         from skyrl_train.assembly.services import (
             build_batch_dump,
+            build_profiles,
             build_state,
             fingerprints_of,
             intervals,
@@ -72,6 +73,7 @@ class SFTExp(BasePPOExp):
                 guards=Guards(trainer.guards, None),
                 batch_dump=build_batch_dump(trainer),
                 phases=Said(),
+                profiles=build_profiles(base),
             )
             return await sft.fit_and_export()
 

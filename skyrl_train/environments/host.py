@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from skyrl_train import trace
 from skyrl_train.config.secrets import redact
 from skyrl_train.data.json_values import jsonable, why_not_json
 from skyrl_train.data.trajectory import Message, Prompt
@@ -151,9 +152,15 @@ class _Worker(asyncio.SubprocessProtocol):
                 self.lose("environment_died", "its process wrote something that is not an answer")
                 return
             at += 4 + size
+            self._trace_end()
             self.since = self.host.loop.time()
             self.host._answered(self, self.calls.popleft(), reply)
         del inbox[:at]
+
+    def _trace_end(self, how: str = "") -> None:
+        if self.calls and self._process is not None and trace.on():
+            row = f"process {self._process.get_pid()}"
+            trace.add(f"{self.calls[0].op}{how}", trace.unix(self.since), row=row, process="environments")
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         if fd == 1:
@@ -182,6 +189,7 @@ class _Worker(asyncio.SubprocessProtocol):
         """Abandon the process: kill it and hand its calls back to the host. Does so only once."""
         if not self.lost:
             self.lost = True
+            self._trace_end(f": {kind}")
             self.kill()
             self.host._lost(self, kind, detail)
 

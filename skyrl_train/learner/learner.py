@@ -180,6 +180,11 @@ class Learner:
     def _groups(self) -> list[WorkerGroup]:
         return [*self.trained.values(), *([] if self.reference is None else [self.reference])]
 
+    @property
+    def workers(self) -> list[Any]:
+        """The ranks of all models."""
+        return [worker for group in self._groups for worker in group.workers]
+
     async def score(self, batch: TrainBatch) -> TrainBatch:
         """Add what the update needs: old log-probs if anything reads them, the critic's values, reference log-probs."""
         scored = batch
@@ -302,7 +307,7 @@ class Learner:
 
     async def explain(self, error: BaseException) -> None:
         """If a deadline passed, add to `error` which rank the others wait for; the stacks of all ranks go to a file."""
-        ranks = [worker for group in self._groups for worker in group.workers if isinstance(worker, Remote)]
+        ranks = [worker for worker in self.workers if isinstance(worker, Remote)]
         if not isinstance(error, DeadlineExceeded) or error.explanation or self.stacks_file is None or not ranks:
             return
         try:

@@ -33,6 +33,7 @@ from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.models.value_scorer import ValueScorer
 from skyrl_train.registry import load_object
 from skyrl_train.report.memory import AllocationRecord, peak_memory
+from skyrl_train.report.profile import Profiler
 from skyrl_train.strategies.process_group import close_process_group, init_process_group, neighbours
 from skyrl_train.strategies.sharded_tensor import ShardedTensor
 from skyrl_train.weight_sync.sender import AdaptedModel, WeightSender
@@ -133,6 +134,7 @@ class LearnerWorker:
         self.world_size = world_size
         self.parallel_group: RankGroup | None = None
         self.record: AllocationRecord | None = None
+        self._profiler = Profiler(spec.device)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[dict[str, Written]] | None = None
         """The last save, until `saved` has returned it."""
@@ -368,6 +370,15 @@ class LearnerWorker:
 
     def ping(self) -> None:
         """Answer."""
+
+    def start_profile(self) -> None:
+        """Record what the following calls run."""
+        self._profiler.start()
+
+    def stop_profile(self, file: str) -> str:
+        """See Profiler.write."""
+        self._profiler.stop()
+        return self._profiler.write(file)
 
     def offload(self) -> int:
         return self.strategy.offload()

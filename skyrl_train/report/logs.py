@@ -11,6 +11,7 @@ from pathlib import Path
 from skyrl_train.config.secrets import redact
 from skyrl_train.log_files import KeptShort, set_attempt_apart
 from skyrl_train.messages import to_stderr
+from skyrl_train.trace import TRACE_FILE
 
 FOLDER = "logs"
 DRIVER, ENVIRONMENTS = "driver.log", "environments.log"
@@ -27,13 +28,14 @@ def run_logs(directory: Path) -> Iterator[Path]:
 
     All that this package says is there, with times and with the traceback of what ended the run, as are warnings of
     libraries, of which a terminal shows none. Warnings of this package and of the user's modules are on stderr, too,
-    unless the program has set up Python's logging itself. Files of an earlier attempt are moved to `attempt_N`.
+    unless the program has set up Python's logging itself. Files of an earlier attempt are moved to `attempt_N`,
+    its time line among them.
 
     A folder that cannot be written costs the logs, and is said; the run goes on.
     """
     folder = directory / FOLDER
     try:
-        set_attempt_apart(folder)
+        set_attempt_apart(folder, directory / TRACE_FILE)
         file = _File(folder / DRIVER, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         to_stderr(f"warning: {folder}: {error.strerror}; this run has no logs.")

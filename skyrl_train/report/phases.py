@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Protocol
 
+from skyrl_train import trace
 from skyrl_train.messages import visible
 
 _log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Said:
 def phase(name: str, waits_for: WaitsFor) -> Iterator[None]:
     """A part of the start. When it has ended, how long it took is said; if it raises, the error says enough."""
     begun = time.monotonic()
-    with waiting(name, waits_for, NAMED_AFTER_S):
+    with waiting(name, waits_for, NAMED_AFTER_S), trace.span(f"start: {name}"):
         yield
     say(name, f"{time.monotonic() - begun:6.1f} s")
 

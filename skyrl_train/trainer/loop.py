@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
+from skyrl_train import trace
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import NonFiniteUpdate, NonFiniteWeights
 from skyrl_train.learner.learner import Learner
@@ -18,6 +20,7 @@ from skyrl_train.tasks import to_its_end
 from skyrl_train.trainer.guards import Guards
 from skyrl_train.trainer.run_state import RunState, Unfinished
 from skyrl_train.trainer.schedule import StepSchedule
+from skyrl_train.trainer.step_profiles import StepProfiles
 
 _ANSWER_S = 30.0
 """Within this time every rank that lives and is not hung answers a call that does nothing."""
@@ -59,9 +62,10 @@ class TrainingLoop(ABC):
         guards: Guards | None = None,
         release: Callable[[], Awaitable[None]] | None = None,
         phases: Phases | None = None,
+        profiles: StepProfiles | None = None,
     ):
         """`release`: ends what else takes part in calls of the ranks, before the last step is saved. `phases`: where
-        what people wait for is said; None is nowhere."""
+        what people wait for is said; None is nowhere. `profiles`: of some steps."""
         self.schedule = schedule
         self.intervals = intervals
         self.learner = learner
@@ -70,6 +74,7 @@ class TrainingLoop(ABC):
         self.guards = guards
         self.release = release
         self.phases = phases or Silent()
+        self.profiles = profiles
         self.metrics = Metrics()
         self.step = 0
         self._whole = True
@@ -89,8 +94,7 @@ class TrainingLoop(ABC):
         started_at = self.step
         try:
             while self.step < self.schedule.total_steps:
-                with self.phases.waiting(f"step {self.step + 1}", self._doing):
-                    await self._step()
+                await self._next_step(f"step {self.step + 1}")
             await self.state.written()
             if self.intervals.checkpoint > 0 and self.step > started_at:
                 await self.state.finish(self.step)
@@ -98,6 +102,12 @@ class TrainingLoop(ABC):
             error.add_note(f"It ended in step {self.step + 1} of {self.schedule.total_steps}.")
             await to_its_end(self._leave(error, started_at))
             raise
+
+    async def _next_step(self, name: str) -> None:
+        profiled = self.profiles.of(self.step + 1) if self.profiles else nullcontext()
+        with self.phases.waiting(name, self._doing), trace.span(name):
+            async with profiled:
+                await self._step()
 
     @abstractmethod
     async def _start(self) -> None:

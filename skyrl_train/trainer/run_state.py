@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from skyrl_train import trace
 from skyrl_train.durable import Written
 from skyrl_train.errors import CheckpointError, DeadlineExceeded, SkyRLError
 from skyrl_train.learner.learner import Learner, WorkerGroup
@@ -186,7 +187,8 @@ class RunState:
     async def export(self, step: int) -> Path:
         """Write the policy as a Hugging Face folder; returns its path. Raises CheckpointError, see `_to_disk`."""
         folder = self._export_path / f"global_step_{step}" / "policy"
-        await self._to_disk(f"Export of step {step}", folder)
+        with trace.span("export", row="checkpoints", overlaps=True):
+            await self._to_disk(f"Export of step {step}", folder)
         return folder
 
     async def update_reference(self) -> None:
@@ -222,8 +224,9 @@ class RunState:
     async def _write(self, step: int, state: Mapping[str, Any], copied: asyncio.Event) -> None:
         """Write a checkpoint; `copied` is set once the ranks may change their weights again."""
         try:
-            files = await self._write_files(step, copied)
-            await asyncio.to_thread(self._checkpoints.commit, step, state, files)
+            with trace.span("checkpoint", row="checkpoints"):
+                files = await self._write_files(step, copied)
+                await asyncio.to_thread(self._checkpoints.commit, step, state, files)
         except OSError as error:
             if isinstance(error, SkyRLError):  # a deadline is a TimeoutError, which is an OSError
                 raise

@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "skyrl_train"
 LAYERS = (
-    "errors clock",
+    "errors clock trace",
     "durable log_files messages tasks lazy registry metrics",
     "config",
     "cluster",

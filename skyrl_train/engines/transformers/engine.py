@@ -43,6 +43,7 @@ from skyrl_train.engines.transformers.weight_store import ServedWeights
 from skyrl_train.errors import EngineError
 from skyrl_train.models.loading import load_causal_lm, load_tokenizer
 from skyrl_train.report.memory import peak_memory
+from skyrl_train.report.profile import Profiler
 from skyrl_train.tasks import unwatched
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, dtype_of
@@ -102,6 +103,7 @@ class TransformersEngine:
         self._receiver = WeightReceiver(ServedWeights(self._served), name, device, slot)
         self.capabilities = _capabilities(name, max_model_len, strings=tokenizer is not None)
         self._checks = Checks(self.capabilities, self._served.vocab_size, max_model_len, max_score_len=longest)
+        self._profiler = Profiler(device.type)
         self._paused = False
         self._paused_before_sleep = False
         self._asleep: set[str] = set()
@@ -261,6 +263,15 @@ class TransformersEngine:
             cached_tokens=scheduler.cached_tokens,
             extra=peak_memory(self._served.device.type),
         )
+
+    async def start_profile(self) -> None:
+        """Record what the engine's thread runs."""
+        await self._ask(self._profiler.start)
+
+    async def stop_profile(self, file: str) -> str:
+        """See Profiler.write; steps go on while it writes."""
+        await self._ask(self._profiler.stop)
+        return await asyncio.to_thread(self._profiler.write, file)
 
     async def close(self) -> None:
         """End the thread; running requests get EngineError. Closing twice is harmless."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import struct
@@ -14,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from skyrl_train import trace
 from skyrl_train.data.trajectory import Prompt
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.environments.host import EnvironmentHost
@@ -138,6 +140,24 @@ def test_a_step_that_hangs_in_c_is_killed_at_its_deadline():
         return time.monotonic() - start
 
     assert run_with_host(scenario, deadline_s=DEADLINE_S) < 15
+
+
+def test_calls_are_on_the_time_line_of_their_process_also_one_that_was_killed_for_it(tmp_path: Path):
+    async def scenario(host: EnvironmentHost) -> None:
+        assert await outcome(host, "Counter", "fine") == 1.0
+        assert await outcome(host, "Misbehaving", "hangs") == "timeout"
+        assert await outcome(host, "Counter", "fine") == 1.0
+
+    with trace.to_file(tmp_path / "trace.json"):
+        run_with_host(scenario, deadline_s=DEADLINE_S)
+    events = json.loads((tmp_path / "trace.json").read_text())
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    calls = [event for event in events if event["ph"] == "X"]
+    named = ["hello", "start", "step", "close", "start", "step: timeout", "hello", "start", "step", "close"]
+    assert [event["name"] for event in calls] == named
+    assert len(rows) == 2 and all(name.startswith("process ") for name in rows.values())
+    assert len({event["tid"] for event in calls[:6]}) == 1
+    assert calls[5]["dur"] >= DEADLINE_S * 1e6 > calls[2]["dur"]
 
 
 def test_other_episodes_of_a_killed_process_are_rebuilt_from_their_texts():

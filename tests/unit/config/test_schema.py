@@ -111,9 +111,11 @@ NEW_KEYS = {
     "trainer.ref.deepspeed_config.zero_stage",
     "trainer.ref.fsdp_config.reduce_once",
     "trainer.ref.tensor_parallel_size",
+    "trainer.profile_steps",
     "trainer.reward.coef",
     "trainer.reward.model.path",
     "trainer.share_prompt",
+    "trainer.trace",
 }
 
 

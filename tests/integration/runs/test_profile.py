@@ -1,0 +1,114 @@
+"""Where a run's time goes: the time line of all that takes part, and profiles of single steps."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from .conftest import Run, metrics_of
+
+PHASES = {"generate", "score", "update", "publish", "evaluate"}
+
+
+class Slice(NamedTuple):
+    name: str
+    begin: int
+    end: int
+
+    def lies_in(self, other: Slice) -> bool:
+        return other.begin <= self.begin and self.end <= other.end
+
+
+def slices(path: Path) -> dict[tuple[str, str], list[Slice]]:
+    """(process, row) -> its spans in microseconds, as Perfetto shows them."""
+    events: list[dict[str, Any]] = json.loads(path.read_text())
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    found: dict[tuple[str, str], list[Slice]] = defaultdict(list)
+    begun = {e["id"]: e["ts"] for e in events if e["ph"] == "b"}
+    for e in events:
+        if e["ph"] in "Xe":
+            begin, end = (e["ts"], e["ts"] + e["dur"]) if e["ph"] == "X" else (begun.pop(e["id"]), e["ts"])
+            found[processes[e["pid"]], rows[e["pid"], e["tid"]]].append(Slice(e["name"], begin, end))
+    assert not begun, "what overlaps has a begin and an end"
+    return found
+
+
+def check_time_line(found: dict[tuple[str, str], list[Slice]]) -> None:
+    """Every role has its rows, what a row shows nests, and what a rank did lies in what the driver waited for."""
+    calls = {role: found[role, "calls"] for role in ("learner 0", "reference 0", "engine 0")}
+    environments = [row for row in found if row[0] == "environments"]
+    assert len(environments) == 1 and {"hello", "start", "step", "close"} == {s.name for s in found[environments[0]]}
+    steps = found["driver", "trainer"]
+    assert {"start: models", "start: weights", "step 1", "step 2", *PHASES} <= {one.name for one in steps}
+    assert [one.name for one in found["driver", "checkpoints"]] == ["checkpoint"]
+
+    for row in (steps, calls["learner 0"], calls["reference 0"], found[environments[0]]):
+        for one in row:
+            assert all(
+                one.lies_in(other) or other.lies_in(one) or one.end <= other.begin or other.end <= one.begin
+                for other in row
+            ), one
+    inside = {name: [one for one in steps if one.name == name] for name in PHASES}
+    for role, method, phase, count in (
+        ("learner 0", "update", "update", 2),
+        ("reference 0", "score", "score", 2),
+        ("engine 0", "commit_weights", "publish", 3),
+        ("engine 0", "generate", "generate", 2),
+    ):
+        during = [one for one in calls[role] if one.name == method and any(one.lies_in(p) for p in inside[phase])]
+        assert len(during) >= count, (role, method, calls[role])
+    updates = [one for one in calls["learner 0"] if one.name == "update"]
+    assert len(updates) == 2 and all(any(u.lies_in(p) for p in inside["update"]) for u in updates)
+    requests = found["engine 0", "requests"]
+    generated = [one for one in calls["engine 0"] if one.name == "generate"]
+    assert len(requests) >= 2 * 4 * 4 and all(any(r.lies_in(g) for g in generated) for r in requests)
+    assert len({one.end for one in requests}) > 2, "each ends by itself, not with its call"
+
+
+def check_profile(folder: Path) -> None:
+    """A trace of each process that computed, with what it did in this step, and a table that names them all."""
+    roles = ("learner_0", "reference_0", "engine_0")
+    assert {path.name for path in folder.iterdir()} == {*(f"{role}.json.gz" for role in roles), "slowest.txt"}
+    for role in roles:
+        events = json.loads(gzip.decompress((folder / f"{role}.json.gz").read_bytes()))["traceEvents"]
+        names = {event.get("name") for event in events}
+        assert names & {"aten::mm", "aten::addmm", "aten::linear"}, role
+        assert any("Backward" in str(name) for name in names) == (role == "learner_0"), role
+    table = (folder / "slowest.txt").read_text()
+    for section in re.split(r"^(?=\w+ \d+$)", table, flags=re.MULTILINE)[1:]:
+        assert len(re.findall(r"^ +aten::\w+ ", section, re.MULTILINE)) >= 5, section
+    assert re.findall(r"^\w+ \d+$", table, re.MULTILINE) == [role.replace("_", " ") for role in roles]
+
+
+@pytest.mark.slow
+def test_a_run_with_time_line_and_profile_computes_the_same_bits(
+    run: Run, small: Callable[[Path], list[str]], tmp_path: Path
+):
+    looked_at, plain = tmp_path / "looked_at", tmp_path / "plain"
+    both = ["trainer.max_steps=2", "trainer.algorithm.use_kl_loss=true"]
+    run("main_base", *small(plain), *both)
+    assert not (plain / "ckpts" / "trace.json").exists() and not (plain / "ckpts" / "profiles").exists()
+
+    run("main_base", *small(looked_at), *both, "trainer.trace=true", "trainer.profile_steps=[2]")
+    assert metrics_of(looked_at) == metrics_of(plain)
+    check_time_line(slices(looked_at / "ckpts" / "trace.json"))
+    assert [path.name for path in (looked_at / "ckpts" / "profiles").iterdir()] == ["step_2"]
+    check_profile(looked_at / "ckpts" / "profiles" / "step_2")
+
+
+def test_a_step_that_the_run_does_not_have_is_no_step_to_profile(
+    run: Run, small: Callable[[Path], list[str]], tmp_path: Path
+):
+    said = run("main_base", *small(tmp_path), "trainer.profile_steps=[3,7]", expect=2)
+    assert "trainer.profile_steps=[3, 7]: must be steps of this run, 1 to 6." in said.stderr
+    assert not (tmp_path / "ckpts" / "profiles").exists()
+    said = run("main_base", *small(tmp_path), "trainer.profile_steps=[0]", expect=2)
+    assert "trainer.profile_steps=0: must be at least 1." in said.stderr

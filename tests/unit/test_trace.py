@@ -1,0 +1,154 @@
+"""The time line of a run: its format, also after a cut, and what it costs when nobody asks for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train import trace
+from skyrl_train.engines.run_clock import RunClock
+from skyrl_train.metrics import Metrics
+from skyrl_train.report.logs import run_logs
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from skyrl_train import trace
+
+with trace.to_file(Path(sys.argv[1])):
+    for step in range(100):
+        with trace.span(f"step {step}"):
+            pass
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process as one of those that hand over their spans."""
+    monkeypatch.setattr(trace, "_note", None)
+    trace.collect()
+    yield
+    trace.hand_over()
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = json.loads(path.read_text())
+    return [event for event in events if event["ph"] != "M"]
+
+
+def test_a_time_line_is_json_with_names_of_processes_and_rows_and_spans_that_nest(tmp_path: Path):
+    path, metrics, before = tmp_path / "trace.json", Metrics(), time.time()
+    with trace.to_file(path):
+        with metrics.timed("update"), trace.span("inside"):
+            time.sleep(0.01)
+        trace.add("step", before, row="process 7", process="environments", overlaps=True, id="a")
+    events = json.loads(path.read_text())
+    named = {(e["name"], e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"}
+    driver, other = ("process_name", 1, "driver"), ("process_name", 2, "environments")
+    assert named == {driver, ("thread_name", 1, "trainer"), other, ("thread_name", 2, "process 7")}
+    inside, update, begin, end = events_of(path)
+    assert (inside["name"], update["name"]) == ("inside", "update")
+    assert before * 1e6 - 1 <= update["ts"] <= inside["ts"]
+    assert 10_000 <= inside["dur"] <= update["ts"] + update["dur"] - inside["ts"]
+    assert (begin["ph"], end["ph"], begin["id"], begin["args"]) == ("b", "e", end["id"], {"id": "a"})
+    assert metrics.flush()["timing/update_s"] >= 0.01
+
+
+def test_after_a_kill_only_the_closing_bracket_is_missing(tmp_path: Path):
+    path = tmp_path / "trace.json"
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(path)], env=os.environ, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    events = json.loads(path.read_text() + "]")
+    assert [event["name"] for event in events if event["ph"] == "X"] == [f"step {n}" for n in range(100)]
+
+
+def test_a_time_line_of_the_largest_size_ends_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(trace, "LIMIT_BYTES", 1000)
+    path = tmp_path / "trace.json"
+    with trace.to_file(path):
+        for number in range(100):
+            trace.add(f"call {number}", time.time(), row="calls")
+    names = [event["name"] for event in events_of(path)]
+    assert names == [f"call {number}" for number in range(len(names))] and 5 < len(names) < 20
+    assert path.stat().st_size <= 1003 and len(caplog.records) == 1
+
+
+def test_what_a_full_disk_cuts_off_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    path = tmp_path / "trace.json"
+    file = trace._TraceFile(path)
+    whole = trace.Span("whole", 0.0, 1.0, "calls", "driver", False, {})
+    file.add([whole])
+
+    class Full:
+        """The file on a disk that takes half of what it is given, and then no more."""
+
+        def __init__(self, real: Any):
+            self.real, self.full = real, False
+
+        def write(self, data: bytes) -> int:
+            taken = self.real.write(data if self.full or data == b"\n]\n" else data[: len(data) // 2])
+            self.full = True
+            return int(taken)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.real, name)
+
+    monkeypatch.setattr(file, "_file", Full(file._file))
+    file.add([whole._replace(name="cut")])
+    file.add([whole._replace(name="late")])
+    file.close()
+    assert [event["name"] for event in events_of(path)] == ["whole"]
+    assert "ends here" in caplog.text
+
+
+def test_another_attempt_has_a_file_of_its_own_and_the_earlier_one_is_with_its_logs(tmp_path: Path):
+    for attempt in range(3):
+        with run_logs(tmp_path), trace.to_file(tmp_path / trace.TRACE_FILE):
+            trace.add(f"attempt {attempt}", time.time(), row="trainer")
+    with run_logs(tmp_path):
+        pass  # without a time line
+    found = [tmp_path / "logs" / f"attempt_{number}" / trace.TRACE_FILE for number in (1, 2, 3)]
+    assert [events_of(path)[0]["name"] for path in found] == [f"attempt {number}" for number in range(3)]
+    assert not (tmp_path / trace.TRACE_FILE).exists()
+
+
+def test_a_file_that_cannot_be_written_costs_the_time_line_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with trace.to_file(tmp_path / "absent" / "trace.json"), trace.span("step"):
+        assert not trace.on()
+    assert "trainer.trace" in caplog.text and "no time line" in caplog.text
+
+
+@pytest.mark.usefixtures("collected")
+def test_spans_of_another_process_get_its_name(tmp_path: Path):
+    clock = RunClock(1)
+    clock.add([("runs", None), ("never ran", None)])
+    clock.remove("never ran")
+    clock.remove("runs")
+    spans = trace.hand_over()
+    assert [(one.name, one.row, one.details) for one in spans] == [("request", "requests", {"id": "runs"})]
+    assert trace.hand_over() == []
+    with trace.to_file(tmp_path / "trace.json"):
+        trace.take_over(spans, "engine 0")
+    names = [event["args"]["name"] for event in json.loads((tmp_path / "trace.json").read_text()) if event["ph"] == "M"]
+    assert names == ["driver", "engine 0", "requests"]
+
+
+def test_nothing_is_noted_unless_somebody_asks():
+    assert not trace.on()
+    with trace.span("step"):
+        trace.add("call", 0.0, row="calls")
+    assert trace.hand_over() == []
