@@ -175,6 +175,11 @@ class Remote:
             raise DeadlineExceeded(f"{self._name}.{method}", deadline_s) from error
 
 
+def carries_another(error: BaseException | None) -> bool:
+    """Whether it is Ray's, around an exception of another process: its text is the traceback there."""
+    return isinstance(error, RayTaskError)
+
+
 _ADVICE = "Some common causes include"
 """How Ray goes on after the way in which a process ended: five lines about what may have killed it."""
 

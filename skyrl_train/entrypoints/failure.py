@@ -8,9 +8,8 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from ray.exceptions import RayTaskError
-
 import skyrl_train
+from skyrl_train.cluster.actors import carries_another
 from skyrl_train.config.secrets import redact
 from skyrl_train.errors import SkyRLError
 from skyrl_train.report.logs import TRACEBACK
@@ -39,7 +38,7 @@ def account_of(error: BaseException) -> str:
     places = [_place(one) for one in chain]
     if not any(places):
         lines.append(REPORT)
-    shown = [(one, place) for one, place in zip(chain, places, strict=True) if not isinstance(one, RayTaskError)]
+    shown = [(one, place) for one, place in zip(chain, places, strict=True) if not carries_another(one)]
     for one, place in shown:
         where = getattr(one, "raised_in", "")
         message = redact(str(one))[:_LONGEST]
@@ -60,7 +59,7 @@ def _place(error: BaseException) -> str:
     """The last line of the user's own code that an exception came through; "" if it came through none."""
     frames = [(frame.filename, str(frame.lineno), frame.name) for frame in traceback.extract_tb(error.__traceback__)]
     cause = error.__cause__
-    if isinstance(cause, RayTaskError):  # in another process, of which only a text is left
+    if carries_another(cause):  # in another process, of which only a text is left
         frames += _FRAME.findall(str(cause))
     own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
     return "{}:{} in {}".format(*own[-1]) if own else ""
