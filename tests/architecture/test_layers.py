@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "skyrl_train"
 LAYERS = (
     "errors clock",
-    "durable messages tasks lazy registry metrics",
+    "durable messages tasks lazy registry metrics listening",
     "config",
     "cluster",
     "data",
@@ -41,6 +41,7 @@ ONE_IMPORTER = (
     "tensorboard",
     "matplotlib",
     "peft",
+    "prometheus_client",
     "rich",
     "vllm",
     "sglang",
