@@ -25,9 +25,9 @@ from skyrl_train.engines.http.native import NativeEngine
 from skyrl_train.engines.http.native_sglang import SGLangServer
 from skyrl_train.engines.http.native_vllm import VLLMServer
 from skyrl_train.engines.http.remote import RemoteEngine, has_our_routes
-from skyrl_train.engines.http.wire import API_KEY
 from skyrl_train.engines.sampling import check_supported, normalise
 from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.listening import API_KEY
 from skyrl_train.tasks import gather_all
 
 _NATIVE_SERVERS = {"vllm": VLLMServer, "sglang": SGLangServer}

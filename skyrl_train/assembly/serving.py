@@ -13,9 +13,9 @@ from skyrl_train.assembly.layout import place
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.schema import Config
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.http.server import HttpEndpoint, check_address, checked_token
-from skyrl_train.engines.http.wire import API_KEY
+from skyrl_train.engines.http.server import ENDPOINT, HttpEndpoint
 from skyrl_train.errors import EnginesLost, SkyRLError
+from skyrl_train.listening import API_KEY
 
 _POLL_S = 5.0
 """Seconds between health checks of engines that serve without a trainer."""
@@ -50,8 +50,8 @@ def check_endpoint(cfg: Config) -> None:
     """
     generator = cfg.generator
     if generator.enable_http_endpoint:
-        checked_token(os.environ.get(API_KEY), generator.http_endpoint_host)
-        check_address(generator.http_endpoint_host, generator.http_endpoint_port)
+        ENDPOINT.check_token(os.environ.get(API_KEY), generator.http_endpoint_host)
+        ENDPOINT.check_address(generator.http_endpoint_host, generator.http_endpoint_port)
 
 
 def announce(endpoint: HttpEndpoint) -> None:

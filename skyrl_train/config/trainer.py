@@ -15,11 +15,12 @@ from skyrl_train.config.conditions import (
     REWARD_MODEL,
     REWARD_MODEL_APART,
     only_above,
+    only_if_set,
     only_with,
 )
 from skyrl_train.config.fields import key
 from skyrl_train.config.model import CriticConfig, PolicyConfig, RefConfig, RewardConfig
-from skyrl_train.config.ranges import AT_LEAST_ONE, FRACTION, MINUS_ONE_OR_MORE, NOT_NEGATIVE, POSITIVE
+from skyrl_train.config.ranges import AT_LEAST_ONE, FRACTION, MINUS_ONE_OR_MORE, NOT_NEGATIVE, POSITIVE, Range
 from skyrl_train.config.section import Section
 
 NEVER = {None: -1}
@@ -242,6 +243,11 @@ class TrainerConfig(Section):
     """How many completions are shown on the console, of the first step and of every `console_samples_interval`th."""
     console_samples_interval: int = key(10, range=AT_LEAST_ONE)
     """How many steps apart completions are shown. All that were chosen for people are in samples.jsonl."""
+    metrics_port: int | None = key(None, range=Range(0, 65535))
+    """Port at which the run answers `GET /metrics` for Prometheus, with the newest value of every number of
+    metrics.jsonl; 0 takes a free one, which is said. null serves nothing."""
+    metrics_host: str = key("127.0.0.1", needs=only_if_set("trainer.metrics_port"))
+    """Address of `metrics_port`. One that other machines reach asks for the token of SKYRL_API_KEY."""
     plugins: list[str] = key(factory=list)
     """Modules that are imported in the driver and in every worker; they register losses, advantages, environments and
     trackers."""

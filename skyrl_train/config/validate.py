@@ -110,6 +110,7 @@ def _combinations(config: Config) -> Iterator[Problem]:
     yield from _accelerator(config)
     yield from _engine_shape(config)
     yield from _servers(config)
+    yield from _ports(config)
     yield from _environment_deadlines(config)
     yield from _environment(config)
     if str(trainer.export_path).rstrip("/") == str(trainer.ckpt_path).rstrip("/"):
@@ -241,6 +242,13 @@ def _servers(config: Config) -> Iterator[Problem]:
         yield Problem(f"generator.{key}", urls, "host:port of at least one server")
     elif len(set(urls)) < len(urls):
         yield Problem(f"generator.{key}", urls, "each server once", "A server has one engine.")
+
+
+def _ports(config: Config) -> Iterator[Problem]:
+    port, generator = config.trainer.metrics_port, config.generator
+    if generator.enable_http_endpoint and port == generator.http_endpoint_port:
+        advice = "They are two servers: each listens at a port of its own."
+        yield Problem("trainer.metrics_port", port, "another port than generator.http_endpoint_port", advice)
 
 
 def _environment(config: Config) -> Iterator[Problem]:

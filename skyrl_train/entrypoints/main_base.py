@@ -20,6 +20,7 @@ from skyrl_train.config.schema import Config
 from skyrl_train.entrypoints.stopping import exits_as_told, signals_leave, until_told
 from skyrl_train.errors import ClusterLost, Stopped
 from skyrl_train.messages import to_stderr
+from skyrl_train.report.metrics_server import check_metrics_address
 from skyrl_train.report.phases import phase, say
 from skyrl_train.trainer.run_directory import refuse_other_run
 
@@ -48,6 +49,8 @@ class BasePPOExp:
         from skyrl_train.assembly.names import check_plugins
 
         check_plugins(cfg)
+        if self.uses.learner or self.uses.val_data:  # what only serves has no numbers of a run
+            check_metrics_address(cfg.trainer.metrics_host, cfg.trainer.metrics_port)
         if self.uses.learner:
             say("run", f"{cfg.trainer.run_name}, in {Path(cfg.trainer.ckpt_path).absolute()}")
             refuse_other_run(Path(cfg.trainer.ckpt_path), identity(cfg))

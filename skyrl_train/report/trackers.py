@@ -15,6 +15,7 @@ from skyrl_train.messages import visible
 from skyrl_train.registry import Registry
 from skyrl_train.report.diagnosis import Diagnosis, Rule
 from skyrl_train.report.jsonl import JsonlTracker
+from skyrl_train.report.prometheus import PrometheusTracker
 from skyrl_train.report.protocol import SampleRow, Tracker, TrackerSetup
 
 _log = logging.getLogger(__name__)
@@ -76,11 +77,14 @@ def make_trackers(
 ) -> Trackers:
     """Make the JSONL tracker, the console tracker and those in `names`, each once, and the diagnosis by these rules.
 
-    Raises ConfigError for an unknown name or a missing library.
+    With trainer.metrics_port there is one for Prometheus, too. Raises ConfigError for an unknown name, a missing
+    library or a port that is in use.
     """
     setup = TrackerSetup(Path(run_dir), project_name, run_name, config)
     members: dict[str, Tracker] = {"jsonl": JsonlTracker(setup.run_dir)}
     for name in dict.fromkeys((CONSOLE, *names)):
         members[name] = trackers.get(name)(setup)
     members["diagnosis"] = Diagnosis(setup.run_dir, rules)  # after those that show the numbers it speaks of
+    if config.get("trainer", {}).get("metrics_port") is not None:
+        members["prometheus"] = PrometheusTracker(setup)  # last: it listens, and nobody closes it if another one fails
     return Trackers(members)

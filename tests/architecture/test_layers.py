@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "skyrl_train"
 LAYERS = (
     "errors clock trace",
-    "durable log_files messages tasks lazy registry metrics",
+    "durable log_files messages tasks lazy registry metrics listening",
     "config",
     "cluster",
     "data",
@@ -41,6 +41,7 @@ ONE_IMPORTER = (
     "tensorboard",
     "matplotlib",
     "peft",
+    "prometheus_client",
     "rich",
     "vllm",
     "sglang",

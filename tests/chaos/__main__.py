@@ -10,7 +10,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from skyrl_train.engines.http.wire import API_KEY
+from skyrl_train.listening import API_KEY
 from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.chaos.campaign import Campaign, Miss
 from tests.chaos.elsewhere import TOKEN, engine_elsewhere

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 
 from skyrl_train.cluster.sockets import free_address
-from skyrl_train.engines.http.wire import API_KEY
+from skyrl_train.listening import API_KEY
 
 TOKEN = "a-token-for-chaos"
 _HOST = "127.0.0.1"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
@@ -128,14 +127,6 @@ class Connection:
                 raise
             what = f"connecting to engine {self.name!r} at {self.url}" + (f" (last: {last})" if last else "")
             raise DeadlineExceeded(what, deadline_s) from error
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host is only reached from its own machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _checked_url(url: str) -> str:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from skyrl_train.engines.base import SampleRequest
 from skyrl_train.engines.http.connection import Connection
-from skyrl_train.engines.http.wire import API_KEY
 from skyrl_train.errors import EngineError, UnsupportedParameter
+from skyrl_train.listening import API_KEY
 
 
 @dataclass(frozen=True, slots=True)

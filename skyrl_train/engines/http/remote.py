@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest
 from skyrl_train.engines.http.codec import Malformed, decode, write_json
-from skyrl_train.engines.http.connection import Connection, is_loopback
+from skyrl_train.engines.http.connection import Connection
 from skyrl_train.engines.http.wire import (
     GRACE_S,
     REMOTE_METHODS,
@@ -24,6 +24,7 @@ from skyrl_train.engines.http.wire import (
 )
 from skyrl_train.engines.progress import Progress
 from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
+from skyrl_train.listening import is_loopback
 from skyrl_train.tasks import gather_all
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 

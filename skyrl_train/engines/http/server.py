@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import errno
-import hmac
 import json
 import logging
 import os
 import secrets
-import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -27,14 +24,13 @@ from typing import Any, NoReturn
 from aiohttp import HttpVersion11, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from skyrl_train.clock import now
 from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.admission import Admission, room
 from skyrl_train.engines.http.codec import Malformed, decode, read_json, write_json
-from skyrl_train.engines.http.connection import is_loopback
 from skyrl_train.engines.http.openai import CompletionCall, Translator
 from skyrl_train.engines.http.wire import (
-    API_KEY,
     GRACE_S,
     REMOTE_METHODS,
     SAMPLING_LIMITS,
@@ -49,7 +45,9 @@ from skyrl_train.engines.http.wire import (
     failure,
 )
 from skyrl_train.engines.progress import COUNTERS, Progress
-from skyrl_train.errors import ConfigError, DeadlineExceeded, EngineError, SkyRLError
+from skyrl_train.errors import DeadlineExceeded, EngineError, SkyRLError
+from skyrl_train.listening import Listener, has_token, url_of
+from skyrl_train.report.prometheus import CONTENT_TYPE, RequestMetrics
 
 log = logging.getLogger(__name__)
 _protocol_log = logging.getLogger(f"{__name__}.protocol")
@@ -62,6 +60,11 @@ _HEAD_S = 30.0
 """How long a connection may be without a whole request header, new or between two requests."""
 _TRANSFER_S = 60.0
 """How long each MiB begun of a body or an answer may take: a client that is slower than that is not there any more."""
+_SCRAPE_S = 5.0
+"""How long /metrics waits for the engines' own numbers, which it does without otherwise: scrapers wait for 10 s."""
+_GONE = 499
+"""The status of a request whose client went away before its answer, as nginx counts it."""
+ENDPOINT = Listener("The HTTP endpoint", "generator.http_endpoint_host", "generator.http_endpoint_port")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -103,9 +106,10 @@ class HttpEndpoint:
         `control`: whether there are routes to abort, pause, put to sleep and change weights; without them, holders of
         the token can only sample and score, within SAMPLING_LIMITS and under request ids that cannot collide with
         others. `drain_s`: how long exit waits for running requests before it cancels them. Without a tokenizer there
-        are no OpenAI routes. Raises ConfigError as `checked_token` does.
+        are no OpenAI routes. Raises ConfigError as `Listener.check_token` does.
         """
-        self.token = checked_token(token, host)
+        ENDPOINT.check_token(token, host)
+        self.token = secrets.token_urlsafe(32) if token is None else token
         self.token_file: Path | None = None
         self._makes_token_file = token is None
         self._engine = engine
@@ -115,6 +119,7 @@ class HttpEndpoint:
         self._limits = limits or (Limits() if control else SAMPLING_LIMITS)
         self._deadline_s = deadline_s
         self._control = control
+        self._metrics = RequestMetrics()
         self._sessions = "" if control else f"{secrets.token_hex(8)}."
         """Prefix of callers' sessions, without which they could use those of others."""
         self._drain_s = drain_s
@@ -136,6 +141,7 @@ class HttpEndpoint:
     async def __aenter__(self) -> HttpEndpoint:
         app = web.Application(middlewares=[self._guard], client_max_size=self._limits.body_bytes)
         app.router.add_get("/health", self._health, expect_handler=self._expect)
+        app.router.add_get("/metrics", self._scrape, expect_handler=self._expect)
         app.router.add_get("/v1/models", self._models, expect_handler=self._expect)
         app.router.add_post("/v1/chat/completions", self._openai("chat"), expect_handler=self._expect)
         app.router.add_post("/v1/completions", self._openai("text"), expect_handler=self._expect)
@@ -161,7 +167,7 @@ class HttpEndpoint:
             )
         except OSError as error:
             await self._runner.cleanup()
-            raise _cannot_listen(self._host, self._port, error) from error
+            raise ENDPOINT.cannot_listen(self._host, self._port, error) from error
         if self._makes_token_file:
             descriptor, path = tempfile.mkstemp(prefix="skyrl-api-key-")  # readable by this user only
             self.token_file = Path(path)
@@ -187,20 +193,25 @@ class HttpEndpoint:
     def url(self) -> str:
         """The address, e.g. http://127.0.0.1:8000; OpenAI clients need `/v1` appended."""
         assert self._listener is not None
-        host, port = self._listener.sockets[0].getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return url_of(self._listener.sockets[0])
 
     # -- every route -------------------------------------------------------------------------------------------------
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answers in time, or ends the connection of a client that does not read."""
-        response = await self._answer(request, handler)
-        size = len(response.body) if isinstance(response, web.Response) and isinstance(response.body, bytes) else 0
-        async with _sending(request, size):
-            await response.prepare(request)
-            await response.write_eof()
-        return response
+        """Answers in time, or ends the connection of a client that does not read; counts both."""
+        route, begun, status = _route(request), now(), _GONE
+        self._metrics.begun(route)
+        try:
+            response = await self._answer(request, handler)
+            size = len(response.body) if isinstance(response, web.Response) and isinstance(response.body, bytes) else 0
+            async with _sending(request, size):
+                await response.prepare(request)
+                await response.write_eof()
+            status = response.status
+            return response
+        finally:
+            self._metrics.ended(route, status, now() - begun)
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Checks the token before anything else, even the route; gives all errors one format."""
@@ -246,9 +257,7 @@ class HttpEndpoint:
             request.writer.output_size = 0  # the answer itself has not begun
 
     def _has_token(self, request: web.Request) -> bool:
-        scheme, _, given = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-        same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self.token.encode())
-        return same and scheme.lower() == "bearer"
+        return has_token(request.headers.get(hdrs.AUTHORIZATION, ""), self.token)
 
     def _check_token(self, request: web.Request) -> None:
         if not self._has_token(request):
@@ -303,6 +312,8 @@ class HttpEndpoint:
             return []
         prefix = "" if self._control else f"{secrets.token_hex(8)}."
         own = [self._owned(request, prefix) for request in requests]
+        prompts = {request.group or request.request_id: len(request.token_ids) for request in requests}
+        self._metrics.asked(sum(prompts.values()))
         try:
             work = self._attribute("generate")(own)
             completions: list[Completion] = await self._progress.until_done(work, self._deadline_s + GRACE_S)
@@ -312,6 +323,7 @@ class HttpEndpoint:
             self._background.add(task)
             task.add_done_callback(self._background.discard)
             raise
+        self._metrics.sampled(sum(len(done.token_ids) for done in completions))
         return [replace(done, request_id=given.request_id) for given, done in zip(requests, completions, strict=True)]
 
     def _owned(self, request: SampleRequest, prefix: str) -> SampleRequest:
@@ -325,10 +337,10 @@ class HttpEndpoint:
         )
 
     async def _health_of_all(self) -> EngineHealth:
-        """The counters of all engines that are served."""
+        """The counters of all engines that are served, and their requests."""
         found = await self._attribute("health")()
         every = found if isinstance(found, list) else [found]
-        totals = {one: sum(getattr(health, one) for health in every) for one in COUNTERS}
+        totals = {one: sum(getattr(health, one) for health in every) for one in (*COUNTERS, "queued")}
         return EngineHealth("all", 0, **totals)
 
     async def _abort_quietly(self, request_ids: list[str]) -> None:
@@ -402,44 +414,14 @@ class HttpEndpoint:
             raise EngineError("No engine is alive.")
         return web.json_response({"status": "ok"})
 
-
-def checked_token(token: str | None, host: str) -> str:
-    """The token of an endpoint at `host`; generated if there is none.
-
-    Raises ConfigError for a token that cannot be sent in a header, and without a token for a host that other machines
-    can reach.
-    """
-    if token is None:
-        if not is_loopback(host):
-            raise ConfigError(
-                f"generator.http_endpoint_host={host!r} can be reached from other machines, and no token protects it: "
-                f"set the environment variable {API_KEY} to a secret, or use 127.0.0.1."
-            )
-        return secrets.token_urlsafe(32)
-    if not token or not all("!" <= character <= "~" for character in token):
-        raise ConfigError(f"{API_KEY} must be letters, digits and signs without blanks; its value is not shown here.")
-    return token
-
-
-def check_address(host: str, port: int) -> None:
-    """Raises ConfigError if the address cannot be listened at."""
-    try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, _, _, _, address in found:
-            try:
-                socket.create_server(address, family=family).close()
-            except OSError as error:
-                if family != socket.AF_INET6 or error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                    raise  # a machine without IPv6 still has its other addresses
-    except OSError as error:
-        raise _cannot_listen(host, port, error) from error
-
-
-def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"The HTTP endpoint cannot listen at {host}:{port}: {error.strerror or error}. "
-        "Choose another generator.http_endpoint_port, or another generator.http_endpoint_host of this machine."
-    )
+    async def _scrape(self, request: web.Request) -> web.Response:
+        """What Prometheus reads."""
+        engine: dict[str, int] = {}
+        with suppress(SkyRLError, _Refusal):  # the endpoint's own numbers are worth more while engines do not answer
+            async with _within("health of the engines", _SCRAPE_S):
+                health = await self._health_of_all()
+            engine = {"running": health.running, "waiting": health.queued}
+        return web.Response(body=self._metrics.text(**engine), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
 
 
 def _error(status: int, body: dict[str, Any]) -> web.Response:
@@ -448,6 +430,12 @@ def _error(status: int, body: dict[str, Any]) -> web.Response:
         status=status, body=json.dumps(body).encode(), content_type="application/json", headers=headers
     )
     return response
+
+
+def _route(request: web.Request) -> str:
+    """The route as it was added: paths that callers make up are one."""
+    resource = request.match_info.route.resource
+    return "unknown" if resource is None or "{" in resource.canonical else resource.canonical
 
 
 def _context(engine: Any) -> int:

@@ -25,10 +25,9 @@ from skyrl_train.errors import (
     WeightSyncError,
     WorkerDied,
 )
+from skyrl_train.listening import API_KEY
 from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, TensorSpec
 
-API_KEY = "SKYRL_API_KEY"
-"""The environment variable that holds the token of both ends."""
 GRACE_S = 30.0
 """Seconds that a caller waits beyond the deadline of the work itself."""
 TRAVELLING_ROUTES = ROUTES - {"in_process"}

@@ -17,9 +17,9 @@ from skyrl_train.engines.base import Completion, InferenceEngine, SampleRequest
 from skyrl_train.engines.http.connection import Connection
 from skyrl_train.engines.http.native import NativeEngine
 from skyrl_train.engines.http.native_sglang import SGLangServer
-from skyrl_train.engines.http.wire import API_KEY
 from skyrl_train.engines.sampling import check_supported
 from skyrl_train.errors import ConfigError, DeadlineExceeded, EngineError
+from skyrl_train.listening import API_KEY
 from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.registry import load_object
 from skyrl_train.tensordict.wrappers.engine_view import EngineView

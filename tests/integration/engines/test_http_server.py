@@ -142,6 +142,21 @@ def test_curl_completes_a_chat(served: Served):
     assert curl(url, *json_body).stdout.endswith("\n401")
 
 
+def test_prometheus_reads_what_a_client_was_told(served: Served, client: openai.OpenAI):
+    def counted() -> dict[str, float]:
+        text = curl(f"{served.endpoint.url}/metrics", "-H", f"Authorization: Bearer {TOKEN}").stdout.rpartition("\n")[0]
+        lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+        return {series: float(value) for series, _, value in lines}
+
+    before = counted()
+    usage = client.chat.completions.create(model="tiny", messages=MESSAGES, n=2, max_tokens=6).usage
+    after = counted()
+    assert usage is not None
+    for kind, tokens in (("prompt", usage.prompt_tokens), ("completion", usage.completion_tokens)):
+        assert after[f"skyrl_http_{kind}_tokens_total"] - before[f"skyrl_http_{kind}_tokens_total"] == tokens > 0
+    assert after['skyrl_engine_requests{state="running"}'] == 0
+
+
 @pytest.mark.fault("F28")
 def test_curl_cannot_send_a_gigabyte(served: Served, tmp_path: Path):
     big = tmp_path / "big"

@@ -18,8 +18,8 @@ from skyrl_train.assembly.engines import connect_engine
 from skyrl_train.config.hydra import load
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.http.native import NativeEngine
-from skyrl_train.engines.http.wire import API_KEY
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
+from skyrl_train.listening import API_KEY
 from skyrl_train.tensordict.wrappers.backends import SGLangWrapper
 from skyrl_train.tensordict.wrappers.sglang_server import AsyncSGLang
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model

@@ -95,6 +95,8 @@ NEW_KEYS = {
     "trainer.guards.max_skipped_updates",
     "trainer.guards.stop",
     "trainer.max_failed_fraction",
+    "trainer.metrics_host",
+    "trainer.metrics_port",
     "trainer.max_steps",
     "trainer.max_tokens_per_microbatch",
     "trainer.placement.reward_num_gpus_per_node",

@@ -76,6 +76,12 @@ def test_defaults_are_valid():
             "generator.external_server_urls",
             "each server once",
         ),
+        (
+            ["trainer.metrics_port=8000", "generator.enable_http_endpoint=true"],
+            "trainer.metrics_port",
+            "another port than generator.http_endpoint_port",
+        ),
+        (["trainer.metrics_port=65536"], "trainer.metrics_port", "at most 65535"),
         (["trainer.policy.optimizer_config.lr=-1"], "trainer.policy.optimizer_config.lr", "at least 0"),
         (["trainer.policy.model.lora.rank=-1"], "trainer.policy.model.lora.rank", "at least 0"),
         (["trainer.policy.model.lora.dropout=0.1"], "trainer.policy.model.lora.dropout", "must not depend on chance"),

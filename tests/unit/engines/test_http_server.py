@@ -31,7 +31,13 @@ from skyrl_train.testing.scripted_engine import ScriptedEngine
 from tests.support.http_calls import CALL, CHAT, TOKEN, ask, says, serve
 
 ROUTES = [(call.verb, call.route) for call in REMOTE_METHODS.values()]
-ROUTES += [("GET", "/health"), ("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions")]
+ROUTES += [
+    ("GET", "/metrics"),
+    ("GET", "/health"),
+    ("GET", "/v1/models"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+]
 
 
 # -- who is let in ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,147 @@
+"""Numbers as Prometheus reads them: those of a run, and those of an HTTP endpoint. No other module imports its library.
+
+Each has a registry of its own, so several in a process do not meet; the library's global one is not touched.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+
+import psutil
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from skyrl_train.report.metric_table import metric_of
+from skyrl_train.report.metrics_server import MetricsServer
+from skyrl_train.report.phases import say
+from skyrl_train.report.protocol import SampleRow, TrackerSetup
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_STEP, _TOTAL_STEPS, _RSS = "run/step", "run/total_steps", "process/resident_memory_bytes"
+_OWN = {
+    _STEP: "the last finished step (steps)",
+    _TOTAL_STEPS: "steps of the whole run; 0: an evaluation (steps)",
+    _RSS: "memory of the run's driver (bytes)",
+}
+"""What only a scraper is told -> help."""
+_OTHER = "skyrl_other"
+_NAMES = (
+    (re.compile(r"eval/(?P<source>.+)/(?P<what>[a-z0-9_]+)", re.DOTALL), "skyrl_eval_{what}"),
+    (re.compile(r"rollouts/failed/(?P<kind>.+)", re.DOTALL), "skyrl_rollouts_failed_by_kind"),
+    (re.compile(r"(?!eval/|rollouts/failed_by_kind)(?P<of>[a-z0-9]+)/(?P<what>[a-z0-9_]+)"), "skyrl_{of}_{what}"),
+    (re.compile(r"(?P<name>.*)", re.DOTALL), _OTHER),
+)
+"""Forms of a metric's name -> the one for Prometheus. No two metrics become the same one with the same labels."""
+_LABELS = ("source", "kind", "name")
+_SECONDS = (0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+"""Bounds of the histogram: from a health check to an episode."""
+
+
+@cache
+def name_of(metric: str) -> tuple[str, Mapping[str, str]]:
+    """The name and the labels of a metric: reward/mean is skyrl_reward_mean; sources of evaluations are labels.
+
+    A name that is not two parts of lower-case letters, digits and underscores is a label of `skyrl_other`.
+    """
+    matches = ((pattern.fullmatch(metric), template) for pattern, template in _NAMES)
+    words, template = next((found.groupdict(), template) for found, template in matches if found)
+    return template.format(**words), {label: words[label] for label in _LABELS if label in words}
+
+
+@cache
+def _help_of(metric: str) -> str:
+    """What the metric is, and its unit."""
+    if metric in _OWN:
+        return _OWN[metric]
+    if name_of(metric)[0] == _OTHER:
+        return "numbers whose names Prometheus does not take: the label has them"
+    known = metric_of(metric)
+    return f"{known.what} ({known.unit})" if known else "a number of the run's own code"
+
+
+class _Numbers(Collector):
+    """The newest value of every metric."""
+
+    def __init__(self) -> None:
+        self.values: Mapping[str, float] = {}
+        """Replaced as a whole, since another thread reads it."""
+        self._process = psutil.Process()
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        families: dict[str, GaugeMetricFamily] = {}
+        for metric, value in {**self.values, _RSS: self._process.memory_info().rss}.items():
+            name, labels = name_of(metric)
+            family = families.setdefault(name, GaugeMetricFamily(name, _help_of(metric), labels=list(labels)))
+            family.add_metric(list(labels.values()), value)
+        yield from families.values()
+
+
+class PrometheusTracker:
+    """Serves the newest value of every number at trainer.metrics_host and metrics_port, until the run ends.
+
+    Raises ConfigError for an address that is in use, or that others can reach without a token.
+    """
+
+    def __init__(self, setup: TrackerSetup):
+        self._numbers = _Numbers()
+        registry = CollectorRegistry()
+        registry.register(self._numbers)
+        trainer = setup.config["trainer"]
+        host, port = trainer["metrics_host"], trainer["metrics_port"]
+        self._server = MetricsServer(host, port, lambda: generate_latest(registry), CONTENT_TYPE)
+        self.url = self._server.url
+        say("metrics", self.url)
+
+    def begin(self, step: int, total_steps: int) -> None:
+        self._numbers.values = {_STEP: step, _TOTAL_STEPS: total_steps}
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        news = {name: float(value) for name, value in metrics.items() if name not in _OWN}
+        self._numbers.values = {**self._numbers.values, **news, _STEP: step}
+
+    def samples(self, rows: Sequence[SampleRow], step: int) -> None:
+        """Does nothing: completions are in samples.jsonl."""
+
+    def close(self) -> None:
+        self._server.close()
+
+
+class RequestMetrics:
+    """What an HTTP endpoint counts. For one event loop: nothing else may call it."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter("skyrl_http_requests", "answered requests", ["route", "status"], registry=registry)
+        self._under_way = Gauge(
+            "skyrl_http_requests_under_way", "requests without an answer", ["route"], registry=registry
+        )
+        self._seconds = Histogram(
+            "skyrl_http_request_seconds", "from request to answer (s)", ["route"], buckets=_SECONDS, registry=registry
+        )
+        self._prompt = Counter("skyrl_http_prompt_tokens", "tokens of prompts, once for n samples", registry=registry)
+        self._completion = Counter("skyrl_http_completion_tokens", "tokens sampled for requests", registry=registry)
+        self._engine = Gauge("skyrl_engine_requests", "requests in all engines", ["state"], registry=registry)
+
+    def begun(self, route: str) -> None:
+        self._under_way.labels(route).inc()
+
+    def ended(self, route: str, status: int, seconds: float) -> None:
+        self._under_way.labels(route).dec()
+        self._requests.labels(route, status).inc()
+        self._seconds.labels(route).observe(seconds)
+
+    def asked(self, prompt_tokens: int) -> None:
+        self._prompt.inc(prompt_tokens)
+
+    def sampled(self, completion_tokens: int) -> None:
+        self._completion.inc(completion_tokens)
+
+    def text(self, **engine: int) -> bytes:
+        """All of it in Prometheus's text format. `engine`: running=..., waiting=..., where the engines tell."""
+        self._engine.clear()
+        for state, requests in engine.items():
+            self._engine.labels(state).set(requests)
+        return generate_latest(self._registry)

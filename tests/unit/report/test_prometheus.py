@@ -1,0 +1,252 @@
+"""What a scraper reads of a run: names, labels, values, and who is let in."""
+
+from __future__ import annotations
+
+import http.client
+import math
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import prometheus_client
+import psutil
+import pytest
+from hypothesis import example, given, strategies as st
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from skyrl_train.config.prepare import prepare
+from skyrl_train.entrypoints.main_base import BasePPOExp
+from skyrl_train.errors import ConfigError
+from skyrl_train.report import metrics_server
+from skyrl_train.report.metric_table import METRICS
+from skyrl_train.report.metrics_server import check_metrics_address
+from skyrl_train.report.prometheus import PrometheusTracker, name_of
+from skyrl_train.report.protocol import SampleRow, TrackerSetup
+from skyrl_train.report.trackers import make_trackers
+
+TOKEN = "a-secret-of-this-test"
+
+
+def setup(port: int = 0, host: str = "127.0.0.1") -> TrackerSetup:
+    config = {"trainer": {"metrics_port": port, "metrics_host": host}}
+    return TrackerSetup(Path(), "project", "run", config)
+
+
+@contextmanager
+def serving(host: str = "127.0.0.1") -> Iterator[PrometheusTracker]:
+    with closing(PrometheusTracker(setup(host=host))) as tracker:
+        yield tracker
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[PrometheusTracker]:
+    """One tracker for all examples of a property, which begin it anew."""
+    with serving() as tracker:
+        yield tracker
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2].partition("/")[0])
+
+
+def get(url: str, path: str = "/metrics", **headers: str) -> tuple[int, str, str]:
+    """Status, content type and body."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port_of(url), timeout=30)) as connection:
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.headers["Content-Type"], answer.read().decode()
+
+
+def families(url: str) -> dict[str, Metric]:
+    status, kind, text = get(url)
+    assert status == 200 and kind.startswith("text/plain; version=")
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def series(url: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """(name, labels) -> value."""
+    samples = [sample for family in families(url).values() for sample in family.samples]
+    found = {(sample.name, tuple(sample.labels.items())): sample.value for sample in samples}
+    assert len(found) == len(samples)
+    return found
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+WORDS = ("eval", "rollouts", "failed", "failed_by_kind", "failed_", "other", "a", "a_b", "b", "_", "", "A", "é", "1")
+NAMES = st.lists(st.sampled_from(WORDS), max_size=4).map("/".join) | st.text(max_size=12)
+
+
+@given(st.sets(NAMES, max_size=30))
+@example({"eval/a", "eval/b/a"})
+@example({"rollouts/failed_by_kind", "rollouts/failed/a"})
+def test_every_name_is_valid_and_no_two_are_one_series(names: set[str]):
+    found = [name_of(name) for name in names]
+    labels_of: dict[str, set[str]] = {}
+    for name, labels in found:
+        assert re.fullmatch(r"skyrl_[a-z0-9_]+", name)
+        assert labels_of.setdefault(name, set(labels)) == set(labels), "a family has the same labels throughout"
+    assert len({(name, *labels.items()) for name, labels in found}) == len(names)
+
+
+@pytest.mark.parametrize("metric", [metric.name for metric in METRICS])
+def test_every_metric_of_the_table_has_a_name_of_its_own(metric: str):
+    word = {"{source}": "openai/gsm8k", "{kind}": "deadline", "{n}": "8", "{name}": "thing"}
+    name = re.sub(r"\{\w+\}", lambda found: word[found[0]], metric)
+    expected: tuple[str, dict[str, str]] = ("skyrl_" + name.replace("/", "_"), {})
+    if "{source}" in metric:
+        expected = "skyrl_eval_" + name.rpartition("/")[2], {"source": "openai/gsm8k"}
+    elif "{kind}" in metric:
+        expected = "skyrl_rollouts_failed_by_kind", {"kind": "deadline"}
+    assert name_of(name) == expected
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_scrape_has_the_newest_value_of_every_number_with_what_it_is_and_its_unit():
+    with serving() as tracker:
+        tracker.begin(0, 9)
+        tracker.log({"reward/mean": 0.25, "eval/all/avg_score": 0.5, "timing/step_s": 2}, 1)
+        tracker.log({"reward/mean": 0.75, "timing/step_s": math.nan, "mine/x": math.inf}, 2)
+        tracker.samples([SampleRow("p", "r", 1.0, "stop")], 2)
+        found, about = series(tracker.url), families(tracker.url)
+    assert math.isnan(found.pop(("skyrl_timing_step_s", ())))
+    resident = found.pop(("skyrl_process_resident_memory_bytes", ()))
+    assert resident == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
+    assert found == {
+        ("skyrl_run_step", ()): 2,
+        ("skyrl_run_total_steps", ()): 9,
+        ("skyrl_reward_mean", ()): 0.75,
+        ("skyrl_eval_avg_score", (("source", "all"),)): 0.5,
+        ("skyrl_mine_x", ()): math.inf,
+    }
+    assert about["skyrl_timing_step_s"].documentation == "the whole step, evaluation and checkpoint apart (s)"
+    assert about["skyrl_reward_mean"].documentation == "mean reward of the step's samples (reward)"
+    assert {family.type for family in about.values()} == {"gauge"}
+
+
+def test_a_run_that_goes_on_begins_with_its_step_and_no_old_numbers():
+    with serving() as tracker:
+        tracker.log({"reward/mean": 0.25}, 7)
+        tracker.begin(5, 9)
+        found = series(tracker.url)
+    assert (found["skyrl_run_step", ()], found["skyrl_run_total_steps", ()]) == (5, 9)
+    assert ("skyrl_reward_mean", ()) not in found
+
+
+def test_numbers_of_a_user_cannot_stand_for_those_of_the_run():
+    with serving() as tracker:
+        tracker.begin(0, 9)
+        tracker.log({"run/total_steps": -1.0, "process/resident_memory_bytes": -1.0}, 1)
+        assert min(series(tracker.url).values()) > 0
+
+
+@given(st.text(st.characters(exclude_categories=["C"]), min_size=1, max_size=12))
+def test_labels_are_read_as_they_were_written(shared: PrometheusTracker, word: str):
+    shared.begin(0, 1)
+    shared.log({f"eval/{word}/avg_score": 1.0, f"rollouts/failed/{word}": 2.0, f"{word}/of/mine": 3.0}, 1)
+    found = series(shared.url)
+    assert found["skyrl_eval_avg_score", (("source", word),)] == 1
+    assert found["skyrl_rollouts_failed_by_kind", (("kind", word),)] == 2
+    assert found["skyrl_other", (("name", f"{word}/of/mine"),)] == 3
+
+
+def test_quotes_backslashes_and_line_ends_are_escaped():
+    source = 'a"b\\c\nd\\n'
+    with serving() as tracker:
+        tracker.log({f"eval/{source}/avg_score": 0.5}, 1)
+        assert series(tracker.url)["skyrl_eval_avg_score", (("source", source),)] == 0.5
+        assert r'source="a\"b\\c\nd\\n"' in get(tracker.url)[2]
+
+
+def test_runs_in_a_process_do_not_meet_and_leave_the_library_s_own_registry_alone():
+    before = prometheus_client.generate_latest(prometheus_client.REGISTRY).count(b"skyrl_")
+    with serving() as one, serving() as other:
+        one.log({"reward/mean": 1.0}, 1)
+        other.log({"reward/mean": 2.0}, 2)
+        assert series(one.url)["skyrl_reward_mean", ()] == 1
+        assert series(other.url)["skyrl_reward_mean", ()] == 2
+    assert prometheus_client.generate_latest(prometheus_client.REGISTRY).count(b"skyrl_") == before == 0
+
+
+# -- the run's tracker -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_serves_while_it_lasts_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = {"trainer": {"metrics_port": 0, "metrics_host": "127.0.0.1"}}
+    with make_trackers([], tmp_path, "project", "run", config) as trackers:
+        (url,) = re.findall(r"^metrics +(http://127\.0\.0\.1:\d+/metrics)$", capsys.readouterr().out, re.MULTILINE)
+        trackers.begin(0, 2)
+        trackers.log({"environment/a\ud800\x1b[31m": 1.0, "reward/mean": 0.5}, 1)
+        found = series(url)
+        assert found["skyrl_reward_mean", ()] == 0.5
+        assert found["skyrl_other", (("name", r"environment/a\ud800\x1b[31m"),)] == 1
+        assert families(url)["skyrl_other"].documentation.startswith("numbers whose names")
+    with pytest.raises(ConnectionRefusedError):
+        get(url)
+
+
+@pytest.mark.parametrize("trainer", [{}, {"metrics_port": None, "metrics_host": "127.0.0.1"}])
+def test_a_run_without_the_key_listens_nowhere(trainer: dict[str, Any], tmp_path: Path):
+    def listening() -> set[Any]:
+        return {one.laddr for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN}
+
+    before = listening()
+    with make_trackers([], tmp_path, "project", "run", {"trainer": trainer}):
+        assert listening() == before
+
+
+def test_a_port_in_use_is_refused_by_key_and_value_before_anything_starts(tmp_path: Path):
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        said = rf"trainer\.metrics_port={port}: .*Choose another trainer\.metrics_port"
+        with pytest.raises(ConfigError, match=said):
+            make_trackers([], tmp_path, "project", "run", setup(port).config)
+        with pytest.raises(ConfigError, match=said):
+            BasePPOExp(prepare([f"trainer.metrics_port={port}", f"trainer.ckpt_path={tmp_path}"]).config)
+    check_metrics_address("127.0.0.1", port)
+    check_metrics_address("not-looked-at", None)
+
+
+def test_an_address_that_others_reach_needs_the_token_and_asks_for_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("SKYRL_API_KEY", raising=False)
+    for refused in (lambda: check_metrics_address("0.0.0.0", 0), lambda: PrometheusTracker(setup(host="0.0.0.0"))):
+        with pytest.raises(ConfigError, match=r"trainer\.metrics_host='0\.0\.0\.0'.*SKYRL_API_KEY"):
+            refused()
+    monkeypatch.setenv("SKYRL_API_KEY", TOKEN)
+    with serving("0.0.0.0") as tracker:
+        for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {TOKEN}"}):
+            status, _, text = get(tracker.url, **wrong)
+            assert status == 401 and "skyrl_" not in text
+        assert get(tracker.url, Authorization=f"Bearer {TOKEN}")[0] == 200
+    with serving() as tracker:
+        assert get(tracker.url)[0] == 200, "on loopback nobody is asked"
+
+
+def test_there_is_nothing_but_metrics():
+    with serving() as tracker:
+        assert [get(tracker.url, path)[0] for path in ("/", "/metrics/", "/metric", "/metrics?name=x")] == [
+            404,
+            404,
+            404,
+            200,
+        ]
+
+
+def test_a_client_that_asks_nothing_holds_up_neither_others_nor_the_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(metrics_server, "PATIENCE_S", 0.3)
+    begun = time.monotonic()
+    with serving() as tracker, closing(socket.create_connection(("127.0.0.1", port_of(tracker.url)))) as silent:
+        assert get(tracker.url)[0] == 200
+        silent.settimeout(20)
+        assert silent.recv(1) == b""
+        with closing(socket.create_connection(("127.0.0.1", port_of(tracker.url)))):
+            time.sleep(0.05)
+            tracker.close()
+    assert time.monotonic() - begun < 20
