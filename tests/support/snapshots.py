@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import os
 import re
@@ -42,4 +43,5 @@ def assert_as_kept(text: str, folder: Path, kept: Path) -> None:
     if os.environ.get(UPDATE):
         kept.parent.mkdir(exist_ok=True)
         kept.write_text(said)
-    assert said == kept.read_text()
+    differs = difflib.unified_diff(kept.read_text().splitlines(), said.splitlines(), str(kept.name), "now", lineterm="")
+    assert said == kept.read_text(), "\n".join(differs)

@@ -22,7 +22,7 @@ from tests.support.snapshots import assert_as_kept
 from .conftest import Run, command
 
 KEPT = Path(__file__).parent / "console"
-COLUMNS, ROWS = 160, 200
+COLUMNS, ROWS = 600, 100  # wide: where lines wrap depends on what the model said
 PLUGIN = """
 import torch
 import skyrl_train as sk
