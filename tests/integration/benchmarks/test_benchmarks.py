@@ -1,0 +1,31 @@
+"""Benchmarks run to their tables, whatever the figures are on a busy machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[3] / "scripts" / "benchmarks"
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "arguments", "row"),
+    [
+        ("grpo_step.py", ["--sides", "skyrl_train", "--steps", "1"], "| skyrl_train | "),
+        ("reports.py", ["--steps", "1"], "| CPU-s of a step |"),
+        ("overhead.py", ["--steps", "1"], "| ratio (wanted"),
+    ],
+)
+def test_a_run_that_stands_still_between_steps_ends_with_them(script: str, arguments: list[str], row: str):
+    path = os.pathsep.join([str(SCRIPTS.parents[1]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(SCRIPTS / script), *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, env=os.environ | {"PYTHONPATH": path}, check=False
+    )
+    assert done.returncode == 0 and row in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
