@@ -60,10 +60,16 @@ def shorten(path: Path) -> None:
     with suppress(OSError):  # not there yet, or no room for a copy: next time
         if path.stat().st_size < LIMIT_BYTES:
             return
+        copy = path.with_name(f"{path.name}.new")
+        try:
+            shutil.copyfile(path, copy)
+        except OSError:
+            copy.unlink(missing_ok=True)
+            raise
         for number in range(KEPT, 1, -1):
             with suppress(FileNotFoundError):
                 path.with_name(f"{path.name}.{number - 1}").replace(path.with_name(f"{path.name}.{number}"))
-        shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+        copy.replace(path.with_name(f"{path.name}.1"))
         os.truncate(path, 0)  # whoever appends goes on at its new end
 
 

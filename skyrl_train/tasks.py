@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -42,3 +44,25 @@ async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
         if not task.cancelled():
             await task
         raise
+
+
+class Shared:
+    """A context that several may be in at once: the first to enter sets it up, and the last to leave ends it."""
+
+    def __init__(self, context: Callable[[], AbstractContextManager[None]]):
+        self._context = context
+        self._inside = 0
+        self._open = ExitStack()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._open.enter_context(self._context())
+            self._inside += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._open.close()

@@ -97,10 +97,8 @@ def to_file(path: Path) -> Iterator[None]:
     A file that cannot be written costs the time line, and is said; the run goes on.
     """
     global _note
-    try:
-        file = _TraceFile(path)
-    except OSError as error:
-        _log.warning("trainer.trace: %s cannot be written (%s): the run has no time line.", path, error.strerror)
+    file = _opened(path)
+    if file is None:
         yield
         return
     before, _note = _note, file.add
@@ -109,6 +107,17 @@ def to_file(path: Path) -> Iterator[None]:
     finally:
         _note = before
         file.close()
+
+
+def _opened(path: Path) -> _TraceFile | None:
+    if isinstance(getattr(_note, "__self__", None), _TraceFile):
+        _log.warning("trainer.trace: another run of this process has a time line: %s is not written.", path)
+        return None
+    try:
+        return _TraceFile(path)
+    except OSError as error:
+        _log.warning("trainer.trace: %s cannot be written (%s): the run has no time line.", path, error.strerror)
+        return None
 
 
 class _TraceFile:

@@ -38,6 +38,7 @@ from skyrl_train.assembly.sync_choices import sleep_level
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.generator import RateLimitConfig
 from skyrl_train.config.schema import Config
+from skyrl_train.config.secrets import redact
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.engines.client import EngineClient
@@ -251,7 +252,7 @@ def build_trainer(
 
 
 def first_rollout() -> FirstRollout:
-    return FirstRollout(lambda item, seconds: say("first rollout", rollout_line(sample_row(item), seconds)))
+    return FirstRollout(lambda item, seconds: say("first rollout", redact(rollout_line(sample_row(item), seconds))))
 
 
 def profiled_engines(cfg: Config, client: EngineClient) -> Callable[[], Sequence[Any]]:

@@ -8,16 +8,17 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from ray._private import worker as ray_worker
 from ray._private.ray_logging import global_worker_stdstream_dispatcher as printers
 
-from skyrl_train.config.secrets import redact
+from skyrl_train.config.secrets import looks_like_credential, redact
 from skyrl_train.log_files import KeptShort
+from skyrl_train.tasks import Shared
 
 log = logging.getLogger(__name__)
 _RAYLET = "raylet"
@@ -34,13 +35,23 @@ def append_output_to(path: Path, header: str) -> None:
         sys.stderr.flush()
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
-    sys.stdout, sys.stderr = _Redacting(1), _Redacting(2)
+    before, sys.stdout, sys.stderr = (sys.stdout, sys.stderr), _stream(1), _stream(2)
+    for handler in _stream_handlers():  # of libraries that were imported early
+        if handler.stream in before:
+            handler.setStream(sys.stdout if handler.stream is before[0] else sys.stderr)
     print(f"--- {header}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}", flush=True)
     KeptShort(path).__enter__()  # until the process ends
 
 
+def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    for logger in loggers:
+        if isinstance(logger, logging.Logger):
+            yield from (one for one in logger.handlers if isinstance(one, logging.StreamHandler))
+
+
 @contextmanager
-def raylets_logged() -> Iterator[None]:
+def _raylets_logged() -> Iterator[None]:
     """Inside, what Ray's raylets say goes to the log: it is no news of a run. Other lines are printed as ever."""
     shown, handlers = ray_worker.print_to_stdstream, list(printers.handlers)
     ray_worker.print_to_stdstream = partial(_show_or_log, shown)
@@ -52,6 +63,9 @@ def raylets_logged() -> Iterator[None]:
         printers.handlers = handlers
 
 
+raylets_logged = Shared(_raylets_logged)
+
+
 def _show_or_log(show: Callable[..., None], data: Any, **how: Any) -> None:
     if data.get("pid") != _RAYLET:
         show(data, **how)
@@ -60,23 +74,22 @@ def _show_or_log(show: Callable[..., None], data: Any, **how: Any) -> None:
         log.info("(%s) %s", _RAYLET, line)
 
 
-class _Redacting(io.TextIOWrapper):
-    """Text to a descriptor, without credentials."""
-
-    def __init__(self, descriptor: int):
-        raw: Any = _Lossy(descriptor, "ab", closefd=False)
-        super().__init__(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
-
-    def write(self, text: str) -> int:
-        super().write(redact(text))
-        return len(text)
+def _stream(descriptor: int) -> io.TextIOWrapper:
+    raw: Any = _Redacted(descriptor, "ab", closefd=False)
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
-class _Lossy(io.FileIO):
-    """Bytes that cannot be written are lost: a full disk does not fail who prints."""
+class _Redacted(io.FileIO):
+    """Without the contents of credential variables. What cannot be written is lost: a full disk fails nobody."""
 
     def write(self, data: Any) -> int:
-        try:
-            return super().write(data) or 0
-        except OSError:
-            return len(data)
+        text = bytes(data).decode("utf-8", "surrogateescape")
+        with suppress(OSError):
+            super().write(redact(text, _credentials()).encode("utf-8", "surrogateescape"))
+        return len(data)
+
+
+@cache
+def _credentials() -> dict[str, str]:
+    """Those variables: there are hundreds of others, and many lines."""
+    return {name: content for name, content in os.environ.items() if looks_like_credential(name)}

@@ -452,9 +452,9 @@ class Cluster:
     @contextmanager
     def logging_to(self, folder: Path) -> Iterator[None]:
         """Inside, actors that are made print to files in `folder`, one for each."""
-        self._logs = folder
+        self._logs = folder.absolute()  # workers may have another working directory
         try:
-            with raylets_logged():
+            with raylets_logged:
                 yield
         finally:
             self._logs = None

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
 import sysconfig
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from skyrl_train.config.secrets import redact
 from skyrl_train.log_files import KeptShort, set_attempt_apart
 from skyrl_train.messages import to_stderr
+from skyrl_train.tasks import Shared
 from skyrl_train.trace import TRACE_FILE
 
 FOLDER = "logs"
@@ -19,58 +22,116 @@ TRACEBACK = "The traceback is in"
 """How the note of an exception begins that says where its traceback is."""
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OURS = logging.getLogger("skyrl_train")
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+
+
+def is_library(file: str) -> bool:
+    """Whether source at this path was installed, and not written by the person who started the run."""
+    return file.startswith(_STANDARD) or _INSTALLED.search(file) is not None
 
 
 @contextmanager
 def run_logs(directory: Path) -> Iterator[Path]:
     """Inside, this process logs to `directory/logs/driver.log`; gives that folder.
 
-    All that this package says is there, with times and with the traceback of what ended the run, as are warnings of
+    What this package says is there, with times and with the traceback of what ended the run, as are warnings of
     libraries, of which a terminal shows none. Warnings of this package and of the user's modules are on stderr, too,
     unless the program has set up Python's logging itself. Files of an earlier attempt are moved to `attempt_N`,
     its time line among them.
 
-    A folder that cannot be written costs the logs, and is said; the run goes on.
+    A folder that cannot be written costs the logs, and is said; the run goes on. Several runs in one process: each file
+    has what all of them say while its run lasts.
     """
-    folder = directory / FOLDER
+    folder = (directory / FOLDER).absolute()
+    file: _File | None = None
     try:
         set_attempt_apart(folder, directory / TRACE_FILE)
-        file = _File(folder / DRIVER, encoding="utf-8", errors="backslashreplace")
+        file = _File(folder / DRIVER)
     except OSError as error:
         to_stderr(f"warning: {folder}: {error.strerror}; this run has no logs.")
+    if file is None:
         yield folder
         return
-    file.setFormatter(_Redacting(_FORMAT))
-    root = logging.getLogger()
-    handlers: list[logging.Handler] = [file] if root.handlers else [file, _Terminal(logging.WARNING)]
-    level = _OURS.level
-    for handler in handlers:
-        root.addHandler(handler)
-    _OURS.setLevel(logging.DEBUG)
-    logging.captureWarnings(True)
-    try:
-        with KeptShort(folder / DRIVER, folder / ENVIRONMENTS):
+    with _set_up, _attached(file), KeptShort(folder / DRIVER, folder / ENVIRONMENTS):
+        try:
             yield folder
-    except Exception as error:
-        _OURS.debug("What ended the run:", exc_info=True)
-        error.add_note(f"{TRACEBACK} {folder.absolute() / DRIVER}.")
-        raise
-    finally:
-        logging.captureWarnings(False)
-        _OURS.setLevel(level)
-        for handler in handlers:
-            root.removeHandler(handler)
-            handler.close()
+        except Exception as error:
+            if file.wrote_traceback(error):
+                with suppress(Exception):  # a class of exceptions may take none
+                    error.add_note(f"{TRACEBACK} {folder / DRIVER}.")
+            raise
 
 
 def log_of_environments(directory: Path) -> Path:
     return directory / FOLDER / ENVIRONMENTS
 
 
+@contextmanager
+def _logging_set_up() -> Iterator[None]:
+    """Our loggers give handlers of runs all there is, and those of the program what they got before."""
+    root, level, shown = logging.getLogger(), _OURS.level, warnings.showwarning
+    theirs, as_before = list(root.handlers), _AsBefore(_OURS.getEffectiveLevel())
+    ours: list[logging.Handler] = [] if theirs else [_Terminal(logging.WARNING)]
+    for handler in theirs:
+        handler.addFilter(as_before)
+    for handler in ours:
+        root.addHandler(handler)
+    _OURS.setLevel(logging.DEBUG)
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        if shown.__module__ != logging.__name__:  # the program itself may have asked for it
+            logging.captureWarnings(False)
+        _OURS.setLevel(level)
+        for handler in ours:
+            root.removeHandler(handler)
+        for handler in theirs:
+            handler.removeFilter(as_before)
+
+
+_set_up = Shared(_logging_set_up)
+
+
+@contextmanager
+def _attached(file: logging.Handler) -> Iterator[None]:
+    root = logging.getLogger()
+    root.addHandler(file)
+    try:
+        yield
+    finally:
+        root.removeHandler(file)
+        with suppress(OSError):  # what could not be written before cannot be now
+            file.close()
+
+
+class _AsBefore(logging.Filter):
+    def __init__(self, level: int):
+        super().__init__()
+        self._level = level
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= self._level or record.name.partition(".")[0] != _OURS.name
+
+
 class _File(logging.FileHandler):
+    """Without credentials; what cannot be written, as on a full disk, is lost."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+        self.setFormatter(_Redacting(_FORMAT))
+        self._lost = False
+
     def handleError(self, record: logging.LogRecord) -> None:
-        """Lose what cannot be written, as on a full disk."""
+        self._lost = True
+
+    def wrote_traceback(self, error: Exception) -> bool:
+        """Write it, whatever the program has done to our loggers since. Whether it is there."""
+        self._lost = False
+        what = (type(error), error, error.__traceback__)
+        self.handle(_OURS.makeRecord(_OURS.name, logging.ERROR, __file__, 0, "What ended the run:", (), what))
+        return not self._lost
 
 
 class _Redacting(logging.Formatter):
@@ -83,5 +144,8 @@ class _Terminal(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         ours = record.name.partition(".")[0] == _OURS.name
-        if (ours or not record.pathname.startswith(_LIBRARIES)) and logging.lastResort is not None:
+        file = record.pathname
+        if record.name == "py.warnings":  # whose message begins with the file that is warned of
+            file = record.getMessage().partition(":")[0]
+        if (ours or not is_library(file)) and logging.lastResort is not None:
             logging.lastResort.handle(record)

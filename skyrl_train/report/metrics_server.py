@@ -70,7 +70,7 @@ class _Server(TCPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients that go away are no news; otherwise the log says what is wrong, instead of the terminal."""
         if not isinstance(sys.exc_info()[1], OSError):
-            _log.exception("%s could not be answered", PATH)
+            _log.info("%s could not be answered", PATH, exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -20,16 +20,20 @@ class Profiler:
         self._device = device
         self._profile: Any = None
         """The one that is recorded, or was and is not written yet."""
+        self._recording = False
 
     def start(self) -> None:
         from torch.profiler import ProfilerActivity, profile  # callers have already imported torch
 
+        self.stop()  # of a step that failed
         accelerator = [ProfilerActivity.CUDA] if self._device == "cuda" else []
         self._profile = profile(activities=[ProfilerActivity.CPU, *accelerator])
         self._profile.start()
+        self._recording = True
 
     def stop(self) -> None:
-        if self._profile is not None:
+        if self._recording:
+            self._recording = False
             self._profile.stop()
 
     def write(self, file: str) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 
 from skyrl_train.clock import now
 from skyrl_train.data.trajectory import OK, Prompt, Trajectory, TrajectoryGroup
+
+log = logging.getLogger(__name__)
 
 Rollout = Callable[[Prompt, int], Awaitable[TrajectoryGroup]]
 
@@ -26,7 +29,10 @@ class FirstRollout:
             shown = next((item for item in group.trajectories if item.status == OK), None)
             if self._show is not None and shown is not None:
                 show, self._show = self._show, None
-                show(shown, now() - begun)
+                try:
+                    show(shown, now() - begun)
+                except Exception as error:  # a generator of the user's own may have filled it with anything
+                    log.warning("The first rollout cannot be shown (%s: %s).", type(error).__name__, error)
             return group
 
         return watched

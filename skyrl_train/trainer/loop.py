@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 from skyrl_train import trace
@@ -99,15 +99,19 @@ class TrainingLoop(ABC):
             if self.intervals.checkpoint > 0 and self.step > started_at:
                 await self.state.finish(self.step)
         except BaseException as error:
-            error.add_note(f"It ended in step {self.step + 1} of {self.schedule.total_steps}.")
             await to_its_end(self._leave(error, started_at))
             raise
 
     async def _next_step(self, name: str) -> None:
         profiled = self.profiles.of(self.step + 1) if self.profiles else nullcontext()
-        with self.phases.waiting(name, self._doing), trace.span(name):
-            async with profiled:
-                await self._step()
+        try:
+            with self.phases.waiting(name, self._doing), trace.span(name):
+                async with profiled:
+                    await self._step()
+        except Exception as error:
+            with suppress(Exception):  # a class of exceptions may take none
+                error.add_note(f"It ended in {name} of {self.schedule.total_steps}.")
+            raise
 
     @abstractmethod
     async def _start(self) -> None:

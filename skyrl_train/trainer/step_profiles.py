@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.errors import SkyRLError
 from skyrl_train.log_files import set_attempt_apart
 from skyrl_train.tasks import gather_all
 
@@ -63,6 +62,6 @@ async def _profile_of(process: Any, call: Awaitable[Any]) -> Any:
     """The result of a call; None if it fails, as where the process died or the disk is full."""
     try:
         return await call
-    except (SkyRLError, OSError, RuntimeError) as error:
+    except Exception as error:
         _log.warning("%s has no profile of this step (%s: %s).", process.name, type(error).__name__, error)
         return None

@@ -58,6 +58,7 @@ def test_files_are_watched_until_the_block_ends(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "a.log.1").read_bytes() == b"x" * 100
 
 
+needs_full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 PRINTS = """
 import os, subprocess, sys
 from contextlib import suppress
@@ -96,7 +97,7 @@ def test_all_that_a_process_and_its_children_print_goes_to_its_file(tmp_path: Pa
     assert lines[1:5] == ["\\udc80 by Python <A_TOKEN>", "by C", "by a child", "to stderr"]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@needs_full_disk
 def test_nobody_fails_for_a_full_disk():
     printed("/dev/full")
 
@@ -133,7 +134,8 @@ def in_a_library():
 
 with run_logs(Path(sys.argv[1])):
     in_a_library()
-    warnings.warn("of a library, too")
+    warnings.warn_explicit("of a library, too", UserWarning, json.__file__, 1)
+    warnings.warn("of a person")
     logging.getLogger("my.module").warning("of the user")
     logging.getLogger("skyrl_train.x").warning("of ours")
     logging.getLogger("skyrl_train.x").info("of ours, to be looked up")
@@ -144,7 +146,71 @@ def test_the_terminal_has_no_warnings_of_libraries_and_the_file_has_all(tmp_path
     done = subprocess.run(
         [sys.executable, "-c", LIBRARY_AND_USER, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
     )
-    assert done.stderr.splitlines() == ["of the user", "of ours"]
+    assert [line for line in done.stderr.splitlines() if line.strip() and line[0] != " "] == [
+        "<string>:13: UserWarning: of a person",
+        "of the user",
+        "of ours",
+    ]
     text = (tmp_path / "logs" / "driver.log").read_text()
-    for said in ("of a library", "of a library, too", "of the user", "of ours", "of ours, to be looked up"):
+    for said in (
+        "of a library",
+        "UserWarning: of a library, too",
+        "of the user",
+        "of ours",
+        "of ours, to be looked up",
+    ):
         assert f": {said}\n" in text
+
+
+@needs_full_disk
+def test_a_full_disk_costs_the_log_alone_and_an_error_is_not_said_to_be_in_it(tmp_path: Path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "driver.log").symlink_to("/dev/full")
+    with run_logs(tmp_path):
+        logging.getLogger("skyrl_train").warning("lost")
+    with pytest.raises(ValueError, match="the cause") as raised, run_logs(tmp_path):
+        raise ValueError("the cause")
+    assert not hasattr(raised.value, "__notes__") and raised.value.__context__ is None
+
+
+def test_runs_at_once_leave_what_was_there_and_a_program_s_own_handler_gets_no_more_than_before(tmp_path: Path):
+    root, ours, got = logging.getLogger(), logging.getLogger("skyrl_train"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: got.append(record.getMessage())  # type: ignore[method-assign]
+    root.addHandler(handler)
+    before = root.handlers[:], ours.level
+    try:
+        first, second = run_logs(tmp_path / "a"), run_logs(tmp_path / "b")
+        first.__enter__()
+        second.__enter__()
+        ours.info("unheard of before")
+        first.__exit__(None, None, None)
+        ours.info("of the second")
+        ours.warning("of both")
+        second.__exit__(None, None, None)
+        assert (root.handlers, ours.level) == before and got == ["of both"] and not handler.filters
+    finally:
+        root.removeHandler(handler)
+    assert "of the second" not in (tmp_path / "a" / "logs" / "driver.log").read_text()
+    assert "of the second" in (tmp_path / "b" / "logs" / "driver.log").read_text()
+
+
+def test_a_copy_that_finds_no_room_costs_no_earlier_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(log_files, "LIMIT_BYTES", 100)
+    path = tmp_path / "a.log"
+    for letter in "abc":
+        path.write_text(letter * 100)
+        shorten(path)
+    monkeypatch.setattr(log_files.shutil, "copyfile", _half_a_copy)
+    path.write_text("d" * 100)
+    shorten(path)
+    assert {part.name: part.read_text()[0] for part in tmp_path.iterdir()} == {
+        "a.log": "d",
+        "a.log.1": "c",
+        "a.log.2": "b",
+    }
+
+
+def _half_a_copy(source: Path, target: Path) -> None:
+    target.write_text("half")
+    raise OSError("no room")

@@ -20,6 +20,9 @@ SCRIPT = Path(__file__).parents[3] / "examples" / "quickstart" / "quickstart.py"
 LANES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 """That share the cores."""
 ACCURACY = "eval/arithmetic/avg_score"
+MOST_LINES = 120
+LIBRARY = re.compile(r"site-packages|\bpid=|\d(it/s|s/it)\b|\w+Warning\b|\[(rank|INFO|WARNING)|^\d{4}-\d\d-\d\d ")
+"""In lines of libraries: files, processes, bars of progress, warnings, times."""
 LAST_LINE = re.compile(r"quickstart: eval accuracy ([\d.]+) -> ([\d.]+) in (\d+) s, run at (.+)")
 
 
@@ -31,11 +34,15 @@ class Outcome(NamedTuple):
 
 
 def finished(command: list[str]) -> str:
-    """What a command that ends well prints."""
+    """What a command that ends well prints: no more than people read, and nothing that is a library's."""
     # Alone it gets the threads that a person's machine gives it, not the tests' single one.
     environment = {key: value for key, value in os.environ.items() if LANES > 1 or key != "OMP_NUM_THREADS"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=1700, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    said = (done.stdout + done.stderr).splitlines()
+    assert len(said) <= MOST_LINES, done.stdout + done.stderr
+    theirs = [line for line in said if LIBRARY.search(line)]
+    assert not theirs, theirs
     return done.stdout
 
 
@@ -85,7 +92,7 @@ def assert_files(run: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_script_runs_from_nothing_to_a_curve(tmp_path: Path):
-    """In a few steps; that GRPO raises accuracy, with the same warm-up and loop, is tested in test_tool.py."""
+    """In a few steps, too few to learn anything: the whole is on demand, and runs that learn are in tests of runs."""
     outcome = quickstart(tmp_path, "--warm-up-steps", "10", "trainer.max_steps=2", "trainer.eval_interval=2")
     assert 0 <= outcome.before < 0.65 and 0 <= outcome.after < 0.65
     assert_files(outcome.run)

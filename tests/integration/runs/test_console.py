@@ -21,6 +21,8 @@ from tests.support.snapshots import assert_as_kept
 
 from .conftest import Run, command
 
+QUIET = ["device=cpu", "trainer.guards.max_cut_fraction=null"]
+"""Nothing that depends on the machine, or on what a model without training says."""
 KEPT = Path(__file__).parent / "console"
 COLUMNS, ROWS = 600, 100  # wide: where lines wrap depends on what the model said
 PLUGIN = """
@@ -90,6 +92,7 @@ def test_an_environment_that_fails(
         "trainer.eval_before_train=false",
         "trainer.eval_interval=0",
         plugin,
+        *QUIET,
     ]
     text = shown(*overrides, "trainer.max_failed_fraction=0.9", expect=0)
     assert_as_kept(text, tmp_path, KEPT / "environment_fails.txt")
@@ -98,7 +101,7 @@ def test_an_environment_that_fails(
 
 
 def test_memory_runs_out(shown: Callable[..., str], small: Callable[[Path], list[str]], plugin: str, tmp_path: Path):
-    overrides = ["trainer.algorithm.policy_loss_type=large", "trainer.eval_before_train=false", plugin]
+    overrides = ["trainer.algorithm.policy_loss_type=large", "trainer.eval_before_train=false", plugin, *QUIET]
     assert_as_kept(shown(*small(tmp_path), *overrides, expect=1), tmp_path, KEPT / "memory_runs_out.txt")
 
 
@@ -107,7 +110,7 @@ def test_a_run_on_a_terminal(small: Callable[[Path], list[str]], tmp_path: Path)
     termios.tcsetwinsize(theirs, (ROWS, COLUMNS))
     screen = pyte.Screen(COLUMNS, ROWS)
     stream = pyte.ByteStream(screen)
-    overrides = [*small(tmp_path), "trainer.max_steps=2", "trainer.console_samples=1"]
+    overrides = [*small(tmp_path), "trainer.max_steps=2", *QUIET]
     env = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm-256color"}
     with subprocess.Popen(command("main_base", overrides), stdin=theirs, stdout=theirs, stderr=theirs, env=env) as run:
         os.close(theirs)
@@ -127,7 +130,7 @@ def _read(terminal: int) -> bytes:
 
 
 def test_a_run_that_is_told_to_end_and_goes_on(small: Callable[[Path], list[str]], tmp_path: Path):
-    overrides, metrics = small(tmp_path), tmp_path / "ckpts" / "metrics.jsonl"
+    overrides, metrics = [*small(tmp_path), *QUIET, "trainer.epochs=2"], tmp_path / "ckpts" / "metrics.jsonl"
     texts = []
     for told in (True, False):
         log = tmp_path / "log"

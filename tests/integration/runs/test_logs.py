@@ -11,6 +11,7 @@ from pathlib import Path
 from .conftest import command
 
 TALKATIVE = """
+import json
 import os
 import sys
 import warnings
@@ -40,7 +41,8 @@ def divide(mask):
 
 @sk.register.advantage("warning")
 def warning(rewards, group_ids, valid, *, norm_by_std):
-    warnings.warn("a library would be outdated")
+    warnings.warn_explicit("a library would be outdated", UserWarning, json.__file__, 1)
+    warnings.warn("a person should look at this")
     return torch.where(valid, rewards - rewards[valid].mean(), 0.0)
 
 
@@ -99,7 +101,7 @@ def test_each_role_has_a_file_each_attempt_a_folder_and_the_terminal_what_a_pers
     assert "a loss prints 1 <SOME_API_KEY>\nas a library's C code does\na loss prints 2 " in learner
     assert "an environment prints <SOME_API_KEY>\n" in environments
     said = failed.stdout + failed.stderr
-    assert "an environment prints <SOME_API_KEY>\n" in said
+    assert "an environment prints <SOME_API_KEY>\n" in said and "a person should look at this" in said
     for absent in (SECRET, "pid=", "_AsyncShell", "a loss prints", "C code", "outdated", "(most recent call last)"):
         assert absent not in said, said
 

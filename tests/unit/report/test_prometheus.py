@@ -240,7 +240,7 @@ def test_there_is_nothing_but_metrics():
 
 
 def test_a_client_that_asks_nothing_holds_up_neither_others_nor_the_end(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(metrics_server, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(metrics_server, "PATIENCE_S", 2.0)
     begun = time.monotonic()
     with serving() as tracker, closing(socket.create_connection(("127.0.0.1", port_of(tracker.url)))) as silent:
         assert get(tracker.url)[0] == 200
