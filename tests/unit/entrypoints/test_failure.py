@@ -59,9 +59,9 @@ def test_without_a_line_of_the_user_s_own_it_may_be_our_defect():
 
 @pytest.mark.parametrize("on_top", [True, False])
 def test_a_line_of_another_process_is_named(on_top: bool, tmp_path: Path):
-    there = (
-        f'Traceback:\n  File "{tmp_path}/my_loss.py", line 12, in my_loss\n  File "{json.__file__}", line 1, in loads\n'
-    )
+    frames = ((tmp_path / "my_loss.py", 12, "my_loss"), (json.__file__, 1, "loads"))
+    there = "".join('  File "{}", line {}, in {}\n'.format(*frame) for frame in frames)
+    cause_line = f"ValueError: bad ({tmp_path}/my_loss.py:12 in my_loss)"
     cause = ValueError("bad")
     carrier = RayTaskError("call", there, cause).as_instanceof_cause()
     carrier.add_note(f"{TRACEBACK} FILE.")
