@@ -130,7 +130,10 @@ def _read(terminal: int) -> bytes:
 
 
 def test_a_run_that_is_told_to_end_and_goes_on(small: Callable[[Path], list[str]], tmp_path: Path):
-    overrides, metrics = [*small(tmp_path), *QUIET, "trainer.epochs=2"], tmp_path / "ckpts" / "metrics.jsonl"
+    overrides, metrics = (
+        [*small(tmp_path), *QUIET, "trainer.epochs=2", "trainer.console_samples_interval=100"],
+        tmp_path / "ckpts" / "metrics.jsonl",
+    )
     texts = []
     for told in (True, False):
         log = tmp_path / "log"
