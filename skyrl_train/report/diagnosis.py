@@ -162,6 +162,18 @@ def kl_runs_away(rows: Rows) -> str | None:
     )
 
 
+def engine_and_trainer_disagree(rows: Rows) -> str | None:
+    """By the mean ratio; or by the distance, where samples are of the newest weights: else it is what was learnt."""
+    ratio = _ratio(rows)
+    if ratio is not None or any(row.get("rollouts/max_staleness", 0.0) > 0 for row in rows[-3:]):
+        return ratio
+    return _distance(rows)
+
+
+_ratio = always("mismatch/ratio_mean", 3, lambda ratio: not 0.9 <= ratio <= 1.1, "the mean ratio was {:.3g}")
+_distance = always("mismatch/kl", 3, lambda kl: not kl <= 0.02, "they were {:.3g} nats a token apart")
+
+
 def gradient_spikes(rows: Rows) -> str | None:
     """Two of the last ten gradients were more than ten times the median of those before."""
     norms = [row["policy/grad_norm"] for row in rows if "policy/grad_norm" in row]
@@ -174,12 +186,19 @@ def gradient_spikes(rows: Rows) -> str | None:
     return f"{len(spikes)} of the last 10 gradients were over ten times the usual {usual:.3g} (policy/grad_norm)"
 
 
+_CUT = "rollouts/failed/deadline"
+"""Those that took longer than trainer.timeouts.rollout_s."""
+
+
 def episodes_fail(rows: Rows) -> str | None:
-    """Over 5 % in each of three steps; the usual way is named."""
+    """Over 5 % in each of three steps, those that are cut apart; the usual way is named."""
     failed, total = values(rows, "rollouts/failed", 3), values(rows, "rollouts/trajectories", 3)
-    if failed is None or total is None or not all(one > 0.05 * of for one, of in zip(failed, total, strict=True)):
+    if failed is None or total is None:
         return None
-    kinds = {name for row in rows[-3:] for name in row if name.startswith("rollouts/failed/")}
+    failed = [number - row.get(_CUT, 0.0) for number, row in zip(failed, rows[-3:], strict=True)]
+    if not all(one > 0.05 * of for one, of in zip(failed, total, strict=True)):
+        return None
+    kinds = {name for row in rows[-3:] for name in row if name.startswith("rollouts/failed/")} - {_CUT}
     most = max(kinds, key=lambda kind: sum(row.get(kind, 0.0) for row in rows[-3:]), default="rollouts/failed")
     share = sum(failed) / max(1.0, sum(total))
     return f"{share:.0%} of the episodes of the last 3 steps failed, most as {most.removeprefix('rollouts/failed/')}"
@@ -187,10 +206,10 @@ def episodes_fail(rows: Rows) -> str | None:
 
 def long_answers_are_cut(rows: Rows) -> str | None:
     """By rollout_s: what is learnt lacks them."""
-    found = values(rows, "rollouts/failed/deadline", 3)
+    found = values(rows, _CUT, 3)
     if found is None or not min(found) > 0:
         return None
-    return f"{sum(found):.0f} episodes of the last 3 steps took too long and are masked (rollouts/failed/deadline)"
+    return f"{sum(found):.0f} episodes of the last 3 steps took too long and are masked ({_CUT})"
 
 
 def evaluation_falls(rows: Rows) -> str | None:
@@ -243,6 +262,15 @@ NO_DIFFERENCE = Rule(
     "(trainer.algorithm.dynamic_sampling.type=filter).",
 )
 """For algorithms that compare the samples of a prompt."""
+_idle = always("async/engines_idle", 5, lambda share: share > 0.6, "engines had no request {:.0%} of the time")
+
+
+def engines_starved(rows: Rows) -> str | None:
+    """While there was something left to sample: what runs ahead of the trainer gets less in a run's last steps."""
+    ahead = [row.get("async/in_flight", 0.0) + row.get("async/queue", 0.0) for row in rows[-5:]]
+    return None if ahead[-1] < ahead[0] else _idle(rows)
+
+
 ASYNC = (
     Rule(
         "trainer_starved",
@@ -254,7 +282,7 @@ ASYNC = (
     ),
     Rule(
         "engines_starved",
-        always("async/engines_idle", 5, lambda share: share > 0.6, "engines had no request {:.0%} of the time"),
+        engines_starved,
         "Give the trainer some of their slots (trainer.placement.policy_num_gpus_per_node), or let them run further "
         "ahead (trainer.fully_async.max_staleness_steps); `skyrl-train simulate --from RUN` says what each brings.",
     ),
@@ -287,7 +315,7 @@ RULES = (
     ),
     Rule(
         "engine_and_trainer_disagree",
-        always("mismatch/ratio_mean", 3, lambda ratio: not 0.9 <= ratio <= 1.1, "the mean ratio was {:.3g}"),
+        engine_and_trainer_disagree,
         "Engine and trainer do not compute the same policy. Compare generator.model_dtype with trainer.bf16, prove "
         "what engines hold with generator.weight_sync_check=probe, or correct for it: "
         "trainer.algorithm.off_policy_correction.tis_ratio_type=token.",

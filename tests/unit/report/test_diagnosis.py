@@ -119,6 +119,31 @@ def test_a_metric_that_is_no_number_is_no_healthy_one(tmp_path: Path):
     assert [one["rule"] for one in findings(tmp_path, last(3, policy__grad_norm=nan))] == ["gradient_spikes"]
 
 
+def test_a_distance_from_the_engine_is_no_illness_where_samples_are_old(tmp_path: Path):
+    apart = {"mismatch/ratio_mean": 1.05, "mismatch/kl": 0.05}
+    (found,) = findings(tmp_path / "new", steps(apart, apart, apart))
+    assert found["evidence"] == "they were 0.05 nats a token apart in the last 3 steps (mismatch/kl)"
+    old = apart | {"rollouts/max_staleness": 1.0}
+    assert findings(tmp_path / "old", steps(apart, old, apart)) == []
+    assert findings(tmp_path / "close", steps(*[apart | {"mismatch/kl": 0.015}] * 3)) == []
+
+
+def test_engines_that_have_sampled_all_there_is_are_not_starved(tmp_path: Path):
+    idle = {"async/engines_idle": 1.0, "async/in_flight": 0.0}
+    ending = [idle | {"async/queue": 8.0 * left} for left in (5, 4, 3, 2, 1, 0)]
+    assert findings(tmp_path / "ending", steps(*ending)) == []
+    (found,) = findings(tmp_path / "full", steps(*[idle | {"async/queue": 40.0}] * 5))
+    assert found["rule"] == "engines_starved"
+
+
+def test_an_answer_that_is_cut_is_no_bug_of_the_environment(tmp_path: Path):
+    cut = {"rollouts/failed": 8.0, "rollouts/failed/deadline": 8.0}
+    assert [one["rule"] for one in findings(tmp_path / "cut", steps(cut, cut, cut))] == ["long_answers_are_cut"]
+    both = cut | {"rollouts/failed": 12.0, "rollouts/failed/KeyError": 4.0}
+    found = {one["rule"]: one["evidence"] for one in findings(tmp_path / "both", steps(both, both, both))}
+    assert found["episodes_fail"] == "6% of the episodes of the last 3 steps failed, most as KeyError"
+
+
 @pytest.mark.parametrize("rule", EVERY, ids=lambda rule: rule.name)
 def test_advice_names_keys_that_exist(rule: Any):
     keys = re.findall(r"\b(?:trainer|generator|data|environment)\.[\w.]*\w", rule.advice)

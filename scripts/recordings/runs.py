@@ -1,0 +1,118 @@
+"""The runs that are recorded. Ill ones are the well one with something that is changed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyrl_train.entrypoints.main_base import BasePPOExp
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from algorithms import PRESETS, SIZES
+from illnesses import MisreportedLogprobs, Outliers
+from task import quickstart
+
+Keys = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run to record, from the quickstart's model after its warm-up unless it says otherwise."""
+
+    keys: Keys
+    preset: Path = quickstart.HERE / "grpo.yaml"
+    experiment: type[BasePPOExp] = BasePPOExp
+    environment: str = "arithmetic"
+    """Of the rows that are trained on. Those of evaluations stay as they are."""
+    random_model: bool = False
+    """One that knows nothing, and hardly ever ends an answer."""
+    taught_by: str = ""
+    """Another run, whose model is the reference."""
+
+
+WELL: Keys = {
+    "trainer.max_steps": 24,
+    "trainer.train_batch_size": 8,
+    "trainer.policy_mini_batch_size": 8,
+    "trainer.eval_interval": 6,
+    "trainer.ckpt_interval": -1,
+    "trainer.algorithm.use_kl_loss": "true",
+    "generator.weight_sync_check": "off",
+    "trainer.plugins": "[illnesses]",
+}
+AHEAD: Keys = {
+    "trainer.placement.colocate_all": "false",
+    "trainer.fully_async.enabled": "true",
+    "trainer.algorithm.off_policy_correction.tis_ratio_type": "token",
+    "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high": 2.0,
+}
+"""As config/async.yaml has it."""
+ANSWER_TOKENS = "generator.sampling_params.max_generate_length"
+BATCH, MINI_BATCH = "trainer.train_batch_size", "trainer.policy_mini_batch_size"
+LEARNING_RATE, KL = "trainer.policy.optimizer_config.lr", "trainer.algorithm.kl_loss_coef"
+EVALUATION = "trainer.eval_interval"
+SAMPLES, STALENESS = "generator.n_samples_per_prompt", "trainer.fully_async.max_staleness_steps"
+MAY_FAIL = "trainer.max_failed_fraction"
+
+
+def _changed(steps: int, keys: Keys | None = None, **rest: object) -> Run:
+    """The well one, of so many steps, without evaluations, and with something else that is changed."""
+    changed = {"trainer.max_steps": steps, EVALUATION: -1, "trainer.eval_before_train": "false", **(keys or {})}
+    return Run({**WELL, **changed}, **rest)  # type: ignore[arg-type]
+
+
+LONG: Keys = {ANSWER_TOKENS: 1000, "trainer.timeouts.rollout_s": 1, MAY_FAIL: 0.9}
+SLOW_ENGINE: Keys = {**AHEAD, ANSWER_TOKENS: 600, SAMPLES: 2, STALENESS: 0}
+SLOW_LEARNER: Keys = {**AHEAD, "trainer.update_epochs_per_batch": 8, LEARNING_RATE: 1e-5, STALENESS: 1}
+HUGE: Keys = {BATCH: 64, MINI_BATCH: 64, "trainer.max_tokens_per_microbatch": 65536}
+
+ILL = {
+    "no_difference": _changed(6, environment="samereward"),
+    "trainer_starved": _changed(8, SLOW_ENGINE, environment="letters", random_model=True),
+    "engines_starved": _changed(8, SLOW_LEARNER),
+    "truncated": _changed(5, {ANSWER_TOKENS: 16}, environment="letters", random_model=True),
+    "format_never_met": _changed(6, environment="aime"),
+    "entropy_collapse": _changed(16, {LEARNING_RATE: 1e-3, KL: 0.0}, environment="fours"),
+    "kl_runs_away": _changed(12, {LEARNING_RATE: 1e-3, KL: 1e-6}, environment="fours"),
+    "engine_and_trainer_disagree": _changed(8, experiment=MisreportedLogprobs),
+    "gradient_spikes": _changed(26, {"trainer.algorithm.advantage_estimator": "dr_grpo"}, experiment=Outliers),
+    "episodes_fail": _changed(5, {MAY_FAIL: 0.9}, environment="raises"),
+    "long_answers_are_cut": _changed(5, LONG, environment="letters", random_model=True),
+    "evaluation_falls": _changed(14, {LEARNING_RATE: 3e-4, EVALUATION: 2}, environment="endsinfour"),
+    "memory_near_its_limit": _changed(3, HUGE),
+}
+"""By the rule that is to notice."""
+
+
+OF_PRESETS: Keys = {
+    "trainer.max_steps": 12,
+    BATCH: 16,
+    MINI_BATCH: 8,
+    "trainer.critic_mini_batch_size": 8,
+    EVALUATION: -1,
+    "trainer.eval_before_train": "false",
+    "trainer.ckpt_interval": -1,
+}
+"""Besides what they have in scripts/benchmarks/algorithms.py."""
+
+
+def _preset(path: Path) -> Run:
+    keys: dict[str, object] = {**dict(one.split("=", 1) for one in SIZES), **OF_PRESETS}
+    if path.stem == "dapo":
+        keys["trainer.algorithm.overlong_buffer.len"] = 8  # of 48 tokens
+    return Run(keys, path, taught_by="quickstart" if path.stem == "distillation" else "")
+
+
+RUNS = {
+    "well": Run(WELL),
+    # Its engines have nothing left to do in the last six steps.
+    "well_async": _changed(16, {**AHEAD, STALENESS: 6}),
+    **{f"{rule}_ill": run for rule, run in ILL.items()},
+    "quickstart": Run({"trainer.hf_save_interval": 40}),
+    # gsm8k is what the others share.
+    **{f"preset_{path.stem}": _preset(path) for path in sorted(PRESETS.glob("*.yaml")) if path.stem != "gsm8k"},
+}
+"""By the name of their file."""
