@@ -59,6 +59,7 @@ from skyrl_train.trainer.evaluation import Evaluator
 from skyrl_train.trainer.guards import Guards
 from skyrl_train.trainer.residency import AlwaysResident, Residency, TimeShared
 from skyrl_train.trainer.rollout_metrics import sample_row
+from skyrl_train.trainer.schedule import StepSchedule
 from skyrl_train.trainer.trainer import Trainer
 
 PROBE_SEQUENCES = 4
@@ -202,13 +203,14 @@ def build_trainer(
     eval_generator: ConversationGenerator,
     train_dataset: PromptDataset,
     eval_dataset: PromptDataset | None,
+    schedule: StepSchedule | None = None,
 ) -> Trainer:
-    """The trainer that uses these running services."""
+    """The trainer that uses these running services; `schedule` is the configuration's if there is no other."""
     base, trainer = running.base, cfg.trainer
     assert base.learner is not None
     first = first_rollout()
     advantage_step = build_advantage_step(trainer.algorithm)
-    schedule = schedule_of(trainer, len(train_dataset))
+    schedule = schedule_of(trainer, len(train_dataset)) if schedule is None else schedule
     collector = build_collector(
         cfg, first.of(judged(cfg, train_generator, running.reward_model)), train_dataset, schedule
     )

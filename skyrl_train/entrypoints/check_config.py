@@ -1,9 +1,11 @@
-"""python -m skyrl_train.entrypoints.check_config [--plan] [--elsewhere] key=value ...: what is wrong with it.
+"""python -m skyrl_train.entrypoints.check_config [--plan [--probe]] [--elsewhere] key=value ...: what is wrong with it.
 
 Starts nothing. Exit code 0 and "config ok" with notes and warnings, or 2 and every problem at once; files, models,
 engines, plugins and accelerators that a training run would not find here are problems too. With `--elsewhere`, for a
 run on another machine, nothing is looked for, and plugins are imported for a plan alone. With `--plan` it also prints
-what every slot will hold in memory; that reads the configurations of the models, not their weights.
+what every slot will hold in memory, and slots, tokens and steps of the run; that reads the configurations of the
+models, not their weights, and the data. With `--probe` it starts the run, in a temporary folder and for as long as a
+start and about 20 s of measuring take, and prints what a step and the run will take, and what to set.
 """
 
 from __future__ import annotations
@@ -14,36 +16,59 @@ from typing import TYPE_CHECKING
 
 from skyrl_train.config.prepare import PreparedConfig, launch
 from skyrl_train.config.presence import Uses
+from skyrl_train.config.schema import Config
+from skyrl_train.entrypoints.plan_table import MEASURED, KnownData, aligned, known_data, run_lines
+from skyrl_train.errors import ConfigError
 
 if TYPE_CHECKING:
     from skyrl_train.assembly.memory_plan import SlotPlan
 
 PLAN = "--plan"
+PROBE = "--probe"
 ELSEWHERE = "--elsewhere"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if arguments is None else arguments
-    here = ELSEWHERE not in argv
-    tell = report_with_plan if PLAN in argv else report
+    rest = [argument for argument in argv if argument not in (PLAN, PROBE, ELSEWHERE)]
+    here, probes = ELSEWHERE not in argv, PROBE in argv
+    plans = PLAN in argv or probes
 
     def check(prepared: PreparedConfig) -> None:
-        if prepared.config.trainer.plugins and (here or PLAN in argv):
+        if probes and not here:
+            raise ConfigError("--probe --elsewhere: a probe runs here, on the run's own slots; leave one of them out.")
+        if prepared.config.trainer.plugins and (here or plans):
             from skyrl_train.assembly.names import check_plugins
 
             check_plugins(prepared.config)
-        tell(prepared)
+        if plans:
+            report_with_plan(prepared, here, probes)
+        else:
+            report(prepared)
+        if probes:
+            report_probe(prepared.config)
 
-    rest = [argument for argument in argv if argument not in (PLAN, ELSEWHERE)]
-    launch(check, rest, uses=Uses() if here else None)
+    def check_all() -> None:
+        launch(check, rest, uses=Uses() if here else None)
+
+    if not probes:
+        return check_all()
+    from skyrl_train.entrypoints.main_base import accounted
+    from skyrl_train.entrypoints.stopping import exits_as_told
+
+    with exits_as_told(), accounted():
+        check_all()
 
 
 def report(prepared: PreparedConfig) -> None:
     print("config ok")
 
 
-def report_with_plan(prepared: PreparedConfig) -> None:
-    """torch is only imported here: a check without a plan is done before it would be loaded."""
+def report_with_plan(prepared: PreparedConfig, here: bool, probes: bool) -> None:
+    """torch is only imported here: a check without a plan is done before it would be loaded.
+
+    `here`: whether the data may be read; `probes`: whether a probe follows.
+    """
     from skyrl_train.assembly.algorithm import policy_learning
     from skyrl_train.assembly.capacity import capacity_of
     from skyrl_train.assembly.memory_fit import announce_fit
@@ -55,6 +80,25 @@ def report_with_plan(prepared: PreparedConfig) -> None:
     plans = memory_plan(config, capacity, learning)
     report(prepared)
     for line in plan_lines(plans, config.device, capacity, capacity_of("cpu")):
+        print(line)
+    data = _data(config) if here else "not read with --elsewhere"
+    for line in run_lines(config, plans, data, "the probe's, below" if probes else MEASURED):
+        print(line)
+
+
+def _data(config: Config) -> KnownData | str:
+    """What cannot be read must not hide the plan."""
+    try:
+        return known_data(config)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def report_probe(config: Config) -> None:
+    from skyrl_train.entrypoints.probe import probe
+    from skyrl_train.entrypoints.probe_report import probe_lines
+
+    for line in probe_lines(config, probe(config)):
         print(line)
 
 
@@ -76,7 +120,7 @@ def plan_lines(plans: Sequence[SlotPlan], device: str, capacity: int | None, hos
                 table.append([row.role, row.what, *(shown if p in row.phases else "" for p in PHASES), row.note])
             totals = [f"{plan.total(phase, on_host=on_host) / size:,.2f}" for phase in PHASES]
             table.append(["at its peak", "", *totals, ""])
-            yield from _aligned(table)
+            yield from aligned(table, 2)
     yield ""
     yield "~ is an estimate. A peak is less than its column's sum where rows are never there at the same time."
     yield from _verdicts(plans, device, capacity, host, unit, size)
@@ -104,15 +148,6 @@ def _verdicts(
     for plan in plans:
         yield verdict(f"{plan.name}, on an accelerator like this machine's", plan.peak()[0], capacity)
     yield verdict("host memory of all slots together, on this machine", moved, host)
-
-
-def _aligned(table: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    for row in table:
-        words, numbers = row[:2], row[2:-1]
-        cells = [text.ljust(width) for text, width in zip(words, widths, strict=False)]
-        cells += [text.rjust(width) for text, width in zip(numbers, widths[2:], strict=False)]
-        yield ("  " + "  ".join([*cells, row[-1]])).rstrip()
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ _command(main, "generate", "main_generate", "Evaluate: sample and score, without
 _command(main, "serve", "serve", "Serve engines over HTTP.")
 _command(main, "check", "check_config", "What is wrong with a configuration; starts nothing.")
 _command(main, "check-config", "check_config", "The same as check.")
-_command(main, "plan", "check_config", "What every slot will hold in memory; starts nothing.", "--plan")
+_command(main, "plan", "check_config", "What a run needs: memory, tokens, steps; with --probe also seconds.", "--plan")
 _command(main, "simulate", "simulate", "What a run takes by engines, trainers and staleness; starts nothing.")
 _command(main, "doctor", "doctor", "What this machine has for a run, and what is missing.")
 _command(environments, "try", "env_try", "Show a row's prompt and score completions, without a model.")

@@ -213,10 +213,17 @@ def run_experiment(experiment: type[BasePPOExp], argv: Sequence[str] | None = No
 
 def start(experiment: type[BasePPOExp], argv: Sequence[str] | None = None, *, own_code: bool = False) -> None:
     """What `run_experiment` does; the entrypoints of this package bring no code of the user's."""
+    with accounted():
+        uses = used_by(experiment)
+        launch(lambda prepared: _run(experiment(prepared.config)), argv, own_code=own_code, uses=uses)
+
+
+@contextmanager
+def accounted() -> Iterator[None]:
+    """Inside, a program starts a run: what ends it is said on stderr, and decides the status to exit with."""
     try:
         with signals_leave():
-            uses = used_by(experiment)
-            launch(lambda prepared: _run(experiment(prepared.config)), argv, own_code=own_code, uses=uses)
+            yield
     except Stopped as stopped:
         to_stderr(str(stopped))
         sys.exit(128 + stopped.signal)

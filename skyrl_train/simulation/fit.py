@@ -25,41 +25,65 @@ _PIECES = 2000
 
 
 def fit(folder: Path) -> Timings:
-    """The timings of the run in `folder`, which was synchronous: of its metrics, and of its own configuration.
+    """The timings of the run in `folder`, of its metrics and its own configuration. Raises DataError."""
+    rows = [row for row in read_jsonl(folder / METRICS_FILE) if "timing/generate_s" in row and row["step"] > 1]
+    if len(rows) < _LEAST_STEPS:
+        raise DataError(f"{folder / METRICS_FILE} has {len(rows)} steps after the first: at least {_LEAST_STEPS} tell.")
+    ran = _configuration(folder)
+    if (reason := unclear(rows, ran)) is not None:
+        raise DataError(f"{folder}: {reason}, so that it does not tell what a decode step takes: use --timings.")
+    return timings_of(rows, ran)
+
+
+def timings_of(rows: Sequence[Mapping[str, Any]], ran: Mapping[str, Any]) -> Timings:
+    """The timings that the metrics of steps show that are not `unclear`; `ran`: the configuration, as plain values.
 
     A decode step takes `a + b * batch`. All sequences of a synchronous step begin at once, so that its generation has
     as many decode steps as its longest answer has tokens, and the batches of an engine add up to its tokens:
     `generate_s = a * longest + b * tokens / engines`. Likewise an answer of n tokens takes n steps, whose batches add
     up to the sum of min(length, n) over the m answers of its engine: in the mean
     `response_s = a * mean + b * (mean + (m - 1) * shorter)`, `shorter` being the mean of the shorter of two answers.
-    `a` and `b` are what fits both best over the run's steps. Raises DataError.
+    `a` and `b` are what fits both best over the steps.
     """
-    rows = [row for row in read_jsonl(folder / METRICS_FILE) if "timing/generate_s" in row and row["step"] > 1]
-    if len(rows) < _LEAST_STEPS:
-        raise DataError(f"{folder / METRICS_FILE} has {len(rows)} steps after the first: at least {_LEAST_STEPS} tell.")
-    if any(row.get("async/staleness_max") for row in rows):
-        raise DataError(f"{folder}: the run was asynchronous, and does not tell how long generation takes by itself.")
-    ran = _configuration(folder)
-    placement, engines = ran["trainer"]["placement"], ran["generator"]["num_inference_engines"]
-    trainers = placement["policy_num_nodes"] * placement["policy_num_gpus_per_node"]
-    tokens = [row["rollouts/tokens"] for row in rows]
-    _check_simple(folder, ran, rows)
     answers = ran["trainer"]["train_batch_size"] * ran["generator"]["n_samples_per_prompt"]
     most = ran["generator"]["sampling_params"]["max_generate_length"]
     lengths = _lengths(rows, answers, most)
-    decode_s, per_sequence_s = _decode_step(rows, answers / engines, _share_of_shorter(lengths, most))
+    each, shorter = answers / ran["generator"]["num_inference_engines"], _share_of_shorter(lengths, most)
+    decode_s, per_sequence_s = _decode_step(rows, each, shorter)
+    engine = EngineTimings(decode_s, per_sequence_s, prefill_tokens_per_s=math.inf)
+    return _with_learner(engine, lengths, rows, ran)
+
+
+def timings_by_throughput(rows: Sequence[Mapping[str, Any]], ran: Mapping[str, Any]) -> Timings:
+    """The same for steps that are `unclear`: a token takes its time however many sequences run at once.
+
+    So engines bring in proportion to their number, and all answers are as long as their mean.
+    """
+    tokens_per_s = median(row["engines/tokens_per_s"] for row in rows)
+    per_token_s = ran["generator"]["num_inference_engines"] / max(tokens_per_s, 1e-9)
+    lengths = Lengths(max(1.0, fmean(row["response/mean_tokens"] for row in rows)), 0.0)
+    return _with_learner(EngineTimings(0.0, per_token_s, prefill_tokens_per_s=math.inf), lengths, rows, ran)
+
+
+def _with_learner(
+    engine: EngineTimings, lengths: Lengths, rows: Sequence[Mapping[str, Any]], ran: Mapping[str, Any]
+) -> Timings:
+    """All timings; those of the learner, of a sync and of everything else are the rows'."""
+    placement = ran["trainer"]["placement"]
+    trainers = placement["policy_num_nodes"] * placement["policy_num_gpus_per_node"]
+    tokens = [row["rollouts/tokens"] for row in rows]
 
     def seconds(name: str) -> list[float]:
         return [row.get(f"timing/{name}_s", 0.0) for row in rows]
 
     per_step, per_token = 0.0, fmean(seconds("update")) / fmean(tokens)
     if _spread(tokens) > _ALIKE:
-        per_step, per_token = _non_negative([(1.0, count) for count in tokens], seconds("update"))
+        per_step, per_token = non_negative([(1.0, count) for count in tokens], seconds("update"))
     known = sum(map(fmean, (seconds("generate"), seconds("update"), seconds("score"), seconds("publish"))))
     rest = max(0.0, fmean(seconds("step")) - known)
     colocated = placement["colocate_all"]
     return Timings(
-        engine=EngineTimings(decode_s, per_sequence_s, prefill_tokens_per_s=math.inf),
+        engine=engine,
         learner=LearnerTimings(
             update_s_per_token=per_token * trainers,
             score_s_per_token=fmean(seconds("score")) / fmean(tokens) * trainers,
@@ -73,12 +97,13 @@ def fit(folder: Path) -> Timings:
     )
 
 
-def _check_simple(folder: Path, ran: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raises DataError for a run of which the times do not tell what a decode step takes."""
+def unclear(rows: Sequence[Mapping[str, Any]], ran: Mapping[str, Any]) -> str | None:
+    """Why the times of these steps do not tell what a decode step takes; None if they do."""
     generator = ran["generator"]
     parallel = [f"inference_engine_{kind}_parallel_size" for kind in ("tensor", "pipeline", "data")]
     each = max(row["rollouts/trajectories"] for row in rows) / generator["num_inference_engines"]
     reasons = {
+        "it was asynchronous": any(row.get("async/staleness_max") for row in rows),
         "its engines have several accelerators each": any(generator.get(name, 1) > 1 for name in parallel),
         "its episodes have several turns": any(row.get("episode/max_turns", 1) > 1 for row in rows),
         "it sampled groups that no step trained on": any(
@@ -90,9 +115,7 @@ def _check_simple(folder: Path, ran: Mapping[str, Any], rows: Sequence[Mapping[s
         )
         <= _ALIKE,
     }
-    for reason, holds in reasons.items():
-        if holds:
-            raise DataError(f"{folder}: {reason}, so that it does not tell what a decode step takes: use --timings.")
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _decode_step(rows: Sequence[Mapping[str, Any]], each: float, shorter: float) -> tuple[float, float]:
@@ -103,7 +126,7 @@ def _decode_step(rows: Sequence[Mapping[str, Any]], each: float, shorter: float)
     of_whole, of_each = ([row.get(f"timing/{name}_s", 0.0) for row in rows] for name in ("generate", "response"))
     if not all(of_each):  # a run of an earlier version
         alone, of_each = [], []
-    return _non_negative([*whole, *alone], [*of_whole, *of_each])
+    return non_negative([*whole, *alone], [*of_whole, *of_each])
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -165,7 +188,7 @@ def _share_of_shorter(lengths: Lengths, most: int) -> float:
     return math.fsum(share**2 for share in longer) / math.fsum(longer)
 
 
-def _non_negative(columns: Sequence[tuple[float, float]], values: Sequence[float]) -> tuple[float, float]:
+def non_negative(columns: Sequence[tuple[float, float]], values: Sequence[float]) -> tuple[float, float]:
     """The two coefficients, none below 0, with which the columns come closest to the values."""
     table, wanted = np.asarray(columns, dtype=float), np.asarray(values, dtype=float)
     found = np.linalg.lstsq(table, wanted, rcond=None)[0]

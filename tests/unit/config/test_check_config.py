@@ -139,7 +139,17 @@ def test_a_plan_says_what_every_role_holds_and_whether_it_fits(
     code, text = run(capsys, monkeypatch, "--plan", "--elsewhere", model, *placement)
     assert code == 0, text
     said = ["config ok", "policy", "reference", "engine", "parameters", "gradients", "optimizer", "activations"]
-    said += ["logits", "weight-sync buckets", "KV cache", "at its peak", "all slots together", ": fits"]
+    said += [
+        "logits",
+        "weight-sync buckets",
+        "KV cache",
+        "at its peak",
+        "all slots together",
+        ": fits",
+        "the run",
+        "tokens a step",
+        "measured by --probe",
+    ]
     assert [part for part in said if part not in text] == []
 
 
@@ -150,6 +160,14 @@ def test_a_plan_of_a_model_that_is_not_there_exits_2_and_names_its_key(
     code, text = run(capsys, monkeypatch, "--plan", "--elsewhere", "trainer.policy.model.path=/no/such/model")
     assert code == 2
     assert "trainer.policy.model.path='/no/such/model' cannot be loaded" in text
+    assert "config ok" not in text
+
+
+def test_a_probe_elsewhere_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, text = run(capsys, monkeypatch, "--probe", "--elsewhere")
+    assert code == 2
+    assert "--probe --elsewhere: a probe runs here" in text
     assert "config ok" not in text
 
 

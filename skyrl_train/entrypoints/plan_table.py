@@ -1,0 +1,95 @@
+"""The run that a configuration describes, as a table: slots, tokens, steps, and the seconds of those once measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from skyrl_train.config.presence import Uses, slots_of
+from skyrl_train.config.schema import Config
+from skyrl_train.config.slots import SlotCounts, slots_per_engine
+
+if TYPE_CHECKING:
+    from skyrl_train.assembly.memory_plan import SlotPlan
+
+MEASURED = "measured by --probe"
+_LOOKED_AT = 1000
+"""Prompts whose mean length is taken for that of all."""
+
+
+@dataclass(frozen=True)
+class KnownData:
+    """What is known of data.train_data."""
+
+    prompts: int
+    prompt_tokens: float
+    """Mean number of tokens of a prompt."""
+
+
+def known_data(cfg: Config) -> KnownData:
+    """Read the training data as a run does. Raises what that raises."""
+    from skyrl_train.assembly.data import build_prompts, build_tokenizer
+    from skyrl_train.data.chat import render_prompt
+
+    tokenizer = build_tokenizer(cfg)
+    dataset = build_prompts(cfg, tokenizer, cfg.data.train_data, "data.train_data")
+    looked_at = dataset.prompts[:_LOOKED_AT]
+    options = dict(cfg.generator.chat_template_kwargs)
+    lengths = [len(render_prompt(tokenizer, prompt.messages, options)) for prompt in looked_at]
+    return KnownData(len(dataset), sum(lengths) / len(lengths))
+
+
+def run_lines(cfg: Config, plans: Sequence[SlotPlan], data: KnownData | str, seconds: str = MEASURED) -> Iterator[str]:
+    """The table; `data` is a reason where the training data are not known. `seconds`: where those of a step stand."""
+    counts = slots_of(cfg, Uses())
+    yield ""
+    yield "the run"
+    table = [["slots", f"{counts.total:,}", _roles(cfg, plans, counts)]]
+    table += _tokens(cfg, data)
+    table += [["seconds a step", "?", seconds], ["hours", "?", seconds]]
+    yield from aligned(table, 1)
+
+
+def _roles(cfg: Config, plans: Sequence[SlotPlan], counts: SlotCounts) -> str:
+    each = "an accelerator" if cfg.device == "cuda" else f"{_share(counts.total)} of the {os.cpu_count()} CPUs here"
+    roles = ", ".join(f"{plan.count} x {plan.name}" for plan in plans)
+    stride = slots_per_engine(cfg.generator)
+    wide = f"; an engine has {stride}" if stride > 1 else ""
+    return f"{roles}; each {each}{wide}" + ("; engines and trainer take turns" if counts.time_shared else "")
+
+
+def _share(slots: int) -> str:
+    return f"{max(1, (os.cpu_count() or 1) // max(1, slots))}"
+
+
+def _tokens(cfg: Config, data: KnownData | str) -> Iterator[list[str]]:
+    from skyrl_train.assembly.services import schedule_of
+
+    trainer, generator = cfg.trainer, cfg.generator
+    known = isinstance(data, KnownData)
+    schedule = schedule_of(trainer, data.prompts if isinstance(data, KnownData) else trainer.train_batch_size)
+    prompts, samples = schedule.prompts_of_step(0), generator.n_samples_per_prompt
+    asked = data.prompt_tokens if isinstance(data, KnownData) else generator.max_input_length
+    answer, turns = generator.sampling_params.max_generate_length, generator.max_turns
+    asks = f"{asked:,.0f} of a prompt, {'in the mean' if known else f'the most, as the data are not known: {data}'}"
+    answers = f"{answer:,} of an answer, the most" + (f", in each of {turns} turns" if turns > 1 else "")
+    tokens = f"{prompts * samples * (asked + answer * turns):,.0f}"
+    yield ["tokens a step", tokens, f"{prompts:,} prompts x {samples:,} samples x ({asks} + {answers})"]
+    limit = "" if trainer.max_steps is None else f", trainer.max_steps={trainer.max_steps:,}"
+    if isinstance(data, KnownData):
+        what = f"{data.prompts:,} prompts, {prompts:,} a step, trainer.epochs={trainer.epochs:,}{limit}"
+        yield ["steps", f"{schedule.total_steps:,}", what]
+    else:
+        yield ["steps", "?", f"of {trainer.train_batch_size:,} prompts, trainer.epochs={trainer.epochs:,}{limit}"]
+
+
+def aligned(table: Sequence[Sequence[str]], words: int) -> Iterator[str]:
+    """Lines of a table: the first `words` columns begin, the others but the last end below each other."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    for row in table:
+        texts, numbers = row[:words], row[words:-1]
+        cells = [text.ljust(width) for text, width in zip(texts, widths, strict=False)]
+        cells += [text.rjust(width) for text, width in zip(numbers, widths[words:], strict=False)]
+        yield ("  " + "  ".join([*cells, row[-1]])).rstrip()

@@ -1,0 +1,396 @@
+"""Takes a few steps of a run with everything real, and leaves nothing: `check_config --plan --probe`.
+
+The steps are those of the run's own Trainer over its own engines, learner, environments and data, so what their clocks
+say is what the run's will. Then the batch of the last one is scored and learnt again with other sizes of micro-batches.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl_train.config.keys import with_value_at
+from skyrl_train.config.schema import Config
+from skyrl_train.entrypoints.main_base import BasePPOExp, Session, explained
+from skyrl_train.errors import ConfigError
+from skyrl_train.report.phases import say
+from skyrl_train.simulation.estimate import MeasuredStep
+from skyrl_train.trainer.schedule import StepSchedule
+
+if TYPE_CHECKING:
+    from skyrl_train.assembly.run import RunningServices
+    from skyrl_train.data.batch import TrainBatch
+    from skyrl_train.data.dataset import PromptDataset
+    from skyrl_train.learner.learner import BatchSizes
+    from skyrl_train.metrics import Metrics
+    from skyrl_train.trainer.trainer import Trainer
+
+STEPS_S, PASSES_S = 12.0, 8.0
+"""Seconds to measure steps for, and the sizes of micro-batches. Of slow models the least is taken, however long."""
+LEAST_STEPS, MOST_STEPS = 3, 30
+"""Whole steps that are measured."""
+_FIRST_PART = 8
+"""The first step has so small a part of the prompts: it is slow for reasons of its own, and shows what a step takes."""
+MOST_SIZES = 5
+_ROUNDS = 3
+LIMIT = "trainer.max_tokens_per_microbatch"
+_NOTHING_KEPT: Mapping[str, Any] = {
+    "trainer.resume_mode": "none",
+    "trainer.resume_path": None,
+    "trainer.ckpt_interval": 0,
+    "trainer.hf_save_interval": 0,
+    "trainer.eval_interval": 0,
+    "trainer.eval_before_train": False,
+    "trainer.dump_data_batch": False,
+    "trainer.dump_eval_results": False,
+    "trainer.policy.record_memory": False,
+    "trainer.profile_steps": [],
+    "trainer.trace": False,
+    "trainer.metrics_port": None,
+    "trainer.guards.equal_rewards_steps": None,
+    "trainer.guards.max_ratio": None,
+    "trainer.guards.max_cut_fraction": None,
+    "trainer.guards.stop": [],
+}
+"""What a probe does without: files, and judgements of what is learnt."""
+
+
+@dataclass(frozen=True)
+class Pace(StepSchedule):
+    """The prompts of each step as the clock allows: first a part, then all of them; or more of them each time.
+
+    A step's size is settled when it is first asked for, which is when the step before it has published its weights;
+    nothing is left to be measured where it is 0.
+    """
+
+    staleness: int = 0
+    """How far rollouts run ahead."""
+    whole: bool = False
+    """Whether all steps have all prompts, as they do where rollouts run ahead."""
+    clock: Callable[[], float] = time.monotonic
+    asked: list[tuple[float, int]] = field(default_factory=list)
+    """When each step's size was asked for, and what it is; 0 after the last one."""
+
+    @property
+    def prompts(self) -> int:
+        """Those of a whole step."""
+        return min(self.batch_size, self.num_prompts)
+
+    @property
+    def total_steps(self) -> int:
+        ended = bool(self.asked) and self.asked[-1][1] == 0
+        return self._finished if ended else sys.maxsize
+
+    @property
+    def _finished(self) -> int:
+        """Steps, when the last size was asked for: that of step s is when step s - 1 - staleness has ended."""
+        return max(0, len(self.asked) - 1 - self.staleness)
+
+    def prompts_of_step(self, step: int) -> int:
+        while len(self.asked) <= step:
+            self.asked.append((self.clock(), 0))
+            ended = len(self.asked) > 1 and self.asked[-2][1] == 0
+            self.asked[-1] = (self.asked[-1][0], 0 if ended else self._next())
+        return self.asked[step][1]
+
+    def measured(self) -> list[int]:
+        """The steps that count, from 0: whole ones but for the first, and those in which rollouts get ahead; if there
+        is none, all but the first."""
+        whole = [step for step in range(self._finished) if self.asked[step][1] == self.prompts]
+        return whole[1 + self.staleness :] or [*range(1, self._finished)] or [*range(self._finished)]
+
+    def _next(self) -> int:
+        """The prompts of the step that is being asked for."""
+        finished, (now, _) = self._finished, self.asked[-1]
+        if finished == 0:
+            return self.prompts if self.whole or self.staleness else -(-self.prompts // _FIRST_PART)
+        elapsed = now - self.asked[0][0]
+        sizes = [size for _, size in self.asked[:finished]]
+        whole = sizes.count(self.prompts)
+        if whole:
+            counted = whole - 1 - self.staleness
+            enough = counted >= LEAST_STEPS and elapsed >= STEPS_S
+            late = counted >= 1 and elapsed >= 3 * STEPS_S
+            return 0 if enough or late or counted >= MOST_STEPS else self.prompts
+        took, last = now - self.asked[-2][0], sizes[-1]
+        together = STEPS_S + PASSES_S
+        if took * self.prompts / last * (LEAST_STEPS + 1) <= together:
+            return self.prompts
+        if finished == 1:  # that was slow for reasons of its own
+            return last
+        return min(self.prompts, 2 * last) if elapsed + 2 * took <= together else 0
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Scoring and updating with one size of micro-batches."""
+
+    limit: int | None
+    """Tokens of a micro-batch; None is what is configured."""
+    seconds: float
+    """Of scoring and updating the batch, the fastest of some times."""
+    peak_gib: float | None
+    """memory/learner_peak_*: of the rank that needed most until then. None if it ran out of memory."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a probe found."""
+
+    steps: list[MeasuredStep]
+    """Those that count."""
+    taken: int
+    """How many steps there were."""
+    steps_took_s: float
+    start_s: float
+    """Until the first step could begin."""
+    prompts: int
+    """Of a whole step."""
+    dataset: PromptDataset
+    eval_prompts: int
+    responses: list[int]
+    """Tokens of every response of the last step."""
+    passes_tokens: int
+    """Of the batch that was passed with every size."""
+    passes: list[Passes] = field(default_factory=list)
+
+
+class ProbeExp(BasePPOExp):
+    """An experiment that is measured and leaves nothing; `folder` is for what a run writes."""
+
+    def __init__(self, cfg: Config, folder: Path):
+        self.asked, self._begun, self._start_s = cfg, time.monotonic(), 0.0
+        self._rows: list[Mapping[str, float]] = []
+        self._batch: TrainBatch | None = None
+        self._pace: Pace | None = None
+        self.probed: Probed | None = None
+        super().__init__(without_traces(cfg, folder))
+
+    def get_eval_dataset(self) -> PromptDataset | None:
+        mine, self.cfg = self.cfg, self.asked
+        try:
+            return super().get_eval_dataset()
+        finally:
+            self.cfg = mine
+
+    def get_tracker(self, directory: Any) -> Any:
+        from skyrl_train.report.trackers import Trackers
+
+        return Trackers({"probe": _Rows(self)})
+
+    def get_trainer(self, running: RunningServices) -> Trainer:
+        from skyrl_train.assembly.run import build_trainer
+
+        trainer, ahead = self.cfg.trainer, self.cfg.trainer.fully_async
+        self._pace = Pace(
+            len(self.train_dataset),
+            trainer.train_batch_size,
+            epochs=1,
+            staleness=ahead.max_staleness_steps if ahead.enabled else 0,
+            # What these draw for a step depends on its size.
+            whole=trainer.algorithm.dynamic_sampling.type is not None,
+        )
+        built = build_trainer(
+            self.cfg,
+            running,
+            tokenizer=self.tokenizer,
+            train_generator=self.get_generator(running.client, running.environments, evaluation=False),
+            eval_generator=self.get_generator(running.client, running.environments, evaluation=True),
+            train_dataset=self.train_dataset,
+            eval_dataset=self.eval_dataset,
+            schedule=self._pace,
+        )
+        built.batch_steps = [*built.batch_steps, self._keep]
+        return built
+
+    def begins(self) -> None:
+        """Everything has started."""
+        self._start_s = time.monotonic() - self._begun
+        say("probe", f"steps, for about {STEPS_S:g} s")
+
+    def add(self, row: Mapping[str, float]) -> None:
+        """Take in the metrics of a step."""
+        self._rows.append(row)
+
+    def _keep(self, batch: TrainBatch, metrics: Metrics) -> TrainBatch:
+        self._batch = batch
+        return batch
+
+    async def _run(self) -> None:
+        async with self.session() as session:
+            await session.trainer.fit()
+            await session.trainer.collector.close()  # no rollout of a later step runs beside what follows
+            batch, pace = self._batch, self._pace
+            assert batch is not None and pace is not None and self._rows
+            say("probe", f"micro-batches, for about {PASSES_S:g} s")
+            row = self._rows[-1]
+            part, passes = await _passes(
+                self.cfg, session, batch, row.get("timing/score_s", 0.0) + row["timing/update_s"]
+            )
+        self.probed = Probed(
+            steps=[MeasuredStep(pace.prompts_of_step(step), self._rows[step]) for step in pace.measured()],
+            taken=len(self._rows),
+            steps_took_s=sum(row["timing/step_s"] for row in self._rows),
+            start_s=self._start_s,
+            prompts=pace.prompts,
+            dataset=self.train_dataset,
+            eval_prompts=len(self.eval_dataset or ()),
+            responses=batch.per_sequence_sum(batch.loss_mask.long()).tolist(),
+            passes_tokens=len(part.input_ids),
+            passes=passes,
+        )
+
+
+class _Rows:
+    """A tracker for a probe."""
+
+    def __init__(self, experiment: ProbeExp):
+        self._experiment = experiment
+
+    def begin(self, step: int, total_steps: int) -> None:
+        self._experiment.begins()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if step:
+            self._experiment.add(metrics)
+
+    def samples(self, rows: Sequence[Any], step: int) -> None:
+        """Nobody reads them."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def without_traces(cfg: Config, folder: Path) -> Config:
+    """The configuration with `folder` for all that a run writes, and without what it would keep."""
+    changes = dict(_NOTHING_KEPT)
+    changes |= {"trainer.ckpt_path": str(folder / "run"), "trainer.export_path": str(folder / "exports")}
+    if cfg.generator.weight_sync_folder:  # engines on other machines may reach no other one
+        changes["generator.weight_sync_folder"] = os.path.join(cfg.generator.weight_sync_folder, folder.name)
+    for key, value in changes.items():
+        cfg = with_value_at(cfg, key, value)
+    return cfg
+
+
+def probe(cfg: Config) -> Probed:
+    """Start the configuration's run in a temporary folder, measure it, stop it.
+
+    Raises ConfigError for engines that are not the run's own, and what a run raises.
+    """
+    if not cfg.generator.run_engines_locally:
+        raise ConfigError(
+            "generator.run_engines_locally=false: a probe trains a few steps, and would leave their weights in servers "
+            "that others may use; probe with engines of its own (true), or without --probe."
+        )
+    with ExitStack() as stack:
+        folder = tempfile.TemporaryDirectory(prefix="skyrl-probe-", ignore_cleanup_errors=True)
+        experiment = ProbeExp(cfg, Path(stack.enter_context(folder)))
+        if (shared := experiment.cfg.generator.weight_sync_folder) is not None:
+            stack.callback(shutil.rmtree, shared, ignore_errors=True)
+        with explained(experiment):
+            experiment.run()
+        assert experiment.probed is not None
+        return experiment.probed
+
+
+async def _passes(cfg: Config, session: Session, batch: TrainBatch, took_s: float) -> tuple[TrainBatch, list[Passes]]:
+    """Score and update (a part of) the batch with several sizes of micro-batches, if they do not change what is learnt.
+
+    `took_s`: what that took in the step. Returns the part, and the configured size first.
+    """
+    trainer, learner = session.trainer, session.learner
+    groups, asked = batch.group_ids.unique_consecutive(), learner.sizes
+    fits = int(len(groups) * PASSES_S / max(1e-6, took_s * (MOST_SIZES + 1)))
+    part = _first_groups(batch, min(len(groups), max(1, fits)))
+    mini = _first_groups(part, asked.mini_batch_groups)
+    most = len(mini.input_ids) / learner.policy.num_parts
+    limits = []
+    if not _depends_on_sizes(cfg) and bool(part.loss_mask.any()):
+        limits = sizes_that_fit(cfg, sizes_between(int(batch.lengths.max()), most))
+    tried = {None: asked} | {limit: replace(asked, max_tokens=limit) for limit in limits if limit != asked.max_tokens}
+    async with trainer.residency.generating(before_sync=True):
+        pass  # the engines leave, as they do before a step's update
+    async with trainer.residency.training():
+        return part, await _rounds(cfg, session, part, tried)
+
+
+async def _rounds(
+    cfg: Config, session: Session, batch: TrainBatch, tried: Mapping[int | None, BatchSizes]
+) -> list[Passes]:
+    from skyrl_train.assembly.memory_advice import out_of_memory
+
+    learner = session.learner
+    found: dict[int | None, Passes] = {}
+    begun, rounds = time.monotonic(), 0
+    while not rounds or (rounds < _ROUNDS and (time.monotonic() - begun) * (rounds + 1) / rounds <= PASSES_S):
+        for limit, sizes in tried.items():
+            learner.sizes, at = sizes, time.monotonic()
+            try:
+                values = await learner.update(await learner.score(batch))
+            except Exception as error:
+                if out_of_memory(error, cfg) is None or limit is None:
+                    raise
+                found[limit] = Passes(limit, float("inf"), None)
+                return [*found.values()]
+            seconds = time.monotonic() - at
+            peak = max((gib for name, gib in values.items() if name.startswith("memory/learner_peak")), default=0.0)
+            first = found.setdefault(limit, Passes(limit, seconds, peak))
+            found[limit] = replace(first, seconds=min(seconds, first.seconds))
+        rounds += 1
+    return [*found.values()]
+
+
+def _first_groups(batch: TrainBatch, count: int) -> TrainBatch:
+    import torch
+
+    chosen = batch.group_ids.unique_consecutive()[:count]
+    return batch.select(torch.isin(batch.group_ids, chosen).nonzero().flatten())
+
+
+def _depends_on_sizes(cfg: Config) -> bool:
+    """Whether the loss is one with SkyRL's signature, whose mean is over a micro-batch."""
+    from skyrl_train.algorithms.registry import policy_losses
+    from skyrl_train.algorithms.skyrl_style import is_skyrl_style
+
+    return is_skyrl_style(policy_losses.get(cfg.trainer.algorithm.policy_loss_type))
+
+
+def sizes_between(longest: int, most: float) -> list[int]:
+    """At most MOST_SIZES powers of two, from the longest sequence to `most` tokens, with which there is one pass."""
+    sizes = [1 << (longest - 1).bit_length()]
+    while sizes[-1] < most:
+        sizes.append(2 * sizes[-1])
+    every = -(-len(sizes) // MOST_SIZES)
+    return sizes[::-1][::every][::-1]
+
+
+def sizes_that_fit(cfg: Config, sizes: Sequence[int]) -> list[int]:
+    """Those with which the memory plan leaves room; all if there is no plan."""
+    from skyrl_train.assembly.algorithm import policy_learning
+    from skyrl_train.assembly.capacity import capacity_of
+    from skyrl_train.assembly.memory_fit import ROOM
+    from skyrl_train.assembly.memory_plan import memory_plan
+
+    capacity, learning = capacity_of(cfg.device), policy_learning(cfg)
+    if capacity is None:
+        return list(sizes)
+
+    def needed(limit: int) -> int:
+        plans = memory_plan(with_value_at(cfg, LIMIT, limit), capacity, learning)
+        peaks = [plan.peak()[0] for plan in plans]
+        if cfg.device == "cuda":
+            return max(peaks)
+        return sum(plan.count * peak for plan, peak in zip(plans, peaks, strict=True))  # all in one memory
+
+    try:
+        return [limit for limit in sizes if needed(limit) <= ROOM * capacity]
+    except Exception:  # free-form settings, as in memory_plan.announce
+        return list(sizes)

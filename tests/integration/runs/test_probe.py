@@ -1,0 +1,112 @@
+"""A probe of a real run: what it says, that it leaves nothing, and that the run then takes what it said."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from skyrl_train.config.prepare import prepare
+from skyrl_train.config.schema import Config
+from skyrl_train.config.validate import validate
+from skyrl_train.entrypoints import probe as probing
+from skyrl_train.entrypoints.check_config import report_probe
+from skyrl_train.entrypoints.probe import LIMIT, probe
+from skyrl_train.entrypoints.probe_report import estimated_step
+from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
+from skyrl_train.simulation.estimate import PHASES
+from skyrl_train.testing.tiny_models import save_tiny_model
+
+from .conftest import Run
+
+APART = ["trainer.placement.colocate_all=false", "trainer.placement.policy_num_gpus_per_node=1"]
+AHEAD = ["trainer.fully_async.enabled=true", "trainer.fully_async.max_staleness_steps=1"]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def config(overrides: list[str]) -> Config:
+    return prepare(overrides).config
+
+
+@pytest.mark.slow
+def test_a_probe_says_what_to_set_and_leaves_nothing(
+    ray_of_all_runs: None,
+    small: Callable[[Path], list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """Neither in the run's folder, which belongs to another run, nor in the temporary one, nor in the model's."""
+    monkeypatch.setattr(probing, "STEPS_S", 2.0)
+    monkeypatch.setattr(probing, "PASSES_S", 2.0)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    cfg = config(small(tmp_path))
+    folder, model = Path(cfg.trainer.ckpt_path), Path(cfg.trainer.policy.model.path)
+    folder.mkdir()
+    (folder / "run.json").write_text('{"run_name": "somebody else\'s"}')
+    before = files(folder), files(model)
+    report_probe(cfg)
+    assert (files(folder), files(model)) == before
+    assert not Path(cfg.trainer.export_path).exists()
+    assert not [path for path in temporary.iterdir() if path.name.startswith("skyrl-probe-")]
+    text = capsys.readouterr().out
+    for part in ("generate", "score", "update", "weight sync", "step", "the run:", "evaluations", LIMIT, "µs a token"):
+        assert part in text
+    assert "nothing to divide: one slot" in text
+    assert "DOES NOT FIT" not in text
+    for line in text.splitlines():
+        if line.startswith("set "):
+            key, _, value = line.removeprefix("set ").partition(":")[0].partition("=")
+            assert key == LIMIT
+            assert validate(config([*small(tmp_path), f"{key}={value}"])) == []
+
+
+def colocated(folder: Path) -> list[str]:
+    """16 of 24 prompts a step: every other step is half as large."""
+    return ["trainer.train_batch_size=16", "trainer.policy_mini_batch_size=16"]
+
+
+def with_reference(folder: Path) -> list[str]:
+    """A larger model, a reference, and three optimizer steps."""
+    return [
+        f"trainer.policy.model.path={save_tiny_model(folder / 'larger', hidden_size=192, layers=4)}",
+        "trainer.train_batch_size=12",
+        "trainer.policy_mini_batch_size=4",
+        "trainer.algorithm.use_kl_loss=true",
+        "generator.sampling_params.max_generate_length=48",
+    ]
+
+
+def ahead(folder: Path) -> list[str]:
+    """An engine and a trainer, at the same time."""
+    return [*APART, *AHEAD, "trainer.train_batch_size=8", "trainer.policy_mini_batch_size=8"]
+
+
+@pytest.mark.on_demand
+@pytest.mark.parametrize("change", [colocated, with_reference, ahead])
+def test_a_run_takes_what_a_probe_said(
+    change: Callable[[Path], list[str]], run: Run, small: Callable[[Path], list[str]], tmp_path: Path
+):
+    """Within 20 %: the median of its whole steps."""
+    overrides = [*small(tmp_path), *change(tmp_path), "trainer.epochs=100", "trainer.ckpt_interval=0"]
+    overrides += ["trainer.eval_before_train=false", "trainer.eval_interval=0"]
+    cfg = config(overrides)
+    said = estimated_step(cfg, probe(cfg))
+    steps = max(6, min(40, round(20 / said.step_s)))
+    run("main_base", *overrides, f"trainer.max_steps={steps}")
+    rows = [row for row in read_jsonl(Path(cfg.trainer.ckpt_path) / METRICS_FILE) if "timing/step_s" in row]
+    answers = said.prompts * cfg.generator.n_samples_per_prompt
+    rows = [row for row in rows if row["rollouts/trajectories"] == answers]  # the last one of an epoch may be smaller
+    took = median(row["timing/step_s"] for row in rows)
+    phases = {name: median(row[f"timing/{name}_s"] for row in rows) for name in PHASES}
+    print(f"{change.__name__}: said {said.step_s:.3f} s, took {took:.3f} s: {said.step_s / took - 1:+.1%}")
+    print("  said", {name: round(said.seconds[name], 3) for name in PHASES}, "took", phases)
+    assert said.step_s == pytest.approx(took, rel=0.2)

@@ -1,0 +1,160 @@
+"""How a probe divides its time, and what it says; tests/integration/runs/test_probe.py takes a real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.config.keys import value_at, with_value_at
+from skyrl_train.config.schema import Config
+from skyrl_train.data.dataset import PromptDataset
+from skyrl_train.data.trajectory import Prompt
+from skyrl_train.entrypoints.plan_table import MEASURED, KnownData, run_lines
+from skyrl_train.entrypoints.probe import (
+    LIMIT,
+    MOST_SIZES,
+    MOST_STEPS,
+    PASSES_S,
+    STEPS_S,
+    Pace,
+    Passes,
+    Probed,
+    probe,
+    sizes_between,
+    without_traces,
+)
+from skyrl_train.entrypoints.probe_report import best_passes, probe_lines
+from skyrl_train.errors import ConfigError
+from tests.support.measured_steps import config, taken
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def sizes(
+    seconds_a_prompt: float, prompts: int = 16, staleness: int = 0, first_s: float = 0.0
+) -> tuple[list[int], Pace]:
+    """The steps that a probe takes, asked for as the collector does, and the pace in the end."""
+    clock = Clock()
+    pace = Pace(1000, prompts, 1, staleness=staleness, clock=clock)
+    steps: list[int] = []
+    assert all(pace.prompts_of_step(ahead) for ahead in range(staleness + 1))
+    while len(steps) < pace.total_steps:
+        steps.append(pace.prompts_of_step(len(steps)))
+        clock.now += steps[-1] * seconds_a_prompt + (first_s if len(steps) == 1 else 0.0)
+        pace.prompts_of_step(len(steps) + staleness)
+    return steps, pace
+
+
+def test_a_part_comes_first_and_then_whole_steps_for_as_long_as_there_is_time():
+    steps, pace = sizes(0.1)
+    assert steps == [2] + [16] * 8  # 0.2 s and 8 x 1.6 s
+    assert pace.measured() == list(range(2, 9))
+
+
+def test_the_number_of_steps_is_limited():
+    steps, pace = sizes(0.001)
+    assert len(pace.measured()) == MOST_STEPS
+    assert len(steps) == MOST_STEPS + 2
+
+
+def test_a_slow_first_step_does_not_keep_the_others_small():
+    steps, _ = sizes(0.1, first_s=5.0)
+    assert steps[:3] == [2, 2, 16]
+
+
+def test_where_whole_steps_do_not_fit_the_time_parts_of_growing_size_are_measured():
+    steps, pace = sizes(0.5, prompts=64)
+    assert steps == [8, 8, 16]  # 4, 4 and 8 of the 20 s
+    assert pace.measured() == [1, 2]
+    assert sum(steps) * 0.5 <= STEPS_S + PASSES_S
+
+
+def test_of_a_slow_model_the_least_is_taken():
+    steps, pace = sizes(60.0, prompts=8)
+    assert steps == [1, 1]
+    assert pace.measured() == [1]
+
+
+def test_asynchronous_steps_are_whole_and_count_once_rollouts_are_ahead():
+    steps, pace = sizes(0.2, staleness=2)
+    assert set(steps) == {16}
+    assert pace.measured() == list(range(3, len(steps)))
+    assert len(pace.measured()) >= 3
+
+
+def test_sizes_of_micro_batches_go_from_a_sequence_to_one_pass():
+    assert sizes_between(100, 900) == [128, 256, 512, 1024]
+    assert sizes_between(128, 100) == [128]
+    many = sizes_between(100, 100_000)
+    assert len(many) <= MOST_SIZES and many[-1] == 1 << 17
+
+
+def test_a_probe_writes_nothing_where_the_run_would(tmp_path: Path):
+    cfg = with_value_at(Config(), "generator.weight_sync_folder", "/shared/weights")
+    quiet = without_traces(cfg, tmp_path)
+    for key in ("trainer.ckpt_path", "trainer.export_path"):
+        assert value_at(quiet, key).startswith(str(tmp_path))
+    assert quiet.generator.weight_sync_folder == f"/shared/weights/{tmp_path.name}"
+    assert (quiet.trainer.ckpt_interval, quiet.trainer.hf_save_interval, quiet.trainer.eval_interval) == (0, 0, 0)
+
+
+def test_servers_that_others_may_use_are_not_given_a_probes_weights():
+    with pytest.raises(ConfigError, match="run_engines_locally=false: a probe"):
+        probe(with_value_at(Config(), "generator.run_engines_locally", False))
+
+
+def probed(cfg: Config, prompts: int, **changes: Any) -> Probed:
+    dataset = PromptDataset(tuple(Prompt(str(row), [], "any") for row in range(40)), 0)
+    parts: dict[str, Any] = {
+        "steps": [taken(prompts, {"response/truncated_fraction": 0.25})] * 3,
+        "taken": 5,
+        "steps_took_s": 12.5,
+        "start_s": 30.0,
+        "prompts": cfg.trainer.train_batch_size,
+        "dataset": dataset,
+        "eval_prompts": 0,
+        "responses": [10, 20, 30, 32],
+        "passes_tokens": 1000,
+        "passes": [Passes(None, 2.0, 1.0), Passes(512, 1.0, 1.5), Passes(1024, float("inf"), None)],
+    }
+    return Probed(**parts | changes)
+
+
+def test_a_probe_says_what_a_step_takes_and_what_to_set():
+    cfg = config()
+    cfg = with_value_at(with_value_at(cfg, "trainer.epochs", 2), "trainer.eval_interval", -1)
+    text = "\n".join(probe_lines(cfg, probed(cfg, 8)))
+    step_s = taken(8).row["timing/step_s"]
+    for part in ("generate", "score", "update", "weight sync", "the rest", f"{step_s:.3g}", "25% reached the limit"):
+        assert part in text
+    assert f"the run: {(30 + 10 * step_s) / 60:.1f} minutes (30 s to start, 10 steps)" in text
+    assert f"set {LIMIT}=512: 2.00 times as fast" in text
+    assert "DOES NOT FIT: out of memory" in text
+    assert "nothing to divide" in text
+    assert "scaled from" not in text
+    assert "a step of 8 prompts, scaled from steps of 2" in "\n".join(probe_lines(cfg, probed(cfg, 2)))
+
+
+def test_a_size_is_only_proposed_if_it_is_clearly_faster():
+    configured = Passes(None, 1.0, 1.0)
+    assert best_passes([configured, Passes(256, 0.98, 1.0)]) is configured
+    assert best_passes([configured, Passes(256, 0.9, 1.0), Passes(512, 0.8, 1.0)]).limit == 512
+    alone = probed(config(), 8, passes=[configured])
+    assert f"{LIMIT}: no other size was tried" in "\n".join(probe_lines(config(), alone))
+
+
+def test_without_a_probe_seconds_are_what_it_would_measure():
+    text = "\n".join(run_lines(config(), [], KnownData(40, 20.4)))
+    assert text.count(MEASURED) == 2
+    assert "8 prompts x 5 samples x (20 of a prompt, in the mean + 1,024 of an answer, the most)" in text
+    assert "40 prompts, 8 a step, trainer.epochs=1" in text
+    unknown = "\n".join(run_lines(config(), [], "not read"))
+    assert "512 of a prompt, the most, as the data are not known: not read" in unknown
