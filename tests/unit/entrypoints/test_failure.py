@@ -47,7 +47,7 @@ def test_an_error_of_ours_is_one_line_below_its_notes(monkeypatch: pytest.Monkey
     monkeypatch.setenv("A_TOKEN", "0123456789")
     error = EngineError("engine 0 died")
     error.add_note("with 0123456789")
-    error.__notes__.append(7)
+    error.__notes__.append(7)  # type: ignore[arg-type]
     assert account_of(error) == "with <A_TOKEN>\n7\nEngineError: engine 0 died"
 
 
