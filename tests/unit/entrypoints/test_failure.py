@@ -22,14 +22,14 @@ def raised(function: object, *args: object) -> Exception:
 
 def chained() -> None:
     try:
-        {}["x"]
+        {"y": 0}["x"]
     except KeyError as error:
         raise RuntimeError("no batch") from error
 
 
 def handled() -> None:
     try:
-        {}["x"]
+        {"y": 0}["x"]
     except KeyError:
         raise RuntimeError("no batch")  # noqa: B904
 
