@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>")
 PIECES = r" ?\d| ?[A-Za-z]+| ?[^\sA-Za-z\d]+|\s"
@@ -64,6 +65,7 @@ def save_model(directory: Path, texts: list[str], seed: int) -> int:
     """Save model and tokenizer as a Hugging Face folder; return the number of parameters."""
     tokenizer = make_tokenizer(texts)
     model = make_model(len(tokenizer), seed)
+    disable_progress_bar()
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return sum(parameter.numel() for parameter in model.parameters())

@@ -42,6 +42,7 @@ _FIRST_PART = 8
 MOST_SIZES = 5
 _ROUNDS = 3
 LIMIT = "trainer.max_tokens_per_microbatch"
+_PEAKS = ("memory/learner_peak_gib", "memory/learner_peak_rss_gib")
 _NOTHING_KEPT: Mapping[str, Any] = {
     "trainer.resume_mode": "none",
     "trainer.resume_path": None,
@@ -341,7 +342,14 @@ async def _rounds(
                 found[limit] = Passes(limit, float("inf"), None)
                 return [*found.values()]
             seconds = time.monotonic() - at
-            peak = max((gib for name, gib in values.items() if name.startswith("memory/learner_peak")), default=0.0)
+            peak = max(
+                (
+                    gib
+                    for name, gib in values.items()
+                    if name in ("memory/learner_peak_gib", "memory/learner_peak_rss_gib")
+                ),
+                default=0.0,
+            )
             first = found.setdefault(limit, Passes(limit, seconds, peak))
             found[limit] = replace(first, seconds=min(seconds, first.seconds))
         rounds += 1

@@ -376,7 +376,8 @@ def test_default_of_every_choice_is_one_of_them_once_fitted_to_the_machine(key: 
 
 def neighbours(key: str) -> Iterator[tuple[float, float]]:
     """(last number inside, first one outside) of each end of a key's range."""
-    allowed, whole = RANGES[key], int in arms(leaves()[key].hint)
+    allowed, hint = RANGES[key], leaves()[key].hint
+    whole = int in arms(hint) or hint == list[int]
 
     def next_to(end: float, towards: float) -> float:
         return int(end + math.copysign(1, towards)) if whole else math.nextafter(end, towards)
