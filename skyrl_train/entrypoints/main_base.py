@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from skyrl_train.environments.host import EnvironmentHost
     from skyrl_train.learner.learner import Learner
     from skyrl_train.rollouts.conversation import ConversationGenerator
+    from skyrl_train.trainer.schedule import StepSchedule
     from skyrl_train.trainer.trainer import Trainer
 
 T = TypeVar("T")
@@ -114,8 +115,8 @@ class BasePPOExp:
 
         return build_generator(self.cfg, self.tokenizer, client, environments, evaluation=evaluation)
 
-    def get_trainer(self, running: RunningServices) -> Trainer:
-        """The loop over everything that is running."""
+    def get_trainer(self, running: RunningServices, schedule: StepSchedule | None = None) -> Trainer:
+        """The loop over everything that is running; `schedule` is the configuration's if there is no other."""
         from skyrl_train.assembly.run import build_trainer
 
         return build_trainer(
@@ -126,6 +127,7 @@ class BasePPOExp:
             eval_generator=self.get_generator(running.client, running.environments, evaluation=True),
             train_dataset=self.train_dataset,
             eval_dataset=self.eval_dataset,
+            schedule=schedule,
         )
 
     def run(self) -> None:

@@ -187,9 +187,7 @@ class ProbeExp(BasePPOExp):
 
         return Trackers({"probe": _Rows(self)})
 
-    def get_trainer(self, running: RunningServices) -> Trainer:
-        from skyrl_train.assembly.run import build_trainer
-
+    def get_trainer(self, running: RunningServices, schedule: StepSchedule | None = None) -> Trainer:
         trainer, ahead = self.cfg.trainer, self.cfg.trainer.fully_async
         self._pace = Pace(
             len(self.train_dataset),
@@ -199,16 +197,7 @@ class ProbeExp(BasePPOExp):
             # What these draw for a step depends on its size.
             whole=trainer.algorithm.dynamic_sampling.type is not None,
         )
-        built = build_trainer(
-            self.cfg,
-            running,
-            tokenizer=self.tokenizer,
-            train_generator=self.get_generator(running.client, running.environments, evaluation=False),
-            eval_generator=self.get_generator(running.client, running.environments, evaluation=True),
-            train_dataset=self.train_dataset,
-            eval_dataset=self.eval_dataset,
-            schedule=self._pace,
-        )
+        built = super().get_trainer(running, self._pace)
         built.batch_steps = [*built.batch_steps, self._keep]
         return built
 
