@@ -42,10 +42,10 @@ class Timed(BasePPOExp):
         super().__init__(cfg)
         ends("imports, tokenizer, data")
 
-    def get_trainer(self, running: Any) -> Any:
+    def get_trainer(self, running: Any, schedule: Any = None) -> Any:
         """Its start and its first step are the last phases."""
         ends("ranks and engines")
-        trainer = super().get_trainer(running)
+        trainer = super().get_trainer(running, schedule)
         start, step = trainer._start, trainer._step
 
         async def started() -> None:
