@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -66,6 +67,7 @@ def save_model(directory: Path, texts: list[str], seed: int) -> int:
     tokenizer = make_tokenizer(texts)
     model = make_model(len(tokenizer), seed)
     disable_progress_bar()
+    logging.getLogger("DeepSpeed").disabled = True  # saving imports it where it is installed; it warns of having no GPU
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return sum(parameter.numel() for parameter in model.parameters())

@@ -107,6 +107,9 @@ class SimulatedEngine:
         self._check()
         if not requests:
             return []
+        here = {one.request.request_id for one in self._sequences()}
+        if twice := here & {one.request_id for one in requests}:
+            raise ValueError(f"{self.name}: {sorted(twice)} are under way already: requests need names of their own")
         call = _Call(asyncio.get_running_loop().create_future(), len(requests))
         call.sequences = [_Sequence(one, self._length(one), call, next(self._arrivals)) for one in requests]
         self._catch_up()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,9 @@ from skyrl_train.assembly.publisher import pause_mode
 from skyrl_train.assembly.run import build_generator
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.schema import Config
+from skyrl_train.data.trajectory import Prompt
 from skyrl_train.engines.client import EngineClient
+from skyrl_train.environments.base import StepOutput
 from skyrl_train.errors import ConfigError
 from skyrl_train.rollouts.dynamic_sampling import DynamicSampling
 from skyrl_train.testing.scripted_engine import EVERYTHING, ScriptedEngine
@@ -79,6 +82,42 @@ def test_an_evaluation_beside_rollouts_for_training_shares_their_limit():
         for evaluation in (False, True)
     )
     assert training._limiter is evaluation._limiter is not None
+
+
+class OneTurn:
+    """Environments whose episodes end with the first answer."""
+
+    async def start(self, env_class: str, prompt: Prompt) -> OneTurn:
+        self.messages = prompt.messages
+        return self
+
+    async def step(self, text: str) -> StepOutput:
+        return StepOutput([], 1.0, done=True, metadata={})
+
+    async def close(self) -> None:
+        pass
+
+
+def test_an_evaluation_beside_rollouts_for_training_has_requests_of_its_own():
+    client: Any = EngineClient([engine := ScriptedEngine()], deadline_s=5)
+    prompt = Prompt("7", [{"role": "user", "content": "go"}], "one turn")
+
+    async def both() -> None:
+        for evaluation in (False, True):
+            generator = build_generator(
+                config(*AHEAD),
+                byte_tokenizer(),
+                client,
+                OneTurn(),  # type: ignore[arg-type]
+                evaluation=evaluation,
+            )
+            await generator.rollout(prompt, position=3)
+
+    asyncio.run(both())
+    training, evaluation = (
+        {name for one in batch for name in (one.request_id, one.session, one.group)} for batch in engine.batches
+    )
+    assert training and evaluation and not training & evaluation
 
 
 @pytest.mark.parametrize(
