@@ -122,7 +122,7 @@ def test_pause_wait_finishes_what_runs_with_the_old_weights(bench: Bench, refere
         assert_logprobs(reference, request, completion)
 
 
-@pytest.mark.parametrize("on_sync", PAUSES)
+@pytest.mark.parametrize("on_sync", ["keep", "recompute", pytest.param("abort", marks=pytest.mark.on_demand)])
 def test_of_64_requests_that_a_sync_finds_under_way_none_is_lost(bench: Bench, reference: Reference, on_sync: str):
     """As a run syncs that samples meanwhile: 16 of them have begun, the others wait for room."""
     if refuses_mode(bench, PAUSES[on_sync]):

@@ -49,7 +49,8 @@ CASES = [
     ("transformers", "broadcast"),
     ("transformers", "ipc"),
     ("transformers", "checkpoint"),
-    *(pytest.param(backend, "broadcast", marks=pytest.mark.slow) for backend in ("vllm", "sglang")),
+    pytest.param("vllm", "broadcast", marks=pytest.mark.slow),
+    pytest.param("sglang", "broadcast", marks=[pytest.mark.slow, pytest.mark.on_demand]),
 ]
 
 

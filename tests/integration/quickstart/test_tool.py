@@ -29,6 +29,7 @@ def accuracies(folder: Path, *arguments: str) -> tuple[float, float, list[float]
     return float(found[1]), float(found[2]), [float(line["environment/tool_calls"]) for line in steps]
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_its_script_runs_from_nothing_to_its_last_line(tmp_path: Path):
     """Too short to learn anything."""

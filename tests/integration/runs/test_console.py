@@ -129,23 +129,19 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
-def test_a_run_that_is_told_to_end_and_goes_on(small: Callable[[Path], list[str]], tmp_path: Path):
-    overrides, metrics = (
-        [*small(tmp_path), *QUIET, "trainer.epochs=2", "trainer.console_samples_interval=100"],
-        tmp_path / "ckpts" / "metrics.jsonl",
-    )
-    texts = []
-    for told in (True, False):
-        log = tmp_path / "log"
-        with log.open("w") as output:
-            run = subprocess.Popen(command("main_base", overrides), stdout=output, stderr=output)
-        deadline = time.monotonic() + 300
-        while told and not (metrics.exists() and re.search(r'"step": 2,', metrics.read_text())):
-            assert run.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.005)
-        if told:
-            run.send_signal(signal.SIGINT)
-        assert run.wait(300) == (130 if told else 0), log.read_text()
-        texts.append(re.sub(r"(?m)^step \d+: .*\n", "", log.read_text()))  # which depends on where it was told
-    assert_as_kept(texts[0], tmp_path, KEPT / "told_to_end.txt")
-    assert_as_kept(texts[1], tmp_path, KEPT / "goes_on.txt")
+def test_a_run_that_is_told_to_end_and_goes_on(
+    shown: Callable[..., str], small: Callable[[Path], list[str]], tmp_path: Path
+):
+    overrides = [*small(tmp_path), *QUIET, "trainer.epochs=2", "trainer.console_samples_interval=100"]
+    log, metrics = tmp_path / "log", tmp_path / "ckpts" / "metrics.jsonl"
+    with log.open("w") as output:
+        told = subprocess.Popen(command("main_base", overrides), stdout=output, stderr=output)
+    deadline = time.monotonic() + 300
+    while not (metrics.exists() and re.search(r'"step": 2,', metrics.read_text())):
+        assert told.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.005)
+    told.send_signal(signal.SIGINT)
+    assert told.wait(300) == 130, log.read_text()
+    for name, text in (("told_to_end", log.read_text()), ("goes_on", shown(*overrides, expect=0))):
+        steps_apart = re.sub(r"(?m)^step \d+: .*\n", "", text)  # which depends on where it was told
+        assert_as_kept(steps_apart, tmp_path, KEPT / f"{name}.txt")

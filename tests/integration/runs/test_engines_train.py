@@ -23,14 +23,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("backend", "colocated", "engines", "lora"),
     [
-        ("vllm", True, 1, None),
         ("vllm", False, 2, "adapter"),
-        ("sglang", True, 2, None),
-        ("sglang", False, 1, "merged"),
-        # Above, each engine is in each layout, in each number, and serves adapters in a way that it can; the rest:
+        ("sglang", True, 1, "merged"),
+        # Above, each value of each column is there once; the rest:
+        pytest.param("vllm", True, 1, None, marks=pytest.mark.on_demand),
         pytest.param("vllm", True, 2, "merged", marks=pytest.mark.on_demand),
         pytest.param("vllm", False, 1, None, marks=pytest.mark.on_demand),
-        pytest.param("sglang", True, 1, "merged", marks=pytest.mark.on_demand),
+        pytest.param("sglang", True, 2, None, marks=pytest.mark.on_demand),
+        pytest.param("sglang", False, 1, "merged", marks=pytest.mark.on_demand),
         pytest.param("sglang", False, 2, None, marks=pytest.mark.on_demand),
     ],
 )

@@ -102,6 +102,7 @@ def test_plugins_work_in_the_driver_in_ranks_and_in_environment_processes(
     assert found["policy/grad_norm"] > 0
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_a_subclass_of_the_experiment_replaces_one_part(small: Callable, tmp_path: Path):  # type: ignore[type-arg]
     (tmp_path / "main_halved.py").write_text(SUBCLASS)

@@ -78,6 +78,7 @@ def home(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_an_isolated_environment_of_uv_is_that_of_every_process(
     small: Callable[[Path], list[str]], home: Path, tmp_path: Path
@@ -122,6 +123,7 @@ def installed_wheel(tmp_path: Path) -> Path:
     return folder / "bin" / "python"
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_a_cluster_that_is_named_runs_the_driver_s_python_which_has_the_wheel(
     small: Callable[[Path], list[str]], installed_wheel: Path, home: Path, tmp_path: Path

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from .conftest import command
+from .conftest import Run, command
 
 TALKATIVE = """
 import json
@@ -28,9 +28,9 @@ updates = 0
 def talkative(logprobs, advantages, mask, *, eps_low, eps_high):
     global updates
     updates += 1
-    print("a loss prints", updates, os.environ["SOME_API_KEY"])
+    print("a loss prints", updates, os.environ.get("SOME_API_KEY"))
     os.write(2, b"as a library's C code does\\n")
-    if updates > int(os.environ["GOOD_UPDATES"]):
+    if updates > int(os.environ.get("GOOD_UPDATES", "1000")):
         return logprobs / 0 // divide(mask), mask
     return -logprobs * advantages * mask, torch.zeros_like(mask)
 
@@ -41,14 +41,15 @@ def divide(mask):
 
 @sk.register.advantage("warning")
 def warning(rewards, group_ids, valid, *, norm_by_std):
-    warnings.warn_explicit("a library would be outdated", UserWarning, json.__file__, 1)
-    warnings.warn("a person should look at this")
+    if "GOOD_UPDATES" in os.environ:
+        warnings.warn_explicit("a library would be outdated", UserWarning, json.__file__, 1)
+        warnings.warn("a person should look at this")
     return torch.where(valid, rewards - rewards[valid].mean(), 0.0)
 
 
 class Talks(BaseTextEnv):
     def step(self, action):
-        print("an environment prints", os.environ["SOME_API_KEY"], file=sys.stderr)
+        print("an environment prints", os.environ.get("SOME_API_KEY"), file=sys.stderr)
         return BaseTextEnvStepOutput(observations=[], reward=float(len(action) % 3), done=True, metadata={})
 
 
@@ -58,7 +59,7 @@ SECRET = "5ecret-0f-a-user"
 
 
 def test_each_role_has_a_file_each_attempt_a_folder_and_the_terminal_what_a_person_needs(
-    plugins: Path, small: Callable[[Path], list[str]], tmp_path: Path
+    run: Run, plugins: Path, small: Callable[[Path], list[str]], tmp_path: Path
 ):
     (plugins / "talkative_plugin.py").write_text(TALKATIVE)
     data = tmp_path / "rows.jsonl"
@@ -74,13 +75,10 @@ def test_each_role_has_a_file_each_attempt_a_folder_and_the_terminal_what_a_pers
         "trainer.algorithm.advantage_estimator=warning",
     ]
 
-    def attempt(good_updates: int) -> subprocess.CompletedProcess[str]:
-        env = os.environ | {"GOOD_UPDATES": str(good_updates), "SOME_API_KEY": SECRET}
-        return subprocess.run(
-            command("main_base", overrides), capture_output=True, text=True, env=env, timeout=400, check=False
-        )
-
-    failed = attempt(2)
+    env = os.environ | {"GOOD_UPDATES": "2", "SOME_API_KEY": SECRET}
+    failed = subprocess.run(
+        command("main_base", overrides), capture_output=True, text=True, env=env, timeout=400, check=False
+    )
     assert failed.returncode == 1, failed.stderr
     logs = tmp_path / "ckpts" / "logs"
     line = TALKATIVE[: TALKATIVE.index("return len(mask) // 0")].count("\n") + 1
@@ -105,8 +103,7 @@ def test_each_role_has_a_file_each_attempt_a_folder_and_the_terminal_what_a_pers
     for absent in (SECRET, "pid=", "_AsyncShell", "a loss prints", "C code", "outdated", "(most recent call last)"):
         assert absent not in said, said
 
-    whole = attempt(1000)
-    assert whole.returncode == 0, whole.stderr
+    run("main_base", *overrides)
     first = logs / "attempt_1"
     assert {path.name for path in first.iterdir()} == {path.name for path in logs.iterdir()} - {"attempt_1"}
     assert (first / "driver.log").read_text() == driver

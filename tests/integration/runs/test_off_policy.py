@@ -67,6 +67,7 @@ def test_truncated_importance_sampling_learns_from_engines_that_are_one_version_
     assert last > first + 0.2
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_ratios_have_mean_one_when_sampling_was_truncated_and_the_policy_is_unchanged(
     run: Run, small: Callable[[Path], list[str]], tmp_path: Path

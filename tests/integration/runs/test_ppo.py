@@ -94,6 +94,7 @@ def test_ppo_learns_values_and_goes_on_bit_for_bit_from_a_checkpoint_with_the_cr
         assert same_weights(tmp_path / "dedicated" / file, tmp_path / "colocated" / file), role
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_the_reference_becomes_the_policy_after_every_epoch_and_comes_back_from_a_checkpoint(
     start: Start, tmp_path: Path

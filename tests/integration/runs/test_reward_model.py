@@ -55,6 +55,7 @@ def test_a_run_learns_from_a_reward_model_alone_in_shared_and_dedicated_slots(
     assert rewards[0] == rewards[1], "no score depends on the replica or on timing"
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_evaluation_alone_is_scored_and_conversations_that_are_too_long_are_failures(
     run: Run, chat: Overrides, tmp_path: Path

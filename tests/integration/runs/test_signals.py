@@ -44,8 +44,8 @@ def temporary() -> Iterator[Path]:
 
 @pytest.mark.fault("F39")
 @pytest.mark.defect("signals-in-a-library")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.on_demand), signal.SIGTERM])
 def test_a_start_that_is_told_to_end_leaves_at_once_and_leaves_nothing(
     moment: str, number: signal.Signals, small: Callable[[Path], list[str]], temporary: Path
 ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 
 import pytest
 
@@ -48,15 +47,22 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_typical_mistake_is_answered_with_what_to_do(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    rows, model = tmp_path / "rows.jsonl", tmp_path / "model"
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides that are no mistake."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    rows, model = folder / "rows.jsonl", folder / "model"
     rows.write_text(json.dumps({"prompt": [{"role": "user", "content": "1 + 1?"}]}) + "\n")
     model.mkdir()
     (model / "config.json").write_text("{}")
-    right = [f"data.train_data=['{rows}']", f"data.val_data=['{rows}']", f"trainer.policy.model.path={model}"]
-    prepare(right, has_accelerator=False, uses=Uses())
+    overrides = [f"data.train_data=['{rows}']", f"data.val_data=['{rows}']", f"trainer.policy.model.path={model}"]
+    prepare(overrides, has_accelerator=False, uses=Uses())
+    return overrides
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_typical_mistake_is_answered_with_what_to_do(mistake: str, right: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     begun = time.monotonic()
     with pytest.raises(ConfigError) as refused:
         prepare([*right, mistake], has_accelerator=False, uses=Uses())
