@@ -12,6 +12,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[3]
 
 
+@pytest.mark.on_demand
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_names_and_signatures_that_we_touch_are_there(engine: str):
     if find_spec(engine) is None:

@@ -78,13 +78,13 @@ def test_mistakes_in_a_configuration(shown: Callable[..., str], small: Callable[
     assert_as_kept(shown(*small(tmp_path), *wrong, expect=2), tmp_path, KEPT / "mistakes.txt")
 
 
-def test_an_environment_that_fails(
-    shown: Callable[..., str], small: Callable[[Path], list[str]], plugin: str, tmp_path: Path
-):
+@pytest.fixture
+def failing(small: Callable[[Path], list[str]], plugin: str, tmp_path: Path) -> list[str]:
+    """Overrides of a run in which every other row's episodes fail."""
     data = tmp_path / "rows.jsonl"
     rows = [{"prompt": [{"role": "user", "content": f"say {i}"}], "broken": i % 2 == 0} for i in range(4)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    overrides = [
+    return [
         *(one for one in small(tmp_path) if not one.startswith(("environment.env_class", "data."))),
         f"data.train_data=['{data}']",
         "environment.env_class=fails",
@@ -94,9 +94,16 @@ def test_an_environment_that_fails(
         plugin,
         *QUIET,
     ]
-    text = shown(*overrides, "trainer.max_failed_fraction=0.9", expect=0)
+
+
+def test_an_environment_that_fails(shown: Callable[..., str], failing: list[str], tmp_path: Path):
+    text = shown(*failing, "trainer.max_failed_fraction=0.9", expect=0)
     assert_as_kept(text, tmp_path, KEPT / "environment_fails.txt")
-    text = shown(*overrides, f"trainer.ckpt_path={tmp_path / 'other'}", "trainer.max_failed_fraction=0.2", expect=1)
+
+
+@pytest.mark.on_demand
+def test_more_episodes_fail_than_may(shown: Callable[..., str], failing: list[str], tmp_path: Path):
+    text = shown(*failing, f"trainer.ckpt_path={tmp_path / 'other'}", "trainer.max_failed_fraction=0.2", expect=1)
     assert_as_kept(text, tmp_path, KEPT / "too_many_fail.txt")
 
 

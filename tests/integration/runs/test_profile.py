@@ -88,20 +88,26 @@ def check_profile(folder: Path) -> None:
     assert re.findall(r"^\w+ \d+$", table, re.MULTILINE) == [role.replace("_", " ") for role in roles]
 
 
-@pytest.mark.slow
-def test_a_run_with_time_line_and_profile_computes_the_same_bits(
-    run: Run, small: Callable[[Path], list[str]], tmp_path: Path
-):
-    looked_at, plain = tmp_path / "looked_at", tmp_path / "plain"
-    both = ["trainer.max_steps=2", "trainer.algorithm.use_kl_loss=true"]
-    run("main_base", *small(plain), *both)
-    assert not (plain / "ckpts" / "trace.json").exists() and not (plain / "ckpts" / "profiles").exists()
+TWO_STEPS = ["trainer.max_steps=2", "trainer.algorithm.use_kl_loss=true"]
+LOOKED_AT = ["trainer.trace=true", "trainer.profile_steps=[2]"]
 
-    run("main_base", *small(looked_at), *both, "trainer.trace=true", "trainer.profile_steps=[2]")
+
+@pytest.mark.slow
+def test_a_run_has_a_time_line_and_a_profile_of_the_step(run: Run, small: Callable[[Path], list[str]], tmp_path: Path):
+    run("main_base", *small(tmp_path), *TWO_STEPS, *LOOKED_AT)
+    check_time_line(slices(tmp_path / "ckpts" / "trace.json"))
+    assert [path.name for path in (tmp_path / "ckpts" / "profiles").iterdir()] == ["step_2"]
+    check_profile(tmp_path / "ckpts" / "profiles" / "step_2")
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+def test_a_run_that_is_looked_at_computes_the_same_bits(run: Run, small: Callable[[Path], list[str]], tmp_path: Path):
+    looked_at, plain = tmp_path / "looked_at", tmp_path / "plain"
+    run("main_base", *small(plain), *TWO_STEPS)
+    assert not (plain / "ckpts" / "trace.json").exists() and not (plain / "ckpts" / "profiles").exists()
+    run("main_base", *small(looked_at), *TWO_STEPS, *LOOKED_AT)
     assert metrics_of(looked_at) == metrics_of(plain)
-    check_time_line(slices(looked_at / "ckpts" / "trace.json"))
-    assert [path.name for path in (looked_at / "ckpts" / "profiles").iterdir()] == ["step_2"]
-    check_profile(looked_at / "ckpts" / "profiles" / "step_2")
 
 
 def test_a_step_that_the_run_does_not_have_is_no_step_to_profile(
