@@ -297,6 +297,7 @@ def test_serve_starts_engines_answers_and_ends_on_a_signal(tiny_model_path: str,
         assert TOKEN not in out + err
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_serve_ends_with_the_cause_once_its_engine_is_dead(tiny_model_path: str, tmp_path: Path):
     with serving(tiny_model_path, tmp_path) as (process, _):

@@ -10,7 +10,7 @@ from tests.chaos.campaign import Campaign
 from tests.chaos.faults import FAULTS
 from tests.chaos.runs import overrides_of, problems
 
-FOR_S = 75.0
+FOR_S = 40.0
 """From here on nothing more is hit. With the undisturbed run before and what is under way taken to its end it is two
 minutes."""
 SLOW = "raylet stopped"

@@ -60,6 +60,7 @@ def test_adapters_learn_are_synced_and_go_on_bit_for_bit(
     assert (rows[6]["weights/bytes"] == size) == (sync == "adapter")
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_a_run_with_other_adapters_is_another_run(run: Run, small: Callable[[Path], list[str]], tmp_path: Path):
     overrides = [*small(tmp_path), "trainer.max_steps=1", "trainer.eval_before_train=false", "trainer.eval_interval=0"]

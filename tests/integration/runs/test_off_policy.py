@@ -13,6 +13,7 @@ from skyrl_train.assembly import publisher
 
 from .conftest import Run, metrics_of
 
+HALF = ["generator.model_dtype=float16", "trainer.max_steps=1", "trainer.ckpt_interval=0"]
 EVERY_SECOND = """
 from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
 
@@ -34,6 +35,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_truncated_importance_sampling_learns_from_engines_that_are_one_version_old(
     easy: Callable[[Path], list[str]], tmp_path: Path
@@ -94,17 +96,20 @@ def test_ratios_have_mean_one_when_sampling_was_truncated_and_the_policy_is_unch
 
 @pytest.mark.slow
 def test_engines_in_half_precision_are_compared_with_the_trainer_before_the_first_step(
-    run: Run, easy: Callable[[Path], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, easy: Callable[[Path], list[str]], tmp_path: Path
 ):
-    """And a run whose engines compute something else ends before it trains on what they sample."""
-    half = ["generator.model_dtype=float16", "trainer.max_steps=1", "trainer.ckpt_interval=0"]
-    run("main_base", *easy(tmp_path), *half)
+    run("main_base", *easy(tmp_path), *HALF)
     found = metrics_of(tmp_path)
     assert 0 < found[0]["weights/probe_gap_mean"] <= publisher.HALF_PRECISION_MEAN_TOLERANCE
     assert found[0]["weights/probe_gap_mean"] <= found[0]["weights/probe_gap"]
     assert "weights/probe_gap" not in found[1], "the first sync tells: later ones need no forward of their own"
 
+
+@pytest.mark.on_demand
+def test_a_run_whose_engines_compute_something_else_ends_before_it_trains_on_what_they_sample(
+    run: Run, easy: Callable[[Path], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(publisher, "HALF_PRECISION_MEAN_TOLERANCE", 1e-9)
-    refused = run("main_base", *easy(tmp_path / "other"), *half, expect=1)
+    refused = run("main_base", *easy(tmp_path / "other"), *HALF, expect=1)
     assert "do not compute the same model" in refused.stderr
     assert not (tmp_path / "other" / "ckpts" / "metrics.jsonl").exists()

@@ -78,6 +78,7 @@ def test_a_filtered_run_resumes_to_the_same_prompts_metrics_and_bits(
     assert all(bool((ours[name] == tensor).all()) for name, tensor in theirs.items())
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_a_run_cuts_the_slow_rollouts_that_it_began_in_addition(
     run: Run, parity: Callable[[Path], list[str]], tmp_path: Path
