@@ -28,6 +28,8 @@ SHOWN_CHARACTERS = 240
 """Number of characters shown of a prompt's end and of a completion's start."""
 APART_S = 1.0
 """Between two lines of steps, but for the first ones, the last one, and those with an evaluation."""
+LINES, LONGEST_SILENCE_S = 40, 5.0
+"""A line is for at least a LINES-th of the steps, unless that takes longer than this."""
 FIRST_STEPS = 3
 RECENT_STEPS = 20
 """From how many steps the remaining time is estimated."""
@@ -51,7 +53,7 @@ class ConsoleTracker:
         self.console_samples_interval = trainer.get("console_samples_interval", 10)
         self._step: int | None = None
         self._begun = self._total = 0
-        self._said_at = -math.inf
+        self._said_at, self._said = -math.inf, 0
         self._steps_at: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)
         """The latest steps, and when each of them was done."""
         self._progress: Progress | None = None
@@ -79,7 +81,7 @@ class ConsoleTracker:
         head = f"step {step:>{len(str(self._total))}}/{self._total}"
         evaluated = evaluation_line(metrics)
         if (line := step_line(metrics)) and self._is_due(step, bool(evaluated)):
-            self._said_at = time.monotonic()
+            self._said_at, self._said = time.monotonic(), step
             self._print(f"{head}   {'   '.join(filter(None, (line, self._remaining())))}")
         if evaluated:
             self._print(f"{head}   {evaluated}", "green")
@@ -103,7 +105,8 @@ class ConsoleTracker:
     def _is_due(self, step: int, evaluated: bool) -> bool:
         """Whether a step gets a line: hundreds of short ones would hide what matters."""
         first, last = step <= self._begun + FIRST_STEPS, step == self._total
-        return first or last or evaluated or time.monotonic() - self._said_at >= APART_S
+        silent_s, enough = time.monotonic() - self._said_at, (step - self._said) * LINES >= self._total
+        return first or last or evaluated or silent_s >= (APART_S if enough else LONGEST_SILENCE_S)
 
     def _remaining(self) -> str:
         """The time that the remaining steps will take, if they take as long as the latest ones."""

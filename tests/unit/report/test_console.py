@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,22 @@ def test_hundreds_of_short_steps_get_a_line_now_and_then_and_no_evaluation_is_mi
     shown = [int(line.split("/")[0].removeprefix("step")) for line in lines[1:] if "loss" in line]
     assert shown[:3] == [1, 2, 3] and shown[-1] == 500 and 250 in shown
     assert sum("eval" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("step_s", [0.2, 0.6, 3.0])
+def test_however_long_steps_are_there_are_few_lines_and_no_long_silence(step_s: float, monkeypatch: pytest.MonkeyPatch):
+    now, said = 0.0, [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    out = io.StringIO()
+    tracker = ConsoleTracker(SETUP, Console(file=out, markup=False, highlight=False, soft_wrap=True))
+    tracker.begin(0, 500)
+    for step in range(1, 501):
+        now, before = now + step_s, out.tell()
+        tracker.log({"sft/loss": 1.0}, step)
+        if out.tell() > before:
+            said.append(now)
+    assert len(said) <= max(module.LINES, now / module.LONGEST_SILENCE_S) + 2 * module.FIRST_STEPS
+    assert max(after - before for before, after in pairwise(said)) <= module.LONGEST_SILENCE_S + step_s
 
 
 def test_completions_are_shown_as_many_and_as_often_as_is_asked_for():
