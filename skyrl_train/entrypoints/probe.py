@@ -331,14 +331,7 @@ async def _rounds(
                 found[limit] = Passes(limit, float("inf"), None)
                 return [*found.values()]
             seconds = time.monotonic() - at
-            peak = max(
-                (
-                    gib
-                    for name, gib in values.items()
-                    if name in ("memory/learner_peak_gib", "memory/learner_peak_rss_gib")
-                ),
-                default=0.0,
-            )
+            peak = max((gib for name, gib in values.items() if name in _PEAKS), default=0.0)
             first = found.setdefault(limit, Passes(limit, seconds, peak))
             found[limit] = replace(first, seconds=min(seconds, first.seconds))
         rounds += 1
