@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import math
 import os
@@ -24,6 +23,7 @@ from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.cluster.sockets import GROUP_ADDRESS, LOOPBACK, NODE_ADDRESS
 from skyrl_train.cluster.stacks import write_on_signal
 from skyrl_train.errors import DeadlineExceeded, SkyRLError, WorkerDied
+from skyrl_train.imports import import_modules
 from skyrl_train.registry import load_object
 
 _CALLS = "calls"
@@ -53,8 +53,7 @@ class _Shell:
         write_on_signal()
         os.environ[NODE_ADDRESS] = ray.util.get_node_ip_address()
         os.environ[GROUP_ADDRESS] = LOOPBACK if single_machine else os.environ[NODE_ADDRESS]
-        for module in plugins:
-            importlib.import_module(module)
+        import_modules([*plugins, target.partition(":")[0]])
         with trace.span("start", row=_CALLS):
             self._object = load_object(target)(**kwargs)
 

@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "skyrl_train"
 LAYERS = (
-    "errors clock trace",
+    "errors clock imports trace",
     "durable log_files messages tasks lazy registry metrics listening",
     "config",
     "cluster",

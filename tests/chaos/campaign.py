@@ -76,24 +76,26 @@ class Campaign:
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
+        self.straight = self.root / "straight"
+        """The undisturbed run; `go` makes it unless it is there."""
         (self.root / "plugins").mkdir(parents=True, exist_ok=True)
         (self.root / "plugins" / "chaos_plugin.py").write_text(ENVIRONMENT_CODE)
 
     def go(self, seconds: float, faults: int | None = None) -> None:
         """Hit runs until the time is over or so many faults have struck. Raises Miss."""
-        straight = self.root / "straight"
-        self._attempt(straight, [])
-        if (code := self._code) != 0:
-            raise Miss(f"the undisturbed run exits with {code}: {_tail(straight)}")
+        if not self.straight.exists():
+            self._attempt(self.straight, [])
+            if (code := self._code) != 0:
+                raise Miss(f"the undisturbed run exits with {code}: {_tail(self.straight)}")
         number, until = 0, time.monotonic() + seconds
         while time.monotonic() < until and (faults is None or self.struck.total() < faults):
-            self._run(self.root / f"run_{number}", straight, until, faults)
+            self._run(self.root / f"run_{number}", until, faults)
             number += 1
         masking = sum(self.struck[fault.name] for fault in self.faults if fault.masks)
         if masking >= _SURELY_MASKS and not self.masked:
             raise Miss(f"no episode was masked by {masking} faults that cost episodes")
 
-    def _run(self, folder: Path, straight: Path, until: float, most: int | None) -> None:
+    def _run(self, folder: Path, until: float, most: int | None) -> None:
         """One run with its faults, from its start to its end."""
         struck: list[Fault] = []
         masks = self.chance.random() < _MASKING_RUNS  # else the run is compared with the undisturbed one
@@ -107,7 +109,7 @@ class Campaign:
                 break
         assert_each_prompt_once_an_epoch(folder)
         if self.exact and not any(fault.masks for fault in struck):
-            _compare(folder, straight)
+            _compare(folder, self.straight)
         elif any(row.get("rollouts/failed") for row in _rows(folder).values()):
             self.masked += 1
         shutil.rmtree(folder)
@@ -160,7 +162,7 @@ class Campaign:
             raise Miss(f"after {last and last.name} there is shared memory left: {sorted(more)}")
 
     def _soon(self) -> float:
-        return time.monotonic() + self.chance.uniform(0.5, 6.0)
+        return time.monotonic() + self.chance.uniform(0.3, 3.0)
 
     def _check_end(self, folder: Path, last: Fault | None, known: set[psutil.Process], took_steps: bool) -> None:
         name = last.name if last else "nothing"

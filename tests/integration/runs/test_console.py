@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import termios
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -140,15 +140,22 @@ def test_a_run_that_is_told_to_end_and_goes_on(
     shown: Callable[..., str], small: Callable[[Path], list[str]], tmp_path: Path
 ):
     overrides = [*small(tmp_path), *QUIET, "trainer.epochs=2", "trainer.console_samples_interval=100"]
-    log, metrics = tmp_path / "log", tmp_path / "ckpts" / "metrics.jsonl"
-    with log.open("w") as output:
-        told = subprocess.Popen(command("main_base", overrides), stdout=output, stderr=output)
-    deadline = time.monotonic() + 300
-    while not (metrics.exists() and re.search(r'"step": 2,', metrics.read_text())):
-        assert told.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.005)
-    told.send_signal(signal.SIGINT)
-    assert told.wait(300) == 130, log.read_text()
-    for name, text in (("told_to_end", log.read_text()), ("goes_on", shown(*overrides, expect=0))):
+
+    metrics, over = tmp_path / "ckpts" / "metrics.jsonl", threading.Event()
+
+    def interrupt() -> None:
+        while not over.wait(0.005):
+            if metrics.exists() and '"step": 2,' in metrics.read_text():
+                signal.raise_signal(signal.SIGINT)
+                return
+
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    try:
+        told = shown(*overrides, expect=130)
+    finally:
+        over.set()
+        interrupting.join()
+    for name, text in (("told_to_end", told), ("goes_on", shown(*overrides, expect=0))):
         steps_apart = re.sub(r"(?m)^step \d+: .*\n", "", text)  # which depends on where it was told
         assert_as_kept(steps_apart, tmp_path, KEPT / f"{name}.txt")
