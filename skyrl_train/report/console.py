@@ -28,8 +28,8 @@ SHOWN_CHARACTERS = 240
 """Number of characters shown of a prompt's end and of a completion's start."""
 APART_S = 1.0
 """Between two lines of steps, but for the first ones, the last one, and those with an evaluation."""
-LINES, LONGEST_SILENCE_S = 40, 5.0
-"""A line is for at least a LINES-th of the steps, unless that takes longer than this."""
+LINES, LONGEST_SILENCE_S = 20, 20.0
+"""A line is for at least a LINES-th of the steps, unless that takes longer than this; it says what time remains."""
 FIRST_STEPS = 3
 RECENT_STEPS = 20
 """From how many steps the remaining time is estimated."""
@@ -186,9 +186,10 @@ def best_evaluation(rows: Sequence[Mapping[str, Any]]) -> tuple[str, float, int]
 
 def time_split(rows: Sequence[Mapping[str, Any]]) -> str:
     """How long the steps of a run took, what of that went where, and its tokens per second; "" if there is none."""
-    total = _total(rows, "timing/step_s")
-    if not total:
+    rows = [row for row in rows if row.get("timing/step_s")]  # the first weights are published before there is a step
+    if not rows:
         return ""
+    total = _total(rows, "timing/step_s")
     shares = {phase: _total(rows, f"timing/{phase}_s") / total for phase in _PHASES if phase != "evaluate"}
     split = ", ".join(f"{phase} {share:.0%}" for phase, share in shares.items() if share >= 0.005)
     tokens = _total(rows, "rollouts/tokens")

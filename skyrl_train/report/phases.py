@@ -13,12 +13,14 @@ from skyrl_train import trace
 from skyrl_train.messages import visible
 
 _log = logging.getLogger(__name__)
-NAMED_AFTER_S = 2.0
+NAMED_AFTER_S = 4.0
 """Of a phase that has not ended."""
 STEP_AFTER_S = 5.0
 """The same of a step or an evaluation."""
 AGAIN_AFTER = 3.0
-"""Times as long: 2 s, 6 s, 18 s, ..."""
+"""Times as long: 4 s, 12 s, 36 s, ..."""
+_LOOKS = 10
+"""At what is waited for, until the first line."""
 WIDTH = 14
 """Of the column of names."""
 WaitsFor = str | Callable[[], str]
@@ -61,7 +63,10 @@ def phase(name: str, waits_for: WaitsFor) -> Iterator[None]:
 
 @contextmanager
 def waiting(name: str, waits_for: WaitsFor, after_s: float) -> Iterator[None]:
-    """While this lasts, what it waits for is said: after `after_s`, three times as long, and so on."""
+    """While this lasts, what it waits for is said: after `after_s`, three times as long, and so on.
+
+    What comes next ("generate, 3 of 8 groups", then "update") is said as soon as it takes `after_s` itself.
+    """
     ended = threading.Event()
     watch = threading.Thread(
         target=_watch, args=(name, waits_for, after_s, ended), name=f"watch of {name}", daemon=True
@@ -75,10 +80,16 @@ def waiting(name: str, waits_for: WaitsFor, after_s: float) -> Iterator[None]:
 
 
 def _watch(name: str, waits_for: WaitsFor, after_s: float, ended: threading.Event) -> None:
-    begun = time.monotonic()
-    while not ended.wait(after_s - (time.monotonic() - begun)):
-        say(name, f"{after_s:6.0f} s so far: {waits_for if isinstance(waits_for, str) else waits_for()}")
-        after_s *= AGAIN_AFTER
+    begun, due_s = time.monotonic(), after_s
+    said = doing = ""
+    since_s = 0.0
+    while not ended.wait(after_s / _LOOKS):
+        lasts_s, waits = time.monotonic() - begun, waits_for if isinstance(waits_for, str) else waits_for()
+        if waits.partition(",")[0] != doing:
+            doing, since_s = waits.partition(",")[0], lasts_s
+        if lasts_s >= due_s or (said not in ("", doing) and lasts_s - since_s >= after_s):
+            say(name, f"{lasts_s:6.0f} s so far: {waits}")
+            said, due_s = doing, AGAIN_AFTER * lasts_s
 
 
 def say(name: str, text: str) -> None:

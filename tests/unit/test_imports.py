@@ -10,7 +10,12 @@ import pytest
 
 from skyrl_train.imports import import_modules
 
-GARBAGE = "import gc\nbefore = gc.get_stats()\nkept = [[] for _ in range(100_000)]\nafter = gc.get_stats()\nenabled = gc.isenabled()\n"
+GARBAGE = """
+import gc
+enabled, before = gc.isenabled(), gc.get_stats()
+kept = [[] for _ in range(100_000)]
+after = gc.get_stats()
+"""
 
 
 @pytest.mark.parametrize("collects", [True, False])

@@ -266,7 +266,7 @@ def test_where_the_time_of_a_run_went():
     rows: list[dict[str, Any]] = [
         {**row, "rollouts/tokens": 5000.0},
         {**row, "rollouts/tokens": None},
-        {"eval/x/avg_score": 1.0},
+        {"eval/x/avg_score": 1.0, "timing/publish_s": 30.0},  # before the first step
     ]
     assert time_split(rows) == "20 s in steps: generate 40%, update 55%; 250 sampled tokens/s"
     assert time_split([{"reward/mean": 1.0}]) == ""

@@ -50,11 +50,17 @@ def test_a_step_that_lasts_says_how_far_it_is_and_one_that_does_not_says_nothing
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(phases, "STEP_AFTER_S", 0.1)
-    done = iter(["generate, 3 of 8 groups", "update"])
-    with Said().waiting("step 7", lambda: next(done)):
-        time.sleep(0.6)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split("so far: ")[1] for line in lines] == ["generate, 3 of 8 groups", "update"]
+    begun = time.monotonic()
+
+    def doing() -> str:
+        lasts_s = time.monotonic() - begun
+        return f"generate, {5 * lasts_s:.0f} of 4 groups" if lasts_s < 0.35 else "score" if lasts_s < 0.4 else "update"
+
+    with Said().waiting("step 7", doing):
+        time.sleep(0.75)
+    lines = [line.split("so far: ")[1] for line in capsys.readouterr().out.splitlines()]
+    # After 0.1 and 0.3 s, and once the update has taken 0.1 s; else the next would be after 0.9.
+    assert lines[0].startswith("generate, ") and lines[-1] == "update", lines
     with Said().waiting("step 8", "nothing"):
         pass
     with Silent().waiting("step 9", "nothing"), Silent().phase("models", "nothing"):
