@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl_train.algorithms.registry import policy_losses
 from skyrl_train.algorithms.skyrl_style import is_skyrl_style
-from skyrl_train.assembly.algorithm import Learning
+from skyrl_train.assembly.algorithm import Learning, policy_learning
 from skyrl_train.assembly.capacity import capacity_of
 from skyrl_train.assembly.memory_plan import LEARNING, longest_sequence, memory_plan, model_ranks
 from skyrl_train.config.keys import value_at, with_value_at
@@ -66,6 +66,21 @@ def fit(cfg: Config, capacity: int | None, learning: Learning) -> tuple[Config, 
         reason = f"needs least; no plan fits into {ROOM:.0%} of {capacity / 2**30:.3g} GiB"
     notes = [f"{key}={show(value_at(cfg, key))} -> {show(value)}: {reason}." for key, value in changes.items()]
     return _changed(cfg, changes), notes
+
+
+def fits(cfg: Config) -> bool:
+    """Whether the memory plan leaves room on this machine; true if there is no plan."""
+    capacity = capacity_of(cfg.device)
+    if capacity is None:
+        return True
+    try:
+        plans = memory_plan(cfg, capacity, policy_learning(cfg))
+    except Exception:  # free-form settings, as in memory_plan.announce
+        return True
+    peaks = [plan.peak()[0] for plan in plans]
+    if cfg.device == "cuda":
+        return max(peaks) <= ROOM * capacity
+    return sum(plan.count * peak for plan, peak in zip(plans, peaks, strict=True)) <= ROOM * capacity  # all in one
 
 
 def _ways(cfg: Config, capacity: int, learning: Learning) -> Iterator[dict[str, Any]]:

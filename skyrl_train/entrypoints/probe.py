@@ -11,8 +11,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.schema import Config
 from skyrl_train.entrypoints.main_base import BasePPOExp, Session, explained
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, Stopped
 from skyrl_train.report.phases import say
 from skyrl_train.simulation.estimate import MeasuredStep
 from skyrl_train.trainer.schedule import StepSchedule
@@ -43,6 +43,7 @@ MOST_SIZES = 5
 _ROUNDS = 3
 LIMIT = "trainer.max_tokens_per_microbatch"
 _PEAKS = ("memory/learner_peak_gib", "memory/learner_peak_rss_gib")
+"""Of the accelerator, else of the host."""
 _NOTHING_KEPT: Mapping[str, Any] = {
     "trainer.resume_mode": "none",
     "trainer.resume_path": None,
@@ -105,8 +106,10 @@ class Pace(StepSchedule):
     def measured(self) -> list[int]:
         """The steps that count, from 0: whole ones but for the first, and those in which rollouts get ahead; if there
         is none, all but the first."""
-        whole = [step for step in range(self._finished) if self.asked[step][1] == self.prompts]
-        return whole[1 + self.staleness :] or [*range(1, self._finished)] or [*range(self._finished)]
+        whole = [step for step in range(self._finished) if self.asked[step][1] == self.prompts][1 + self.staleness :]
+        # Rollouts that run ahead come in bursts: a slow step, then as many fast ones as they run ahead.
+        bursts = len(whole) // (1 + self.staleness) * (1 + self.staleness)
+        return whole[-bursts:] or [*range(1, self._finished)] or [*range(self._finished)]
 
     def _next(self) -> int:
         """The prompts of the step that is being asked for."""
@@ -118,7 +121,7 @@ class Pace(StepSchedule):
         whole = sizes.count(self.prompts)
         if whole:
             counted = whole - 1 - self.staleness
-            enough = counted >= LEAST_STEPS and elapsed >= STEPS_S
+            enough = counted >= max(LEAST_STEPS, 1 + self.staleness) and elapsed >= STEPS_S
             late = counted >= 1 and elapsed >= 3 * STEPS_S
             return 0 if enough or late or counted >= MOST_STEPS else self.prompts
         took, last = now - self.asked[-2][0], sizes[-1]
@@ -127,7 +130,8 @@ class Pace(StepSchedule):
             return self.prompts
         if finished == 1:  # that was slow for reasons of its own
             return last
-        return min(self.prompts, 2 * last) if elapsed + 2 * took <= together else 0
+        # Two sizes at least, however long: one says what a step takes, not how that grows.
+        return min(self.prompts, 2 * last) if finished == 2 or elapsed + 2 * took <= together else 0
 
 
 @dataclass(frozen=True)
@@ -199,6 +203,10 @@ class ProbeExp(BasePPOExp):
         )
         built = super().get_trainer(running, self._pace)
         built.batch_steps = [*built.batch_steps, self._keep]
+        built.state.save = _saves_nothing  # type: ignore[method-assign]  # as a run that ends early would
+        learner, steps = built.learner, trainer.update_epochs_per_batch
+        if learner.needs_old_logprobs is None and -(-self._pace.prompts // trainer.policy_mini_batch_size) * steps > 1:
+            learner.needs_old_logprobs = True  # as for whole steps; a part may be a single mini-batch
         return built
 
     def begins(self) -> None:
@@ -233,7 +241,7 @@ class ProbeExp(BasePPOExp):
             prompts=pace.prompts,
             dataset=self.train_dataset,
             eval_prompts=len(self.eval_dataset or ()),
-            responses=batch.per_sequence_sum(batch.loss_mask.long()).tolist(),
+            responses=_answer_lengths(batch),
             passes_tokens=len(part.input_ids),
             passes=passes,
         )
@@ -281,14 +289,39 @@ def probe(cfg: Config) -> Probed:
             "that others may use; probe with engines of its own (true), or without --probe."
         )
     with ExitStack() as stack:
-        folder = tempfile.TemporaryDirectory(prefix="skyrl-probe-", ignore_cleanup_errors=True)
-        experiment = ProbeExp(cfg, Path(stack.enter_context(folder)))
+        experiment = ProbeExp(cfg, stack.enter_context(temporary_folder()))
         if (shared := experiment.cfg.generator.weight_sync_folder) is not None:
             stack.callback(shutil.rmtree, shared, ignore_errors=True)
         with explained(experiment):
             experiment.run()
         assert experiment.probed is not None
         return experiment.probed
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder that goes, unless what failed may be explained by the logs of a run in it, which errors name."""
+    folder, kept = Path(tempfile.mkdtemp(prefix="skyrl-probe-")), False
+    try:
+        yield folder
+    except Exception as error:
+        kept = not isinstance(error, Stopped) and (folder / "run" / "logs").exists()
+        raise
+    finally:
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _saves_nothing(step: int, unfinished: Any = None) -> None:
+    """In place of a checkpoint."""
+
+
+def _answer_lengths(batch: TrainBatch) -> list[int]:
+    """The tokens of each answer that count; of one that is masked, all after the prompt."""
+    import torch
+
+    counted = batch.per_sequence_sum(batch.loss_mask.long())
+    return torch.where(counted > 0, counted, batch.lengths - batch.prompt_lengths).tolist()
 
 
 async def _passes(cfg: Config, session: Session, batch: TrainBatch, took_s: float) -> tuple[TrainBatch, list[Passes]]:
@@ -331,7 +364,7 @@ async def _rounds(
                 found[limit] = Passes(limit, float("inf"), None)
                 return [*found.values()]
             seconds = time.monotonic() - at
-            peak = max((gib for name, gib in values.items() if name in _PEAKS), default=0.0)
+            peak = next((values[name] for name in _PEAKS if name in values), 0.0)
             first = found.setdefault(limit, Passes(limit, seconds, peak))
             found[limit] = replace(first, seconds=min(seconds, first.seconds))
         rounds += 1
@@ -364,23 +397,6 @@ def sizes_between(longest: int, most: float) -> list[int]:
 
 def sizes_that_fit(cfg: Config, sizes: Sequence[int]) -> list[int]:
     """Those with which the memory plan leaves room; all if there is no plan."""
-    from skyrl_train.assembly.algorithm import policy_learning
-    from skyrl_train.assembly.capacity import capacity_of
-    from skyrl_train.assembly.memory_fit import ROOM
-    from skyrl_train.assembly.memory_plan import memory_plan
+    from skyrl_train.assembly.memory_fit import fits
 
-    capacity, learning = capacity_of(cfg.device), policy_learning(cfg)
-    if capacity is None:
-        return list(sizes)
-
-    def needed(limit: int) -> int:
-        plans = memory_plan(with_value_at(cfg, LIMIT, limit), capacity, learning)
-        peaks = [plan.peak()[0] for plan in plans]
-        if cfg.device == "cuda":
-            return max(peaks)
-        return sum(plan.count * peak for plan, peak in zip(plans, peaks, strict=True))  # all in one memory
-
-    try:
-        return [limit for limit in sizes if needed(limit) <= ROOM * capacity]
-    except Exception:  # free-form settings, as in memory_plan.announce
-        return list(sizes)
+    return [limit for limit in sizes if fits(with_value_at(cfg, LIMIT, limit))]

@@ -52,7 +52,7 @@ def probe_lines(cfg: Config, probed: Probed) -> Iterator[str]:
 def estimated_step(cfg: Config, probed: Probed) -> StepEstimate:
     """A whole step of the run."""
     updates = -(-probed.prompts // cfg.trainer.policy_mini_batch_size) * cfg.trainer.update_epochs_per_batch
-    return estimate_step(probed.steps, probed.prompts, updates)
+    return estimate_step(probed.steps, probed.prompts, updates, ahead=cfg.trainer.fully_async.enabled)
 
 
 def estimated_run(cfg: Config, probed: Probed, step: StepEstimate) -> RunEstimate:

@@ -77,6 +77,8 @@ class ConsoleTracker:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._step = step
+        if self._steps_at and self._steps_at[-1][0] == step:
+            self._steps_at.clear()  # what came since is no step: an evaluation before the first one
         self._steps_at.append((step, time.monotonic()))
         head = f"step {step:>{len(str(self._total))}}/{self._total}"
         evaluated = evaluation_line(metrics)

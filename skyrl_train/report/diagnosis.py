@@ -69,11 +69,14 @@ class Diagnosis:
             self._rows = rows[-LOOKED_AT:]
         if step and found.exists():
             self.findings = list(_read(found, step))
+        if found.exists():
+            self._write()  # those of steps that are taken again are gone
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if SAID not in metrics:
             return
-        self._rows = [*self._rows[1 - LOOKED_AT :], {"step": step, **metrics}]
+        earlier = [row for row in self._rows if row["step"] < step]  # a step that a resumed run completes comes again
+        self._rows = [*earlier[1 - LOOKED_AT :], {"step": step, **metrics}]
         open_ones = {finding.rule: finding for finding in self.findings if finding.until is None}
         before = json.dumps([asdict(finding) for finding in self.findings])
         for rule in self._rules:
@@ -153,9 +156,11 @@ def entropy_collapse(rows: Rows) -> str | None:
 
 
 def kl_runs_away(rows: Rows) -> str | None:
-    """Above 1 nat a token in three steps, and growing."""
+    """Above 1 nat a token in three steps, and a fifth more than in the three before."""
     found = values(rows, "policy/kl", 6)
-    if found is None or not min(found[-3:]) > 1.0 or not statistics.fmean(found[-3:]) > statistics.fmean(found[:3]):
+    if found is None or not min(found[-3:]) > 1.0:
+        return None
+    if not statistics.fmean(found[-3:]) > 1.2 * statistics.fmean(found[:3]):
         return None
     return (
         f"the policy is {statistics.fmean(found[-3:]):.3g} nats a token away from its reference and leaves (policy/kl)"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
+from skyrl_train.assembly.memory_fit import fits
 from skyrl_train.config.hydra import plain
 from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.presence import Uses, slots_of
@@ -51,17 +52,21 @@ class StepEstimate:
     """Whether the steps that were measured had fewer prompts."""
 
 
-def estimate_step(steps: Sequence[MeasuredStep], prompts: int, optimizer_steps: int) -> StepEstimate:
+def estimate_step(
+    steps: Sequence[MeasuredStep], prompts: int, optimizer_steps: int, *, ahead: bool = False
+) -> StepEstimate:
     """The step of `prompts` prompts, with so many optimizer steps.
 
-    Steps of that size are taken as they are: the median of each clock. Without one, each phase is `a * n + b * tokens`
+    Steps of that size are taken as they are: the median of each clock, or the mean where rollouts run ahead, as steps
+    are slow and fast in turn there. Without one, each phase is `a * n + b * tokens`
     with what fits the steps best, a and b not below 0: n is the number of optimizer steps for updates, 1 for the
     others; a weight sync takes as long for any number.
     """
     alike = [one.row for one in steps if one.prompts == prompts]
     if alike:
-        seconds = {phase: median(_seconds(row, phase) for row in alike) for phase in PHASES}
-        step_s = median(_seconds(row, "step") for row in alike)
+        usual = fmean if ahead else median
+        seconds = {phase: usual([_seconds(row, phase) for row in alike]) for phase in PHASES}
+        step_s = usual([_seconds(row, "step") for row in alike])
         return StepEstimate(prompts, seconds | {REST: max(0.0, step_s - sum(seconds.values()))}, step_s, False)
     rows = [one.row for one in steps]
     tokens = fmean(one.row["rollouts/tokens"] / one.prompts for one in steps) * prompts
@@ -141,7 +146,7 @@ def divide_slots(cfg: Config, steps: Sequence[MeasuredStep]) -> Division | None:
     asked = asked_split(cfg)
     tried: list[tuple[Split, Keys]] = [(asked, [])]
     tried += [(one, keys_of(cfg, one)) for one in _splits(cfg) if one != asked]
-    allowed = [(one, keys) for one, keys in tried if _is_possible(cfg, _changed(cfg, keys))]
+    allowed = [(one, keys) for one, keys in tried if not keys or _is_possible(cfg, _changed(cfg, keys))]
     if len(allowed) < 2:
         return None
     most = max(one.prompts for one in steps)
@@ -156,8 +161,11 @@ def divide_slots(cfg: Config, steps: Sequence[MeasuredStep]) -> Division | None:
 
 
 def _is_possible(cfg: Config, changed: Config) -> bool:
-    """Whether a run accepts it, and needs no more slots: models that no longer share the policy's have their own."""
-    return not validate(changed, open_to_names=True) and slots_of(changed, Uses()).total <= slots_of(cfg, Uses()).total
+    """Whether a run accepts it, it fits into memory as planned, and it needs no more slots: models that no longer share
+    the policy's have their own."""
+    if validate(changed, open_to_names=True) or slots_of(changed, Uses()).total > slots_of(cfg, Uses()).total:
+        return False
+    return fits(changed)
 
 
 def asked_split(cfg: Config) -> Split:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -110,7 +111,8 @@ class TrainingLoop(ABC):
                     await self._step()
         except Exception as error:
             with suppress(Exception):  # a class of exceptions may take none
-                error.add_note(f"It ended in {name} of {self.schedule.total_steps}.")
+                total = self.schedule.total_steps
+                error.add_note(f"It ended in {name} of {total}." if total < sys.maxsize else f"It ended in {name}.")
             raise
 
     @abstractmethod

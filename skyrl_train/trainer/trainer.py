@@ -145,6 +145,8 @@ class Trainer(TrainingLoop):
         assert evaluator is not None
         with self.metrics.timed("evaluate"):
             async with self.residency.generating():
-                with self.phases.waiting("evaluation", lambda: "{} of {} prompts".format(*evaluator.progress)):
+                with self.phases.waiting(
+                    "evaluation", lambda: "sampling, {} of {} prompts".format(*evaluator.progress)
+                ):
                     self._add(await evaluator.run(self.step))
         self._done("evaluate")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import pytest
 
@@ -22,6 +22,8 @@ from skyrl_train.testing.tiny_models import save_tiny_model
 
 from .conftest import Run
 
+ATTEMPTS, STEADY = 3, 0.1
+"""How often it is tried on a machine that changes its speed by more than so much meanwhile."""
 APART = ["trainer.placement.colocate_all=false", "trainer.placement.policy_num_gpus_per_node=1"]
 AHEAD = ["trainer.fully_async.enabled=true", "trainer.fully_async.max_staleness_steps=1"]
 
@@ -95,18 +97,24 @@ def ahead(folder: Path) -> list[str]:
 def test_a_run_takes_what_a_probe_said(
     change: Callable[[Path], list[str]], run: Run, small: Callable[[Path], list[str]], tmp_path: Path
 ):
-    """Within 20 %: the median of its whole steps."""
+    """Within 20 %: what its whole steps take, while the machine keeps its speed."""
     overrides = [*small(tmp_path), *change(tmp_path), "trainer.epochs=100", "trainer.ckpt_interval=0"]
-    overrides += ["trainer.eval_before_train=false", "trainer.eval_interval=0"]
+    overrides += ["trainer.eval_before_train=false", "trainer.eval_interval=0", "trainer.resume_mode=none"]
     cfg = config(overrides)
-    said = estimated_step(cfg, probe(cfg))
-    steps = max(6, min(40, round(20 / said.step_s)))
-    run("main_base", *overrides, f"trainer.max_steps={steps}")
-    rows = [row for row in read_jsonl(Path(cfg.trainer.ckpt_path) / METRICS_FILE) if "timing/step_s" in row]
-    answers = said.prompts * cfg.generator.n_samples_per_prompt
-    rows = [row for row in rows if row["rollouts/trajectories"] == answers]  # the last one of an epoch may be smaller
-    took = median(row["timing/step_s"] for row in rows)
-    phases = {name: median(row[f"timing/{name}_s"] for row in rows) for name in PHASES}
-    print(f"{change.__name__}: said {said.step_s:.3f} s, took {took:.3f} s: {said.step_s / took - 1:+.1%}")
-    print("  said", {name: round(said.seconds[name], 3) for name in PHASES}, "took", phases)
+    usual = fmean if cfg.trainer.fully_async.enabled else median
+    for attempt in range(ATTEMPTS):
+        said = estimated_step(cfg, probe(cfg))
+        steps, folder = max(6, min(40, round(20 / said.step_s))), tmp_path / f"run_{attempt}"
+        run("main_base", *overrides, f"trainer.max_steps={steps}", f"trainer.ckpt_path={folder}")
+        rows = [row for row in read_jsonl(folder / METRICS_FILE) if "timing/step_s" in row]
+        answers = said.prompts * cfg.generator.n_samples_per_prompt
+        rows = [row for row in rows if row["rollouts/trajectories"] == answers]  # the last of an epoch may be smaller
+        took = usual([row["timing/step_s"] for row in rows[1:]])
+        again = estimated_step(cfg, probe(cfg))
+        print(f"{change.__name__}: said {said.step_s:.3f} s, took {took:.3f} s: {said.step_s / took - 1:+.1%}")
+        print(f"  the machine: {again.step_s / said.step_s - 1:+.1%} by what a probe says afterwards")
+        for name in PHASES:
+            print(f"  {name}: {said.seconds[name]:.3f} s, {usual([row[f'timing/{name}_s'] for row in rows[1:]]):.3f} s")
+        if again.step_s == pytest.approx(said.step_s, rel=STEADY):
+            break
     assert said.step_s == pytest.approx(took, rel=0.2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,11 @@ from skyrl_train.entrypoints.probe import (
     Probed,
     probe,
     sizes_between,
+    temporary_folder,
     without_traces,
 )
 from skyrl_train.entrypoints.probe_report import best_passes, probe_lines
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, EngineError, Stopped
 from tests.support.measured_steps import config, taken
 
 
@@ -79,8 +82,8 @@ def test_where_whole_steps_do_not_fit_the_time_parts_of_growing_size_are_measure
 
 def test_of_a_slow_model_the_least_is_taken():
     steps, pace = sizes(60.0, prompts=8)
-    assert steps == [1, 1]
-    assert pace.measured() == [1]
+    assert steps == [1, 1, 2]  # two sizes, however long: of one it could not be said how it grows
+    assert pace.measured() == [1, 2]
 
 
 def test_asynchronous_steps_are_whole_and_count_once_rollouts_are_ahead():
@@ -88,6 +91,34 @@ def test_asynchronous_steps_are_whole_and_count_once_rollouts_are_ahead():
     assert set(steps) == {16}
     assert pace.measured() == list(range(3, len(steps)))
     assert len(pace.measured()) >= 3
+
+
+def test_asynchronous_steps_count_in_whole_bursts():
+    """A slow step, and as many fast ones as rollouts run ahead."""
+    for staleness in (1, 2, 4):
+        steps, pace = sizes(0.2, staleness=staleness)
+        assert pace.measured()[-1] == len(steps) - 1
+        assert len(pace.measured()) % (staleness + 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "logs", "kept"),
+    [
+        (None, True, False),
+        (EngineError("died"), True, True),
+        (EngineError("died"), False, False),
+        (Stopped(2), True, False),
+        (KeyboardInterrupt(), True, False),
+    ],
+)
+def test_only_logs_that_explain_a_failure_are_kept(error: BaseException | None, logs: bool, kept: bool):
+    with suppress(EngineError, Stopped, KeyboardInterrupt), temporary_folder() as folder:
+        if logs:
+            (folder / "run" / "logs").mkdir(parents=True)
+        if error is not None:
+            raise error
+    assert folder.exists() == kept
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_sizes_of_micro_batches_go_from_a_sequence_to_one_pass():

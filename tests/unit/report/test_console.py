@@ -214,6 +214,19 @@ def test_lines_of_steps_are_below_each_other_and_say_what_is_left(monkeypatch: p
     assert first.endswith("eta 1 min 30 s")
 
 
+def test_an_evaluation_before_the_first_step_is_no_part_of_what_remains(monkeypatch: pytest.MonkeyPatch):
+    now = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    out = io.StringIO()
+    tracker = ConsoleTracker(SETUP, Console(file=out, markup=False, highlight=False, soft_wrap=True))
+    tracker.begin(0, 10)
+    now = 500.0
+    tracker.log({"eval/x/avg_score": 0.5}, 0)
+    now = 510.0
+    tracker.log({"reward/mean": 0.5}, 1)
+    assert out.getvalue().splitlines()[-1].endswith("eta 1 min 30 s")
+
+
 def test_hundreds_of_short_steps_get_a_line_now_and_then_and_no_evaluation_is_missed(monkeypatch: pytest.MonkeyPatch):
     clock = iter(step / 100 for step in range(10_000))
     monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))

@@ -71,7 +71,7 @@ CASES: dict[str, tuple[list[dict[str, float]], list[dict[str, float]], str]] = {
     "entropy_collapse": (last(3, policy__entropy=0.01), last(3, policy__entropy=0.03), "from 1 to 0.01 nats"),
     "kl_runs_away": (
         steps(*({"policy/kl": kl} for kl in (0.5, 0.8, 0.9, 1.5, 2.0, 2.5))),
-        last(6, policy__kl=0.9),
+        [HEALTHY | {"policy/kl": 2.0 + 0.1 * (step % 4)} for step in range(24)],  # far away, where it stays
         "2 nats a token away",
     ),
     "engine_and_trainer_disagree": (
@@ -171,6 +171,23 @@ def test_a_resumed_run_goes_on_with_what_it_had_found(tmp_path: Path, caplog: py
     (found,) = run(tmp_path, [cut], begin=4)
     assert "truncated" not in caplog.text
     assert found["until"] is None
+
+
+def test_a_run_that_begins_anew_forgets_what_an_earlier_one_had_found(tmp_path: Path):
+    run(tmp_path, [HEALTHY | {"response/truncated_fraction": 0.8}] * 3)
+    assert run(tmp_path, [HEALTHY]) == []
+    assert json.loads((tmp_path / DIAGNOSIS_FILE).read_text()) == {"findings": []}
+
+
+def test_a_step_that_a_resumed_run_completes_counts_once(tmp_path: Path):
+    cut = HEALTHY | {"response/truncated_fraction": 0.8}
+    run(tmp_path, [cut, cut])
+    diagnosis = Diagnosis(tmp_path, EVERY)
+    diagnosis.begin(2, 100)
+    diagnosis.log(cut, 2)
+    assert diagnosis.findings == []
+    diagnosis.log(cut, 3)
+    assert [finding.since for finding in diagnosis.findings] == [3]
 
 
 def test_a_file_that_no_diagnosis_has_written_is_left_out(tmp_path: Path):

@@ -22,9 +22,9 @@ def test_one_that_lasts_says_what_it_waits_for_less_and_less_often(
     with phase("models", "ranks and engines that load"):
         time.sleep(0.6)
     *waiting, last = capsys.readouterr().out.splitlines()
-    assert len(waiting) == 2  # after 0.1 and 0.3 s; the next would be after 0.9
+    assert 2 <= len(waiting) <= 3  # after 0.1 and 0.3 s; the next is after 0.9, on a machine that is busy
     assert all(line.endswith("so far: ranks and engines that load") for line in waiting)
-    assert re.fullmatch(r"models +0\.\d s", last)
+    assert re.fullmatch(r"models +\d\.\d s", last)
 
 
 def test_one_that_fails_leaves_it_to_the_error(capsys: pytest.CaptureFixture[str]):

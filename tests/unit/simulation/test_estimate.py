@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from skyrl_train.config.keys import with_value_at
+from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate
+from skyrl_train.simulation import estimate
 from skyrl_train.simulation.estimate import (
     PHASES,
     REST,
@@ -30,6 +32,12 @@ def test_steps_of_the_runs_own_size_are_taken_as_they_are():
     assert step.seconds[REST] == pytest.approx(1.1 * REST_S)
 
 
+def test_steps_that_are_slow_and_fast_in_turn_take_their_mean():
+    bursts = [taken(8, noise=noise) for noise in (3.0, 1.0, 1.0)]
+    assert estimate_step(bursts, 8, 2, ahead=True).step_s == pytest.approx(5 / 3 * taken(8).row["timing/step_s"])
+    assert estimate_step(bursts, 8, 2).step_s == pytest.approx(taken(8).row["timing/step_s"])
+
+
 def test_smaller_steps_are_scaled_by_tokens_and_optimizer_steps():
     """What does not grow with them, a wait for the longest answer or the rest, is not scaled."""
     step = estimate_step([taken(2), taken(4)], 32, optimizer_steps=8)
@@ -52,6 +60,22 @@ def test_a_run_is_its_start_its_steps_and_its_evaluations():
     assert run.seconds == 7 + 5 * 2 + 3 * 3
     none = estimate_run(schedule, Intervals(0, 0, 0, False, schedule.total_steps), 2.0, 3.0, start_s=7.0)
     assert none.seconds == 7 + 5 * 2
+
+
+def test_a_division_that_does_not_fit_into_memory_is_none(monkeypatch: pytest.MonkeyPatch):
+    cfg = config(**{"trainer.placement.policy_num_gpus_per_node": 4, "generator.num_inference_engines": 4})
+    steps = [taken(8, {"timing/step_s": 12.0})] * 3
+    found = divide_slots(cfg, steps)
+    assert found is not None
+    assert min(one.split.trainers for one in found.outcomes) < 3
+
+    def fits(changed: Config) -> bool:
+        return changed.trainer.placement.policy_num_gpus_per_node >= 3
+
+    monkeypatch.setattr(estimate, "fits", fits)
+    found = divide_slots(cfg, steps)
+    assert found is not None
+    assert min(one.split.trainers for one in found.outcomes) == 3
 
 
 def test_every_division_that_is_proposed_is_one_that_a_run_accepts():
