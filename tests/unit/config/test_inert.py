@@ -229,7 +229,7 @@ def test_what_is_ignored_are_keys_of_skyrl():
 def test_what_is_ignored_is_read_nowhere():
     read = set(re.findall(r"(?=\b(\w+)\.(\w+))", source_of_readers()))
     names = {name for _, name in read}
-    same_name = {"logprobs", "model_config_kwargs", "ranks"}  # attributes of something else, too
+    same_name = {"enable", "logprobs", "model_config_kwargs", "ranks"}  # attributes of something else, too
     for section, name in (key.split(".")[-2:] for key in below(set(IGNORED))):
         assert (section, name) not in read
         assert name not in names or name in same_name
