@@ -11,7 +11,7 @@ def import_modules(names: Iterable[str]) -> None:
     """Import modules without garbage collection.
 
     What a module defines stays as long as the process, yet the collector looks through it again and again while it
-    grows: that is a fifth of the time of importing torch and transformers.
+    grows: that is a tenth to a fifth of the time of importing torch and transformers.
     """
     collects = gc.isenabled()
     gc.disable()
