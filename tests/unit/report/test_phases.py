@@ -49,17 +49,17 @@ def test_a_stream_that_is_closed_ends_nothing(monkeypatch: pytest.MonkeyPatch):
 def test_a_step_that_lasts_says_how_far_it_is_and_one_that_does_not_says_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(phases, "STEP_AFTER_S", 0.1)
+    monkeypatch.setattr(phases, "STEP_AFTER_S", 0.3)
     begun = time.monotonic()
 
     def doing() -> str:
         lasts_s = time.monotonic() - begun
-        return f"generate, {5 * lasts_s:.0f} of 4 groups" if lasts_s < 0.35 else "score" if lasts_s < 0.4 else "update"
+        return f"generate, {5 * lasts_s:.0f} of 4 groups" if lasts_s < 1.05 else "score" if lasts_s < 1.2 else "update"
 
     with Said().waiting("step 7", doing):
-        time.sleep(0.75)
+        time.sleep(2.4)
     lines = [line.split("so far: ")[1] for line in capsys.readouterr().out.splitlines()]
-    # After 0.1 and 0.3 s, and once the update has taken 0.1 s; else the next would be after 0.9.
+    # After 0.3 and 0.9 s, and once the update has taken 0.3 s; else the next would be after 2.7.
     assert lines[0].startswith("generate, ") and lines[-1] == "update", lines
     with Said().waiting("step 8", "nothing"):
         pass
