@@ -6,6 +6,9 @@ import gc
 import importlib
 from collections.abc import Iterable
 
+PRELOADED = "SKYRL_PRELOAD"
+"""A variable of ours, set for the length of Ray's start: what workers import early, separated by commas."""
+
 
 def import_modules(names: Iterable[str]) -> None:
     """Import modules without garbage collection.

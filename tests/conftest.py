@@ -48,7 +48,6 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("repeatable")
 
-gc.disable()  # until all tests are collected, as `import_modules` says
 REPOSITORY = Path(__file__).resolve().parents[1]
 _PATIENCE_S = float(os.environ.get("SKYRL_TEST_PATIENCE_S", "30"))
 """How long what a test started may take to end."""
@@ -83,11 +82,6 @@ class _Lanes(LoadScopeScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> _Lanes:
     return _Lanes(config, log)  # type: ignore[arg-type]
-
-
-def pytest_collection_finish() -> None:
-    gc.freeze()
-    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

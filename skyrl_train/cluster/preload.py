@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 
-from skyrl_train.imports import import_modules
+from skyrl_train.imports import PRELOADED, import_modules
 
-MODULES = "SKYRL_PRELOAD"
-"""A variable of ours, set for the length of Ray's start: the modules, separated by commas."""
-
-import_modules(filter(None, os.environ.get(MODULES, "").split(",")))
+import_modules(filter(None, os.environ.get(PRELOADED, "").split(",")))

@@ -32,11 +32,10 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from skyrl_train.cluster import preload
 from skyrl_train.cluster.guard import Guard, leave
 from skyrl_train.cluster.output import raylets_logged
 from skyrl_train.errors import ClusterLost, ConfigError, SkyRLError, Stopped
-from skyrl_train.imports import import_modules
+from skyrl_train.imports import PRELOADED, import_modules
 from skyrl_train.messages import to_stderr
 
 log = logging.getLogger(__name__)
@@ -327,7 +326,7 @@ class Cluster:
         """
         cpus = psutil.cpu_count() or 1
         if self._preload and cpus <= 2 * self._workers:
-            return {_PRELOAD: "skyrl_train.cluster.preload", preload.MODULES: ",".join(self._preload), _KEPT: str(cpus)}
+            return {_PRELOAD: "skyrl_train.cluster.preload", PRELOADED: ",".join(self._preload), _KEPT: str(cpus)}
         return {_PRESTART: "0"}
 
     def _join(self, address: str, settings: Mapping[str, Any]) -> None:

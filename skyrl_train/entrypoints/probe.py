@@ -108,8 +108,9 @@ class Pace(StepSchedule):
         is none, all but the first."""
         whole = [step for step in range(self._finished) if self.asked[step][1] == self.prompts][1 + self.staleness :]
         # Rollouts that run ahead come in bursts: a slow step, then as many fast ones as they run ahead.
-        bursts = len(whole) // (1 + self.staleness) * (1 + self.staleness)
-        return whole[-bursts:] or [*range(1, self._finished)] or [*range(self._finished)]
+        burst = 1 + self.staleness
+        spare = len(whole) % burst if len(whole) > burst else 0
+        return whole[spare:] or [*range(1, self._finished)] or [*range(self._finished)]
 
     def _next(self) -> int:
         """The prompts of the step that is being asked for."""
