@@ -9,8 +9,9 @@ from torch import Tensor
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync import ipc
-from skyrl_train.weight_sync.buckets import AlternatingBuffers, buffer_bytes, fingerprints, views
+from skyrl_train.weight_sync.buckets import AlternatingBuffers, buffer_bytes, packed_fingerprints, views
 from skyrl_train.weight_sync.files import read_bucket
+from skyrl_train.weight_sync.fingerprints import fingerprints
 from skyrl_train.weight_sync.store import WeightStore
 from skyrl_train.weight_sync.transport import BroadcastGroup
 from skyrl_train.weight_sync.wire import (
@@ -20,7 +21,6 @@ from skyrl_train.weight_sync.wire import (
     Manifest,
     TensorSpec,
     dtype_name,
-    fingerprint,
 )
 
 
@@ -144,9 +144,9 @@ class WeightReceiver:
             self._load(bucket, self._read(bucket))
         if self._loading:
             self._store.finish()
-        for name, expected in self._arrived.items():
-            held = self._store.held(name)
-            if held is not None and fingerprint(held) != expected:
+        held = {name: tensor for name in self._arrived if (tensor := self._store.held(name)) is not None}
+        for name, found in zip(held, fingerprints(held.values()), strict=True):
+            if found != self._arrived[name]:
                 raise self._error(f"{name} was received but is not what the engine holds.")
         self._manifest = None
         self._staged = []
@@ -187,7 +187,7 @@ class WeightReceiver:
         if pending is not None:
             bucket, buffer = pending
             specs = self._specs(bucket)
-            self._verify(bucket, fingerprints(buffer, specs))
+            self._verify(bucket, packed_fingerprints(buffer, specs))
             self._load(bucket, list(views(buffer, specs)))
 
     def _verify(self, bucket: Bucket, arrived: Sequence[int]) -> None:
@@ -200,10 +200,11 @@ class WeightReceiver:
             self.torn = self._loading = True
             self._store.start()
         self._store.load(list(zip(bucket.names, tensors, strict=True)))
-        for name, tensor in zip(bucket.names, tensors, strict=True):
-            held = self._dtypes[name]
-            same = tensor.dtype == held
-            self._arrived[name] = self._announced[name].fingerprint if same else fingerprint(tensor.to(held))
+        self._arrived |= ((name, self._announced[name].fingerprint) for name in bucket.names)
+        named = zip(bucket.names, tensors, strict=True)
+        others = {name: tensor for name, tensor in named if tensor.dtype != self._dtypes[name]}
+        cast = (tensor.to(self._dtypes[name]) for name, tensor in others.items())
+        self._arrived |= zip(others, fingerprints(cast), strict=True)
 
     def _specs(self, bucket: Bucket) -> list[TensorSpec]:
         return [self._announced[name] for name in bucket.names]
@@ -220,7 +221,7 @@ class WeightReceiver:
         for spec in self._specs(bucket):
             self._check_fit(spec, found[spec.name])
         tensors = [found[name] for name in bucket.names]
-        self._verify(bucket, [fingerprint(tensor) for tensor in tensors])
+        self._verify(bucket, fingerprints(tensors))
         return tensors
 
     def _handed_over(self, bucket: Bucket) -> Tensor:

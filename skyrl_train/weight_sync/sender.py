@@ -19,6 +19,7 @@ from skyrl_train.weight_sync.buckets import (
     views,
 )
 from skyrl_train.weight_sync.files import BucketFolder
+from skyrl_train.weight_sync.fingerprints import looks
 from skyrl_train.weight_sync.ipc import SharedPages
 from skyrl_train.weight_sync.sharded import Sharded, sharded
 from skyrl_train.weight_sync.transport import ROOT, BroadcastGroup
@@ -30,7 +31,6 @@ from skyrl_train.weight_sync.wire import (
     adapter_names,
     dtype_name,
     dtype_of,
-    looks,
 )
 
 REHEARSAL = 1.5
@@ -217,13 +217,13 @@ class WeightSender:
 
     def _look(self, stream: Iterator[tuple[str, Sharded]]) -> tuple[list[TensorSpec], tuple[str, ...]]:
         """What every tensor is on the wire, and the names of those that hold NaN or infinity."""
-        specs: list[TensorSpec] = []
+        announced: list[tuple[str, tuple[int, ...], str]] = []
 
         def parts() -> Iterator[tuple[Tensor, int]]:
             for name, tensor in stream:
                 on_wire = self._to_wire(name, tensor)
                 local = on_wire.local
-                specs.append(TensorSpec(name, tuple(on_wire.shape), dtype_name(local.dtype)))
+                announced.append((name, tuple(on_wire.shape), dtype_name(local.dtype)))
                 yield on_wire.elements if on_wire.counts else local.new_empty(0), on_wire.start * local.itemsize
 
         bits, non_finite = torch.tensor(looks(parts()), dtype=torch.int64).view(-1, 2).unbind(1)
@@ -231,10 +231,8 @@ class WeightSender:
         sums = self._sum_over_ranks(torch.stack((bits >> 32, bits & 0xFFFF_FFFF, non_finite)))
         totals = ((sums[0] << 32) + sums[1]).tolist()
         wrong = sums[2].tolist()
-        return (
-            [replace(spec, fingerprint=total) for spec, total in zip(specs, totals, strict=True)],
-            tuple(spec.name for spec, count in zip(specs, wrong, strict=True) if count),
-        )
+        specs = [TensorSpec(*what, total) for what, total in zip(announced, totals, strict=True)]
+        return specs, tuple(spec.name for spec, count in zip(specs, wrong, strict=True) if count)
 
     def _gather(self, sync: _Sync, bucket: Bucket) -> Tensor | None:
         """Take the bucket's tensors from the stream of parameters and pack them; None on ranks that do not send them.
@@ -321,7 +319,8 @@ class WeightSender:
         def cast(held: Tensor) -> Tensor:
             return (self._altered(name, held) if self._rehearsal else held).to(self._wire_dtype)
 
-        return tensor.map(cast) if tensor.local.is_floating_point() else tensor
+        as_it_is = not self._rehearsal and tensor.local.dtype == self._wire_dtype
+        return tensor if as_it_is or not tensor.local.is_floating_point() else tensor.map(cast)
 
     def _altered(self, name: str, tensor: Tensor) -> Tensor:
         if self._separate is None:

@@ -35,7 +35,7 @@ class WeightStore(Protocol):
         """All tensors of the sync were loaded: use them."""
 
     def held(self, name: str) -> Tensor | None:
-        """The loaded tensor of this name; None if the engine does not keep it as such."""
+        """The loaded tensor of this name, no copy of it; None if the engine does not keep it as such."""
 
 
 class InPlace:

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_train.strategies.sharded_tensor import ShardedTensor
-from skyrl_train.weight_sync.buckets import buckets, fingerprints, num_bytes
+from skyrl_train.weight_sync.buckets import buckets, num_bytes, packed_fingerprints
+from skyrl_train.weight_sync.fingerprints import fingerprint
 from skyrl_train.weight_sync.sender import WeightSender
-from skyrl_train.weight_sync.wire import dtype_of, fingerprint
+from skyrl_train.weight_sync.wire import dtype_of
 
 
 class GatheredBytes(TorchDispatchMode):
@@ -55,7 +56,7 @@ def counted_sync(parameters: Callable[[], Iterator[tuple[str, ShardedTensor]]], 
     arrived: dict[str, int] = {}
     for bucket in sent:
         if bucket is not None and bucket.payload is not None:
-            found = fingerprints(bucket.payload, [specs[name] for name in bucket.names])
+            found = packed_fingerprints(bucket.payload, [specs[name] for name in bucket.names])
             arrived |= dict(zip(bucket.names, found, strict=True))
     held = {name: fingerprint(part.whole().to(dtype_of(wire_dtype))) for name, part in parameters()}
     return {

@@ -20,10 +20,11 @@ from transformers import PreTrainedModel
 from skyrl_train.engines.base import Capabilities, EngineHealth
 from skyrl_train.errors import DeadlineExceeded, EngineError, SkyRLError, WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
+from skyrl_train.weight_sync.fingerprints import fingerprint
 from skyrl_train.weight_sync.publish import Probe, WeightPublisher, WeightTarget
 from skyrl_train.weight_sync.sender import CPU_BUCKET
 from skyrl_train.weight_sync.transport import BroadcastGroup
-from skyrl_train.weight_sync.wire import Bucket, fingerprint
+from skyrl_train.weight_sync.wire import Bucket
 from tests.support.weight_targets import LocalTrainer, ModelTarget, score
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}

@@ -7,8 +7,8 @@ import torch
 
 from skyrl_train.weight_sync import ipc
 from skyrl_train.weight_sync.buckets import buckets
+from skyrl_train.weight_sync.fingerprints import fingerprint
 from skyrl_train.weight_sync.receiver import WeightReceiver
-from skyrl_train.weight_sync.wire import fingerprint
 from tests.gpu_check.ipc import SYNCS, CopiesLate, Trainer, overlapped
 from tests.support.late_copies import LateStream, wait_for_copies
 
