@@ -75,14 +75,21 @@ def main() -> None:
 
 def record(workshop: Workshop, name: str) -> None:
     """Make the run and write its recording."""
-    run, begun = runs.RUNS[name], time.monotonic()
-    overrides = workshop.overrides(name, run)
-    shutil.rmtree(workshop.output(name), ignore_errors=True)
-    start(run.experiment, overrides, own_code=True)
+    begun, teacher = time.monotonic(), runs.RUNS[name].taught_by
+    if teacher and not workshop.trained(teacher):
+        make(workshop, teacher)
+    make(workshop, name)
     rows = [json.dumps(dict(kept(row))) for row in read_jsonl(workshop.output(name) / METRICS_FILE)]
     RECORDED.mkdir(exist_ok=True)
     (RECORDED / f"{name}.jsonl").write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
     print(f"recorded {name}: {len(rows)} rows in {time.monotonic() - begun:.0f} s", flush=True)
+
+
+def make(workshop: Workshop, name: str) -> None:
+    run = runs.RUNS[name]
+    overrides = workshop.overrides(name, run)
+    shutil.rmtree(workshop.output(name), ignore_errors=True)
+    start(run.experiment, overrides, own_code=True)
 
 
 def kept(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -65,13 +65,13 @@ def _changed(steps: int, keys: Keys | None = None, **rest: object) -> Run:
 
 
 LONG: Keys = {ANSWER_TOKENS: 1000, "trainer.timeouts.rollout_s": 1, MAY_FAIL: 0.9}
-SLOW_ENGINE: Keys = {**AHEAD, ANSWER_TOKENS: 600, SAMPLES: 2, STALENESS: 0}
+SLOW_ENGINE: Keys = {**AHEAD, ANSWER_TOKENS: 1000, BATCH: 2, MINI_BATCH: 2, SAMPLES: 2, STALENESS: 1}
 SLOW_LEARNER: Keys = {**AHEAD, "trainer.update_epochs_per_batch": 8, LEARNING_RATE: 1e-5, STALENESS: 1}
 HUGE: Keys = {BATCH: 64, MINI_BATCH: 64, "trainer.max_tokens_per_microbatch": 65536}
 
 ILL = {
     "no_difference": _changed(6, environment="samereward"),
-    "trainer_starved": _changed(8, SLOW_ENGINE, environment="letters", random_model=True),
+    "trainer_starved": _changed(10, SLOW_ENGINE, environment="letters", random_model=True),
     "engines_starved": _changed(8, SLOW_LEARNER),
     "truncated": _changed(5, {ANSWER_TOKENS: 16}, environment="letters", random_model=True),
     "format_never_met": _changed(6, environment="aime"),
@@ -108,8 +108,8 @@ def _preset(path: Path) -> Run:
 
 RUNS = {
     "well": Run(WELL),
-    # Its engines have nothing left to do in the last six steps.
-    "well_async": _changed(16, {**AHEAD, STALENESS: 6}),
+    # Three bursts and a little more. Its engines have nothing left to do in the last six steps.
+    "well_async": _changed(28, {**AHEAD, STALENESS: 6}),
     **{f"{rule}_ill": run for rule, run in ILL.items()},
     "quickstart": Run({"trainer.hf_save_interval": 40}),
     # gsm8k is what the others share.

@@ -25,6 +25,10 @@ class Workshop:
     def output(self, name: str) -> Path:
         return self._runs / name
 
+    def trained(self, name: str) -> Path | None:
+        """The model that a run has exported, if it has."""
+        return next(self.output(name).glob("export/global_step_*/policy"), None)
+
     def overrides(self, name: str, run: Run) -> list[str]:
         """The command line of a run."""
         if not (self._warm / "sft" / "export").exists():
@@ -44,8 +48,7 @@ class Workshop:
         }
         keys = [f"{key}={value}" for key, value in {**given, **run.keys}.items()]
         if run.taught_by:
-            (teacher,) = self.output(run.taught_by).glob("export/global_step_*/policy")
-            keys.append(f"trainer.ref.model.path={teacher}")
+            keys.append(f"trainer.ref.model.path={self.trained(run.taught_by)}")
         return ["--config-dir", str(run.preset.parent), "--config-name", run.preset.stem, *keys]
 
     def _model(self, run: Run) -> Path:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 from skyrl_train.durable import write_durably
@@ -19,7 +21,7 @@ from skyrl_train.report.protocol import SampleRow
 
 DIAGNOSIS_FILE = "diagnosis.json"
 LOOKED_AT = 64
-"""The most steps that a rule looks at."""
+"""The most steps that a rule looks at. Evaluations are seldom: it sees all of them."""
 SAID = "timing/step_s"
 """In the row of every step that was trained; an evaluation alone has none."""
 _log = logging.getLogger(__name__)
@@ -29,11 +31,58 @@ Rows = Sequence[Mapping[str, float]]
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """One of a run's evaluations, beside the reward in training at that time."""
+
+    step: int
+    """After which it was; 0 before the first."""
+    score: float
+    reward: float | None
+    """reward/mean in the five steps that end with it; of that before the first step, in the first five."""
+
+
+@dataclass
+class History:
+    """What rules look at."""
+
+    total_steps: int = 0
+    """Of the run; 0 if it is not known."""
+    first: list[Mapping[str, float]] = field(default_factory=list)
+    """The numbers of the run's first five steps."""
+    steps: list[Mapping[str, float]] = field(default_factory=list)
+    """Those of the last LOOKED_AT steps, the latest last."""
+    evaluations: list[Evaluation] = field(default_factory=list)
+    """All of them, the latest last."""
+
+    def add(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take in a row of metrics. A step that a resumed run completes comes again, and counts once."""
+        if SAID in metrics:
+            row = {"step": step, **metrics}
+            self.steps = [*_before(step, self.steps)[1 - LOOKED_AT :], row]
+            if len(earlier := _before(step, self.first)) < 5:
+                self.first = [*earlier, row]
+                self.evaluations[:1] = [
+                    replace(one, reward=_mean_reward(self.first)) if one.step == 0 else one
+                    for one in self.evaluations[:1]
+                ]
+        if (score := _score(metrics)) is not None and math.isfinite(score):
+            before = [one for one in self.evaluations if one.step < step]
+            self.evaluations = [*before, Evaluation(step, score, _mean_reward(self.steps[-5:]))]
+
+
+def _before(step: int, rows: Rows) -> list[Mapping[str, float]]:
+    return [row for row in rows if row["step"] < step]
+
+
+Evidence = Callable[[History], str | None]
+
+
+@dataclass(frozen=True)
 class Rule:
-    """An illness: `evidence` returns what shows it in the rows, None if nothing does."""
+    """An illness: `evidence` returns what shows it in a run's numbers, None if nothing does."""
 
     name: str
-    evidence: Callable[[Rows], str | None]
+    evidence: Evidence
     advice: str
     """What to change, with its key."""
 
@@ -57,30 +106,30 @@ class Diagnosis:
     def __init__(self, run_dir: Path, rules: Sequence[Rule]):
         self._folder = Path(run_dir)
         self._rules = rules
-        self._rows: list[Mapping[str, float]] = []
+        self._history = History()
         self.findings: list[Finding] = []
 
     def begin(self, step: int, total_steps: int) -> None:
         """Go on from what the run's earlier attempts have written."""
-        self._rows, self.findings = [], []
+        self._history, self.findings = History(total_steps), []
         metrics, found = self._folder / METRICS_FILE, self._folder / DIAGNOSIS_FILE
         if step and metrics.exists():
-            rows = [_numbers(row) for row in read_jsonl(metrics) if row["step"] <= step and SAID in row]
-            self._rows = rows[-LOOKED_AT:]
+            for row in read_jsonl(metrics):
+                if row["step"] <= step:
+                    self._history.add(_numbers(row), int(row["step"]))
         if step and found.exists():
             self.findings = list(_read(found, step))
         if found.exists():
             self._write()  # those of steps that are taken again are gone
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._history.add(metrics, step)
         if SAID not in metrics:
             return
-        earlier = [row for row in self._rows if row["step"] < step]  # a step that a resumed run completes comes again
-        self._rows = [*earlier[1 - LOOKED_AT :], {"step": step, **metrics}]
         open_ones = {finding.rule: finding for finding in self.findings if finding.until is None}
         before = json.dumps([asdict(finding) for finding in self.findings])
         for rule in self._rules:
-            evidence, held = rule.evidence(self._rows), open_ones.get(rule.name)
+            evidence, held = rule.evidence(self._history), open_ones.get(rule.name)
             if evidence is None:
                 if held is not None:
                     held.until = step - 1
@@ -131,11 +180,11 @@ def values(rows: Rows, name: str, steps: int) -> list[float] | None:
     return found if len(found) == steps else None
 
 
-def always(name: str, steps: int, holds: Callable[[float], bool], words: str) -> Callable[[Rows], str | None]:
+def always(name: str, steps: int, holds: Callable[[float], bool], words: str) -> Evidence:
     """Holds if a metric was so in each of the last `steps` steps; `words` with its mean."""
 
-    def evidence(rows: Rows) -> str | None:
-        found = values(rows, name, steps)
+    def evidence(seen: History) -> str | None:
+        found = values(seen.steps, name, steps)
         if found is None or not all(map(holds, found)):
             return None
         return f"{words.format(statistics.fmean(found))} in the last {steps} steps ({name})"
@@ -143,11 +192,34 @@ def always(name: str, steps: int, holds: Callable[[float], bool], words: str) ->
     return evidence
 
 
-def entropy_collapse(rows: Rows) -> str | None:
-    """Below 0.02 nats, and a tenth of what it was in the first steps that are looked at."""
-    recent = values(rows, "policy/entropy", 3)
-    earlier = [row["policy/entropy"] for row in rows[:5] if "policy/entropy" in row]
-    if recent is None or len(rows) < 10 or not earlier:
+def in_each(name: str, window: int, count: int, above: float, words: str) -> Evidence:
+    """Holds if a share of the time was `above` this in each of the last `count` windows of so many steps.
+
+    Steps that ended early have no such share, and are left out.
+    """
+
+    def evidence(seen: History) -> str | None:
+        rows = [row for row in seen.steps if name in row and SAID in row][-window * count :]
+        if len(rows) < window * count:
+            return None
+        shares = [_share(name, rows[begin : begin + window]) for begin in range(0, len(rows), window)]
+        if not all(share > above for share in shares):
+            return None
+        return f"{words.format(_share(name, rows))} in the last {len(rows)} steps ({name})"
+
+    return evidence
+
+
+def _share(name: str, rows: Rows) -> float:
+    """Of the time of all these steps together."""
+    return sum(row[name] * row[SAID] for row in rows) / max(1e-9, sum(row[SAID] for row in rows))
+
+
+def entropy_collapse(seen: History) -> str | None:
+    """Below 0.02 nats, and a tenth of what it was in the run's first steps."""
+    recent = values(seen.steps, "policy/entropy", 3)
+    earlier = [row["policy/entropy"] for row in seen.first if "policy/entropy" in row]
+    if recent is None or len(seen.steps) < 10 or not earlier:
         return None
     before, after = statistics.fmean(earlier), statistics.fmean(recent)
     if not (after < 0.02 and after < 0.1 * before):
@@ -155,9 +227,9 @@ def entropy_collapse(rows: Rows) -> str | None:
     return f"the policy's entropy fell from {before:.3g} to {after:.3g} nats (policy/entropy)"
 
 
-def kl_runs_away(rows: Rows) -> str | None:
+def kl_runs_away(seen: History) -> str | None:
     """Above 1 nat a token in three steps, and a fifth more than in the three before."""
-    found = values(rows, "policy/kl", 6)
+    found = values(seen.steps, "policy/kl", 6)
     if found is None or not min(found[-3:]) > 1.0:
         return None
     if not statistics.fmean(found[-3:]) > 1.2 * statistics.fmean(found[:3]):
@@ -167,26 +239,31 @@ def kl_runs_away(rows: Rows) -> str | None:
     )
 
 
-def engine_and_trainer_disagree(rows: Rows) -> str | None:
+def engine_and_trainer_disagree(seen: History) -> str | None:
     """By the mean ratio; or by the distance, where samples are of the newest weights: else it is what was learnt."""
-    ratio = _ratio(rows)
-    if ratio is not None or any(row.get("rollouts/max_staleness", 0.0) > 0 for row in rows[-3:]):
+    ratio = _ratio(seen)
+    if ratio is not None or any(row.get("rollouts/max_staleness", 0.0) > 0 for row in seen.steps[-3:]):
         return ratio
-    return _distance(rows)
+    return _distance(seen)
 
 
 _ratio = always("mismatch/ratio_mean", 3, lambda ratio: not 0.9 <= ratio <= 1.1, "the mean ratio was {:.3g}")
 _distance = always("mismatch/kl", 3, lambda kl: not kl <= 0.02, "they were {:.3g} nats a token apart")
 
 
-def gradient_spikes(rows: Rows) -> str | None:
-    """Two of the last ten gradients were more than ten times the median of those before."""
-    norms = [row["policy/grad_norm"] for row in rows if "policy/grad_norm" in row]
+def gradient_spikes(seen: History) -> str | None:
+    """Two of the last ten gradients were more than ten times the median of those before, or not finite.
+
+    Steps from which nothing could be learnt do not count: beside theirs every gradient is large.
+    """
+    rows = [row for row in seen.steps if "policy/grad_norm" in row]
+    taught = [row for row in rows if row.get("reward/zero_variance_groups", 0.0) < 1.0]
+    norms = [row["policy/grad_norm"] for row in taught or rows]  # where prompts have one sample each, none differs
     if len(norms) < 20:
         return None
-    usual = statistics.median(norms[:-10])
-    spikes = [norm for norm in norms[-10:] if not norm <= 10 * usual]
-    if len(spikes) < 2 or not usual > 0:
+    usual = statistics.median([norm for norm in norms[:-10] if math.isfinite(norm)] or [math.inf])
+    spikes = [norm for norm in norms[-10:] if not math.isfinite(norm) or 0 < 10 * usual < norm]
+    if len(spikes) < 2:
         return None
     return f"{len(spikes)} of the last 10 gradients were over ten times the usual {usual:.3g} (policy/grad_norm)"
 
@@ -195,8 +272,9 @@ _CUT = "rollouts/failed/deadline"
 """Those that took longer than trainer.timeouts.rollout_s."""
 
 
-def episodes_fail(rows: Rows) -> str | None:
+def episodes_fail(seen: History) -> str | None:
     """Over 5 % in each of three steps, those that are cut apart; the usual way is named."""
+    rows = seen.steps
     failed, total = values(rows, "rollouts/failed", 3), values(rows, "rollouts/trajectories", 3)
     if failed is None or total is None:
         return None
@@ -209,30 +287,34 @@ def episodes_fail(rows: Rows) -> str | None:
     return f"{share:.0%} of the episodes of the last 3 steps failed, most as {most.removeprefix('rollouts/failed/')}"
 
 
-def long_answers_are_cut(rows: Rows) -> str | None:
+def long_answers_are_cut(seen: History) -> str | None:
     """By rollout_s: what is learnt lacks them."""
-    found = values(rows, _CUT, 3)
+    found = values(seen.steps, _CUT, 3)
     if found is None or not min(found) > 0:
         return None
     return f"{sum(found):.0f} episodes of the last 3 steps took too long and are masked ({_CUT})"
 
 
-def evaluation_falls(rows: Rows) -> str | None:
-    """The last two evaluations are 0.05 below the best one, while the reward in training rose."""
-    at = [index for index, row in enumerate(rows) if _score(row) is not None]
-    if len(at) < 3:
+def evaluation_falls(seen: History) -> str | None:
+    """The last two evaluations are below the best one, while the reward in training rose since.
+
+    A fall is 0.05 and five times what neighbours usually differ by, as the best of many is luck, too; a rise is 0.02.
+    Where scores or rewards are larger than 1, these parts of them.
+    """
+    if len(seen.evaluations) < 3:
         return None
-    scores: list[float] = [score for index in at if (score := _score(rows[index])) is not None]
-    best = max(range(len(scores)), key=scores.__getitem__)
-    if best > len(scores) - 3 or not max(scores[-2:]) < scores[best] - 0.05:
+    *earlier, last_but_one, last = seen.evaluations
+    best = max(earlier, key=lambda one: (one.score, one.step))
+    differ = [abs(after.score - before.score) for before, after in pairwise(earlier)]
+    noise = 5 * statistics.median(differ) if len(differ) >= 4 else 0.0
+    if not max(last_but_one.score, last.score) < best.score - max(noise, 0.05 * max(1.0, abs(best.score))):
         return None
-    before = [row["reward/mean"] for row in rows[max(0, at[best] - 4) : at[best] + 1] if "reward/mean" in row]
-    after = [row["reward/mean"] for row in rows[-5:] if "reward/mean" in row]
-    if not before or not after or not statistics.fmean(after) > statistics.fmean(before) + 0.02:
+    before, after = best.reward, last.reward
+    if before is None or after is None or not after > before + 0.02 * max(1.0, abs(before)):
         return None
     return (
-        f"the evaluation fell from {scores[best]:.3g} to {scores[-1]:.3g} while the reward in training rose from "
-        f"{statistics.fmean(before):.3g} to {statistics.fmean(after):.3g}"
+        f"the evaluation fell from {best.score:.3g} to {last.score:.3g} while the reward in training rose from "
+        f"{before:.3g} to {after:.3g}"
     )
 
 
@@ -244,11 +326,17 @@ def _score(row: Mapping[str, float]) -> float | None:
     )
 
 
+def _mean_reward(rows: Rows) -> float | None:
+    """None if no row has a reward."""
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    return statistics.fmean(rewards) if rewards else None
+
+
 def memory_rule(limit_gib: float, name: str) -> Rule:
     """Holds if more than 95 % of what is there was needed at some time."""
 
-    def evidence(rows: Rows) -> str | None:
-        peak = rows[-1].get(name, 0.0)
+    def evidence(seen: History) -> str | None:
+        peak = seen.steps[-1].get(name, 0.0)
         return f"{peak:.3g} of {limit_gib:.3g} GiB were in use ({name})" if peak > 0.95 * limit_gib else None
 
     return Rule(
@@ -267,32 +355,40 @@ NO_DIFFERENCE = Rule(
     "(trainer.algorithm.dynamic_sampling.type=filter).",
 )
 """For algorithms that compare the samples of a prompt."""
-_idle = always("async/engines_idle", 5, lambda share: share > 0.6, "engines had no request {:.0%} of the time")
 
 
-def engines_starved(rows: Rows) -> str | None:
-    """While there was something left to sample: what runs ahead of the trainer gets less in a run's last steps."""
-    ahead = [row.get("async/in_flight", 0.0) + row.get("async/queue", 0.0) for row in rows[-5:]]
-    return None if ahead[-1] < ahead[0] else _idle(rows)
+def async_rules(max_staleness: int) -> tuple[Rule, ...]:
+    """For asynchronous training: in synchronous training one side waits for the other by design.
 
+    Where rollouts run ahead, steps come in bursts: a slow one, then as many fast ones as rollouts are ahead. So each of
+    several bursts is looked at as a whole.
+    """
+    burst = min(max_staleness + 1, LOOKED_AT // 3)
+    bursts = 3 if burst > 1 else 5
+    idle = in_each("async/engines_idle", burst, bursts, 0.6, "engines had no request {:.0%} of the time")
 
-ASYNC = (
-    Rule(
-        "trainer_starved",
-        always(
-            "async/trainer_idle", 5, lambda share: share > 0.4, "the trainer waited for rollouts {:.0%} of the time"
+    def engines_starved(seen: History) -> str | None:
+        """While there is something left to sample: in a run's last steps what runs ahead has ended."""
+        ending = seen.total_steps and seen.steps[-1]["step"] >= seen.total_steps - max_staleness
+        return None if ending else idle(seen)
+
+    return (
+        Rule(
+            "trainer_starved",
+            in_each("async/trainer_idle", burst, bursts, 0.4, "the trainer waited for rollouts {:.0%} of the time"),
+            "Give engines more slots (generator.num_inference_engines), or let them run further ahead "
+            "(trainer.fully_async.max_staleness_steps); `skyrl-train simulate --from RUN` says what each would bring.",
         ),
-        "Give engines more slots (generator.num_inference_engines), or let them run further ahead "
-        "(trainer.fully_async.max_staleness_steps); `skyrl-train simulate --from RUN` says what each would bring.",
-    ),
-    Rule(
-        "engines_starved",
-        engines_starved,
-        "Give the trainer some of their slots (trainer.placement.policy_num_gpus_per_node), or let them run further "
-        "ahead (trainer.fully_async.max_staleness_steps); `skyrl-train simulate --from RUN` says what each brings.",
-    ),
-)
-"""For asynchronous training: in synchronous training one side waits for the other by design."""
+        Rule(
+            "engines_starved",
+            engines_starved,
+            "Give the trainer some of their slots (trainer.placement.policy_num_gpus_per_node), or let them run "
+            "further ahead (trainer.fully_async.max_staleness_steps); `skyrl-train simulate --from RUN` says what "
+            "each brings.",
+        ),
+    )
+
+
 RULES = (
     Rule(
         "truncated",

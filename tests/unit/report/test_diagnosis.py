@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from skyrl_train.config.keys import all_keys
-from skyrl_train.report.diagnosis import ASYNC, DIAGNOSIS_FILE, NO_DIFFERENCE, RULES, Diagnosis, memory_rule
+from skyrl_train.report.diagnosis import DIAGNOSIS_FILE, NO_DIFFERENCE, RULES, Diagnosis, Rule, async_rules, memory_rule
 from skyrl_train.report.jsonl import JsonlTracker
 from skyrl_train.report.trackers import Trackers
 
 MEMORY = memory_rule(80.0, "memory/learner_peak_gib")
-EVERY = [NO_DIFFERENCE, *ASYNC, *RULES, MEMORY]
+EVERY = [NO_DIFFERENCE, *async_rules(max_staleness=1), *RULES, MEMORY]
 HEALTHY = {
     "timing/step_s": 2.0,
     "reward/mean": 0.4,
@@ -45,6 +46,12 @@ def last(count: int, **values: float) -> list[dict[str, float]]:
     return steps(*[{name.replace("__", "/"): value for name, value in values.items()}] * count)
 
 
+def bursts(waits_s: float) -> list[dict[str, float]]:
+    """Of two steps the first waits for rollouts most of the time, and the second never."""
+    waits = {"async/trainer_idle": 0.8, "timing/step_s": waits_s}
+    return steps(*[waits, {"async/trainer_idle": 0.0, "timing/step_s": 1.0}] * 3)
+
+
 def falling(score: float) -> list[dict[str, float]]:
     """The reward rises; of three evaluations the first is 0.6."""
     rewards = [HEALTHY | {"reward/mean": 0.3 + 0.02 * step} for step in range(24)]
@@ -60,8 +67,8 @@ CASES: dict[str, tuple[list[dict[str, float]], list[dict[str, float]], str]] = {
         last(4, reward__zero_variance_groups=1.0),
         "97% of the prompts",
     ),
-    "trainer_starved": (last(5, async__trainer_idle=0.5), last(5, async__trainer_idle=0.3), "50% of the time"),
-    "engines_starved": (last(5, async__engines_idle=0.7), last(5, async__engines_idle=0.5), "70% of the time"),
+    "trainer_starved": (bursts(waits_s=3.0), bursts(waits_s=0.8), "56% of the time in the last 6 steps"),
+    "engines_starved": (last(6, async__engines_idle=0.7), last(6, async__engines_idle=0.5), "70% of the time"),
     "truncated": (
         last(3, response__truncated_fraction=0.5),
         last(2, response__truncated_fraction=1.0),
@@ -100,7 +107,7 @@ CASES: dict[str, tuple[list[dict[str, float]], list[dict[str, float]], str]] = {
 
 
 def test_every_rule_has_its_cases():
-    assert list(CASES) == [rule.name for rule in [NO_DIFFERENCE, *ASYNC, *RULES]] + [MEMORY.name]
+    assert list(CASES) == [rule.name for rule in EVERY]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -129,11 +136,89 @@ def test_a_distance_from_the_engine_is_no_illness_where_samples_are_old(tmp_path
 
 
 def test_engines_that_have_sampled_all_there_is_are_not_starved(tmp_path: Path):
-    idle = {"async/engines_idle": 1.0, "async/in_flight": 0.0}
-    ending = [idle | {"async/queue": 8.0 * left} for left in (5, 4, 3, 2, 1, 0)]
-    assert findings(tmp_path / "ending", steps(*ending)) == []
-    (found,) = findings(tmp_path / "full", steps(*[idle | {"async/queue": 40.0}] * 5))
-    assert found["rule"] == "engines_starved"
+    idle, rules = {"async/engines_idle": 1.0}, async_rules(max_staleness=6)
+    assert findings(tmp_path / "ending", steps(*[idle] * 7, count=40), rules=rules, total=40) == []
+    (found,) = findings(tmp_path / "going on", steps(*[idle] * 33, count=40), rules=rules, total=40)
+    assert (found["rule"], found["since"]) == ("engines_starved", 26)
+
+
+def evaluated(*scores: float, every: int = 1, reward: float = 0.01) -> list[dict[str, float]]:
+    """A run whose reward rises by so much a step, with evaluations, the first of them before it."""
+    rows = [HEALTHY | {"reward/mean": reward * step} for step in range(every * (len(scores) - 1))]
+    rows = [{}, *rows]
+    for index, score in enumerate(scores):
+        rows[every * index] = rows[every * index] | {"eval/gsm8k/avg_score": score}
+    return rows
+
+
+def test_an_evaluation_falls_from_that_before_the_first_step_and_from_one_long_ago(tmp_path: Path):
+    (found,) = findings(tmp_path / "first", evaluated(0.6, 0.5, 0.5, every=5), begin=-1)
+    assert found["evidence"] == (
+        "the evaluation fell from 0.6 to 0.5 while the reward in training rose from 0.02 to 0.07"
+    )
+    (found,) = findings(tmp_path / "long", evaluated(0.1, 0.6, 0.5, 0.5, every=50), begin=-1)
+    assert found["since"] == 150
+    assert findings(tmp_path / "close", evaluated(0.6, 0.56, 0.5, every=5), begin=-1) == []
+
+
+def test_the_best_of_many_evaluations_is_luck_too(tmp_path: Path):
+    rng = random.Random(0)
+    plateau = [0.6 + rng.gauss(0.0, 0.03) for _ in range(200)]
+    assert findings(tmp_path / "plateau", evaluated(*plateau), begin=-1) == []
+    (found,) = findings(tmp_path / "falls", evaluated(*plateau, 0.4, 0.4), begin=-1)
+    assert found["since"] == 201
+    equal = [HEALTHY | {"reward/mean": 0.1 * step, "eval/x/avg_score": 0.8} for step in range(8)]
+    lower = [HEALTHY | {"reward/mean": 0.3, "eval/x/avg_score": 0.7}] * 4
+    assert findings(tmp_path / "equal", [*equal, *lower]) == []  # the reward has fallen since the latest best one
+
+
+def test_what_is_a_fall_goes_by_the_size_of_scores(tmp_path: Path):
+    assert findings(tmp_path / "noise", evaluated(60.0, 59.0, 58.0, every=5), begin=-1) == []
+    (found,) = findings(tmp_path / "falls", evaluated(60.0, 50.0, 50.0, every=5), begin=-1)
+    assert found["rule"] == "evaluation_falls"
+    assert findings(tmp_path / "same", evaluated(0.6, 0.5, 0.5, every=5, reward=0.001), begin=-1) == []
+
+
+def test_a_resumed_run_knows_its_earlier_evaluations(tmp_path: Path):
+    rows = evaluated(0.6, 0.5, 0.5, every=5)
+    run(tmp_path, rows[:-1], begin=-1)
+    (found,) = run(tmp_path, rows[-1:], begin=9)
+    assert found["rule"] == "evaluation_falls"
+
+
+def test_gradients_are_compared_with_those_from_which_something_could_be_learnt(tmp_path: Path):
+    nothing = HEALTHY | {"policy/grad_norm": 1e-4, "reward/zero_variance_groups": 1.0}
+    assert findings(tmp_path / "begins", [nothing] * 20 + [HEALTHY] * 20, rules=RULES) == []
+    assert findings(tmp_path / "seldom", [nothing, nothing, HEALTHY] * 20, rules=RULES) == []
+    (found,) = findings(tmp_path / "alone", [nothing] * 20 + [nothing | {"policy/grad_norm": 1.0}] * 2, rules=RULES)
+    assert found["rule"] == "gradient_spikes"  # one sample a prompt: all are such
+
+
+def test_gradients_that_explode_and_stay_so_are_found(tmp_path: Path):
+    for name, norms in (("grow", (50.0, 80.0, 200.0)), ("twice", (30.0, 30.0, 1.0))):
+        (found,) = findings(tmp_path / name, steps(*({"policy/grad_norm": norm} for norm in norms)))
+        assert found["rule"] == "gradient_spikes"
+
+
+def test_a_slow_step_alone_starves_nobody(tmp_path: Path):
+    """As one in which an engine was started again."""
+    slow = {"async/trainer_idle": 0.95, "async/engines_idle": 0.95, "timing/step_s": 300.0}
+    assert findings(tmp_path, steps(slow, *[{}] * 8)) == []
+
+
+def test_a_step_that_ended_early_does_not_hide_that_one_side_is_starved(tmp_path: Path):
+    rows = bursts(waits_s=3.0)
+    early = {name: value for name, value in HEALTHY.items() if not name.startswith("async/")}
+    (found,) = findings(tmp_path, [*rows[:-3], early, *rows[-3:]])
+    assert found["rule"] == "trainer_starved"
+
+
+def test_an_entropy_is_compared_with_the_run_s_first_however_long_ago(tmp_path: Path):
+    falls = [HEALTHY | {"policy/entropy": 0.985**step} for step in range(320)]
+    (found,) = findings(tmp_path / "slowly", falls)
+    assert (found["rule"], found["until"]) == ("entropy_collapse", None)
+    (found,) = findings(tmp_path / "at once", [HEALTHY] * 20 + [HEALTHY | {"policy/entropy": 0.01}] * 100)
+    assert (found["rule"], found["until"]) == ("entropy_collapse", None)
 
 
 def test_an_answer_that_is_cut_is_no_bug_of_the_environment(tmp_path: Path):
@@ -198,15 +283,17 @@ def test_a_file_that_no_diagnosis_has_written_is_left_out(tmp_path: Path):
         assert diagnosis.findings == []
 
 
-def run(folder: Path, rows: list[dict[str, float]], begin: int = 0) -> list[dict[str, Any]]:
+def run(
+    folder: Path, rows: list[dict[str, float]], begin: int = 0, rules: Sequence[Rule] = EVERY, total: int = 1000
+) -> list[dict[str, Any]]:
+    """What is found in a run whose rows these are, after step `begin`; from -1 on the first is of before training."""
     folder.mkdir(exist_ok=True)
-    diagnosis = Diagnosis(folder, EVERY)
+    diagnosis = Diagnosis(folder, rules)
     with Trackers({"jsonl": JsonlTracker(folder), "diagnosis": diagnosis}) as trackers:
-        trackers.begin(begin, 100)
+        trackers.begin(max(0, begin), total)
         for step, row in enumerate(rows, begin + 1):
             trackers.log(row, step)
     return [vars(finding) for finding in diagnosis.findings]
 
 
-def findings(folder: Path, rows: list[dict[str, float]]) -> list[dict[str, Any]]:
-    return run(folder, rows)
+findings = run

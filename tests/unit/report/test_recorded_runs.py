@@ -15,7 +15,7 @@ from skyrl_train.algorithms import registry as algorithms
 from skyrl_train.assembly.services import rules_of
 from skyrl_train.config.prepare import prepare
 from skyrl_train.registry import import_plugins
-from skyrl_train.report.diagnosis import ASYNC, NO_DIFFERENCE, RULES, Diagnosis, Rule, memory_rule
+from skyrl_train.report.diagnosis import NO_DIFFERENCE, RULES, Diagnosis, Rule, async_rules, memory_rule
 
 RECORDED = Path(__file__).parent / "recorded"
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -23,23 +23,27 @@ PRESETS = sorted(path.stem for path in (EXAMPLES / "algorithms").glob("*.yaml") 
 
 MEMORY = memory_rule(1.0, "memory/learner_peak_rss_gib")
 """As if the machine had 1 GiB."""
-EVERY = [NO_DIFFERENCE, *ASYNC, *RULES, MEMORY]
+STARVED = async_rules(max_staleness=1)
+"""For ill runs, as these are configured."""
+EVERY = [NO_DIFFERENCE, *STARVED, *RULES, MEMORY]
 READS = {
-    "no_difference": "reward/zero_variance_groups",
-    "trainer_starved": "async/trainer_idle",
-    "engines_starved": "async/engines_idle",
-    "truncated": "response/truncated_fraction",
-    "format_never_met": "environment/no_answer",
-    "entropy_collapse": "policy/entropy",
-    "kl_runs_away": "policy/kl",
-    "engine_and_trainer_disagree": "mismatch/ratio_mean",
-    "gradient_spikes": "policy/grad_norm",
-    "episodes_fail": "rollouts/failed",
-    "long_answers_are_cut": "rollouts/failed",
-    "evaluation_falls": "eval/arithmetic/avg_score",
-    "memory_near_its_limit": "memory/learner_peak_rss_gib",
+    "no_difference": ("reward/zero_variance_groups", 5),
+    "trainer_starved": ("async/trainer_idle", 21),
+    "engines_starved": ("async/engines_idle", 21),
+    "truncated": ("response/truncated_fraction", 3),
+    "format_never_met": ("environment/no_answer", 5),
+    "entropy_collapse": ("policy/entropy", 10),
+    "kl_runs_away": ("policy/kl", 6),
+    "engine_and_trainer_disagree": ("mismatch/ratio_mean", 3),
+    "gradient_spikes": ("policy/grad_norm", 20),
+    "episodes_fail": ("rollouts/failed", 3),
+    "long_answers_are_cut": ("rollouts/failed", 3),
+    "evaluation_falls": ("eval/arithmetic/avg_score", 3),
+    "memory_near_its_limit": ("memory/learner_peak_rss_gib", 1),
 }
-"""What a run without an illness must have measured to say that it has not got it."""
+"""What a run without an illness must have measured, and in how many steps, for a rule to say that it has not got it."""
+SELDOM = {"gradient_spikes", "evaluation_falls"}
+"""What presets' recorded runs do not tell: they have 12 steps and no evaluation. Most have no reference, either."""
 ALSO = {
     "format_never_met": {"no_difference"},  # where nothing is an answer, all get the same reward
     "entropy_collapse": {"truncated"},  # the best answer is "4 4 4 4", without an end
@@ -56,9 +60,9 @@ def test_a_rule_notices_a_real_run_that_has_its_illness(rule: Rule, tmp_path: Pa
 
 @pytest.mark.parametrize("rule", EVERY, ids=lambda rule: rule.name)
 def test_a_rule_says_nothing_of_a_real_run_that_is_well(rule: Rule, tmp_path: Path):
-    name = "well_async" if rule in ASYNC else "well"
-    assert sum(READS[rule.name] in row for row in recorded(name)) >= 3
-    assert findings(name, EVERY, tmp_path) == {}
+    name = "well_async" if rule in STARVED else "well"
+    assert measured(name, rule)
+    assert findings(name, [NO_DIFFERENCE, *async_rules(max_staleness=6), *RULES, MEMORY], tmp_path) == {}
 
 
 @pytest.fixture
@@ -76,7 +80,10 @@ def test_nothing_is_said_of_the_quickstart_and_the_presets(name: str, plugins: N
     arguments = ["--config-dir", str(EXAMPLES / folder), "--config-name", preset, "trainer.policy.model.path=model"]
     cfg = prepare(arguments, has_accelerator=False).config
     import_plugins(cfg.trainer.plugins)
-    assert findings(name, rules_of(cfg), tmp_path) == {}
+    rules = rules_of(cfg)
+    unread = {rule.name for rule in rules if not measured(name, rule)}
+    assert unread <= {"kl_runs_away", *(() if name == "quickstart" else SELDOM)}
+    assert findings(name, rules, tmp_path) == {}
 
 
 def test_recordings_are_small_and_hold_numbers_alone():
@@ -87,13 +94,19 @@ def test_recordings_are_small_and_hold_numbers_alone():
         assert {type(value) for row in recorded(file.stem) for value in row.values()} <= {int, float}
 
 
+def measured(name: str, rule: Rule) -> bool:
+    metric, steps = READS[rule.name]
+    return sum(metric in row for row in recorded(name)) >= steps
+
+
 def recorded(name: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in (RECORDED / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def findings(name: str, rules: list[Rule], folder: Path) -> dict[str, str]:
     """What the rules say of a recorded run: the evidence by the rule's name."""
-    diagnosis = Diagnosis(folder, rules)
-    for row in recorded(name):
+    diagnosis, rows = Diagnosis(folder, rules), recorded(name)
+    diagnosis.begin(0, int(rows[-1]["step"]))
+    for row in rows:
         diagnosis.log(row, int(row["step"]))
     return {finding.rule: f"step {finding.since}: {finding.evidence}" for finding in diagnosis.findings}
