@@ -62,7 +62,7 @@ _NOTHING_KEPT: Mapping[str, Any] = {
     "trainer.guards.max_cut_fraction": None,
     "trainer.guards.stop": [],
 }
-"""What a probe does without: files, and judgements of what is learnt."""
+"""What a probe does without: files, and judgements of what is learnt. The endpoint stays: environments may call it."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class ProbeExp(BasePPOExp):
             prompts=pace.prompts,
             dataset=self.train_dataset,
             eval_prompts=len(self.eval_dataset or ()),
-            responses=_answer_lengths(batch),
+            responses=answer_lengths(batch),
             passes_tokens=len(part.input_ids),
             passes=passes,
         )
@@ -317,7 +317,7 @@ async def _saves_nothing(step: int, unfinished: Any = None) -> None:
     """In place of a checkpoint."""
 
 
-def _answer_lengths(batch: TrainBatch) -> list[int]:
+def answer_lengths(batch: TrainBatch) -> list[int]:
     """The tokens of each answer that count; of one that is masked, all after the prompt."""
     import torch
 

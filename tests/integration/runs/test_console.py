@@ -38,7 +38,7 @@ updates = 0
 def large(logprobs, advantages, mask, *, eps_low, eps_high):
     global updates
     updates += 1
-    if updates == 2:
+    if updates == 4:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     return -logprobs * advantages * mask, torch.zeros_like(mask)
 
@@ -88,7 +88,6 @@ def failing(small: Callable[[Path], list[str]], plugin: str, tmp_path: Path) -> 
         *(one for one in small(tmp_path) if not one.startswith(("environment.env_class", "data."))),
         f"data.train_data=['{data}']",
         "environment.env_class=fails",
-        "trainer.epochs=3",
         "trainer.eval_before_train=false",
         "trainer.eval_interval=0",
         plugin,
@@ -96,20 +95,18 @@ def failing(small: Callable[[Path], list[str]], plugin: str, tmp_path: Path) -> 
     ]
 
 
-def test_an_environment_that_fails(shown: Callable[..., str], failing: list[str], tmp_path: Path):
-    text = shown(*failing, "trainer.max_failed_fraction=0.9", expect=0)
-    assert_as_kept(text, tmp_path, KEPT / "environment_fails.txt")
+def test_an_environment_that_fails_and_then_memory_runs_out(
+    shown: Callable[..., str], failing: list[str], tmp_path: Path
+):
+    overrides = ["trainer.epochs=5", "trainer.max_failed_fraction=0.9", "trainer.algorithm.policy_loss_type=large"]
+    text = shown(*failing, *overrides, expect=1)
+    assert_as_kept(text, tmp_path, KEPT / "environment_fails_and_memory_runs_out.txt")
 
 
 @pytest.mark.on_demand
 def test_more_episodes_fail_than_may(shown: Callable[..., str], failing: list[str], tmp_path: Path):
     text = shown(*failing, f"trainer.ckpt_path={tmp_path / 'other'}", "trainer.max_failed_fraction=0.2", expect=1)
     assert_as_kept(text, tmp_path, KEPT / "too_many_fail.txt")
-
-
-def test_memory_runs_out(shown: Callable[..., str], small: Callable[[Path], list[str]], plugin: str, tmp_path: Path):
-    overrides = ["trainer.algorithm.policy_loss_type=large", "trainer.eval_before_train=false", plugin, *QUIET]
-    assert_as_kept(shown(*small(tmp_path), *overrides, expect=1), tmp_path, KEPT / "memory_runs_out.txt")
 
 
 def test_a_run_on_a_terminal(small: Callable[[Path], list[str]], tmp_path: Path):
@@ -156,6 +153,14 @@ def test_a_run_that_is_told_to_end_and_goes_on(
     finally:
         over.set()
         interrupting.join()
+    logs = tmp_path / "ckpts" / "logs"
+    before = {path.name: path.read_text() for path in logs.iterdir()}
     for name, text in (("told_to_end", told), ("goes_on", shown(*overrides, expect=0))):
         steps_apart = re.sub(r"(?m)^step \d+: .*\n", "", text)  # which depends on where it was told
         assert_as_kept(steps_apart, tmp_path, KEPT / f"{name}.txt")
+    first, driver = logs / "attempt_1", "driver.log"
+    assert {path.name for path in first.iterdir()} == {*before} == {path.name for path in logs.iterdir()} - {first.name}
+    assert (first / driver).read_text() == before[driver] and "ended by SIGINT" in before[driver]
+    again = (logs / driver).read_text()
+    assert "SIGINT" not in again and "INFO skyrl_train.report.console: step 12/12 " in again
+    assert (logs / "learner_0.log").read_text().startswith("--- learner 0, process ")

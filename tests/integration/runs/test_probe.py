@@ -36,6 +36,12 @@ def config(overrides: list[str]) -> Config:
     return prepare(overrides).config
 
 
+def quickly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Probe for this long."""
+    monkeypatch.setattr(probing, "STEPS_S", seconds)
+    monkeypatch.setattr(probing, "PASSES_S", seconds)
+
+
 @pytest.mark.slow
 def test_a_probe_says_what_to_set_and_leaves_nothing(
     ray_of_all_runs: None,
@@ -45,8 +51,7 @@ def test_a_probe_says_what_to_set_and_leaves_nothing(
     capsys: pytest.CaptureFixture[str],
 ):
     """Neither in the run's folder, which belongs to another run, nor in the temporary one, nor in the model's."""
-    monkeypatch.setattr(probing, "STEPS_S", 2.0)
-    monkeypatch.setattr(probing, "PASSES_S", 2.0)
+    quickly(monkeypatch, 2.0)
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -69,6 +74,17 @@ def test_a_probe_says_what_to_set_and_leaves_nothing(
             key, _, value = line.removeprefix("set ").partition(":")[0].partition("=")
             assert key == LIMIT
             assert validate(config([*small(tmp_path), f"{key}={value}"])) == []
+
+
+@pytest.mark.on_demand
+def test_parts_of_steps_are_measured_with_the_scoring_that_only_whole_ones_need(
+    ray_of_all_runs: None, small: Callable[[Path], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A part is a single mini-batch, and whole steps do not fit the time."""
+    quickly(monkeypatch, 0.01)
+    found = probe(config([*small(tmp_path), "trainer.policy_mini_batch_size=2"]))
+    assert [one.prompts for one in found.steps] == [1, 2]
+    assert all(one.row["timing/score_s"] > 0 for one in found.steps)
 
 
 def colocated(folder: Path) -> list[str]:

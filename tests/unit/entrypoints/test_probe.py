@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from skyrl_train.config.keys import value_at, with_value_at
 from skyrl_train.config.schema import Config
@@ -23,6 +24,7 @@ from skyrl_train.entrypoints.probe import (
     Pace,
     Passes,
     Probed,
+    answer_lengths,
     probe,
     sizes_between,
     temporary_folder,
@@ -30,6 +32,7 @@ from skyrl_train.entrypoints.probe import (
 )
 from skyrl_train.entrypoints.probe_report import best_passes, probe_lines
 from skyrl_train.errors import ConfigError, EngineError, Stopped
+from tests.support.learner_specs import policy_batch
 from tests.support.measured_steps import config, taken
 
 
@@ -119,6 +122,18 @@ def test_only_logs_that_explain_a_failure_are_kept(error: BaseException | None, 
             raise error
     assert folder.exists() == kept
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_masked_answer_has_its_length():
+    """As one that was cut by a deadline, which took as long as it is."""
+    batch = policy_batch((9, 4, 12, 9))
+    keep = torch.tensor([True, False, True, False])
+    masked = batch.with_tokens(loss_mask=batch.loss_mask & batch.per_token(keep))
+    answers = (batch.lengths - batch.prompt_lengths).tolist()
+    assert answer_lengths(batch) == batch.per_sequence_sum(batch.loss_mask.long()).tolist()
+    assert answer_lengths(masked)[1::2] == answers[1::2]
+    assert answer_lengths(masked)[::2] == answer_lengths(batch)[::2]
+    assert min(answers) > 0
 
 
 def test_sizes_of_micro_batches_go_from_a_sequence_to_one_pass():
