@@ -2,8 +2,9 @@
 
     python scripts/benchmarks/startup.py --repeats 5
 
-Each is started as a user does, in an environment of PATH and HOME alone; the repository's environment must be there.
-The phases are those of a program of one's own (`startup_phases.py`), which is the entrypoint with a clock.
+Each is started as a user does, in an environment of PATH, HOME and where packages come from; the repository's own
+environment must be there. The phases are those of a program of one's own (`startup_phases.py`), which is the entrypoint
+with a clock.
 """
 
 from __future__ import annotations
@@ -94,7 +95,10 @@ def phases_of(arguments: list[str], folder: Path) -> dict[str, float]:
 
 
 def clean_environment() -> dict[str, str]:
-    return {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "PYTHONUNBUFFERED": "1"}
+    """As a user's: PATH and HOME, and where this machine installs packages from."""
+    index = ("PIP_", "UV_FIND_LINKS", "UV_DEFAULT_INDEX", "UV_INDEX", "UV_EXTRA_INDEX", "SSL_CERT_")
+    kept = {name: value for name, value in os.environ.items() if name.startswith(index)}
+    return kept | {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "PYTHONUNBUFFERED": "1"}
 
 
 def to_first_step(command: list[str], folder: Path) -> float:

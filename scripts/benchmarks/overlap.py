@@ -1,0 +1,150 @@
+"""Generation and updates beside each other, without a schedule: the most that asynchronous training can bring here.
+
+    python scripts/benchmarks/overlap.py [--backends transformers vllm] [--lengths equal] [--rounds 3] [key=value ...]
+
+One engine and one learner with a core each and the work of async.py: the rollouts of a step, and scoring and updating
+its batch, first in turns, each alone, then both again and again at the same time, with nothing that makes one wait for
+the other. What each takes longer then is the machine's: cores share caches, memory and their clock. Medians of the
+rounds. A step of both begins with both and ends with the longer one alone: of that, which takes a seconds alone and b
+beside the other, u / b is done while the other takes its u seconds. So it takes u + a * (1 - u / b), and the most times
+as fast is (both alone) / that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from gated_run import LENGTHS, GatedRun, compute_with
+from measure import HERE, PASSIVE, about, line
+from workload import SMALL, prompt_texts, run_command, save_model, write_prompts
+
+from skyrl_train.config.choices import ENGINES
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.entrypoints.main_base import start
+from skyrl_train.metrics import Metrics
+from skyrl_train.report.trackers import Trackers
+
+schedules = importlib.import_module("async")  # whose name is a keyword
+SIDES = ("generation", "update")
+Side = Callable[[], Awaitable[Any]]
+
+
+class Overlap(GatedRun):
+    """One step of a run, whose work is then done again and again."""
+
+    rounds: ClassVar[int]
+    found: ClassVar[dict[str, tuple[float, float]]]
+    """Seconds of each side: alone, and beside the other."""
+
+    def get_tracker(self, directory: Path) -> Any:
+        return Trackers({})
+
+    async def _run(self) -> None:
+        kept: list[TrainBatch] = []
+
+        def keep(batch: TrainBatch, metrics: Metrics) -> TrainBatch:
+            kept.append(batch.with_tokens(old_logprobs=None))  # to be scored again
+            return batch
+
+        async with self.session() as session:
+            trainer, learner = session.trainer, session.learner
+            trainer.batch_steps = [*trainer.batch_steps, keep]
+            await trainer.fit()
+            generator = self.get_generator(session.client, session.environments, evaluation=False)
+            prompts = self.train_dataset.prompts[: self.cfg.trainer.train_batch_size]
+
+            async def generate() -> None:
+                await asyncio.gather(*(generator.rollout(prompt, index) for index, prompt in enumerate(prompts)))
+
+            async def update() -> None:
+                await learner.update(await learner.score(kept[0]))
+
+            alone = await in_turns((generate, update), self.rounds)
+            beside = await at_once((generate, update), self.rounds)
+        type(self).found = {
+            side: (statistics.median(first), statistics.median(second))
+            for side, first, second in zip(SIDES, alone, beside, strict=True)
+        }
+
+
+async def timed(side: Side) -> float:
+    begun = time.perf_counter()
+    await side()
+    return time.perf_counter() - begun
+
+
+async def in_turns(sides: tuple[Side, ...], rounds: int) -> list[list[float]]:
+    """Seconds of each round of each side; one more warms up."""
+    found = [[await timed(side) for side in sides] for _ in range(rounds + 1)]
+    return [list(one) for one in zip(*found[1:], strict=True)]
+
+
+async def at_once(sides: tuple[Side, ...], rounds: int) -> list[list[float]]:
+    """Seconds of each round while the other side goes on; the first round of each is not counted."""
+    found: list[list[float]] = [[] for _ in sides]
+
+    async def again_and_again(own: list[float], side: Side) -> None:
+        while min(map(len, found)) <= rounds:
+            own.append(await timed(side))
+
+    await asyncio.gather(*(again_and_again(own, side) for own, side in zip(found, sides, strict=True)))
+    return [own[1 : rounds + 1] for own in found]
+
+
+def measure(folder: Path, model: Path, backend: str, lengths: str, options: argparse.Namespace) -> None:
+    folder.mkdir()
+    work = schedules.FEWER.get(backend, schedules.WORK).get(lengths, schedules.WORK[lengths])
+    write_prompts(folder / "prompts.jsonl", prompt_texts(work.prompts, work.prompt_tokens))
+    os.environ.pop(LENGTHS, None)
+    if sigma := schedules.SIGMAS[lengths]:
+        os.environ[LENGTHS] = f"{work.new_tokens},{sigma}"
+        work = replace(work, new_tokens=schedules.LONGEST * work.new_tokens)
+    overrides = [
+        f"generator.backend={backend}",
+        "trainer.placement.colocate_all=false",
+        f"trainer.max_tokens_per_microbatch={schedules.MICROBATCH}",
+        "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
+        *options.overrides,
+    ]
+    _, _, *keys = run_command(folder, model, work, 1, "fsdp2", overrides)
+    start(Overlap, keys, own_code=True)
+    for side, (alone, beside) in Overlap.found.items():
+        print(f"| {backend} | {lengths} | {side} | {alone:.2f} | {beside:.2f} ({beside / alone - 1:+.0%}) | |")
+    (_, quick), (alone, beside) = sorted(Overlap.found.values(), key=lambda one: one[1])
+    both, together = sum(one for one, _ in Overlap.found.values()), quick + alone * (1 - quick / beside)
+    print(f"| {backend} | {lengths} | both | {both:.2f} | {together:.2f} | {both / together:.2f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backends", nargs="+", default=["transformers", "vllm"], choices=ENGINES)
+    parser.add_argument("--lengths", nargs="+", default=["equal"], choices=schedules.SIGMAS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="more configuration of the run")
+    options = parser.parse_intermixed_args()
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])  # where processes find `even_digits`
+    os.environ.update(PASSIVE, PYTHONPATH=path)
+    compute_with(1)
+    Overlap.rounds = options.rounds
+    print(line(about(*(name for name in options.backends if name != "transformers"))), flush=True)
+    print("| engine | lengths | what | s alone | s beside the other | the most |\n" + "| --- " * 6 + "|", flush=True)
+    with tempfile.TemporaryDirectory(prefix="overlap-") as name:
+        folder = Path(name)
+        save_model(folder / "model", SMALL)
+        for backend in options.backends:
+            for lengths in options.lengths:
+                measure(folder / f"{backend}-{lengths}", folder / "model", backend, lengths, options)
+
+
+if __name__ == "__main__":
+    main()
