@@ -20,9 +20,10 @@ SCRIPTS = Path(__file__).parents[3] / "scripts" / "benchmarks"
         ("grpo_step.py", ["--sides", "skyrl_train", "--steps", "1"], "| skyrl_train | "),
         ("reports.py", ["--steps", "1"], "| CPU-s of a step |"),
         ("overhead.py", ["--steps", "1"], "| ratio (wanted"),
+        ("overlap.py", ["--backends", "transformers", "--rounds", "1"], "| transformers | equal | both | "),
     ],
 )
-def test_a_run_that_stands_still_between_steps_ends_with_them(script: str, arguments: list[str], row: str):
+def test_a_benchmark_of_runs_ends_with_its_table(script: str, arguments: list[str], row: str):
     path = os.pathsep.join([str(SCRIPTS.parents[1]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(SCRIPTS / script), *arguments]
     done = subprocess.run(
