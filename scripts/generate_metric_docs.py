@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from skyrl_train.report.diagnosis import NO_DIFFERENCE, RULES, async_rules, memory_rule
+from skyrl_train.report.diagnosis import NO_DIFFERENCE, RULES, async_rules, gradient_rule, memory_rule
 from skyrl_train.report.metric_table import METRICS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
@@ -31,7 +31,7 @@ def _metrics() -> list[str]:
 
 def _rules() -> list[str]:
     head = ["| rule | what to change |", "| --- | --- |"]
-    every = [NO_DIFFERENCE, *async_rules(1), *RULES, memory_rule(0.0, "memory")]
+    every = [NO_DIFFERENCE, gradient_rule(groups_teach=True), *async_rules(1), *RULES, memory_rule(0.0, "memory")]
     return head + [f"| `{rule.name}` | {rule.advice} |" for rule in every]
 
 

@@ -1,13 +1,12 @@
-"""Generation and updates beside each other, without a schedule: the most that asynchronous training can bring here.
+"""Generation and updates beside each other, without a schedule: about the most that asynchronous training can bring.
 
-    python scripts/benchmarks/overlap.py [--backends transformers vllm] [--lengths equal] [--rounds 3] [key=value ...]
+    python scripts/benchmarks/overlap.py [--backends transformers vllm] [--lengths equal] [--rounds 5] [key=value ...]
 
 One engine and one learner with a core each and the work of async.py: the rollouts of a step, and scoring and updating
-its batch, first in turns, each alone, then both again and again at the same time, with nothing that makes one wait for
-the other. What each takes longer then is the machine's: cores share caches, memory and their clock. Medians of the
-rounds. A step of both begins with both and ends with the longer one alone: of that, which takes a seconds alone and b
-beside the other, u / b is done while the other takes its u seconds. So it takes u + a * (1 - u / b), and the most times
-as fast is (both alone) / that.
+its batch. A round is each of them alone, then both again and again at the same time, with nothing that makes one wait
+for the other. A step of both begins with both and ends with the longer one alone: of that, which takes a seconds alone
+and b beside the other, u / b is done while the other takes its u seconds. So it takes u + a * (1 - u / b), and what can
+be had is (both alone) / that: medians over the rounds, and the least and the most of it.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,12 +38,29 @@ SIDES = ("generation", "update")
 Side = Callable[[], Awaitable[Any]]
 
 
+@dataclass(frozen=True)
+class Round:
+    """Seconds of generation and update."""
+
+    alone: list[float]
+    beside: list[float]
+
+    @property
+    def together_s(self) -> float:
+        """Of a step of both."""
+        (_, quick), (alone, beside) = sorted(zip(self.alone, self.beside, strict=True), key=lambda one: one[1])
+        return quick + alone * (1 - quick / beside)
+
+    @property
+    def times(self) -> float:
+        return sum(self.alone) / self.together_s
+
+
 class Overlap(GatedRun):
     """One step of a run, whose work is then done again and again."""
 
     rounds: ClassVar[int]
-    found: ClassVar[dict[str, tuple[float, float]]]
-    """Seconds of each side: alone, and beside the other."""
+    found: ClassVar[list[Round]]
 
     def get_tracker(self, directory: Path) -> Any:
         return Trackers({})
@@ -69,12 +85,9 @@ class Overlap(GatedRun):
             async def update() -> None:
                 await learner.update(await learner.score(kept[0]))
 
-            alone = await in_turns((generate, update), self.rounds)
-            beside = await at_once((generate, update), self.rounds)
-        type(self).found = {
-            side: (statistics.median(first), statistics.median(second))
-            for side, first, second in zip(SIDES, alone, beside, strict=True)
-        }
+            sides = generate, update
+            rounds = [(await in_turns(sides), await at_once(sides)) for _ in range(self.rounds + 1)]
+        type(self).found = [Round(alone, beside) for alone, beside in rounds[1:]]  # the first warms up
 
 
 async def timed(side: Side) -> float:
@@ -83,22 +96,21 @@ async def timed(side: Side) -> float:
     return time.perf_counter() - begun
 
 
-async def in_turns(sides: tuple[Side, ...], rounds: int) -> list[list[float]]:
-    """Seconds of each round of each side; one more warms up."""
-    found = [[await timed(side) for side in sides] for _ in range(rounds + 1)]
-    return [list(one) for one in zip(*found[1:], strict=True)]
+async def in_turns(sides: Sequence[Side]) -> list[float]:
+    """Seconds of each side alone."""
+    return [await timed(side) for side in sides]
 
 
-async def at_once(sides: tuple[Side, ...], rounds: int) -> list[list[float]]:
-    """Seconds of each round while the other side goes on; the first round of each is not counted."""
+async def at_once(sides: Sequence[Side]) -> list[float]:
+    """Seconds of each side while the other goes on."""
     found: list[list[float]] = [[] for _ in sides]
 
     async def again_and_again(own: list[float], side: Side) -> None:
-        while min(map(len, found)) <= rounds:
+        while min(map(len, found)) < 2:
             own.append(await timed(side))
 
     await asyncio.gather(*(again_and_again(own, side) for own, side in zip(found, sides, strict=True)))
-    return [own[1 : rounds + 1] for own in found]
+    return [own[1] for own in found]  # in the first both begin at once, as in no step but a run's first
 
 
 def measure(folder: Path, model: Path, backend: str, lengths: str, options: argparse.Namespace) -> None:
@@ -118,18 +130,24 @@ def measure(folder: Path, model: Path, backend: str, lengths: str, options: argp
     ]
     _, _, *keys = run_command(folder, model, work, 1, "fsdp2", overrides)
     start(Overlap, keys, own_code=True)
-    for side, (alone, beside) in Overlap.found.items():
+    for index, side in enumerate(SIDES):
+        alone = statistics.median(one.alone[index] for one in Overlap.found)
+        beside = statistics.median(one.beside[index] for one in Overlap.found)
         print(f"| {backend} | {lengths} | {side} | {alone:.2f} | {beside:.2f} ({beside / alone - 1:+.0%}) | |")
-    (_, quick), (alone, beside) = sorted(Overlap.found.values(), key=lambda one: one[1])
-    both, together = sum(one for one, _ in Overlap.found.values()), quick + alone * (1 - quick / beside)
-    print(f"| {backend} | {lengths} | both | {both:.2f} | {together:.2f} | {both / together:.2f} |", flush=True)
+    both, together = (
+        statistics.median(values)
+        for values in zip(*((sum(one.alone), one.together_s) for one in Overlap.found), strict=True)
+    )
+    times = [one.times for one in Overlap.found]
+    shown = f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})"
+    print(f"| {backend} | {lengths} | both | {both:.2f} | {together:.2f} | {shown} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", nargs="+", default=["transformers", "vllm"], choices=ENGINES)
     parser.add_argument("--lengths", nargs="+", default=["equal"], choices=schedules.SIGMAS)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="more configuration of the run")
     options = parser.parse_intermixed_args()
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])  # where processes find `even_digits`
@@ -137,7 +155,9 @@ def main() -> None:
     compute_with(1)
     Overlap.rounds = options.rounds
     print(line(about(*(name for name in options.backends if name != "transformers"))), flush=True)
-    print("| engine | lengths | what | s alone | s beside the other | the most |\n" + "| --- " * 6 + "|", flush=True)
+    print(
+        "| engine | lengths | what | s alone | s beside the other | times as fast |\n" + "| --- " * 6 + "|", flush=True
+    )
     with tempfile.TemporaryDirectory(prefix="overlap-") as name:
         folder = Path(name)
         save_model(folder / "model", SMALL)

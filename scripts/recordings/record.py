@@ -42,8 +42,6 @@ READ = (
     "async/trainer_idle",
     "async/engines_idle",
     "memory/learner_peak_rss_gib",
-    "async/in_flight",
-    "async/queue",
     "rollouts/max_staleness",
     "rollouts/trajectories",
     "rollouts/failed",

@@ -48,7 +48,9 @@ class Workshop:
         }
         keys = [f"{key}={value}" for key, value in {**given, **run.keys}.items()]
         if run.taught_by:
-            keys.append(f"trainer.ref.model.path={self.trained(run.taught_by)}")
+            teacher = self.trained(run.taught_by)
+            assert teacher is not None, f"{run.taught_by} has exported no model"
+            keys.append(f"trainer.ref.model.path={teacher}")
         return ["--config-dir", str(run.preset.parent), "--config-name", run.preset.stem, *keys]
 
     def _model(self, run: Run) -> Path:

@@ -22,7 +22,7 @@ from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.secrets import redact
 from skyrl_train.errors import DeadlineExceeded
 from skyrl_train.learner.learner import Learner
-from skyrl_train.report.diagnosis import NO_DIFFERENCE, RULES, Rule, async_rules, memory_rule
+from skyrl_train.report.diagnosis import NO_DIFFERENCE, RULES, Rule, async_rules, gradient_rule, memory_rule
 from skyrl_train.report.logs import run_logs
 from skyrl_train.report.phases import phase
 from skyrl_train.report.trackers import Trackers, make_trackers
@@ -66,7 +66,8 @@ def build_trackers(cfg: Config, directory: Path) -> Trackers:
 
 def rules_of(cfg: Config) -> list[Rule]:
     """What is looked for in this run's numbers."""
-    rules = [NO_DIFFERENCE] if compared_rewards(cfg.trainer.algorithm) == "group" else []
+    in_groups = compared_rewards(cfg.trainer.algorithm) == "group"
+    rules = [*([NO_DIFFERENCE] if in_groups else []), gradient_rule(in_groups)]
     ahead = cfg.trainer.fully_async
     rules += async_rules(ahead.max_staleness_steps) if ahead.enabled else ()
     if (capacity := capacity_of(cfg.device)) is not None:

@@ -12,7 +12,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 
 from skyrl_train.durable import write_durably
@@ -218,7 +217,7 @@ def _share(name: str, rows: Rows) -> float:
 def entropy_collapse(seen: History) -> str | None:
     """Below 0.02 nats, and a tenth of what it was in the run's first steps."""
     recent = values(seen.steps, "policy/entropy", 3)
-    earlier = [row["policy/entropy"] for row in seen.first if "policy/entropy" in row]
+    earlier = [row["policy/entropy"] for row in seen.first if math.isfinite(row.get("policy/entropy", math.nan))]
     if recent is None or len(seen.steps) < 10 or not earlier:
         return None
     before, after = statistics.fmean(earlier), statistics.fmean(recent)
@@ -251,21 +250,32 @@ _ratio = always("mismatch/ratio_mean", 3, lambda ratio: not 0.9 <= ratio <= 1.1,
 _distance = always("mismatch/kl", 3, lambda kl: not kl <= 0.02, "they were {:.3g} nats a token apart")
 
 
-def gradient_spikes(seen: History) -> str | None:
-    """Two of the last ten gradients were more than ten times the median of those before, or not finite.
+def gradient_rule(groups_teach: bool) -> Rule:
+    """Holds if two of the last ten gradients were more than ten times the median of those before, or not finite.
 
-    Steps from which nothing could be learnt do not count: beside theirs every gradient is large.
+    With `groups_teach`, where rewards are compared within groups, steps whose groups were all alike do not count:
+    beside their gradients every other is large.
     """
-    rows = [row for row in seen.steps if "policy/grad_norm" in row]
-    taught = [row for row in rows if row.get("reward/zero_variance_groups", 0.0) < 1.0]
-    norms = [row["policy/grad_norm"] for row in taught or rows]  # where prompts have one sample each, none differs
-    if len(norms) < 20:
-        return None
-    usual = statistics.median([norm for norm in norms[:-10] if math.isfinite(norm)] or [math.inf])
-    spikes = [norm for norm in norms[-10:] if not math.isfinite(norm) or 0 < 10 * usual < norm]
-    if len(spikes) < 2:
-        return None
-    return f"{len(spikes)} of the last 10 gradients were over ten times the usual {usual:.3g} (policy/grad_norm)"
+
+    def counts(row: Mapping[str, float]) -> bool:
+        alike = groups_teach and row.get("reward/zero_variance_groups", 0.0) >= 1.0
+        return not alike or not math.isfinite(row["policy/grad_norm"])
+
+    def evidence(seen: History) -> str | None:
+        norms = [row["policy/grad_norm"] for row in seen.steps if "policy/grad_norm" in row and counts(row)]
+        if len(norms) < 20:
+            return None
+        usual = statistics.median([norm for norm in norms[:-10] if math.isfinite(norm)] or [0.0])
+        spikes = [norm for norm in norms[-10:] if not math.isfinite(norm) or 0 < 10 * usual < norm]
+        if len(spikes) < 2:
+            return None
+        return f"{len(spikes)} of the last 10 gradients were over ten times the usual {usual:.3g} (policy/grad_norm)"
+
+    return Rule(
+        "gradient_spikes",
+        evidence,
+        "Lower trainer.policy.optimizer_config.max_grad_norm or .lr; `trainer.dump_data_batch=true` keeps the batches.",
+    )
 
 
 _CUT = "rollouts/failed/deadline"
@@ -298,15 +308,17 @@ def long_answers_are_cut(seen: History) -> str | None:
 def evaluation_falls(seen: History) -> str | None:
     """The last two evaluations are below the best one, while the reward in training rose since.
 
-    A fall is 0.05 and five times what neighbours usually differ by, as the best of many is luck, too; a rise is 0.02.
-    Where scores or rewards are larger than 1, these parts of them.
+    A fall is 0.05, a rise 0.02; where scores or rewards are larger than 1, these parts of them. The best of many is
+    luck, too: from eight evaluations on a fall is also five standard deviations of their noise, which is told by how
+    far scores lie off the line between their neighbours.
     """
     if len(seen.evaluations) < 3:
         return None
     *earlier, last_but_one, last = seen.evaluations
     best = max(earlier, key=lambda one: (one.score, one.step))
-    differ = [abs(after.score - before.score) for before, after in pairwise(earlier)]
-    noise = 5 * statistics.median(differ) if len(differ) >= 4 else 0.0
+    scores = [one.score for one in earlier]
+    beside = [abs(one - 2 * two + three) for one, two, three in zip(scores, scores[1:], scores[2:], strict=False)]
+    noise = 2.5 * statistics.fmean(beside) if len(scores) >= 8 else 0.0  # of normal noise the mean is 1.95 deviations
     if not max(last_but_one.score, last.score) < best.score - max(noise, 0.05 * max(1.0, abs(best.score))):
         return None
     before, after = best.reward, last.reward
@@ -361,7 +373,7 @@ def async_rules(max_staleness: int) -> tuple[Rule, ...]:
     """For asynchronous training: in synchronous training one side waits for the other by design.
 
     Where rollouts run ahead, steps come in bursts: a slow one, then as many fast ones as rollouts are ahead. So each of
-    several bursts is looked at as a whole.
+    several bursts is looked at as a whole, up to a staleness of 20.
     """
     burst = min(max_staleness + 1, LOOKED_AT // 3)
     bursts = 3 if burst > 1 else 5
@@ -369,8 +381,8 @@ def async_rules(max_staleness: int) -> tuple[Rule, ...]:
 
     def engines_starved(seen: History) -> str | None:
         """While there is something left to sample: in a run's last steps what runs ahead has ended."""
-        ending = seen.total_steps and seen.steps[-1]["step"] >= seen.total_steps - max_staleness
-        return None if ending else idle(seen)
+        end = seen.total_steps - max_staleness if seen.total_steps else math.inf
+        return idle(replace(seen, steps=[row for row in seen.steps if row["step"] < end]))
 
     return (
         Rule(
@@ -420,11 +432,6 @@ RULES = (
         "Engine and trainer do not compute the same policy. Compare generator.model_dtype with trainer.bf16, prove "
         "what engines hold with generator.weight_sync_check=probe, or correct for it: "
         "trainer.algorithm.off_policy_correction.tis_ratio_type=token.",
-    ),
-    Rule(
-        "gradient_spikes",
-        gradient_spikes,
-        "Lower trainer.policy.optimizer_config.max_grad_norm or .lr; `trainer.dump_data_batch=true` keeps the batches.",
     ),
     Rule(
         "episodes_fail",

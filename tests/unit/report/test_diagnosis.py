@@ -13,12 +13,21 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.keys import all_keys
-from skyrl_train.report.diagnosis import DIAGNOSIS_FILE, NO_DIFFERENCE, RULES, Diagnosis, Rule, async_rules, memory_rule
+from skyrl_train.report.diagnosis import (
+    DIAGNOSIS_FILE,
+    NO_DIFFERENCE,
+    RULES,
+    Diagnosis,
+    Rule,
+    async_rules,
+    gradient_rule,
+    memory_rule,
+)
 from skyrl_train.report.jsonl import JsonlTracker
 from skyrl_train.report.trackers import Trackers
 
 MEMORY = memory_rule(80.0, "memory/learner_peak_gib")
-EVERY = [NO_DIFFERENCE, *async_rules(max_staleness=1), *RULES, MEMORY]
+EVERY = [NO_DIFFERENCE, gradient_rule(groups_teach=True), *async_rules(max_staleness=1), *RULES, MEMORY]
 HEALTHY = {
     "timing/step_s": 2.0,
     "reward/mean": 0.4,
@@ -67,6 +76,11 @@ CASES: dict[str, tuple[list[dict[str, float]], list[dict[str, float]], str]] = {
         last(4, reward__zero_variance_groups=1.0),
         "97% of the prompts",
     ),
+    "gradient_spikes": (
+        steps({"policy/grad_norm": 30.0}, {}, {"policy/grad_norm": 11.0}, {}),
+        steps({"policy/grad_norm": 30.0}, {}, {}),
+        "2 of the last 10 gradients",
+    ),
     "trainer_starved": (bursts(waits_s=3.0), bursts(waits_s=0.8), "56% of the time in the last 6 steps"),
     "engines_starved": (last(6, async__engines_idle=0.7), last(6, async__engines_idle=0.5), "70% of the time"),
     "truncated": (
@@ -85,11 +99,6 @@ CASES: dict[str, tuple[list[dict[str, float]], list[dict[str, float]], str]] = {
         last(3, mismatch__ratio_mean=1.2),
         last(3, mismatch__ratio_mean=1.05),
         "ratio was 1.2",
-    ),
-    "gradient_spikes": (
-        steps({"policy/grad_norm": 30.0}, {}, {"policy/grad_norm": 11.0}, {}),
-        steps({"policy/grad_norm": 30.0}, {}, {}),
-        "2 of the last 10 gradients",
     ),
     "episodes_fail": (steps(FAILS, FAILS, FAILS), steps(FAILS, {}, FAILS), "6% .* failed, most as timeout"),
     "long_answers_are_cut": (
@@ -139,7 +148,7 @@ def test_engines_that_have_sampled_all_there_is_are_not_starved(tmp_path: Path):
     idle, rules = {"async/engines_idle": 1.0}, async_rules(max_staleness=6)
     assert findings(tmp_path / "ending", steps(*[idle] * 7, count=40), rules=rules, total=40) == []
     (found,) = findings(tmp_path / "going on", steps(*[idle] * 33, count=40), rules=rules, total=40)
-    assert (found["rule"], found["since"]) == ("engines_starved", 26)
+    assert (found["rule"], found["since"], found["until"]) == ("engines_starved", 26, None)
 
 
 def evaluated(*scores: float, every: int = 1, reward: float = 0.01) -> list[dict[str, float]]:
@@ -163,10 +172,13 @@ def test_an_evaluation_falls_from_that_before_the_first_step_and_from_one_long_a
 
 def test_the_best_of_many_evaluations_is_luck_too(tmp_path: Path):
     rng = random.Random(0)
-    plateau = [0.6 + rng.gauss(0.0, 0.03) for _ in range(200)]
+    plateau = [0.6 + rng.gauss(0.0, 0.02) for _ in range(200)]
     assert findings(tmp_path / "plateau", evaluated(*plateau), begin=-1) == []
     (found,) = findings(tmp_path / "falls", evaluated(*plateau, 0.4, 0.4), begin=-1)
     assert found["since"] == 201
+    rises = [0.05 * number for number in range(19)]
+    (found,) = findings(tmp_path / "rises", evaluated(*rises, 0.7, 0.7, reward=0.05), begin=-1)
+    assert found["since"] == 20
     equal = [HEALTHY | {"reward/mean": 0.1 * step, "eval/x/avg_score": 0.8} for step in range(8)]
     lower = [HEALTHY | {"reward/mean": 0.3, "eval/x/avg_score": 0.7}] * 4
     assert findings(tmp_path / "equal", [*equal, *lower]) == []  # the reward has fallen since the latest best one
@@ -188,10 +200,14 @@ def test_a_resumed_run_knows_its_earlier_evaluations(tmp_path: Path):
 
 def test_gradients_are_compared_with_those_from_which_something_could_be_learnt(tmp_path: Path):
     nothing = HEALTHY | {"policy/grad_norm": 1e-4, "reward/zero_variance_groups": 1.0}
-    assert findings(tmp_path / "begins", [nothing] * 20 + [HEALTHY] * 20, rules=RULES) == []
-    assert findings(tmp_path / "seldom", [nothing, nothing, HEALTHY] * 20, rules=RULES) == []
-    (found,) = findings(tmp_path / "alone", [nothing] * 20 + [nothing | {"policy/grad_norm": 1.0}] * 2, rules=RULES)
-    assert found["rule"] == "gradient_spikes"  # one sample a prompt: all are such
+    begins, seldom = [nothing] * 20 + [HEALTHY] * 20, [nothing, nothing, HEALTHY] * 20
+    for name, rows in (("begins", begins), ("seldom", seldom)):
+        assert findings(tmp_path / name, rows, rules=[gradient_rule(groups_teach=True)]) == []
+        (found,) = findings(tmp_path / f"{name} alone", rows, rules=[gradient_rule(groups_teach=False)])
+        assert found["rule"] == "gradient_spikes"
+    broken = [nothing | {"policy/grad_norm": float("nan")}] * 2
+    (found,) = findings(tmp_path / "broken", [HEALTHY] * 20 + broken, rules=[gradient_rule(groups_teach=True)])
+    assert found["since"] == 22
 
 
 def test_gradients_that_explode_and_stay_so_are_found(tmp_path: Path):
@@ -217,7 +233,8 @@ def test_an_entropy_is_compared_with_the_run_s_first_however_long_ago(tmp_path: 
     falls = [HEALTHY | {"policy/entropy": 0.985**step} for step in range(320)]
     (found,) = findings(tmp_path / "slowly", falls)
     assert (found["rule"], found["until"]) == ("entropy_collapse", None)
-    (found,) = findings(tmp_path / "at once", [HEALTHY] * 20 + [HEALTHY | {"policy/entropy": 0.01}] * 100)
+    unknown = HEALTHY | {"policy/entropy": float("nan")}
+    (found,) = findings(tmp_path / "at once", [unknown] + [HEALTHY] * 20 + [HEALTHY | {"policy/entropy": 0.01}] * 100)
     assert (found["rule"], found["until"]) == ("entropy_collapse", None)
 
 

@@ -15,7 +15,16 @@ from skyrl_train.algorithms import registry as algorithms
 from skyrl_train.assembly.services import rules_of
 from skyrl_train.config.prepare import prepare
 from skyrl_train.registry import import_plugins
-from skyrl_train.report.diagnosis import NO_DIFFERENCE, RULES, Diagnosis, Rule, async_rules, memory_rule
+from skyrl_train.report.diagnosis import (
+    NO_DIFFERENCE,
+    RULES,
+    Diagnosis,
+    Finding,
+    Rule,
+    async_rules,
+    gradient_rule,
+    memory_rule,
+)
 
 RECORDED = Path(__file__).parent / "recorded"
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -25,7 +34,7 @@ MEMORY = memory_rule(1.0, "memory/learner_peak_rss_gib")
 """As if the machine had 1 GiB."""
 STARVED = async_rules(max_staleness=1)
 """For ill runs, as these are configured."""
-EVERY = [NO_DIFFERENCE, *STARVED, *RULES, MEMORY]
+EVERY = [NO_DIFFERENCE, gradient_rule(groups_teach=True), *STARVED, *RULES, MEMORY]
 READS = {
     "no_difference": ("reward/zero_variance_groups", 5),
     "trainer_starved": ("async/trainer_idle", 21),
@@ -58,11 +67,19 @@ def test_a_rule_notices_a_real_run_that_has_its_illness(rule: Rule, tmp_path: Pa
     assert set(found) == {rule.name} | ALSO.get(rule.name, set()), found
 
 
+@pytest.mark.parametrize("name", ["evaluation_falls", "engines_starved"])
+def test_an_illness_that_lasts_is_one_to_the_end(name: str, tmp_path: Path):
+    (found,) = diagnosed(f"{name}_ill", [rule for rule in EVERY if rule.name == name], tmp_path)
+    assert found.until is None
+
+
 @pytest.mark.parametrize("rule", EVERY, ids=lambda rule: rule.name)
 def test_a_rule_says_nothing_of_a_real_run_that_is_well(rule: Rule, tmp_path: Path):
     name = "well_async" if rule in STARVED else "well"
     assert measured(name, rule)
-    assert findings(name, [NO_DIFFERENCE, *async_rules(max_staleness=6), *RULES, MEMORY], tmp_path) == {}
+    assert (
+        findings(name, [*async_rules(max_staleness=6), *(one for one in EVERY if one not in STARVED)], tmp_path) == {}
+    )
 
 
 @pytest.fixture
@@ -103,10 +120,14 @@ def recorded(name: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in (RECORDED / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def findings(name: str, rules: list[Rule], folder: Path) -> dict[str, str]:
-    """What the rules say of a recorded run: the evidence by the rule's name."""
+def diagnosed(name: str, rules: list[Rule], folder: Path) -> list[Finding]:
     diagnosis, rows = Diagnosis(folder, rules), recorded(name)
     diagnosis.begin(0, int(rows[-1]["step"]))
     for row in rows:
         diagnosis.log(row, int(row["step"]))
-    return {finding.rule: f"step {finding.since}: {finding.evidence}" for finding in diagnosis.findings}
+    return diagnosis.findings
+
+
+def findings(name: str, rules: list[Rule], folder: Path) -> dict[str, str]:
+    """What the rules say of a recorded run: the evidence by the rule's name."""
+    return {one.rule: f"step {one.since}: {one.evidence}" for one in diagnosed(name, rules, folder)}
