@@ -18,7 +18,7 @@ from skyrl_train.config.hydra import CONFIG_FILE, save_resolved
 from skyrl_train.config.schema import Config
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.entrypoints.simulate import splits
-from skyrl_train.errors import ConfigError, DataError, EngineError
+from skyrl_train.errors import ConfigError, DataError, EngineError, RolloutsFailed
 from skyrl_train.simulation import virtual_time
 from skyrl_train.simulation.engine import SimulatedEngine
 from skyrl_train.simulation.fit import fit
@@ -59,6 +59,14 @@ def test_hours_pass_at_once_and_a_wait_that_nothing_ends_is_an_error(monkeypatch
     monkeypatch.setattr(virtual_time, "_THREAD_S", 0.1)
     with pytest.raises(virtual_time.Deadlock):
         virtual_time.run(asyncio.Event().wait())
+
+
+def test_a_run_in_which_samplers_find_nothing_ends_as_a_real_one_does():
+    cfg = config()
+    cfg.trainer.algorithm.dynamic_sampling.type = "filter"
+    cfg.trainer.algorithm.dynamic_sampling.max_sample_batches = 3
+    with pytest.raises(RolloutsFailed, match="found 0 groups with different rewards among 12 prompts"):
+        simulate(cfg, replace(EVEN, pass_rate=0.0), Split(1, 1), 4)
 
 
 def test_sequences_share_their_steps_and_new_ones_slow_the_others_down():
