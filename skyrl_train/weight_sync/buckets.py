@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_train.weight_sync.fingerprints import WORD, fingerprints, sums_of_runs
+from skyrl_train.weight_sync.fingerprints import WORD, fingerprints
 from skyrl_train.weight_sync.wire import Bucket, Manifest, TensorSpec, dtype_of
 
 ALIGNMENT = 16
@@ -92,7 +93,10 @@ def packed_fingerprints(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[int
     """The fingerprint of each tensor in a buffer whose gaps are zero."""
     if not buffer.is_cpu or buffer.numel() > len(specs) * _LARGE:
         return fingerprints(views(buffer, specs))
-    return sums_of_runs(buffer, [_aligned(num_bytes(spec)) // WORD for spec in specs])
+    words = [_aligned(num_bytes(spec)) // WORD for spec in specs]
+    starts = [end - count for end, count in zip(accumulate(words), words, strict=True) if count]
+    sums = iter(np.add.reduceat(buffer.view(torch.int64).numpy(), starts).tolist() if starts else [])
+    return [next(sums) if count else 0 for count in words]
 
 
 def empty_buffer(specs: Sequence[TensorSpec], device: torch.device | str) -> Tensor:

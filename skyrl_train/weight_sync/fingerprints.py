@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Iterable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,13 +43,6 @@ def all_finite(tensor: Tensor) -> bool:
         return True
     low, high = tensor.aminmax()  # a sum of finite values may overflow; aminmax propagates NaN, too
     return math.isfinite(low.item()) and math.isfinite(high.item())
-
-
-def sums_of_runs(buffer: Tensor, words: Sequence[int]) -> list[int]:
-    """The wrapping sums of a CPU buffer's int64 words, cut into consecutive runs: `words[i]` of them in run i."""
-    starts = [end - count for end, count in zip(accumulate(words), words, strict=True) if count]
-    sums = iter(np.add.reduceat(buffer.view(torch.int64).numpy(), starts).tolist() if starts else [])
-    return [next(sums) if count else 0 for count in words]
 
 
 def _look_at(parts: Iterable[tuple[Tensor, int]], also_finite: bool) -> list[tuple[int, int]]:
