@@ -141,10 +141,12 @@ def show(results: list[dict[str, Any]]) -> None:
         )
         phases = ", ".join(f"{row[phase]:.2f}" for phase in PHASES)
         ahead = SPLITS[row["schedule"]].staleness > 0
+        found = row["simulated_s"]
+        simulated = "" if math.isnan(found) else f"{found:.2f} ({found / row['s'] - 1:+.0%})"
         idle = f"{row['trainer_idle']:.0%}, {row['engines_idle']:.0%}" if ahead else ""
         print(
             f"| {row['backend']} | {row['lengths']} | {row['schedule']} | {row['s']:.2f} | {base['s'] / row['s']:.2f} "
-            f"| {row['simulated_s']:.2f} ({row['simulated_s'] / row['s'] - 1:+.0%}) "
+            f"| {simulated} "
             f"| {row['cpu_s']:.2f} ({row['cpu_s'] / base['cpu_s'] - 1:+.1%}) | {phases} | {row['staleness']:.2f} "
             f"| {idle} |"
         )

@@ -68,6 +68,7 @@ def build_learner(
         only_changed=only_changed,
         lora=_lora(trainer.policy.model.lora),
         **_parallel_sizes(trainer.policy),
+        replays_routing=trainer.moe_routing_replay is not None,
         compile_layers=trainer.policy.use_torch_compile,
         shares_accelerator=layout.policy in (layout.reference, layout.critic, layout.reward),
         memory_folder=_memory_folder(trainer),
@@ -89,6 +90,7 @@ def build_learner(
         reduction=learning.reduction,
         choose=learning.choose,
         needs_old_logprobs=learning.needs_old_logprobs,
+        routes_as_before=trainer.moe_routing_replay == "old_policy",
         stacks_file=Path(trainer.ckpt_path) / "stacks.txt",
     )
 
@@ -138,6 +140,7 @@ def _reference(policy: LearnerSpec, trainer: TrainerConfig, threads: int | None)
         model_config_kwargs=trainer.ref.model_config_kwargs,
         lora=None,
         **_parallel_sizes(trainer.ref),
+        replays_routing=False,
         memory_folder=None,
     )
 
@@ -162,12 +165,13 @@ def _critic(
         value_head=trainer.algorithm.value_head_prefix,
         lora=_lora(critic.model.lora),
         **_parallel_sizes(critic),
+        replays_routing=False,
         memory_folder=None,
     )
 
 
 def _parallel_sizes(section: PolicyConfig | RefConfig | CriticConfig) -> dict[str, Any]:
-    names = ("sequence_parallel_size", "tensor_parallel_size")
+    names = ("sequence_parallel_size", "tensor_parallel_size", "expert_parallel_size")
     return {name: getattr(section, name) for name in names}
 
 

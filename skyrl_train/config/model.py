@@ -255,6 +255,9 @@ class PolicyConfig(Section):
     tensor_parallel_size: int = key(1, range=AT_LEAST_ONE)
     """Size of the tensor-parallel group: neighbouring ranks that every layer is split over, by transformers' plan for
     the model. Requires `trainer.strategy=fsdp2`."""
+    expert_parallel_size: int = key(1, range=AT_LEAST_ONE)
+    """Number of neighbouring ranks that the experts of every layer are shared out to; tokens travel to the ranks of
+    theirs. Requires `trainer.strategy=fsdp2` and a mixture of experts."""
     use_torch_compile: bool = False
     """Compile the layers of policy, reference and critic with torch.compile, which takes a minute in the first step."""
     record_memory: bool = False
@@ -276,6 +279,9 @@ class RefConfig(Section):
     tensor_parallel_size: int = key(1, range=AT_LEAST_ONE)
     """Size of the tensor-parallel group: neighbouring ranks that every layer is split over, by transformers' plan for
     the model. Requires `trainer.strategy=fsdp2`."""
+    expert_parallel_size: int = key(1, range=AT_LEAST_ONE)
+    """Number of neighbouring ranks that the experts of every layer are shared out to; tokens travel to the ranks of
+    theirs. Requires `trainer.strategy=fsdp2` and a mixture of experts."""
     fsdp_config: FSDPConfig = key(factory=FSDPConfig, needs=FSDP)
     deepspeed_config: RefDeepSpeedConfig = key(factory=RefDeepSpeedConfig, needs=DEEPSPEED)
     model_config_kwargs: dict[str, Any] = key(factory=dict)
@@ -297,6 +303,9 @@ class CriticConfig(Section):
     tensor_parallel_size: int = key(1, range=AT_LEAST_ONE)
     """Size of the tensor-parallel group: neighbouring ranks that every layer is split over, by transformers' plan for
     the model. Requires `trainer.strategy=fsdp2`."""
+    expert_parallel_size: int = key(1, range=AT_LEAST_ONE)
+    """Number of neighbouring ranks that the experts of every layer are shared out to; tokens travel to the ranks of
+    theirs. Requires `trainer.strategy=fsdp2` and a mixture of experts."""
     model_config_kwargs: dict[str, Any] = key(factory=dict)
     """Changes to the Hugging Face model configuration."""
 

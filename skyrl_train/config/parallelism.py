@@ -1,8 +1,8 @@
 """How recipes distribute the work over ranks, in the terms of this package.
 
 `trainer.strategy=megatron` runs as fsdp2, which shards models over all ranks of a role. Megatron's tensor parallelism
-becomes transformers' plan for the model, its context parallelism becomes Ulysses, and the ranks of its other kinds of
-parallelism become ranks of FSDP2. No gradient depends on any of this.
+becomes transformers' plan for the model, its context parallelism becomes Ulysses, its expert parallelism shares experts
+out over ranks of FSDP2, and the ranks of its other kinds become ranks of FSDP2. No gradient depends on any of this.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from skyrl_train.config.keys import value_at, with_value_at
 from skyrl_train.config.schema import Config
 
 _ROLES = ("policy", "ref")
-_SHARDED = ("pipeline_model", "expert_model", "expert_tensor")
+_SHARDED = ("pipeline_model", "expert_tensor")
 """Kinds of parallelism whose ranks are ranks of FSDP2 here."""
 
 
@@ -38,12 +38,15 @@ def _moves(config: Config, role: str) -> Iterator[tuple[str, str, int | None, st
     section = getattr(config.trainer, role)
     megatron = section.megatron_config
     tensor, context = megatron.tensor_model_parallel_size, megatron.context_parallel_size
+    experts = megatron.expert_model_parallel_size
     ours = f"trainer.{role}"
     sharded = "FSDP2 over those ranks"
     if context > 1 and section.sequence_parallel_size == 1:  # otherwise what was written for fsdp2 counts
         yield "context", f"{ours}.sequence_parallel_size", context, ""
+    if experts > 1 and section.expert_parallel_size == 1:
+        yield "expert_model", f"{ours}.expert_parallel_size", experts, ""
     if tensor > 1 and section.tensor_parallel_size == 1:
-        why = _why_no_tensor_parallelism(config, role, context)
+        why = _why_no_tensor_parallelism(config, role, context, experts)
         if why:
             yield "tensor_model", sharded, None, f": {why}"
         else:
@@ -53,12 +56,12 @@ def _moves(config: Config, role: str) -> Iterator[tuple[str, str, int | None, st
             yield kind, sharded, None, ""
 
 
-def _why_no_tensor_parallelism(config: Config, role: str, context: int) -> str:
+def _why_no_tensor_parallelism(config: Config, role: str, context: int, experts: int) -> str:
     section = getattr(config.trainer, role)
     if context > 1 or section.sequence_parallel_size > 1:
         return "sequences are divided already"
-    if role != "ref" and section.model.lora.rank > 0:
-        return "LoRA adapters are whole"
+    if experts > 1 or section.expert_parallel_size > 1:
+        return "experts are shared out already"
     return "layers are compiled" if config.trainer.policy.use_torch_compile else ""
 
 

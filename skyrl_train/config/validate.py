@@ -29,6 +29,13 @@ LATE = "Episodes would fail as timeouts, and their processes be killed."
 GROUP_BASELINES = frozenset({"grpo", "dr_grpo", "rloo", "reinforce++_baseline", "maxrl", "opo"})
 """Estimators that compare the responses of one prompt with each other."""
 
+_KINDS = {
+    "sequence": "runs a part of every sequence",
+    "tensor": "has a part of every layer",
+    "expert": "has some of every layer's experts",
+}
+"""Kinds of parallelism -> what a rank of its group does."""
+
 
 def validate(config: Config, open_to_names: bool = False) -> list[Problem]:
     """Every problem of a resolved configuration (see device.resolve_device), at once; raises nothing.
@@ -176,13 +183,20 @@ def _parallel(config: Config) -> Iterator[Problem]:
         yield Problem("trainer.strategy", "megatron", "fsdp2", "Its tensor parallelism is tensor_parallel_size there.")
     for role, count in ranks.items():
         section = getattr(config.trainer, role)
-        for kind, what in (("sequence", "runs a part of every sequence"), ("tensor", "has a part of every layer")):
+        for kind, what in _KINDS.items():
             key, size = f"{kind}_parallel_size", getattr(section, f"{kind}_parallel_size")
             if size > 1 and count % size:
                 advice = f"Each of as many neighbouring ranks {what}."
                 yield Problem(f"trainer.{role}.{key}", size, f"a divisor of the {role}'s ranks, {count}", advice)
         if section.tensor_parallel_size > 1:
             yield from _tensor_parallel(config, role, count)
+        if role == "policy" and section.sequence_parallel_size > 1 and config.trainer.moe_routing_replay is not None:
+            allowed = "null, or trainer.policy.sequence_parallel_size=1"
+            yield Problem(
+                "trainer.moe_routing_replay", config.trainer.moe_routing_replay, allowed, "A rank has some tokens only."
+            )
+        if section.expert_parallel_size > 1:
+            yield from _expert_parallel(config, role)
 
 
 def _own_ranks(config: Config) -> Iterator[Problem]:
@@ -212,10 +226,25 @@ def _tensor_parallel(config: Config, role: str, count: int) -> Iterator[Problem]
         ("trainer.strategy=fsdp2", trainer.strategy not in ("fsdp", "fsdp2"), "It shards the parts."),
         (f"trainer.{role}.sequence_parallel_size=1", section.sequence_parallel_size > 1, "Share out one of both."),
         ("trainer.policy.use_torch_compile=false", trainer.policy.use_torch_compile, "Layers wait for other ranks."),
-        (f"trainer.{role}.model.lora.rank=0", role != "ref" and section.model.lora.rank > 0, "Adapters are whole."),
     ):
         if clashes:
             yield Problem(key, section.tensor_parallel_size, f"1, or {only}", why)
+
+
+def _expert_parallel(config: Config, role: str) -> Iterator[Problem]:
+    trainer, key = config.trainer, f"trainer.{role}.expert_parallel_size"
+    section = getattr(trainer, role)
+    size, shard = section.expert_parallel_size, section.fsdp_config.fsdp_size
+    if shard > 0 and shard % size:
+        allowed = f"-1 or a multiple of {size} with expert_parallel_size={size}"
+        yield Problem(f"trainer.{role}.fsdp_config.fsdp_size", shard, allowed, "A copy of the model has all experts.")
+    for only, clashes, why in (
+        ("trainer.strategy=fsdp2", trainer.strategy not in ("fsdp", "fsdp2"), "It shards the experts."),
+        (f"trainer.{role}.tensor_parallel_size=1", section.tensor_parallel_size > 1, "Share out one of both."),
+        ("trainer.policy.use_torch_compile=false", trainer.policy.use_torch_compile, "Layers wait for other ranks."),
+    ):
+        if clashes:
+            yield Problem(key, size, f"1, or {only}", why)
 
 
 def _accelerator(config: Config) -> Iterator[Problem]:

@@ -31,6 +31,7 @@ TOKEN_FIELDS = (
     "loss_weights",
     "importance_weights",
     "selected",
+    "routing",
 )
 SEQUENCE_FIELDS = (
     "prompt_lengths",
@@ -94,6 +95,9 @@ class TrainBatch:
     """[T] float32: factor of an off-policy correction on the policy loss."""
     selected: Tensor | None = None
     """[T] bool: tokens that a loss treats differently (see algorithms/selections.py)."""
+    routing: Tensor | None = None
+    """[T, L, k] int16: the experts that a token's hidden state goes to in each layer that has some; -1 where the router
+    chooses."""
     episode_ids: Tensor | None = None
     """[B] int64: equal for the sequences of one episode. Such an episode is a single sample: rewards, advantages,
     statistics and reductions count it once. None: every sequence is an episode."""
@@ -147,7 +151,7 @@ class TrainBatch:
     def with_tokens(self, **tensors: Tensor | None) -> TrainBatch:
         """The same sequences with token-level tensors added or replaced."""
         for name, tensor in tensors.items():
-            assert name in TOKEN_FIELDS and (tensor is None or tensor.shape == self.input_ids.shape), name
+            assert name in TOKEN_FIELDS and (tensor is None or len(tensor) == len(self.input_ids)), name
         return replace(self, **tensors)  # type: ignore[arg-type]
 
     def to(self, device: torch.device | str) -> TrainBatch:

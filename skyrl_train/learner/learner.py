@@ -148,11 +148,13 @@ class Learner:
         choose: Choose | None = None,
         needs_old_logprobs: bool | None = None,
         stacks_file: Path | None = None,
+        routes_as_before: bool = False,
     ):
         """`reduction` weighs the tokens of a mini-batch (None: equally); `choose` selects tokens for losses that ask.
 
         `needs_old_logprobs`: whether anything reads the policy's log-probs from before the update. None: only the loss
         does, and it computes them itself if the update is a single optimizer step. `stacks_file`: written by `explain`.
+        `routes_as_before`: updates take the experts that the policy chose before them.
         """
         self.policy = policy
         self.reference = reference
@@ -164,7 +166,8 @@ class Learner:
         self.sizes = sizes
         self.reduction = reduction or partial(token_mean, max_seq_len=1)
         self.choose = choose
-        self.needs_old_logprobs = True if choose is not None else needs_old_logprobs
+        self.routes_as_before = routes_as_before
+        self.needs_old_logprobs = True if choose is not None or routes_as_before else needs_old_logprobs
         self.stacks_file = stacks_file
 
     async def setup(self) -> int:
@@ -189,7 +192,10 @@ class Learner:
         """Add what the update needs: old log-probs if anything reads them, the critic's values, reference log-probs."""
         scored = batch
         needs_old = self.needs_old_logprobs
-        if len(self._mini_batch_rows(batch)) > 1 if needs_old is None else needs_old:
+        if self.routes_as_before:
+            old_logprobs, routing = await self._token_results(self.policy, batch, "score_and_route")
+            scored = scored.with_tokens(old_logprobs=old_logprobs, routing=routing)
+        elif len(self._mini_batch_rows(batch)) > 1 if needs_old is None else needs_old:
             scored = scored.with_tokens(old_logprobs=await self.token_scores(self.policy, batch))
         if self.critic is not None:
             scored = scored.with_tokens(values=await self.token_scores(self.critic, batch))
@@ -203,17 +209,23 @@ class Learner:
 
     async def token_scores(self, group: WorkerGroup, batch: TrainBatch) -> Tensor:
         """[T] log-probs (nats), or values of a critic, for tokens in the loss mask; 0 elsewhere."""
+        return (await self._token_results(group, batch, "score"))[0]
+
+    async def _token_results(self, group: WorkerGroup, batch: TrainBatch, method: str) -> list[Tensor]:
+        """What a method of the ranks says of each token: tensors [T, ...], 0 for sequences without tokens to score."""
         limits = self._limits(self.sizes.micro_forward_sequences)
         share = shares_prompts(batch, limits)
         shards = micro_batches(batch, group.num_parts, limits, share)
         count = max(len(rows) for rows in shards)
-        parts = await group.scatter("score", [([batch.select(r) for r in rows], count, share) for rows in shards])
-        result = torch.zeros(len(batch.input_ids))
-        for rows, values in zip(shards, parts[:: group.parallel_size], strict=True):
+        parts = await group.scatter(method, [([batch.select(r) for r in rows], count, share) for rows in shards])
+        found = [part if isinstance(part, tuple) else (part,) for part in parts[:: group.parallel_size]]
+        results = [part.new_zeros(len(batch.input_ids), *part.shape[1:]) for part in found[0]]
+        for rows, part in zip(shards, found, strict=True):
             order = [row for micro in rows for row in micro]
             if order:
-                result[_token_indices(batch, order)] = values
-        return result
+                for result, values in zip(results, part, strict=True):
+                    result[_token_indices(batch, order)] = values
+        return results
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """Take all optimizer steps of a training step; returns metrics averaged exactly over tokens and ranks.

@@ -20,12 +20,15 @@ from skyrl_train.cluster.sockets import GROUP_ADDRESS, LOOPBACK, NODE_ADDRESS, f
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, LoraConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.durable import Written
+from skyrl_train.errors import ConfigError
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.compiled_layers import compile_layers
+from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.loading import POLICY_PATH, export_hf, load_tokenizer, open_causal_lm
 from skyrl_train.models.lora import Adapters
 from skyrl_train.models.ragged_model import RaggedModel
 from skyrl_train.models.rank_group import RankGroup
+from skyrl_train.models.routing import load_metrics
 from skyrl_train.models.saved_weights import SavedWeights
 from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.tensor_parallel import TensorParallel
@@ -97,6 +100,10 @@ class LearnerSpec:
     """Neighbouring ranks that divide the tokens of every micro-batch."""
     tensor_parallel_size: int = 1
     """Neighbouring ranks that divide the features of every layer; at most one of the two sizes is more than 1."""
+    expert_parallel_size: int = 1
+    """Neighbouring ranks that share out the experts of every layer."""
+    replays_routing: bool = False
+    """Tokens go to the experts that a batch's `routing` says."""
     compile_layers: bool = False
     """Run the decoder layers through torch.compile."""
     max_skipped_updates: int = 5
@@ -110,6 +117,10 @@ class LearnerSpec:
     def parallel_size(self) -> int:
         """Size of a parallel group: neighbouring ranks that share every micro-batch."""
         return self.sequence_parallel_size * self.tensor_parallel_size
+
+    def key_of_size(self, kind: str) -> str:
+        """Where the size of a kind of parallelism was configured."""
+        return self.model_key.removesuffix("model.path") + f"{kind}_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -133,6 +144,7 @@ class LearnerWorker:
         self.rank = rank
         self.world_size = world_size
         self.parallel_group: RankGroup | None = None
+        self.expert_parallel: ExpertParallel | None = None
         self.record: AllocationRecord | None = None
         self._profiler = Profiler(spec.device)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
@@ -165,8 +177,10 @@ class LearnerWorker:
         init_process_group(self.rank, self.world_size, address, port, backend, spec.rendezvous_s, spec.collective_s)
         if spec.parallel_size > 1:
             name, kind = ("tensor", TensorParallel) if spec.tensor_parallel_size > 1 else ("sequence", SequenceParallel)
-            key = spec.model_key.removesuffix("model.path") + f"{name}_parallel_size"
-            self.parallel_group = kind(neighbours(spec.parallel_size, spec.collective_s), key)
+            self.parallel_group = kind(neighbours(spec.parallel_size, spec.collective_s), spec.key_of_size(name))
+        if spec.expert_parallel_size > 1:
+            group = neighbours(spec.expert_parallel_size, spec.collective_s)
+            self.expert_parallel = ExpertParallel(group, spec.key_of_size("expert"))
         return self._build(spec.model_path)
 
     def reload(self, path: str) -> None:
@@ -196,6 +210,12 @@ class LearnerWorker:
             torch.manual_seed(spec.seed)
             self.adapters = Adapters(model, spec.lora, spec.model_key.removesuffix("path") + "lora")
         scorer = self._scorer(model, saved)
+        self.routers = scorer.routers
+        if spec.replays_routing and not self.routers.modules:
+            raise ConfigError(
+                f"trainer.moe_routing_replay: {type(model).__name__} has no routers that are known here; set it to "
+                "null."
+            )
         for parameter in scorer.parameters():
             if spec.lora and parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -239,8 +259,8 @@ class LearnerWorker:
 
     def _scorer(self, model: PreTrainedModel, saved: SavedWeights) -> RaggedModel:
         if self.spec.value_head is None:
-            return TokenScorer(model, parallel_group=self.parallel_group, saved=saved)
-        return ValueScorer(model, self.spec.value_head, self.parallel_group, saved)
+            return TokenScorer(model, None, self.parallel_group, saved, self.expert_parallel)
+        return ValueScorer(model, self.spec.value_head, self.parallel_group, saved, self.expert_parallel)
 
     def sharded_parameters(self, adapters: dict[str, Tensor] | None = None) -> Iterator[tuple[str, ShardedTensor]]:
         """(checkpoint name, this rank's part) of the model with adapters merged, which are also put into `adapters`.
@@ -262,15 +282,32 @@ class LearnerWorker:
 
     def score(self, micro_batches: list[TrainBatch], num_micro_batches: int, share_prompts: bool = False) -> Tensor:
         """[T] log-probs (nats) or values of all tokens of the micro-batches in order, without gradient, on the CPU."""
+        return self._score(micro_batches, num_micro_batches, share_prompts)[0]
+
+    def score_and_route(
+        self, micro_batches: list[TrainBatch], num_micro_batches: int, share_prompts: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The same, and the experts that were chosen: [T, L, k] int16, see TrainBatch.routing."""
+        self.routers.keeps_choices = True
+        try:
+            return self._score(micro_batches, num_micro_batches, share_prompts)
+        finally:
+            self.routers.keeps_choices = False
+
+    def _score(
+        self, micro_batches: list[TrainBatch], num_micro_batches: int, share_prompts: bool
+    ) -> tuple[Tensor, Tensor]:
         self.scorer.eval()
-        parts = []
+        parts, choices = [torch.zeros(0)], [torch.zeros(0, *self.routers.shape, dtype=torch.int16)]
         with torch.no_grad():
             for batch, repeated, is_filler in self._passes(micro_batches, num_micro_batches, share_prompts):
                 scored, _ = self._scored(batch, repeated, wants_entropy=False)
                 if not is_filler:
                     parts.append(scored.float().cpu())
+                    if self.scorer.choices is not None:
+                        choices.append(self.scorer.choices.cpu())
         self._rest()
-        return torch.cat(parts) if parts else torch.zeros(0)
+        return torch.cat(parts), torch.cat(choices)
 
     def update(self, mini_batch: MiniBatch) -> dict[str, Any]:
         """Take one optimizer step; returns `Metrics.state()` of this rank.
@@ -287,6 +324,7 @@ class LearnerWorker:
         assert self.spec.objective is not None
         metrics = Metrics()
         self.scorer.train()
+        self.routers.start_counting(torch.device(self.spec.device))
         count = mini_batch.num_micro_batches
         passes = self._passes(mini_batch.micro_batches, count, mini_batch.share_prompts)
         repeats = self.rank % self.spec.parallel_size > 0
@@ -298,6 +336,9 @@ class LearnerWorker:
         role = "policy" if self.spec.value_head is None else "critic"
         for name, value in self.strategy.step().items():
             metrics.add(f"{role}/{name}", value)
+        if self.routers.counts is not None:
+            for name, value in load_metrics(self._sum_over_ranks(self.routers.counts)).items():
+                metrics.add(f"{role}/{name}", value)
         for name, gib in peak_memory(self.spec.device).items():
             metrics.maximum(f"memory/learner_{name}", gib)
         self._rest()
@@ -416,6 +457,7 @@ class LearnerWorker:
             score_mask=batch.loss_mask,
             wants_entropy=wants_entropy,
             repeated=repeated,
+            routing=batch.routing if self.spec.replays_routing else None,
         )
 
 

@@ -24,8 +24,8 @@ from skyrl_train.config.schema import LoraConfig
 from skyrl_train.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
-BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
-"""Parts of peft's names: of a layer's own parameters, of A [rank, in], and of B [out, rank]."""
+BASE, ADAPTER, DOWN, UP = ".base_layer.", ".lora_", ".lora_A.default.weight", ".lora_B.default.weight"
+"""Parts of peft's names: of a layer's own parameters, of its adapter's, of A [rank, in], and of B [out, rank]."""
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -35,6 +35,7 @@ class Sharded(Protocol):
 
     @property
     def start(self) -> int: ...
+    def columns(self, matrix: Tensor, /) -> Tensor: ...
     def map(self, change: Callable[[Tensor], Tensor], /) -> Self: ...
     def whole(self) -> Tensor: ...
 
@@ -120,16 +121,18 @@ class Adapters:
         """
         held: dict[str, S] = {}
         for name, tensor in parameters:
-            if name.endswith((f"{BASE}weight", _DOWN)):
+            if name.endswith((f"{BASE}weight", DOWN)):
                 held[name] = tensor
-            elif name.endswith(_UP):
-                layer = name.removesuffix(_UP)
+            elif name.endswith(UP):
+                layer = name.removesuffix(UP)
                 weight = held.pop(f"{layer}{BASE}weight")
-                down, up = held.pop(f"{layer}{_DOWN}").whole(), tensor.whole()
+                down, up = held.pop(f"{layer}{DOWN}").whole(), tensor.whole()
                 if adapters is not None:
                     adapters[f"base_model.model.{layer}.lora_A.weight"] = down.cpu()
                     adapters[f"base_model.model.{layer}.lora_B.weight"] = up.cpu()
-                yield f"{layer}.weight", weight.map(partial(_merged, up, down, self.scaling, weight.start))
+                columns = weight.columns(down)
+                start = weight.start * columns.shape[1] // down.shape[1]
+                yield f"{layer}.weight", weight.map(partial(_merged, up, columns, self.scaling, start))
             else:
                 yield name.replace(BASE, "."), tensor
         assert not held, f"parameters ended before the adapter of {next(iter(held))} came"
@@ -140,7 +143,7 @@ class Adapters:
         The names of A and B are `{layer}.lora_A.weight` and `{layer}.lora_B.weight`.
         """
         for name, tensor in parameters:
-            yield name.replace(BASE, ".").replace(_DOWN, ".lora_A.weight").replace(_UP, ".lora_B.weight"), tensor
+            yield name.replace(BASE, ".").replace(DOWN, ".lora_A.weight").replace(UP, ".lora_B.weight"), tensor
 
     def save(self, tensors: dict[str, Tensor], directory: Path) -> None:
         """Write a folder for peft's `PeftModel.from_pretrained`; `tensors` are the `adapters` filled by `merged`."""

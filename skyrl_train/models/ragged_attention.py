@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.flash_attention import flash_kernel
+from skyrl_train.models.flash_attention import Stretches, flash_kernel
 from skyrl_train.models.sequence_parallel import SequenceParallel
 
 RAGGED = "skyrl_ragged"
@@ -84,30 +84,33 @@ def ragged_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(scaling · q kᵀ) v within each sequence, where each token sees itself and the tokens before it.
 
     query [T, H, D], key and value [T, K, D], segments or the offsets [B+1] of sequences; returns [T, H, D]. scaling:
     1/√D unless given. sliding_window: a token sees that many tokens, itself included. softcap c: scores become
-    c·tanh(scores/c).
+    c·tanh(scores/c). sinks [H]: the score, in each head, of one more key that all tokens see, whose value is 0
+    (gpt-oss, arXiv:2508.10925).
     """
     if isinstance(segments, Tensor):
         segments = Segments.of(segments)
     assert sum(segments.lengths) == len(query), f"offsets cover {sum(segments.lengths)} of {len(query)} tokens"
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    weighting = _Weighting(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, sinks)
     if segments.keys is not None:
         key, value = gathered(key, segments.keys), gathered(value, segments.keys)
-    kernel = flash_kernel(query, value) if softcap is None else None
+    kernel = flash_kernel(query, value, with_sinks=sinks is not None) if softcap is None else None
     if kernel is not None:
         of_keys = segments.offsets if segments.key_offsets is None else segments.key_offsets
         most = max(segments.lengths), max(segments.seen)
-        return kernel.attend(query, key, value, segments.offsets, of_keys, *most, scaling, sliding_window)
+        stretches = Stretches(segments.offsets, of_keys, *most, weighting.scaling, sliding_window)
+        return kernel.attend(query, key, value, stretches, sinks)
     if segments.keys is None and len(segments.runs()) > len(set(segments.lengths) - {0}):
         segments, tokens = segments.by_length()
         query, key, value = (gathered(rows, tokens) for rows in (query, key, value))
-        ordered = _by_runs(query, key, value, segments, scaling, sliding_window, softcap)
+        ordered = _by_runs(query, key, value, segments, weighting)
         return torch.empty_like(ordered).index_copy(0, tokens, ordered)
-    return _by_runs(query, key, value, segments, scaling, sliding_window, softcap)
+    return _by_runs(query, key, value, segments, weighting)
 
 
 class _Gathered(torch.autograd.Function):
@@ -136,25 +139,27 @@ def gathered(rows: Tensor, index: Tensor) -> Tensor:
     return result
 
 
-def _by_runs(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Segments,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+class _Weighting(NamedTuple):
+    """What becomes of the scores of queries and keys: see `ragged_attention`."""
+
+    scaling: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+def _by_runs(query: Tensor, key: Tensor, value: Tensor, segments: Segments, weighting: _Weighting) -> Tensor:
     """One kernel call per run of equal lengths; `split` instead of slices, so that backward is one concatenation."""
     runs = segments.runs()
     queries = query.split([count * length for count, length, _ in runs])
     sizes = [count * seen for count, _, seen in runs]
+    window = weighting.window
     outputs = []
     for (count, length, seen), q, k, v in zip(runs, queries, key.split(sizes), value.split(sizes), strict=True):
         q = q.unflatten(0, (count, length)).transpose(1, 2)  # [count, heads, length, D]
         k, v = (x.unflatten(0, (count, seen)).transpose(1, 2) for x in (k, v))
-        if softcap is not None:
-            output = _softcapped(q, k, v, scaling, window, softcap)
+        if weighting.softcap is not None or weighting.sinks is not None:
+            output = _materialised(q, k, v, weighting)
         else:
             triangle = length == seen and (window is None or window >= length)
             output = scaled_dot_product_attention(
@@ -163,24 +168,26 @@ def _by_runs(
                 v,
                 attn_mask=None if triangle else _visible(length, seen, window, q.device),
                 is_causal=triangle,
-                scale=scaling,
+                scale=weighting.scaling,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)
 
 
-def _softcapped(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float
-) -> Tensor:
-    """Attention with scores capped by tanh: no fused kernel computes it, so scores are materialised for each run."""
+def _materialised(query: Tensor, key: Tensor, value: Tensor, weighting: _Weighting) -> Tensor:
+    """Attention whose scores exist as a tensor for each run, for what no fused kernel of this device computes."""
     count, heads, length, size = query.shape
     grouped = query.unflatten(1, (key.shape[1], -1))  # [count, K, H/K, length, D]
-    scores = grouped @ key.unsqueeze(2).transpose(-1, -2) * scaling
-    scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~_visible(length, key.shape[2], window, query.device), -torch.inf)
+    scores = grouped @ key.unsqueeze(2).transpose(-1, -2) * weighting.scaling
+    if weighting.softcap is not None:
+        scores = torch.tanh(scores / weighting.softcap) * weighting.softcap
+    scores = scores.masked_fill(~_visible(length, key.shape[2], weighting.window, query.device), -torch.inf)
+    if weighting.sinks is not None:
+        sinks = weighting.sinks.to(scores.dtype).view(key.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
-    return (weights @ value.unsqueeze(2)).view(count, heads, length, size)
+    return (weights[..., : key.shape[2]] @ value.unsqueeze(2)).view(count, heads, length, size)
 
 
 def _visible(length: int, seen: int, window: int | None, device: torch.device) -> Tensor:
@@ -220,7 +227,6 @@ def _attention_forward(
     causal = getattr(module, "is_causal", True)
     for what, present in (
         ("attention dropout", dropout > 0),
-        ("attention sinks", s_aux is not None),
         ("a position bias", position_bias is not None),
         ("attention to later tokens", not causal),
         ("a ready-made mask", attention_mask is not None),
@@ -231,7 +237,10 @@ def _attention_forward(
     q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
     if sequence_parallel is not None:
         q, k, v = sequence_parallel.by_heads(q, k, v, sum(ragged_segments.lengths))
-    output = ragged_attention(q, k, v, ragged_segments, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+        s_aux = s_aux if s_aux is None else s_aux[sequence_parallel.chunk(len(s_aux))]
+    output = ragged_attention(
+        q, k, v, ragged_segments, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
+    )
     if sequence_parallel is not None:
         output = sequence_parallel.by_tokens(output)
     return output.unsqueeze(0), None

@@ -13,14 +13,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.lent_weights import weights_lent
 from skyrl_train.models.lora import BASE
 from skyrl_train.models.packing import Packing
+from skyrl_train.models.parts import Part
 from skyrl_train.models.ragged_attention import RAGGED, gathered
 from skyrl_train.models.rank_group import RankGroup
+from skyrl_train.models.routing import Routers
 from skyrl_train.models.saved_weights import EVERYTHING, SavedWeights
 from skyrl_train.models.sequence_parallel import SequenceParallel
-from skyrl_train.models.tensor_parallel import Part, TensorParallel
+from skyrl_train.models.tensor_parallel import TensorParallel
 
 
 class RaggedModel(nn.Module):
@@ -31,10 +34,15 @@ class RaggedModel(nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, parallel_group: RankGroup | None = None, saved: SavedWeights | None = None
+        self,
+        model: PreTrainedModel,
+        parallel_group: RankGroup | None = None,
+        saved: SavedWeights | None = None,
+        expert_parallel: ExpertParallel | None = None,
     ):
         """`parallel_group`: the ranks that share every batch; each passes the whole batch and gets its whole result.
 
+        `expert_parallel`: the ranks that share out the experts; they run the same number of batches.
         `saved`: what the parameters of a model on the meta device are read from.
         """
         super().__init__()
@@ -45,6 +53,10 @@ class RaggedModel(nn.Module):
         self.parallel_group = parallel_group
         self.sequence_parallel = parallel_group if isinstance(parallel_group, SequenceParallel) else None
         self.tensor_parallel = parallel_group if isinstance(parallel_group, TensorParallel) else None
+        self.expert_parallel = expert_parallel
+        self.routers = Routers(model)
+        self.choices: Tensor | None = None
+        """[T, L, k] int16: the experts that the last forward chose, if routers keep their choices."""
         self.parts: dict[str, Part] = {}
         """Checkpoint name -> part, for parameters of which this rank has only a part."""
         self._longest_exact = _longest_exact(model.config)
@@ -58,7 +70,18 @@ class RaggedModel(nn.Module):
         assert self.saved is not None, f"{name} has no values: its model was made on the meta device"
         name = self.hf_name(name)
         part, saved = self.parts.get(name), name.replace(BASE, ".")
-        return self.saved.read(saved, rows) if part is None else part.of(self.saved.read(saved))[rows]
+        if part is None:
+            return self.saved.read(saved, rows)
+        if part.dim == 0 and part.blocks == 1:
+            return self.saved.read(saved, part.rows(self.saved.count_rows(saved), rows))
+        return part.of(self.saved.read(saved))[rows]
+
+    def experts(self) -> list[nn.Module]:
+        """The modules with the experts of a layer, where ranks share these out."""
+        if self.expert_parallel is None:
+            return []
+        owners = {name.rpartition(".")[0] for name in self.parts}
+        return [module for path, module in self.model.named_modules() if self.hf_name(f"model.{path}") in owners]
 
     def decoder_layers(self) -> list[nn.Module]:
         """The repeated blocks, which strategies shard one by one."""
@@ -66,13 +89,20 @@ class RaggedModel(nn.Module):
         return [module for module in self.model.modules() if any(c.__name__ in names for c in type(module).__mro__)]
 
     def before_scored(
-        self, input_ids: Tensor, position_ids: Tensor, offsets: Tensor, score_mask: Tensor, repeated: Tensor | None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        offsets: Tensor,
+        score_mask: Tensor,
+        repeated: Tensor | None,
+        routing: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Positions [N] of the tokens in score_mask [T], and the last hidden state before each [N, hidden size].
 
         In a parallel group, only those whose state is on this rank. repeated [B]: how many first tokens a sequence has
         in common with the one before it; these are run once (see data.batch.TrainBatch.repeated_prompts); None means
-        none. If nothing is scored, it returns position and state of some first token, which `spread` multiplies by 0:
+        none. `routing` [T, L, k]: see TrainBatch.
+        If nothing is scored, it returns position and state of some first token, which `spread` multiplies by 0:
         sharded models need the same backward on every rank.
         """
         packing = Packing.of(offsets, repeated, self._least_tokens)
@@ -94,7 +124,9 @@ class RaggedModel(nn.Module):
             positions, places = positions[mine], places[mine]
         if positions.numel() == 0:
             positions, places = positions.new_zeros(1), places.new_zeros(1)
-        return positions, gathered(self._hidden(input_ids, position_ids, packing, self.sequence_parallel), places)
+        hidden = self._hidden(input_ids, position_ids, packing, self.sequence_parallel, routing)
+        self.choices = self.routers.choices()[packing.places] if self.routers.keeps_choices else None
+        return positions, gathered(hidden, places)
 
     def spread(self, values: Tensor, positions: Tensor, score_mask: Tensor) -> Tensor:
         """[T] with all ranks' values [N] at their positions; 0, with a gradient of 0, outside score_mask."""
@@ -107,17 +139,23 @@ class RaggedModel(nn.Module):
         return 1 if self.sequence_parallel is None else self.sequence_parallel.size
 
     def _hidden(
-        self, input_ids: Tensor, position_ids: Tensor, packing: Packing, parallel: SequenceParallel | None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        packing: Packing,
+        parallel: SequenceParallel | None,
+        routing: Tensor | None = None,
     ) -> Tensor:
         """[c, hidden size] the last hidden states of the tokens of `packing` that this rank runs."""
         tokens = packing.tokens if parallel is None else packing.tokens[parallel.chunk(len(packing.tokens))]
-        output = self.model.base_model(
-            input_ids=input_ids[tokens].unsqueeze(0),
-            position_ids=position_ids[tokens].unsqueeze(0),
-            use_cache=False,
-            ragged_segments=packing.segments,
-            sequence_parallel=parallel,
-        )
+        with self.routers.running(None if routing is None else routing[tokens]):
+            output = self.model.base_model(
+                input_ids=input_ids[tokens].unsqueeze(0),
+                position_ids=position_ids[tokens].unsqueeze(0),
+                use_cache=False,
+                ragged_segments=packing.segments,
+                sequence_parallel=parallel,
+            )
         hidden: Tensor = output.last_hidden_state.squeeze(0)
         return hidden
 
@@ -155,16 +193,18 @@ def _check_and_divide(scorer: RaggedModel) -> None:
             f"{type(scorer.model).__name__} lets sequences of one batch see each other (its layers are not all "
             "attention), so it cannot run without padding."
         )
-    if scorer.parallel_group is None:
+    groups = [one for one in (scorer.parallel_group, scorer.expert_parallel) if one is not None]
+    if not groups:
         return
-    if scorer.tensor_parallel is not None:
-        parts = scorer.tensor_parallel.divide(scorer.model)
-        scorer.parts = {scorer.hf_name(f"model.{name}"): part for name, part in parts.items()}
+    for group in (scorer.tensor_parallel, scorer.expert_parallel):
+        if group is not None:
+            parts = group.divide(scorer.model)
+            scorer.parts |= {scorer.hf_name(f"model.{name}"): part for name, part in parts.items()}
     if scorer.sequence_parallel is not None:
         computed = computed[scorer.sequence_parallel.chunk(len(computed))]
     message = (
         f"{type(scorer.model).__name__} computes something else when it is divided over ranks: set "
-        f"{scorer.parallel_group.key} to 1."
+        f"{' and '.join(group.key for group in groups)} to 1."
     )
     try:
         with torch.no_grad():

@@ -50,6 +50,11 @@ class RankGroup:
         dist.all_gather(parts, mine, group=self.group)
         return parts
 
+    def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send `sent` rows to each rank, in order; returns the `received` rows from each of them."""
+        output: Tensor = _Exchange.apply(rows, sent, received, self.group)  # type: ignore[no-untyped-call]
+        return output
+
     def sum_of_parts(self, values: Tensor) -> Tensor:
         """The sum over ranks of `values`, where each position is 0 on all ranks but one.
 
@@ -70,3 +75,19 @@ class _SumOfParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         return gradient, None
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all, whose gradient is the reverse all-to-all."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.back = received, sent, group
+        output = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        received, sent, group = ctx.back
+        return _Exchange.apply(gradient, received, sent, group), None, None, None  # type: ignore[no-untyped-call]

@@ -67,6 +67,14 @@ class SavedWeights:
         tensor = converted[0] if isinstance(converted, list) else converted
         return tensor if merges else tensor[rows]
 
+    def count_rows(self, name: str) -> int:
+        """The length of a parameter's or buffer's first dimension."""
+        converter, keys = self._tensors[self._first[name]]
+        if converter is None:
+            ((key,),) = keys.values()
+            return int(self._slices[key].get_shape()[0])
+        return len(next(iter(keys.values()))) if _merges_rows(converter) else len(self.read(name))
+
     def _of_file(self, key: str, rows: slice) -> Tensor:
         saved = self._slices[key]
         tensor: Tensor = saved[...] if rows == EVERYTHING else saved[rows]

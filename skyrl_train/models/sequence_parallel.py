@@ -7,10 +7,8 @@ rank, s ranks, H query heads, K key/value heads, D head size.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_train.errors import ConfigError
@@ -35,7 +33,7 @@ class SequenceParallel(RankGroup):
         columns = (query, *(x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value)))
         parts = [x.unflatten(1, (self.size, -1)).transpose(0, 1).flatten(2) for x in columns]  # [s, c, its heads x D]
         chunks = self.chunks(tokens)
-        received = _exchange(torch.cat(parts, -1).flatten(0, 1), [len(query)] * self.size, chunks, self.group)
+        received = self.exchange(torch.cat(parts, -1).flatten(0, 1), [len(query)] * self.size, chunks)
         split = received.split([part.shape[-1] for part in parts], -1)
         return tuple(x.unflatten(1, (-1, column.shape[-1])) for x, column in zip(split, columns, strict=True))
 
@@ -43,26 +41,5 @@ class SequenceParallel(RankGroup):
         """The inverse exchange, for the result of attention: [U, H/s, D] to [c, H, D]."""
         chunks = self.chunks(len(attended))
         mine = chunks[self.rank]
-        received = _exchange(attended, chunks, [mine] * self.size, self.group)
+        received = self.exchange(attended, chunks, [mine] * self.size)
         return received.unflatten(0, (self.size, mine)).transpose(0, 1).flatten(1, 2)
-
-
-def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send `sent` rows to each rank, in order; returns the `received` rows from each of them."""
-    output: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
-    return output
-
-
-class _Exchange(torch.autograd.Function):
-    """An all-to-all, whose gradient is the reverse all-to-all."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.back = received, sent, group
-        output = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return _exchange(gradient, *ctx.back), None, None, None

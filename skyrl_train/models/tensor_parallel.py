@@ -9,10 +9,6 @@ too.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +18,8 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.lora import ADAPTER, DOWN, UP
+from skyrl_train.models.parts import Part, cut, of_layer, styles_of
 from skyrl_train.models.rank_group import RankGroup
 
 _HELD_ALIKE = "replicated_with_grad_allreduce"
@@ -29,26 +27,6 @@ _EXPERTS = "moe_tp_experts"
 _LEAST_DIVIDED = 0.75
 """Least share of the layers' weights that a plan must divide: some plans omit experts."""
 _STYLES = ("colwise", "rowwise", "packed_colwise", _EXPERTS, _HELD_ALIKE)
-
-
-@dataclass(frozen=True)
-class Part:
-    """The part of a parameter that a rank has: share `rank` of `size` of each of the `blocks` along `dim`."""
-
-    dim: int
-    blocks: int
-    size: int
-    rank: int
-
-    def of(self, whole: Tensor) -> Tensor:
-        """A copy of this rank's part of `whole`."""
-        shares = whole.unflatten(self.dim, (self.blocks, self.size, -1))
-        return shares.select(self.dim + 1, self.rank).flatten(self.dim, self.dim + 1).clone()
-
-    def whole(self, parts: list[Tensor]) -> Tensor:
-        """The whole parameter, from the parts of all ranks."""
-        blocks = [part.unflatten(self.dim, (self.blocks, -1)) for part in parts]
-        return torch.stack(blocks, self.dim + 1).flatten(self.dim, self.dim + 2)
 
 
 class TensorParallel(RankGroup):
@@ -65,10 +43,11 @@ class TensorParallel(RankGroup):
             name = type(model).__name__
             raise ConfigError(f"transformers has no tensor-parallel plan for {name}: set {self.key} to 1.")
         self._check_heads(model.config)
-        sizes = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1 and _of_layer(name)}
+        matrices = ((name, p) for name, p in model.named_parameters() if p.ndim > 1 and ADAPTER not in name)
+        sizes = {name: parameter.numel() for name, parameter in matrices if of_layer(name)}
         parts: dict[str, Part] = {}
         for path, module in model.named_modules():
-            for place, style in _styles_of(path, module, styles):
+            for place, style in styles_of(path, module, styles):
                 parts |= self._apply(style, place, path, module)
         divided = sum(size for name, size in sizes.items() if name in parts) / sum(sizes.values())
         if divided < _LEAST_DIVIDED:
@@ -80,38 +59,40 @@ class TensorParallel(RankGroup):
 
     def _apply(self, style: str, place: str, path: str, module: nn.Module) -> dict[str, Part]:
         """Apply `style` at `place`, the path of `module` or of one of its own parameters; returns the divided parts."""
-        is_linear = isinstance(module, nn.Linear)
+        base: Any = getattr(module, "base_layer", module)  # in an adapted layer
+        is_linear = isinstance(base, nn.Linear)
         if style == _HELD_ALIKE:
             return {}
         if style == _EXPERTS and not is_linear:
             module.register_forward_hook(lambda _module, _args, output: self._summed(output))
             return {}
         if style == "rowwise" and is_linear:
-            module.forward = partial(self._rowwise, module)  # type: ignore[method-assign]
-            return self._cut(path, module, {"weight": 1})
+            base.forward = lambda features: linear(features, base.weight)
+            module.register_forward_hook(lambda _module, _args, output: self._with_bias(base, self._summed(output)))
+            return self._cut_linear(path, module, 1)
         if style == "colwise" and is_linear:
-            return self._cut(path, module, {name: 0 for name, _ in module.named_parameters()})
+            return self._cut_linear(path, module, 0)
         if (
             style in ("rowwise", "packed_colwise") and place != path
         ):  # of experts: [E, 2 x features, D] and [E, D, features]
             dim, blocks = (2, 1) if style == "rowwise" else (1, 2)
-            return self._cut(path, module, {place.rpartition(".")[2]: dim}, blocks)
+            return cut(self, path, module, {place.rpartition(".")[2]: dim}, blocks)
         raise ConfigError(
             f"transformers' tensor-parallel plan has {style!r} for {place}, which is not known here (known: "
             f"{', '.join(_STYLES)}): set {self.key} to 1."
         )
 
-    def _cut(self, path: str, module: nn.Module, dims: dict[str, int], blocks: int = 1) -> dict[str, Part]:
-        parts = {}
-        for name, dim in dims.items():
-            parameter: nn.Parameter = getattr(module, name)
-            if parameter.shape[dim] % (blocks * self.size):
-                raise ConfigError(
-                    f"{self.key}={self.size} does not divide {path}.{name}, which has {parameter.shape[dim] // blocks} "
-                    "features; use a divisor."
-                )
-            parts[f"{path}.{name}"] = part = Part(dim, blocks, self.size, self.rank)
-            setattr(module, name, nn.Parameter(part.of(parameter.detach()), parameter.requires_grad))
+    def _cut_linear(self, path: str, module: nn.Module, dim: int) -> dict[str, Part]:
+        """Divide the rows (`dim` 0) or columns (1) of a linear layer, and of W + s B A those of B or of A with it.
+
+        The other one of both is whole on every rank, and its gradient a summand.
+        """
+        parts: dict[str, Part] = {}
+        adapted = DOWN if dim else UP
+        for name, parameter in [*module.named_parameters()]:
+            if name.endswith(adapted[1:]) or (ADAPTER not in f".{name}" and (parameter.ndim > 1 or not dim)):
+                owner, _, own = name.rpartition(".")
+                parts |= cut(self, f"{path}.{owner}" if owner else path, module.get_submodule(owner), {own: dim})
         return parts
 
     def _check_heads(self, config: Any) -> None:
@@ -123,30 +104,13 @@ class TensorParallel(RankGroup):
                     "many of them; use a divisor."
                 )
 
-    def _rowwise(self, module: Any, features: Tensor) -> Tensor:
-        summed = self._summed(linear(features, module.weight))
-        return summed if module.bias is None else summed + module.bias
+    @staticmethod
+    def _with_bias(base: nn.Linear, product: Tensor) -> Tensor:
+        return product if base.bias is None else product + base.bias
 
     def _summed(self, values: Tensor) -> Tensor:
         total: Tensor = _Summed.apply(values, self)  # type: ignore[no-untyped-call]
         return total
-
-
-def _of_layer(name: str) -> bool:
-    return _generic(name) != name
-
-
-def _generic(name: str) -> str:
-    """A name as it is written in plans: with "*" for numbers of layers."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
-def _styles_of(path: str, module: nn.Module, styles: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """(path, style) of a module and of its own parameters, if the plan has them."""
-    own = [path, *(f"{path}.{name}" for name, _ in module.named_parameters(recurse=False))]
-    for place in own:
-        if style := styles.get(_generic(place)):
-            yield place, style
 
 
 class _Summed(torch.autograd.Function):

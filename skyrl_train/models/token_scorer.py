@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.lent_weights import weights_lent
 from skyrl_train.models.ragged_model import RaggedModel, check_and_divide, close, linear_head
 from skyrl_train.models.rank_group import RankGroup
@@ -62,9 +63,10 @@ class TokenScorer(RaggedModel):
         chunk_bytes: int | None = None,
         parallel_group: RankGroup | None = None,
         saved: SavedWeights | None = None,
+        expert_parallel: ExpertParallel | None = None,
     ):
         """`chunk_bytes`: None for the device's own, see the function. The others: see RaggedModel."""
-        super().__init__(model, parallel_group, saved)
+        super().__init__(model, parallel_group, saved, expert_parallel)
         self.chunk_bytes = chunk_bytes
         config = model.config
         self._shape = LogitShape(
@@ -89,15 +91,17 @@ class TokenScorer(RaggedModel):
         score_mask: Tensor,
         wants_entropy: bool = False,
         repeated: Tensor | None = None,
+        routing: Tensor | None = None,
     ) -> Scores:
         """input_ids, position_ids, score_mask [T], offsets [B+1], temperature [B] (0 counts as 1, as in engines).
 
         repeated [B]: how many first tokens a sequence has in common with the one before it; they are run once, which
-        does not change values and gradients. score_mask is True for the tokens to score, never for a sequence's first.
+        does not change values and gradients. routing [T, L, k]: see TrainBatch.
+        score_mask is True for the tokens to score, never for a sequence's first.
         Even if it is all False, the result has a (zero) gradient for every parameter: sharded models need the same
         backward on every rank.
         """
-        positions, hidden = self.before_scored(input_ids, position_ids, offsets, score_mask, repeated)
+        positions, hidden = self.before_scored(input_ids, position_ids, offsets, score_mask, repeated, routing)
         sequence = torch.searchsorted(offsets, positions, right=True) - 1
         divisor = torch.where(temperature > 0, temperature, 1.0)[sequence]
         head: Any = self.model.get_output_embeddings()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.ragged_model import RaggedModel, check_and_divide, linear_head
 from skyrl_train.models.rank_group import RankGroup
 from skyrl_train.models.saved_weights import SavedWeights
@@ -26,11 +27,12 @@ class ValueScorer(RaggedModel):
         head_name: str = "value_head",
         parallel_group: RankGroup | None = None,
         saved: SavedWeights | None = None,
+        expert_parallel: ExpertParallel | None = None,
     ):
         """`head_name`: the head's name in checkpoints. The others: see RaggedModel."""
         size = linear_head(model).in_features
         body: Any = model.base_model
-        super().__init__(body, parallel_group, saved)
+        super().__init__(body, parallel_group, saved, expert_parallel)
         self._prefix = model.base_model_prefix
         self._head_name = head_name
         device = model.device if saved is None else "cpu"
@@ -56,13 +58,14 @@ class ValueScorer(RaggedModel):
         score_mask: Tensor,
         wants_entropy: bool = False,
         repeated: Tensor | None = None,
+        routing: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         """[T] values of the states before the tokens in score_mask, at least float32, 0 elsewhere; no entropy.
 
         The arguments are those of TokenScorer, but temperature is not used and wants_entropy must be False.
         """
         assert not wants_entropy, "a critic has no entropy"
-        positions, hidden = self.before_scored(input_ids, position_ids, offsets, score_mask, repeated)
+        positions, hidden = self.before_scored(input_ids, position_ids, offsets, score_mask, repeated, routing)
         kind = torch.promote_types(hidden.dtype, torch.float32)
         values = (hidden.to(kind) * self.value_head.weight.to(kind)).sum(-1)  # a matrix product would be autocast
         return self.spread(values, positions, score_mask), None

@@ -89,6 +89,13 @@ METRICS = (
     Metric("policy/grad_norm", RATIO, "norm of the gradient before it is clipped", "no spikes"),
     Metric("policy/skipped", SHARE, "updates skipped as their gradient was not finite", "0"),
     Metric("policy/lr", "rate", "learning rate of the last optimizer step"),
+    Metric(
+        "policy/router_load_max",
+        RATIO,
+        "tokens of the expert that got most, over the mean of its layer's",
+        "falls, or stays below 3",
+    ),
+    Metric("policy/router_unused", SHARE, "experts that got no token of an update", "near 0"),
     Metric("policy/optimizer_steps", COUNT, "optimizer steps of the step"),
     Metric("policy/{name}", "the loss's", "what a loss of your own, or an option of the policy's, measured"),
     Metric("critic/loss", "loss", "squared error of the values", "falls"),

@@ -72,8 +72,10 @@ class TensorPart(Protocol):
 
 
 class TensorGroup(Protocol):
-    """The ranks that a model's layers are divided over (tensor parallelism)."""
+    """The ranks that a model's layers, or their experts, are divided over."""
 
+    @property
+    def key(self) -> str: ...
     @property
     def size(self) -> int: ...
     @property

@@ -54,6 +54,7 @@ class FSDP2Strategy(OptimizedModel):
             raise ConfigError(_no_divisor(fsdp.fsdp_size, world_size, "ranks of the model"))
         self.fsdp = fsdp
         self.tensor_parallel: TensorGroup | None = None
+        self.expert_parallel: TensorGroup | None = None
         self.parts: Mapping[str, TensorPart] = {}
         self._alike: frozenset[str] = frozenset()
         """Names of the layers' parameters that are replicated over the ranks of `tensor_parallel`."""
@@ -65,10 +66,13 @@ class FSDP2Strategy(OptimizedModel):
     def prepare(self, scorer: Any, total_steps: int | None) -> nn.Module:
         """See Strategy. A scorer that is divided over `scorer.tensor_parallel` has the `scorer.parts` of its layers.
 
-        Layers are then sharded over the ranks that have the same part, and the rest over all ranks.
+        Layers are then sharded over the ranks that have the same part, and the rest over all ranks. If it is divided
+        over `scorer.expert_parallel`, that is so of its experts, and all else is sharded over all ranks.
         """
-        self.tensor_parallel, self.parts = scorer.tensor_parallel, scorer.parts
-        self.mesh, all_ranks = self._meshes()
+        self.tensor_parallel, self.expert_parallel = scorer.tensor_parallel, scorer.expert_parallel
+        self.parts = scorer.parts
+        same_part, all_ranks = self._meshes()
+        self.mesh = all_ranks if self.expert_parallel is not None else same_part
         layers = scorer.decoder_layers()
         inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
         names = {scorer.hf_name(name) for name, parameter in scorer.named_parameters() if id(parameter) in inside}
@@ -84,6 +88,8 @@ class FSDP2Strategy(OptimizedModel):
             ),
             "offload_policy": CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
         }
+        for experts in scorer.experts():
+            fully_shard(experts, mesh=same_part, **options)
         for layer in layers:
             fully_shard(layer, mesh=self.mesh, **options)
         root: Any = fully_shard(scorer, mesh=all_ranks, **options)
@@ -100,10 +106,14 @@ class FSDP2Strategy(OptimizedModel):
         return self.fsdp.cpu_offload and self.device.type != "cpu"
 
     def _meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
-        """The meshes for the layers and for the rest. The ranks of a tensor-parallel group are neighbours."""
-        parts = 1 if self.tensor_parallel is None else self.tensor_parallel.size
+        """The meshes of ranks that have the same part, and of all. Those that have different ones are neighbours."""
+        parts = 1 if self._divided_over is None else self._divided_over.size
         ranks = self.world_size // parts
         size = ranks if self.fsdp.fsdp_size == -1 else self.fsdp.fsdp_size
+        if self.expert_parallel is not None and self.fsdp.fsdp_size != -1:  # which counts ranks of the other layers
+            if size % parts:
+                raise ConfigError(f"fsdp_config.fsdp_size={size} is not divided by {self.expert_parallel.key}={parts}.")
+            size //= parts
         if ranks % size:
             raise ConfigError(_no_divisor(size, ranks, "ranks that have the same part of the model"))
         all_ranks = self._mesh(ranks // size, size * parts)
@@ -112,6 +122,11 @@ class FSDP2Strategy(OptimizedModel):
         names = ("replicate", "shard", "tensor")
         mesh = init_device_mesh(self.device.type, (ranks // size, size, parts), mesh_dim_names=names)
         return mesh["shard"] if size == ranks else mesh["replicate", "shard"], all_ranks
+
+    @property
+    def _divided_over(self) -> TensorGroup | None:
+        """The ranks that have different `parts`."""
+        return self.tensor_parallel or self.expert_parallel
 
     def _mesh(self, replicas: int, size: int) -> DeviceMesh:
         if replicas == 1:
@@ -165,15 +180,15 @@ class FSDP2Strategy(OptimizedModel):
         if part is None:
             return sharded
         piece = piece.within(part)
-        spread = sharded.spread if part.dim == 0 else partial(_among_zeros, part)
-        return replace(sharded, shape=piece.shape, start=piece.start, spread=spread)
+        if part.dim == 0:
+            return replace(sharded, shape=piece.shape, start=piece.start)
+        spread = partial(_among_zeros, part)
+        return replace(sharded, shape=piece.shape, start=piece.start, spread=spread, columns=part.of)
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         """The whole parameter, on the device of `tensor`, gathered from all parts if `tensor` is only a part."""
-        part = self.parts.get(name)
-        return (
-            tensor if part is None or self.tensor_parallel is None else part.whole(self.tensor_parallel.gather(tensor))
-        )
+        part, group = self.parts.get(name), self._divided_over
+        return tensor if part is None or group is None else part.whole(group.gather(tensor))
 
     def _slices(self) -> dict[str, Slice]:
         """Slices of whole parameters. A part that consists of rows is a slice; other parts are gathered for saving."""

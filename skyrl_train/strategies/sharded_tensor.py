@@ -25,6 +25,8 @@ class ShardedTensor:
     """All ranks' `local` -> the whole, a collective. Any dtype that is the same on all ranks."""
     spread: Callable[[Tensor], Tensor] = lambda local: local
     """`local` among zeros in place of other ranks' elements, so that the result lies within the whole without gaps."""
+    columns: Callable[[Tensor], Tensor] = lambda matrix: matrix
+    """Of a matrix with as many columns as the whole, those that this rank has elements of."""
 
     @property
     def elements(self) -> Tensor:

@@ -22,6 +22,22 @@ CHATML = (
     "{% else %}{{ message['content'] + '<|im_end|>' + '\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+_DEEPSEEK_V3: dict[str, object] = {
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 32,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+"""Latent attention, and a layer without experts before those with them."""
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
@@ -53,7 +69,7 @@ def tiny_model(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """A randomly initialised model of a real architecture: qwen2, qwen3, qwen3_moe, llama, gemma, mistral...
+    """A randomly initialised model of a real architecture: qwen2, qwen3, qwen3_moe, llama, gemma, mistral, gpt_oss...
 
     Weights are drawn from a wider distribution than usual, so that tokens' probabilities clearly differ.
     """
@@ -65,24 +81,28 @@ def tiny_model(
 def _tiny_config(
     kind: str, vocab_size: int = 320, hidden_size: int = 64, layers: int = 2, tied: bool = True
 ) -> PreTrainedConfig:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
-    return AutoConfig.for_model(
-        kind,
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=max(32, hidden_size // 4),
-        max_position_embeddings=4096,
-        tie_word_embeddings=tied,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=2,
-        pad_token_id=0,
-        **(experts if kind.endswith("moe") else {}),
-    )
+    experts: dict[str, object] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
+    own: dict[str, dict[str, object]] = {
+        "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": hidden_size},
+        "deepseek_v3": _DEEPSEEK_V3 | {"moe_intermediate_size": hidden_size},
+    }
+    shape: dict[str, object] = own.get(kind, experts if kind.endswith("moe") else {})
+    common: dict[str, object] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": max(32, hidden_size // 4),
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.1,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    return AutoConfig.for_model(kind, **common | shape)
 
 
 def save_tiny_model(directory: Path, kind: str = "qwen2", **options: object) -> str:

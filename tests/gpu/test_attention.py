@@ -41,9 +41,10 @@ def packing(shared: bool) -> Packing:
 
 
 def attend(inputs: list[Tensor], weights: Tensor, segments: Segments, window: int | None) -> tuple[Tensor, ...]:
-    """Output and gradients, all in float32."""
+    """Output and gradients, all in float32; the fourth of `inputs` are sinks."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    output = ragged_attention(leaves[0], leaves[1], leaves[2], segments, sliding_window=window)
+    sinks = leaves[3] if len(leaves) > 3 else None
+    output = ragged_attention(leaves[0], leaves[1], leaves[2], segments, sliding_window=window, sinks=sinks)
     gradients = torch.autograd.grad((output.float() * weights).sum(), leaves)
     return tuple(x.float() for x in (output, *gradients))
 
@@ -52,8 +53,15 @@ def attend(inputs: list[Tensor], weights: Tensor, segments: Segments, window: in
 @pytest.mark.parametrize("window", [None, 1, 100])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (14, 2), (4, 1)])
 @pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 def test_a_fused_kernel_is_as_close_to_float32_as_scaled_dot_product_attention(
-    head_size: int, heads: int, kv_heads: int, window: int | None, shared: bool, monkeypatch: pytest.MonkeyPatch
+    head_size: int,
+    heads: int,
+    kv_heads: int,
+    window: int | None,
+    shared: bool,
+    with_sinks: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     place = packing(shared)
     generator = torch.Generator("cuda").manual_seed(0)
@@ -62,13 +70,17 @@ def test_a_fused_kernel_is_as_close_to_float32_as_scaled_dot_product_attention(
         for count in (heads, kv_heads, kv_heads)
     ]
     weights = torch.randn(inputs[0].shape, generator=generator, device="cuda")
+    if with_sinks:
+        inputs.append(torch.linspace(-2.0, 3.0, heads, device="cuda").bfloat16())
     exact = attend([x.float() for x in inputs], weights, place.segments, window)
     with monkeypatch.context() as patch:
-        patch.setattr("skyrl_train.models.ragged_attention.flash_kernel", lambda query, value: None)
+        patch.setattr("skyrl_train.models.ragged_attention.flash_kernel", lambda query, value, with_sinks: None)
         plain = attend(inputs, weights, place.segments, window)
-    for kernel in kernels(head_size):
+    for kernel in kernels(head_size)[: 1 if with_sinks else None]:  # torch's is the first
         with monkeypatch.context() as patch:
-            patch.setattr("skyrl_train.models.ragged_attention.flash_kernel", lambda query, value, k=kernel: k)
+            patch.setattr(
+                "skyrl_train.models.ragged_attention.flash_kernel", lambda query, value, with_sinks, k=kernel: k
+            )
             fused = attend(inputs, weights, place.segments, window)
         for wanted, reference, got in zip(exact, plain, fused, strict=True):
             error, allowed = (got - wanted).norm() / wanted.norm(), (reference - wanted).norm() / wanted.norm()

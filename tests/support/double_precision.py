@@ -17,7 +17,12 @@ def double_precision() -> Iterator[None]:
     It replaces methods of Tensor rather than use a torch-function mode, because modes are off during backward, where
     checkpointed layers run again.
     """
-    places: tuple[tuple[Any, str], ...] = ((Tensor, "float"), (Tensor, "to"), (nn.functional, "softmax"))
+    places: tuple[tuple[Any, str], ...] = (
+        (Tensor, "float"),
+        (Tensor, "to"),
+        (Tensor, "type"),
+        (nn.functional, "softmax"),
+    )
     originals = [getattr(owner, name) for owner, name in places]
     for (owner, name), original in zip(places, originals, strict=True):
         setattr(owner, name, _widened(original))

@@ -26,8 +26,11 @@ _HARMLESS = frozenset(
 class AttentionPlan(Protocol):
     """Computes attention for the tokens of one forward."""
 
-    def attend(self, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
-        """Attention in the layer whose keys were just updated: query [b, H, t, D] -> [b, t, H, Dv]."""
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, **others: Any
+    ) -> Tensor:
+        """Attention in the next layer, whose keys and values of these tokens are kept: query [b, H, t, D], key
+        [b, Hk, t, D], value [b, Hk, t, Dv] -> [b, t, H, Dv]. `others`: softcap and sinks, see ragged_attention."""
 
 
 def attend(
@@ -40,6 +43,7 @@ def attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     engine_plan: AttentionPlan | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -57,7 +61,7 @@ def attend(
             "Use another engine for this model."
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return engine_plan.attend(query, scaling, sliding_window, softcap), None
+    return engine_plan.attend(query, key, value, scaling, sliding_window, softcap=softcap, sinks=s_aux), None
 
 
 AttentionInterface.register(NAME, attend)
@@ -78,13 +82,14 @@ class PackedPrompts(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any):  # type: ignore[no-untyped-def]
         assert layer_idx == len(self.layers_kv), f"layer {layer_idx} after {len(self.layers_kv)} layers"
-        self.layers_kv.append((key_states, value_states))
-        return key_states, value_states
+        return key_states, value_states  # which may be compressed: `attend` gets those that are attended to
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
-    def attend(self, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
-        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, *self.layers_kv[-1]))
-        out = ragged_attention(q, k, v, self._segments, scaling=scaling, sliding_window=window, softcap=softcap)
-        return out.unsqueeze(0)
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, **others: Any
+    ) -> Tensor:
+        self.layers_kv.append((key, value))
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        return ragged_attention(q, k, v, self._segments, scaling=scaling, sliding_window=window, **others).unsqueeze(0)

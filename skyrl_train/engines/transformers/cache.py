@@ -122,18 +122,25 @@ class DecodeCache(Cache):
         return 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any):  # type: ignore[no-untyped-def]
-        """Append one token to every row: [B, Hk, 1, D] each."""
-        layer, step = self._layers[layer_idx], self._step
-        assert step is not None
-        at = step.write_at[layer.heads]
-        for store, states in ((layer.lanes_k, key_states), (layer.lanes_v, value_states)):
-            store.view(-1, store.shape[-1]).index_copy_(0, at, states.reshape(-1, store.shape[-1]))
         self._current = layer_idx
-        return key_states, value_states
+        return key_states, value_states  # which may be compressed: `attend` gets those that are attended to
 
-    def attend(self, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        *,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         layer, step = self._layers[self._current], self._step
         assert step is not None
+        written = step.write_at[layer.heads]
+        for store, states in ((layer.lanes_k, key), (layer.lanes_v, value)):
+            store.view(-1, store.shape[-1]).index_copy_(0, written, states.reshape(-1, store.shape[-1]))
         rows, heads, _, width = query.shape
         kv_heads, chunks, lanes = layer.heads, len(self._chunks), self._width
         per_head, columns = heads // kv_heads, (step.prefix_tokens, step.lane_tokens)
@@ -153,16 +160,20 @@ class DecodeCache(Cache):
         ]
         if softcap:
             parts = [part.div_(softcap).tanh_().mul_(softcap) for part in parts]
-        scores = query.new_empty(chunks, kv_heads, lanes, per_head, sum(columns))
+        scores = query.new_empty(chunks, kv_heads, lanes, per_head, sum(columns) + (sinks is not None))
         masks = self._masks(window)
         torch.add(parts[0].view(*scores.shape[:4], -1), masks[0], out=scores[..., : columns[0]])
-        torch.add(parts[1].view(*scores.shape[:4], -1), masks[1], out=scores[..., columns[0] :])
+        torch.add(parts[1].view(*scores.shape[:4], -1), masks[1], out=scores[..., columns[0] : sum(columns)])
+        if sinks is not None:
+            scores[..., -1] = sinks.view(kv_heads, 1, per_head)
         weights = scores.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
         out = torch.bmm(
             weights.view(*shared.shape[:2], -1)[..., : columns[0]], read(layer.prefix_v, shared, columns[0])
         )
         out = out.view(own.shape[0], per_head, -1)
-        out.baddbmm_(weights.view(*own.shape[:2], -1)[..., columns[0] :], read(layer.lanes_v, own, columns[1]))
+        out.baddbmm_(
+            weights.view(*own.shape[:2], -1)[..., columns[0] : sum(columns)], read(layer.lanes_v, own, columns[1])
+        )
         return out.view(own.shape[0], -1).index_select(0, at).view(rows, 1, heads, -1)
 
     # -- slots of rows -----------------------------------------------------------------------------------------------

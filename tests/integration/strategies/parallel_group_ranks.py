@@ -21,11 +21,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from skyrl_train.algorithms.kl import k3
 from skyrl_train.algorithms.losses import gspo
 from skyrl_train.algorithms.policy_objective import PolicyObjective
-from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
+from skyrl_train.config.schema import FSDPConfig, LoraConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.learner.micro_batches import PassLimits, micro_batches
 from skyrl_train.learner.worker import MiniBatch, filler
+from skyrl_train.models.lora import Adapters
 from skyrl_train.models.ragged_model import RaggedModel
 from skyrl_train.models.rank_group import RankGroup
 from skyrl_train.models.token_scorer import TokenScorer
@@ -38,6 +39,7 @@ from tests.support.double_precision import double_precision
 from tests.support.learner_specs import policy_batch, tiny_spec
 from tests.support.padded_reference import grouped_batch, ragged_batch
 from tests.support.recording_strategies import RecordingWorker
+from tests.support.tiny_adapters import fill_adapters
 
 CASES: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -56,16 +58,18 @@ SPEC = {
 }
 """A loss that looks at whole sequences, of which every rank has a part."""
 OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=10.0)
-STEPPED = ("qwen2", "three_experts")
+STEPPED = ("qwen2", "three_experts", "adapted")
 LIMITS = PassLimits(sequences=2, tokens=None, attention_tokens=6144, share_prompt=False)
 
 
 def make_model(kind: str) -> PreTrainedModel:
-    """In double precision; with windows and capped scores for gemma2."""
-    if kind in ("qwen3_moe", "three_experts"):
-        model = tiny_model("qwen3_moe", dtype=torch.float64)
+    """In double precision; with windows and capped scores for gemma2, and trained adapters for "adapted"."""
+    if kind.startswith("adapted"):
+        return adapted(kind)[0]
+    if kind in ("qwen3_moe", "three_experts", "gpt_oss", "deepseek_v3"):
+        model = tiny_model("qwen3_moe" if kind == "three_experts" else kind, dtype=torch.float64)
         if kind == "three_experts":  # which two ranks cannot share out evenly
-            config = type(model.config)(**{**model.config.to_dict(), "num_experts": 3})
+            config = type(model.config)(**{**model.config.to_dict(), "num_local_experts": 3})
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
         model.set_experts_implementation("eager")  # the default has no kernel for float64
@@ -77,6 +81,22 @@ def make_model(kind: str) -> PreTrainedModel:
     torch.manual_seed(0)
     config = type(model.config)(**{**model.config.to_dict(), **changed})
     return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+
+
+def adapted(kind: str) -> tuple[PreTrainedModel, Adapters]:
+    model = make_model("qwen3_moe" if kind == "adapted_moe" else "qwen2")
+    adapters = Adapters(model, LoraConfig(rank=4, alpha=8), "lora")
+    fill_adapters(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()
+    return model, adapters
+
+
+def merged(strategy: Any, kind: str = "adapted") -> dict[str, Tensor]:
+    """The weights that engines get, and adapters as peft saves them."""
+    of_peft: dict[str, Tensor] = {}
+    whole = {name: one.whole() for name, one in adapted(kind)[1].merged(strategy.sharded_parameters(), of_peft)}
+    return {name: tensor.contiguous() for name, tensor in (whole | of_peft).items()}
 
 
 def make_batch(case: str) -> TrainBatch:
@@ -124,6 +144,8 @@ def gradients(strategy: FSDP2Strategy) -> dict[str, Tensor]:
     strategy._add_up()
     found = {}
     for name, parameter in scorer.named_parameters():
+        if not parameter.requires_grad:
+            continue
         gradient = parameter.grad
         assert gradient is not None, name
         full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
@@ -282,6 +304,10 @@ def check_steps(parallel_group: RankGroup, folder: Path) -> dict[str, Any]:
             assert all(torch.equal(one, whole) for one in everywhere), "ranks gather different weights"
             if rank == 0:
                 save_file(full, folder / f"{kind}_{name}.safetensors")
+        if kind == "adapted":
+            weights = merged(first)
+            if rank == 0:
+                save_file(weights, folder / "merged.safetensors")
     return found
 
 

@@ -28,9 +28,9 @@ from tests.support.padded_reference import padded_scores, padded_values
 from tests.support.rank_processes import free_port, run_ranks
 from tests.support.recording_strategies import RecordingWorker
 
-from .parallel_group_ranks import CASES, OPTIMIZER, SPEC, STEPPED, loss_of, main, make_batch, make_model, train
+from .parallel_group_ranks import CASES, OPTIMIZER, SPEC, STEPPED, loss_of, main, make_batch, make_model, merged, train
 
-KINDS = ["qwen2", "qwen3", "llama", "gemma", "gemma2", "qwen3_moe", "one_kv_head"]
+KINDS = ["qwen2", "qwen3", "llama", "gemma", "gemma2", "qwen3_moe", "adapted", "one_kv_head"]
 DEADLINE_S = 240.0
 
 
@@ -58,7 +58,7 @@ def _exact_double() -> Iterator[None]:
         pytest.param(("sequence", 4, 2, ["qwen2"]), marks=pytest.mark.slow),
         pytest.param(("sequence", 4, 4, ["qwen2", "one_kv_head"]), marks=[pytest.mark.slow, pytest.mark.on_demand]),
         ("tensor", 2, 2, KINDS[:-1]),
-        pytest.param(("tensor", 4, 2, ["qwen2", "qwen3_moe"]), marks=pytest.mark.slow),
+        pytest.param(("tensor", 4, 2, ["qwen2", "qwen3_moe", "adapted"]), marks=pytest.mark.slow),
     ],
     ids=["tokens_2_of_2", "tokens_2_of_4", "tokens_4_of_4", "layers_2_of_2", "layers_2_of_4"],
 )
@@ -116,10 +116,10 @@ def test_the_summed_gradient_of_a_critic_is_the_padded_one(found: Found) -> None
     assert_same(load_file(found.folder / "critic.safetensors"), {**wanted, "value_head.weight": weight.grad}, 1e-9)
 
 
-def one_rank(found: Found) -> tuple[dict[str, float], dict[str, Tensor]]:
+def one_rank(folder: Path) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics and gradients of the same update in one process."""
     recording = "tests.support.recording_strategies:RecordingSingle"
-    worker = RecordingWorker(tiny_spec(str(found.folder / "model"), strategy=recording, **SPEC), 0, 1)
+    worker = RecordingWorker(tiny_spec(str(folder / "model"), strategy=recording, **SPEC), 0, 1)
     learner = Learner(WorkerGroup([LocalWorker(worker)]), None, BatchSizes(100, micro_train_sequences=2))
 
     async def run() -> dict[str, float]:
@@ -132,7 +132,7 @@ def one_rank(found: Found) -> tuple[dict[str, float], dict[str, Tensor]]:
 
 
 def test_an_update_has_the_gradient_and_the_metrics_of_one_rank_with_a_loss_over_whole_sequences(found: Found) -> None:
-    wanted, gradients = one_rank(found)
+    wanted, gradients = one_rank(found.folder)
     metrics = Metrics()
     for rank in found.values["ranks"]:
         metrics.merge(rank["state"])
@@ -192,6 +192,12 @@ def test_steps_checkpoints_and_weights_are_those_of_one_process(found: Found, ki
         train(strategy, 1)
         got = load_file(found.folder / f"{kind}_resumed.safetensors")
         assert_same(got, dict(strategy.full_parameters()), 1e-9)
+
+
+def test_adapters_are_merged_into_the_part_that_a_rank_has(found: Found) -> None:
+    alone = single("adapted")
+    train(alone, 3)
+    assert_same(load_file(found.folder / "merged.safetensors"), merged(alone), 1e-9)
 
 
 def test_a_sync_announces_and_sends_the_whole_of_what_ranks_have_parts_of(found: Found) -> None:

@@ -28,7 +28,17 @@ def test_its_tensor_parallelism_is_that_of_fsdp2_and_each_change_is_said():
     assert not any("tensor_model_parallel_size" in warning for warning in map(str, prepared.warnings))
 
 
-@pytest.mark.parametrize("kind", ["pipeline_model", "expert_model", "expert_tensor"])
+def test_its_expert_parallelism_shares_experts_out_and_then_tensors_are_whole():
+    key = "trainer.policy.megatron_config.expert_model_parallel_size"
+    prepared = prepare([*RECIPE, f"{key}=4"], has_accelerator=True)
+    policy = prepared.config.trainer.policy
+    assert (policy.expert_parallel_size, policy.tensor_parallel_size) == (4, 1)
+    assert f"{key}=4 -> trainer.policy.expert_parallel_size=4." in prepared.notes
+    theirs = "trainer.policy.megatron_config.tensor_model_parallel_size=2"
+    assert f"{theirs} -> FSDP2 over those ranks: experts are shared out already." in prepared.notes
+
+
+@pytest.mark.parametrize("kind", ["pipeline_model", "expert_tensor"])
 def test_ranks_of_its_other_kinds_are_those_of_fsdp2(kind: str):
     key = f"trainer.policy.megatron_config.{kind}_parallel_size"
     prepared = prepare([*RECIPE, f"{key}=2"], has_accelerator=True)
@@ -48,9 +58,8 @@ def test_its_context_parallelism_divides_sequences_and_then_tensors_are_whole():
     assert f"{theirs} -> FSDP2 over those ranks: sequences are divided already." in prepared.notes
 
 
-@pytest.mark.parametrize("why", ["trainer.policy.model.lora.rank=8", "trainer.policy.use_torch_compile=true"])
-def test_where_layers_cannot_be_divided_they_are_sharded(why: str):
-    prepared = prepare([*RECIPE, why], has_accelerator=True)
+def test_compiled_layers_are_sharded_and_not_divided():
+    prepared = prepare([*RECIPE, "trainer.policy.use_torch_compile=true"], has_accelerator=True)
     assert prepared.config.trainer.policy.tensor_parallel_size == 1
     assert any("tensor_model_parallel_size=2 -> FSDP2 over those ranks: " in note for note in prepared.notes)
 

@@ -232,8 +232,35 @@ def test_defaults_are_valid():
                 ("ref", ["trainer.strategy=deepspeed"], "trainer.strategy=fsdp2"),
                 ("policy", ["trainer.policy.sequence_parallel_size=2"], "trainer.policy.sequence_parallel_size=1"),
                 ("policy", ["trainer.policy.use_torch_compile=true"], "trainer.policy.use_torch_compile=false"),
-                ("critic", ["trainer.critic.model.lora.rank=4"], "trainer.critic.model.lora.rank=0"),
             )
+        ),
+        *(
+            (
+                [*clash, f"trainer.{role}.expert_parallel_size=2", "trainer.placement.policy_num_gpus_per_node=4"],
+                key or f"trainer.{role}.expert_parallel_size",
+                allowed,
+            )
+            for role, clash, key, allowed in (
+                ("ref", ["trainer.strategy=deepspeed"], "", "1, or trainer.strategy=fsdp2"),
+                ("policy", ["trainer.policy.use_torch_compile=true"], "", "1, or trainer.policy.use_torch_compile"),
+                (
+                    "critic",
+                    ["trainer.critic.tensor_parallel_size=2"],
+                    "",
+                    "1, or trainer.critic.tensor_parallel_size=1",
+                ),
+                (
+                    "policy",
+                    ["trainer.policy.fsdp_config.fsdp_size=1"],
+                    "trainer.policy.fsdp_config.fsdp_size",
+                    "-1 or a multiple of 2",
+                ),
+            )
+        ),
+        (
+            ["trainer.policy.expert_parallel_size=3", "trainer.placement.policy_num_gpus_per_node=4"],
+            "trainer.policy.expert_parallel_size",
+            "a divisor of the policy's ranks, 4",
         ),
         (["trainer.policy.sequence_parallel_size=0"], "trainer.policy.sequence_parallel_size", "at least 1"),
         (["trainer.ref.deepspeed_config.zero_stage=1"], "trainer.ref.deepspeed_config.zero_stage", "at most 3"),

@@ -19,6 +19,7 @@ def _packed(lengths: list[int]) -> PackedPrompts:
     keys = torch.arange(sum(lengths), dtype=torch.float32).view(1, 1, -1, 1).expand(1, 2, -1, 4).contiguous()
     for layer in range(2):
         packed.update(keys, -keys, layer)
+        packed.attend(keys, keys, -keys, 1.0, None)
     return packed
 
 
@@ -75,6 +76,7 @@ def test_mostly_empty_lanes_are_packed_together_and_keep_what_they_hold():
     states = torch.arange(48, dtype=torch.float32).view(48, 1, 1, 1).expand(48, 2, 1, 4)
     for layer in range(2):
         cache.update(states, states, layer)
+        cache.attend(states, states, states, 1.0, None)
     assert cache.compact(frozenset()) is None
     stay = [3, 17, 40]
     cache.release([slot for row, slot in enumerate(slots) if row not in stay])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +27,8 @@ from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.double_precision import double_precision
 
 VOCABULARY = 97
-KINDS = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3_text"]
+KINDS = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3_text", "gpt_oss"]
+WINDOWED = ["mistral", "gemma2", "gemma3_text", "gpt_oss"]
 
 
 def _model(kind: str = "qwen2", window: int | None = None) -> PreTrainedModel:
@@ -136,7 +138,7 @@ def test_greedy_equals_hugging_faces_greedy(kind):
         assert completion.logprobs == [0.0] * 20
 
 
-@pytest.mark.parametrize("kind", ["mistral", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("kind", WINDOWED)
 @pytest.mark.parametrize("window", [4, 9])
 def test_sliding_windows_hide_what_left_them(kind, window):
     # Prompts shorter and longer than the window; sampled tokens that push the prompt out of it.
@@ -146,11 +148,10 @@ def test_sliding_windows_hide_what_left_them(kind, window):
 
 
 @pytest.mark.parametrize("samples", [1, 3])
-@pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe"])
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe", "deepseek_v3"])
 def test_in_double_precision_rows_that_share_a_prompt_are_the_model_itself(kind: str, samples: int):
-    model: Any = _model(kind, window=6 if kind in ("mistral", "gemma2", "gemma3_text") else None).double().eval()
-    if kind.endswith("moe"):
-        model.set_experts_implementation("eager")  # the default one lacks float64
+    model: Any = _model(kind, window=6 if kind in WINDOWED else None).double().eval()
+    model.set_experts_implementation("eager")  # the default one lacks float64
     prompts, new = _prompts([11, 3, 11]), 40  # more tokens than lanes have room for at first
     sampled = torch.tensor(_prompts([new] * 3 * samples, seed=1))
     rows = [prompt for prompt in prompts for _ in range(samples)]
@@ -284,23 +285,11 @@ def test_an_encoder_decoder_is_refused():
 
 
 def test_a_model_whose_attention_has_more_to_it_is_refused():
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    small = GptOssConfig(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    with pytest.raises(EngineError, match="s_aux"):
-        TransformersEngine(GptOssForCausalLM(small))
+    model = _model()
+    for layer in model.model.layers:  # as a model hands over what it has besides queries, keys and values
+        layer.self_attn.forward = partial(layer.self_attn.forward, position_bias=torch.zeros(1))
+    with pytest.raises(EngineError, match="Qwen2Attention: it uses position_bias"):
+        TransformersEngine(model)
 
 
 def test_a_rope_that_depends_on_the_batch_is_refused():

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from skyrl_train.models import flash_attention, ragged_attention
-from skyrl_train.models.flash_attention import FlashKernel, choose, flash_kernel
+from skyrl_train.models.flash_attention import FlashKernel, Stretches, choose, flash_kernel
 from skyrl_train.models.packing import Packing
 
 HEAD_SIZE = 8
@@ -133,7 +133,84 @@ def test_a_kernel_gets_what_makes_it_compute_the_same_attention(
         return output, torch.autograd.grad((output * weights).sum(), inputs)
 
     expected = attend()
-    monkeypatch.setattr(ragged_attention, "flash_kernel", lambda query, value: kernel)
+    monkeypatch.setattr(ragged_attention, "flash_kernel", lambda query, value, with_sinks: kernel)
+    torch.testing.assert_close(attend(), expected)
+
+
+@pytest.fixture
+def varlen_on_cpus(monkeypatch: pytest.MonkeyPatch) -> FlashKernel:
+    """torch's kernel as `ragged_attention` gets it, on CPUs: its operators have kernels written out from the paper."""
+    from torch.nn.attention import varlen
+
+    varlen._varlen_attn.register_kernel("cpu")(forward_of_flash_attention)
+    varlen._varlen_attn_backward.register_kernel("cpu")(backward_of_flash_attention)
+    kernel = flash_attention.torch_varlen(varlen.varlen_attn)
+    monkeypatch.setattr(ragged_attention, "flash_kernel", lambda query, value, with_sinks: kernel)
+    return kernel
+
+
+def weights_of(
+    query: Tensor, key: Tensor, lse: Tensor | None, starts: Tensor, key_starts: Tensor, scale: float, left: int
+) -> tuple[Tensor, Tensor]:
+    """exp(scores - lse) [H, T, S], 0 for what is not seen, and the scores' log-sum-exp [H, T] if none is given."""
+    owner, of_key = (torch.repeat_interleave(torch.arange(len(x) - 1), x.diff()) for x in (starts, key_starts))
+    place, of_keys = (torch.arange(len(own)) - x[1:][own] for own, x in ((owner, starts), (of_key, key_starts)))
+    back = place[:, None] - of_keys
+    seen = (owner[:, None] == of_key) & (back >= 0) & ((back <= left) if left >= 0 else True)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    scores = scores.masked_fill(~seen, -torch.inf)
+    lse = scores.logsumexp(-1) if lse is None else lse
+    return (scores - lse.unsqueeze(2)).exp(), lse
+
+
+def forward_of_flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, starts: Any, key_starts: Any, most: int, most_keys: int, *rules: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    _, scale, window, *_ = rules
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    weights, lse = weights_of(query, key, None, starts, key_starts, scale, window[0])
+    return torch.einsum("hqk,khd->qhd", weights, value), lse, torch.zeros(2, dtype=torch.uint64)
+
+
+def backward_of_flash_attention(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, *rules: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Dao et al., arXiv:2205.14135, B.4: from what the forward pass keeps, not from a softmax of its own."""
+    starts, key_starts, _, _, _, _, scale, window = rules
+    shape = key.shape
+    key, value = (x.repeat_interleave(query.shape[1] // shape[1], 1) for x in (key, value))
+    weights, _ = weights_of(query, key, lse, starts, key_starts, scale, window[0])
+    mean = (gradient * output).sum(-1).T.unsqueeze(2)
+    of_scores = weights * (torch.einsum("qhd,khd->hqk", gradient, value) - mean) * scale
+    of_keys = torch.einsum("hqk,qhd->khd", of_scores, query), torch.einsum("hqk,qhd->khd", weights, gradient)
+    of_key, of_value = (x.unflatten(1, (shape[1], -1)).sum(2) for x in of_keys)
+    return torch.einsum("hqk,khd->qhd", of_scores, key), of_key, of_value
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3)])
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("repeated", [None, [0, 4, 4, 0]], ids=["sequences", "shared prompts"])
+def test_sinks_are_exact_with_a_kernel_that_knows_none(
+    heads: int, kv_heads: int, window: int | None, repeated: list[int] | None, request: pytest.FixtureRequest
+) -> None:
+    packing = Packing.of(torch.tensor([0, 6, 11, 15, 18]), None if repeated is None else torch.tensor(repeated))
+    generator = torch.Generator().manual_seed(0)
+    shape = len(packing.tokens), HEAD_SIZE
+    inputs = [
+        torch.randn(count, *shape, generator=generator, dtype=torch.float64).transpose(0, 1).requires_grad_()
+        for count in (heads, kv_heads, kv_heads)
+    ]
+    inputs.append(torch.linspace(-2.0, 3.0, heads, dtype=torch.float64).requires_grad_())
+    weights = torch.randn(shape[0], heads, HEAD_SIZE, generator=generator, dtype=torch.float64)
+
+    def attend() -> tuple[Tensor, tuple[Tensor, ...]]:
+        query, key, value, sinks = inputs
+        options: Any = {"scaling": 0.3, "sliding_window": window, "sinks": sinks}
+        output = ragged_attention.ragged_attention(query, key, value, packing.segments, **options)
+        return output, torch.autograd.grad((output * weights).sum(), inputs)
+
+    expected = attend()
+    request.getfixturevalue("varlen_on_cpus")
     torch.testing.assert_close(attend(), expected)
 
 
@@ -149,7 +226,8 @@ def test_flash_attention_3_adds_up_in_one_order_where_that_is_asked_for() -> Non
     try:
         for wanted in (True, False):
             torch.use_deterministic_algorithms(wanted)
-            flash_attention.flash_attention_3(attend).attend(heads, heads, heads, offsets, offsets, 2, 2, 1.0, None)
+            kernel, stretches = flash_attention.flash_attention_3(attend), Stretches(offsets, offsets, 2, 2, 1.0, None)
+            kernel.attend(heads, heads, heads, stretches, None)
     finally:
         torch.use_deterministic_algorithms(before)
     assert asked == [True, False]
@@ -202,6 +280,14 @@ def test_where_flash_attention_3_has_no_fixed_order_it_is_not_used_if_one_is_ask
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     names = {size: kernel.name for size in (128, 256) if (kernel := choose(HOPPER, size)) is not None}
     assert names == {128: "FlashAttention-3", 256: VARLEN}
+
+
+def test_with_sinks_it_is_not_used(installed: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    installed("def flash_attn_varlen_func(): ...")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    with_sinks, without = choose(HOPPER, 64, with_sinks=True), choose(HOPPER, 64)
+    assert with_sinks is not None and without is not None
+    assert (with_sinks.name, without.name) == (VARLEN, "FlashAttention-3")
 
 
 def test_without_flash_attention_3_torch_has_a_kernel(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +19,14 @@ def qkv(tokens: int, heads: int, kv_heads: int, size: int = 8) -> tuple[Tensor, 
 
 
 def plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float, window: int | None, cap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    scaling: float,
+    window: int | None,
+    cap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """One [T, T] matrix of scores and a mask written out from the definition."""
     repeat = query.shape[1] // key.shape[1]
@@ -31,7 +40,9 @@ def plain_attention(
     seen = (owner[:, None] == owner[None, :]) & (back >= 0)
     if window is not None:
         seen &= back < window
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+    weights = scores.masked_fill(~seen, -torch.inf).exp()
+    beside = 0.0 if sinks is None else sinks.exp()[:, None, None]
+    return torch.einsum("hqk,khd->qhd", weights / (weights.sum(-1, keepdim=True) + beside), value)
 
 
 def offsets_of(lengths: list[int]) -> Tensor:
@@ -50,6 +61,24 @@ def test_values_and_gradients_are_those_of_the_definition(
     expected = plain_attention(*inputs, lengths, 0.5, window, cap)
     wanted = torch.autograd.grad((expected * weights).sum(), inputs)
     got = ragged_attention(*inputs, offsets_of(lengths), scaling=0.5, sliding_window=window, softcap=cap)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(torch.autograd.grad((got * weights).sum(), inputs), wanted)
+
+
+@pytest.mark.parametrize("lengths", [[5, 9, 5, 1, 9, 3], [7]])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3)])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_a_sink_takes_its_share_of_every_token_s_attention(
+    lengths: list[int], heads: int, kv_heads: int, window: int | None, cap: float | None
+) -> None:
+    sinks = torch.linspace(-2.0, 3.0, heads, dtype=torch.float64).requires_grad_()
+    inputs = *qkv(sum(lengths), heads, kv_heads), sinks
+    weights = torch.randn(sum(lengths), heads, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = plain_attention(*inputs[:3], lengths, 0.5, window, cap, sinks)
+    wanted = torch.autograd.grad((expected * weights).sum(), inputs)
+    rules: dict[str, Any] = {"scaling": 0.5, "sliding_window": window, "softcap": cap, "sinks": sinks}
+    got = ragged_attention(*inputs[:3], offsets_of(lengths), **rules)
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(torch.autograd.grad((got * weights).sum(), inputs), wanted)
 

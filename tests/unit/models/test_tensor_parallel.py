@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from skyrl_train.models.tensor_parallel import Part
+from skyrl_train.models.parts import Part
 from skyrl_train.strategies.shards import Slice
 
 

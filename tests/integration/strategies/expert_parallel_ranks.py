@@ -1,0 +1,137 @@
+"""One rank of the checks in test_expert_parallel.py.
+
+Rank 0 writes findings.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.expert_parallel import ExpertParallel
+from skyrl_train.models.sequence_parallel import SequenceParallel
+from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.strategies.process_group import close_process_group
+from tests.support.counted_syncs import counted_sync
+from tests.support.double_precision import double_precision
+from tests.support.learner_specs import tiny_spec
+from tests.support.recording_strategies import RecordingWorker
+
+from .parallel_group_ranks import (
+    SPEC,
+    accumulate,
+    check_worker,
+    gradients,
+    loss_of,
+    make_batch,
+    make_model,
+    merged,
+    run,
+    strategy_of,
+    train,
+)
+
+CASES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "shared_micro_3": {"size": 3, "share": True},
+    "checkpointed": {"share": True, "checkpointing": {"use_reentrant": False}, "kinds": ["qwen3_moe"]},
+    "few_tokens": {"batch": "few_tokens", "size": 1, "kinds": ["qwen3_moe"]},
+    "divided_sequences": {"size": 3, "share": True, "divided": True, "kinds": ["qwen3_moe"]},
+    "one_sequence": {"batch": "few_shared_tokens", "kinds": ["qwen3_moe"]},
+}
+"""`divided`: the same ranks divide sequences, too. With the last case, and in the last micro-batch of all of them, most
+ranks have one token."""
+STEPPED = ("qwen3_moe", "adapted_moe")
+
+
+def check_gradients(experts: ExpertParallel, kinds: list[str], folder: Path) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    found: dict[str, Tensor] = {}
+    for kind in kinds:
+        for case, options in CASES.items():
+            if kind not in options.get("kinds", kinds):
+                continue
+            model = make_model(kind)
+            if "checkpointing" in options:
+                model.gradient_checkpointing_enable(options["checkpointing"])
+            tokens = SequenceParallel(experts.group, "sequence") if "divided" in options else None
+            scorer = TokenScorer(model, parallel_group=tokens, expert_parallel=experts)
+            strategy = strategy_of(scorer, world, {})
+            share = options.get("share", False)
+
+            def loss(scorer: Any, batch: TrainBatch, share: bool = share) -> Tensor:
+                scores = run(scorer, batch, share, wants_entropy=True)
+                return loss_of(scores.logprobs, scores.entropy, batch)
+
+            batch = make_batch(options.get("batch", "whole"))
+            ranks = 1 if tokens is None else tokens.size
+            accumulate(strategy, batch, world // ranks, rank // ranks, options.get("size", 100), loss)
+            found |= {f"{kind}/{case}/{name}": gradient for name, gradient in gradients(strategy).items()}
+    if rank == 0:
+        save_file(found, folder / "gradients.safetensors")
+
+
+def check_steps(experts: ExpertParallel, folder: Path) -> dict[str, Any]:
+    """Updates, a checkpoint, and updates from one of a single process; also with copies of the model on groups."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    found: dict[str, Any] = {}
+    layouts: list[tuple[str, str, dict[str, Any]]] = [(kind, kind, {}) for kind in STEPPED]
+    if world > experts.size:
+        layouts.append(("copies", STEPPED[0], {"fsdp_size": experts.size}))
+    for name, kind, fsdp in layouts:
+        first, again = (
+            strategy_of(TokenScorer(make_model(kind), expert_parallel=experts), world, fsdp) for _ in range(2)
+        )
+        found[name] = train(first, 3, world, rank)
+        first.save(folder / f"{name}_divided")
+        again.load(folder / f"{kind}_single")
+        train(again, 1, world, rank)
+        tensors = {"stepped": dict(first.full_parameters()), "resumed": dict(again.full_parameters())}
+        if kind == "adapted_moe":
+            tensors["merged"] = merged(first, kind)
+        for what, weights in tensors.items() if rank == 0 else ():
+            save_file(
+                {key: value.contiguous() for key, value in weights.items()}, folder / f"{name}_{what}.safetensors"
+            )
+    return found
+
+
+def check_refusals(experts: ExpertParallel) -> dict[str, str]:
+    unknown = make_model("qwen3_moe")
+    unknown._ep_plan = {**unknown._ep_plan, "model.layers.*.mlp.gate": "ep_router"}  # type: ignore[dict-item]
+    said = {}
+    for name, model in (
+        ("none", make_model("qwen2")),
+        ("three", make_model("three_experts")),
+        ("unknown", unknown),
+    ):
+        try:
+            TokenScorer(model, expert_parallel=experts)
+        except ConfigError as error:
+            said[name] = str(error)
+    return said
+
+
+def main(rank: int, world: int, size: int, port: int, folder: Path) -> None:
+    recording = "tests.support.recording_strategies:RecordingFSDP2"
+    spec = tiny_spec(str(folder / "model"), strategy=recording, expert_parallel_size=size, **SPEC)
+    worker = RecordingWorker(spec, rank, world)
+    worker.setup("127.0.0.1", port)
+    experts = worker.expert_parallel
+    assert experts is not None
+    held = {name: tuple(p.shape) for name, p in worker.scorer.named_parameters() if name.endswith("gate_up_proj")}
+    found: dict[str, Any] = {"held": held, **check_worker(worker, folder), "refused": check_refusals(experts)}
+    found["sync"] = {wire: counted_sync(worker.sharded_parameters, wire) for wire in ("float32", "bfloat16")}
+    with double_precision():
+        check_gradients(experts, json.loads((folder / "kinds.json").read_text()), folder)
+        found["norms"] = check_steps(experts, folder)
+    if rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    close_process_group()
