@@ -59,9 +59,7 @@ def build_learner(
         objective=learning.objective,
         gradient_checkpointing=trainer.gradient_checkpointing,
         gradient_checkpointing_use_reentrant=trainer.gradient_checkpointing_use_reentrant,
-        model_config_kwargs=trainer.policy.model_config_kwargs,
-        rope_scaling=trainer.rope_scaling,
-        rope_theta=trainer.rope_theta,
+        **_changes(trainer),
         **_limits(trainer),
         wire_dtype=wire_dtype,
         bucket_bytes=bucket_bytes,
@@ -93,6 +91,15 @@ def build_learner(
         routes_as_before=trainer.moe_routing_replay == "old_policy",
         stacks_file=Path(trainer.ckpt_path) / "stacks.txt",
     )
+
+
+def _changes(trainer: TrainerConfig) -> dict[str, Any]:
+    """What differs from the configuration of the policy's checkpoint."""
+    return {
+        "model_config_kwargs": trainer.policy.model_config_kwargs,
+        "rope_scaling": trainer.rope_scaling,
+        "rope_theta": trainer.rope_theta,
+    }
 
 
 def _limits(trainer: TrainerConfig) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.testing.tiny_models import save_tiny_model
+
 from .conftest import Run, metrics_of
 
 
@@ -38,3 +40,30 @@ def test_policy_reference_and_critic_train_in_parallel_groups_of_two_ranks(
         assert rows[step]["critic/grad_norm"] > 0
     assert 1e-6 < rows[1]["policy/kl"] < rows[2]["policy/kl"]
     assert rows[2]["critic/loss"] < rows[1]["critic/loss"]
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_trains_with_its_experts_shared_out_and_chosen_as_before(
+    run: Run, easy: Callable[[Path], list[str]], tmp_path: Path
+):
+    model = save_tiny_model(tmp_path / "model", "qwen3_moe")
+    run(
+        "main_base",
+        *easy(tmp_path),
+        f"trainer.policy.model.path={model}",
+        "trainer.policy_mini_batch_size=2",
+        "trainer.max_steps=2",
+        "trainer.placement.policy_num_gpus_per_node=2",
+        "trainer.policy.expert_parallel_size=2",
+        "trainer.moe_routing_replay=old_policy",
+        "generator.weight_sync_check=probe",
+    )
+    rows = metrics_of(tmp_path)
+    for step in (1, 2):
+        assert rows[step]["weights/probe_gap"] <= 1e-4
+        assert rows[step]["rollout/logprob_diff_max"] <= 1e-4, (
+            "scores are not those of the engine, which has all experts"
+        )
+        assert rows[step]["policy/grad_norm"] > 0
+        assert 1.0 <= rows[step]["policy/router_load_max"] <= 2.0
+    assert 0.9 < rows[1]["policy/ratio"] < 1.1
