@@ -386,8 +386,20 @@ TORCH = {
     """,
     "models/flash_attention.py": """
         torch.nn.attention.varlen.varlen_attn(
-            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=_, window_size=_, enable_gqa=_
+            query,
+            key,
+            value,
+            cu_seq_q=_,
+            cu_seq_k=_,
+            max_q=_,
+            max_k=_,
+            return_aux=_,
+            scale=_,
+            window_size=_,
+            enable_gqa=_,
         )
+        torch.nn.attention.varlen.AuxRequest(lse=_)
+        torch.nn.attention.varlen._varlen_attn_backward
     """,
     "engines/sglang/weight_store.py": """
         torch.UntypedStorage._new_shared(size)
@@ -408,6 +420,13 @@ TRANSFORMERS = {
     """,
     "models/tensor_parallel.py": """
         transformers.PreTrainedModel.tp_plan
+    """,
+    "models/expert_parallel.py": """
+        transformers.PreTrainedModel.ep_plan
+    """,
+    "models/routing.py": """
+        transformers.PreTrainedModel._can_record_outputs
+        transformers.utils.output_capturing.OutputRecorder(target_class=_)
     """,
     "models/loading.py": """
         transformers.core_model_loading.revert_weight_conversion(model, state_dict)
