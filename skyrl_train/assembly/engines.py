@@ -122,8 +122,10 @@ async def connect_engine(url: str, cfg: Config) -> RemoteEngine | NativeEngine:
 
 
 def engine_settings(cfg: Config) -> GeneratorConfig:
-    """`generator`, extended by the settings that the run's own engines need to take the policy's adapter."""
+    """`generator`, extended by what the run's own engines need to take the policy's adapter, and to tell of experts."""
     generator, rank = cfg.generator, cfg.trainer.policy.model.lora.rank
+    if cfg.trainer.moe_routing_replay == "rollout":
+        generator = replace(generator, engine_init_kwargs={"keeps_routing": True} | generator.engine_init_kwargs)
     room = next((most for most in _VLLM_RANKS if most >= rank), None)
     if generator.backend != "vllm" or room is None or not wants_adapter(cfg):
         return generator

@@ -66,7 +66,7 @@ def build_learner(
         only_changed=only_changed,
         lora=_lora(trainer.policy.model.lora),
         **_parallel_sizes(trainer.policy),
-        replays_routing=trainer.moe_routing_replay is not None,
+        **_of_routers(trainer),
         compile_layers=trainer.policy.use_torch_compile,
         shares_accelerator=layout.policy in (layout.reference, layout.critic, layout.reward),
         memory_folder=_memory_folder(trainer),
@@ -88,7 +88,7 @@ def build_learner(
         reduction=learning.reduction,
         choose=learning.choose,
         needs_old_logprobs=learning.needs_old_logprobs,
-        routes_as_before=trainer.moe_routing_replay == "old_policy",
+        routing_replay=trainer.moe_routing_replay,
         stacks_file=Path(trainer.ckpt_path) / "stacks.txt",
     )
 
@@ -100,6 +100,14 @@ def _changes(trainer: TrainerConfig) -> dict[str, Any]:
         "rope_scaling": trainer.rope_scaling,
         "rope_theta": trainer.rope_theta,
     }
+
+
+def _of_routers(trainer: TrainerConfig | None) -> dict[str, Any]:
+    """What is asked of the policy's routers; None: nothing, as of the other models'."""
+    if trainer is None:
+        return {"router_aux_loss_coef": 0.0, "replays_routing": False}
+    coef, replay = trainer.algorithm.router_aux_loss_coef, trainer.moe_routing_replay
+    return {"router_aux_loss_coef": coef, "replays_routing": replay is not None}
 
 
 def _limits(trainer: TrainerConfig) -> dict[str, Any]:
@@ -147,7 +155,7 @@ def _reference(policy: LearnerSpec, trainer: TrainerConfig, threads: int | None)
         model_config_kwargs=trainer.ref.model_config_kwargs,
         lora=None,
         **_parallel_sizes(trainer.ref),
-        replays_routing=False,
+        **_of_routers(None),
         memory_folder=None,
     )
 
@@ -172,7 +180,7 @@ def _critic(
         value_head=trainer.algorithm.value_head_prefix,
         lora=_lora(critic.model.lora),
         **_parallel_sizes(critic),
-        replays_routing=False,
+        **_of_routers(None),
         memory_folder=None,
     )
 

@@ -222,6 +222,9 @@ class AlgorithmConfig(Section):
     """Divide the advantages of a group by the standard deviation of its rewards; false is Dr. GRPO."""
     zero_variance_filter: bool = False
     """Keep groups whose rewards, penalties included, are all equal out of the loss. They stay in the batch."""
+    router_aux_loss_coef: float = key(0.0, range=NOT_NEGATIVE)
+    """Coefficient of a loss that spreads a mixture of experts' tokens evenly over them, sequence by sequence
+    (DeepSeek-V3, arXiv:2412.19437, eq. 17; the mean over layers). 0 turns it off."""
     lambd: float = key(1.0, range=FRACTION, needs=CRITIC)
     """Lambda of generalised advantage estimation."""
     gamma: float = key(1.0, range=FRACTION, needs=estimator_is("gae", "reinforce++"))

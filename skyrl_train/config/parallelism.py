@@ -44,7 +44,10 @@ def _moves(config: Config, role: str) -> Iterator[tuple[str, str, int | None, st
     if context > 1 and section.sequence_parallel_size == 1:  # otherwise what was written for fsdp2 counts
         yield "context", f"{ours}.sequence_parallel_size", context, ""
     if experts > 1 and section.expert_parallel_size == 1:
-        yield "expert_model", f"{ours}.expert_parallel_size", experts, ""
+        if config.trainer.policy.use_torch_compile:
+            yield "expert_model", sharded, None, ": layers are compiled"
+        else:
+            yield "expert_model", f"{ours}.expert_parallel_size", experts, ""
     if tensor > 1 and section.tensor_parallel_size == 1:
         why = _why_no_tensor_parallelism(config, role, context, experts)
         if why:

@@ -32,6 +32,7 @@ _DECIDES = (
     "trainer.critic_mini_batch_size",
     "trainer.update_epochs_per_batch",
     "trainer.max_prompt_length",
+    "trainer.moe_routing_replay",
     "trainer.fully_async.enabled",
     "generator.sampling_params",
     "generator.n_samples_per_prompt",

@@ -211,9 +211,10 @@ class TrainerConfig(Section):
     share_prompt: bool | None = None
     """Run a prompt that several samples in a micro-batch share only once. null does so if it saves at least a sixteenth
     of the tokens."""
-    moe_routing_replay: str | None = key(None, choices=(None, "old_policy"), spellings={"none": None})
-    """Which experts the update of a mixture of experts sends a token to: old_policy for those that the policy chose
-    before the step's first update, so that a ratio compares the same experts. null: those that routers choose anew."""
+    moe_routing_replay: str | None = key(None, choices=(None, "rollout", "old_policy"), spellings={"none": None})
+    """Which experts a mixture of experts sends a token to when it is scored and learnt: rollout for those that it went
+    to in the engine, old_policy for those that the policy chose before the step's first update, null for those that
+    routers choose anew."""
     update_ref_every_epoch: bool = key(False, needs=REFERENCE)
     """Replace the reference by the policy after every epoch."""
     use_sample_packing: bool = True

@@ -112,6 +112,8 @@ def _combinations(config: Config) -> Iterator[Problem]:
             advice = f"The {role} has {count} ranks; set {role}_num_gpus_per_node and {role}_num_nodes to 1."
             yield Problem("trainer.strategy", "single", "fsdp2 with more than one rank", advice)
     yield from _own_ranks(config)
+    yield from _routing(config)
+    yield from _router_loss(config)
     yield from _parallel(config)
     yield from _zero(config)
     yield from _accelerator(config)
@@ -190,13 +192,31 @@ def _parallel(config: Config) -> Iterator[Problem]:
                 yield Problem(f"trainer.{role}.{key}", size, f"a divisor of the {role}'s ranks, {count}", advice)
         if section.tensor_parallel_size > 1:
             yield from _tensor_parallel(config, role, count)
-        if role == "policy" and section.sequence_parallel_size > 1 and config.trainer.moe_routing_replay is not None:
-            allowed = "null, or trainer.policy.sequence_parallel_size=1"
-            yield Problem(
-                "trainer.moe_routing_replay", config.trainer.moe_routing_replay, allowed, "A rank has some tokens only."
-            )
         if section.expert_parallel_size > 1:
             yield from _expert_parallel(config, role)
+
+
+def _routing(config: Config) -> Iterator[Problem]:
+    key, replay, generator = "trainer.moe_routing_replay", config.trainer.moe_routing_replay, config.generator
+    if replay is not None and config.trainer.policy.sequence_parallel_size > 1:
+        yield Problem(key, replay, "null, or trainer.policy.sequence_parallel_size=1", "A rank has some tokens only.")
+    if replay == "rollout" and not (generator.run_engines_locally and generator.backend == "transformers"):
+        allowed = "null or old_policy, or generator.backend=transformers with generator.run_engines_locally=true"
+        yield Problem(key, replay, allowed, "No other engine tells which experts it used.")
+
+
+def _router_loss(config: Config) -> Iterator[Problem]:
+    key, coef = "trainer.algorithm.router_aux_loss_coef", config.trainer.algorithm.router_aux_loss_coef
+    for only, clashes, why in (
+        (
+            "trainer.policy.sequence_parallel_size=1",
+            config.trainer.policy.sequence_parallel_size > 1,
+            "It sees sequences.",
+        ),
+        ("trainer.strategy=fsdp2", config.trainer.strategy == "deepspeed", "DeepSpeed's engine scales losses itself."),
+    ):
+        if coef and clashes:
+            yield Problem(key, coef, f"0, or {only}", why)
 
 
 def _own_ranks(config: Config) -> Iterator[Problem]:

@@ -159,10 +159,14 @@ class TrainBatch:
         return TrainBatch(**{name: value if value is None else value.to(device) for name, value in moved.items()})  # type: ignore[arg-type]
 
     def repeated_prompts(self) -> Tensor:
-        """[B] length of the prompt that a sequence shares with the sequence before it, or 0 if their prompts differ."""
+        """[B] length of the prompt that a sequence shares with the sequence before it, or 0 if their prompts differ.
+
+        Prompts whose tokens went to different experts are different ones.
+        """
         ends = (self.offsets[:-1] + self.prompt_lengths).tolist()
-        prompts = [self.input_ids[start:end] for start, end in zip(self.offsets.tolist(), ends, strict=False)]
-        same = [False, *(torch.equal(one, other) for one, other in pairwise(prompts))]
+        places = [slice(start, end) for start, end in zip(self.offsets.tolist(), ends, strict=False)]
+        read = [self.input_ids] if self.routing is None else [self.input_ids, self.routing]
+        same = [False, *(all(torch.equal(x[one], x[other]) for x in read) for one, other in pairwise(places))]
         return torch.where(torch.tensor(same[: len(self)]), self.prompt_lengths, 0)
 
     def split(self, *, max_sequences: int | None = None, token_budget: int | None = None) -> list[TrainBatch]:
@@ -301,7 +305,24 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
         token_rewards=torch.tensor(rewards, dtype=torch.float32),
         episode_ids=torch.tensor([row[1] for row in rows]) if len(rows) > len(trajectories) else None,
+        routing=_routing(trajectories, offsets),
     )
+
+
+def _routing(trajectories: Sequence[tuple[int, Trajectory]], offsets: Sequence[int]) -> Tensor | None:
+    """TrainBatch.routing of sequences with these offsets; None if no engine told."""
+    known = [one for _, item in trajectories for one in item.routing if len(one)]
+    if not known:
+        return None
+    routing = torch.full((offsets[-1], *known[0].shape[1:]), -1, dtype=torch.int16)
+    row = 0
+    for _, item in trajectories:
+        count = 1 + len(item.restarts)
+        for start, stop, one in zip(offsets[row : row + count], offsets[row + 1 :], item.routing, strict=False):
+            rows = torch.from_numpy(one[: stop - start].astype("int16"))
+            routing[start : start + len(rows)] = rows
+        row += count
+    return routing
 
 
 def _token_rewards(item: Trajectory) -> list[float]:

@@ -100,6 +100,10 @@ class Trajectory:
     restarts: list[Restart] = field(default_factory=list)
     """Not empty if the episode consists of several sequences; the trajectory is still one sample."""
 
+    routing: list[Any] = field(default_factory=list, compare=False)
+    """numpy [tokens, layers, k] of every sequence, from its prompt's first token on: the experts that tokens went to in
+    the engine. It may end before the sequence does; empty if engines do not tell."""
+
     def sequences(self) -> Iterator[tuple[list[int], int, int]]:
         """(prompt ids, start, stop) of every sequence: response tokens [start, stop) follow this prompt."""
         begins = [Restart(0, self.prompt_ids), *self.restarts]

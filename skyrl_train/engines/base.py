@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
@@ -86,6 +86,9 @@ class Completion:
     """The text of the stop string or token that ended it, if one did."""
     running_s: float = field(default=0.0, compare=False)
     """Seconds that it ran, of those that its deadline allows."""
+    routing: Any = field(default=None, compare=False)
+    """numpy [tokens, layers, k]: the experts that prompt and sampled tokens went to; not the last token, which has not
+    been read. Layers are those with experts, or all. None from engines that do not keep it, and over HTTP."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,13 +148,13 @@ class Learner:
         choose: Choose | None = None,
         needs_old_logprobs: bool | None = None,
         stacks_file: Path | None = None,
-        routes_as_before: bool = False,
+        routing_replay: str | None = None,
     ):
         """`reduction` weighs the tokens of a mini-batch (None: equally); `choose` selects tokens for losses that ask.
 
         `needs_old_logprobs`: whether anything reads the policy's log-probs from before the update. None: only the loss
         does, and it computes them itself if the update is a single optimizer step. `stacks_file`: written by `explain`.
-        `routes_as_before`: updates take the experts that the policy chose before them.
+        `routing_replay`: see trainer.moe_routing_replay.
         """
         self.policy = policy
         self.reference = reference
@@ -166,8 +166,9 @@ class Learner:
         self.sizes = sizes
         self.reduction = reduction or partial(token_mean, max_seq_len=1)
         self.choose = choose
-        self.routes_as_before = routes_as_before
-        self.needs_old_logprobs = True if choose is not None or routes_as_before else needs_old_logprobs
+        self.routing_replay = routing_replay
+        needs = choose is not None or routing_replay == "old_policy"
+        self.needs_old_logprobs = True if needs else needs_old_logprobs
         self.stacks_file = stacks_file
 
     async def setup(self) -> int:
@@ -192,7 +193,12 @@ class Learner:
         """Add what the update needs: old log-probs if anything reads them, the critic's values, reference log-probs."""
         scored = batch
         needs_old = self.needs_old_logprobs
-        if self.routes_as_before:
+        if self.routing_replay == "rollout" and batch.routing is None and bool(batch.loss_mask.any()):
+            raise ConfigError(
+                "trainer.moe_routing_replay=rollout: no completion tells which experts its tokens went to: the model"
+                " has none, or its engine does not keep them. Use old_policy, or null."
+            )
+        if self.routing_replay == "old_policy":
             old_logprobs, routing = await self._token_results(self.policy, batch, "score_and_route")
             scored = scored.with_tokens(old_logprobs=old_logprobs, routing=routing)
         elif len(self._mini_batch_rows(batch)) > 1 if needs_old is None else needs_old:
@@ -212,14 +218,21 @@ class Learner:
         return (await self._token_results(group, batch, "score"))[0]
 
     async def _token_results(self, group: WorkerGroup, batch: TrainBatch, method: str) -> list[Tensor]:
-        """What a method of the ranks says of each token: tensors [T, ...], 0 for sequences without tokens to score."""
+        """What a method of the ranks says of each token: tensors [T, ...].
+
+        Sequences without tokens to score have 0, or -1 in a tensor of integers.
+        """
+        batch = self._for(group, batch)
         limits = self._limits(self.sizes.micro_forward_sequences)
         share = shares_prompts(batch, limits)
         shards = micro_batches(batch, group.num_parts, limits, share)
         count = max(len(rows) for rows in shards)
         parts = await group.scatter(method, [([batch.select(r) for r in rows], count, share) for rows in shards])
         found = [part if isinstance(part, tuple) else (part,) for part in parts[:: group.parallel_size]]
-        results = [part.new_zeros(len(batch.input_ids), *part.shape[1:]) for part in found[0]]
+        results = [
+            part.new_full((len(batch.input_ids), *part.shape[1:]), 0 if part.is_floating_point() else -1)
+            for part in found[0]
+        ]
         for rows, part in zip(shards, found, strict=True):
             order = [row for micro in rows for row in micro]
             if order:
@@ -285,6 +298,7 @@ class Learner:
 
     async def _step(self, group: WorkerGroup, mini_batch: TrainBatch, metrics: Metrics) -> None:
         """Take one optimizer step of a model, on all of its ranks."""
+        mini_batch = self._for(group, mini_batch)
         tokens = int(mini_batch.loss_mask.sum())
         limits = self._limits(self.sizes.micro_train_sequences)
         share = shares_prompts(mini_batch, limits)
@@ -343,6 +357,10 @@ class Learner:
 
     async def _call_all_groups(self, method: str) -> None:
         await asyncio.gather(*(group.all(method) for group in self._groups))
+
+    def _for(self, group: WorkerGroup, batch: TrainBatch) -> TrainBatch:
+        """The batch without what is the policy's alone: other models have other experts."""
+        return batch if group is self.policy or batch.routing is None else batch.with_tokens(routing=None)
 
     def _mini_batch_rows(self, batch: TrainBatch, num_groups: int | None = None) -> list[list[int]]:
         """The rows of every optimizer step: all samples of `num_groups` prompts at a time, repeated for every epoch.

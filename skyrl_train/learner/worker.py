@@ -28,7 +28,6 @@ from skyrl_train.models.loading import POLICY_PATH, export_hf, load_tokenizer, o
 from skyrl_train.models.lora import Adapters
 from skyrl_train.models.ragged_model import RaggedModel
 from skyrl_train.models.rank_group import RankGroup
-from skyrl_train.models.routing import load_metrics
 from skyrl_train.models.saved_weights import SavedWeights
 from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.tensor_parallel import TensorParallel
@@ -102,6 +101,8 @@ class LearnerSpec:
     """Neighbouring ranks that divide the features of every layer; at most one of the two sizes is more than 1."""
     expert_parallel_size: int = 1
     """Neighbouring ranks that share out the experts of every layer."""
+    router_aux_loss_coef: float = 0.0
+    """Of the loss that keeps the load of experts even."""
     replays_routing: bool = False
     """Tokens go to the experts that a batch's `routing` says."""
     compile_layers: bool = False
@@ -211,11 +212,8 @@ class LearnerWorker:
             self.adapters = Adapters(model, spec.lora, spec.model_key.removesuffix("path") + "lora")
         scorer = self._scorer(model, saved)
         self.routers = scorer.routers
-        if spec.replays_routing and not self.routers.modules:
-            raise ConfigError(
-                f"trainer.moe_routing_replay: {type(model).__name__} has no routers that are known here; set it to "
-                "null."
-            )
+        if (asks := _asks_for_routers(spec)) and not self.routers.modules:
+            raise ConfigError(f"{asks}: {type(model).__name__} has no routers that are known here.")
         for parameter in scorer.parameters():
             if spec.lora and parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -317,6 +315,7 @@ class LearnerWorker:
         try:
             return self._update(mini_batch)
         finally:  # an update that ran out of memory is the one to look at
+            self.scorer.balance_weight, self.routers.balance = 0.0, None
             if self.record is not None:
                 self.record.write()
 
@@ -324,7 +323,8 @@ class LearnerWorker:
         assert self.spec.objective is not None
         metrics = Metrics()
         self.scorer.train()
-        self.routers.start_counting(torch.device(self.spec.device))
+        self.routers.start_counting()
+        self.scorer.balance_weight = self.spec.router_aux_loss_coef / max(1, mini_batch.tokens)
         count = mini_batch.num_micro_batches
         passes = self._passes(mini_batch.micro_batches, count, mini_batch.share_prompts)
         repeats = self.rank % self.spec.parallel_size > 0
@@ -336,9 +336,8 @@ class LearnerWorker:
         role = "policy" if self.spec.value_head is None else "critic"
         for name, value in self.strategy.step().items():
             metrics.add(f"{role}/{name}", value)
-        if self.routers.counts is not None:
-            for name, value in load_metrics(self._sum_over_ranks(self.routers.counts)).items():
-                metrics.add(f"{role}/{name}", value)
+        for name, value in self.routers.load(self._sum_over_ranks).items():
+            metrics.add(f"{role}/{name}", value)
         for name, gib in peak_memory(self.spec.device).items():
             metrics.maximum(f"memory/learner_{name}", gib)
         self._rest()
@@ -459,6 +458,13 @@ class LearnerWorker:
             repeated=repeated,
             routing=batch.routing if self.spec.replays_routing else None,
         )
+
+
+def _asks_for_routers(spec: LearnerSpec) -> str:
+    """The key that needs a model with routers; empty if none does."""
+    if spec.replays_routing:
+        return "trainer.moe_routing_replay"
+    return "trainer.algorithm.router_aux_loss_coef" if spec.router_aux_loss_coef else ""
 
 
 def _add_in_one_order() -> None:

@@ -69,17 +69,16 @@ class ExpertParallel(RankGroup):
         """
         wanted = chosen.flatten()
         order = wanted.argsort(stable=True)  # by owner, and by expert
-        sent = torch.bincount(wanted, minlength=count * self.size).view(self.size, count)
+        sent = wanted.new_zeros(count * self.size).scatter_add_(0, wanted, torch.ones_like(wanted)).view(-1, count)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         there, here = torch.stack([sent.sum(1), received.sum(1)]).tolist()  # the layer's only wait for the device
         tokens = self.exchange(gathered(hidden, order // chosen.shape[1]), there, here)
-        experts = torch.arange(count, device=hidden.device).repeat(self.size).repeat_interleave(received.flatten())
+        of_ranks = torch.arange(count, device=hidden.device).repeat(self.size)
+        experts = of_ranks.repeat_interleave(received.flatten(), output_size=sum(here))
         # One token more, which counts for nothing: without any the experts would have no gradient to reduce.
-        tokens, experts = (
-            torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])]),
-            torch.cat([experts, experts.new_zeros(1)]),
-        )
+        tokens = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
+        experts = torch.cat([experts, experts.new_zeros(1)])
         outputs = compute(tokens, experts.unsqueeze(1), tokens.new_ones(len(tokens), 1))[:-1]
         outputs = self.exchange(outputs, here, there)
         outputs = torch.empty_like(outputs).index_copy(0, order, outputs).unflatten(0, chosen.shape)

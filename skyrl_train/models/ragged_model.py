@@ -20,7 +20,7 @@ from skyrl_train.models.packing import Packing
 from skyrl_train.models.parts import Part
 from skyrl_train.models.ragged_attention import RAGGED, gathered
 from skyrl_train.models.rank_group import RankGroup
-from skyrl_train.models.routing import Routers
+from skyrl_train.models.routing import Balance, Routers
 from skyrl_train.models.saved_weights import EVERYTHING, SavedWeights
 from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.tensor_parallel import TensorParallel
@@ -55,6 +55,8 @@ class RaggedModel(nn.Module):
         self.tensor_parallel = parallel_group if isinstance(parallel_group, TensorParallel) else None
         self.expert_parallel = expert_parallel
         self.routers = Routers(model)
+        self.balance_weight = 0.0
+        """Of the routers' auxiliary loss, for each token that is scored; 0 for none."""
         self.choices: Tensor | None = None
         """[T, L, k] int16: the experts that the last forward chose, if routers keep their choices."""
         self.parts: dict[str, Part] = {}
@@ -124,9 +126,17 @@ class RaggedModel(nn.Module):
             positions, places = positions[mine], places[mine]
         if positions.numel() == 0:
             positions, places = positions.new_zeros(1), places.new_zeros(1)
+        if self.balance_weight:
+            self.routers.balance = self._balance(packing, offsets, score_mask)
         hidden = self._hidden(input_ids, position_ids, packing, self.sequence_parallel, routing)
         self.choices = self.routers.choices()[packing.places] if self.routers.keeps_choices else None
         return positions, gathered(hidden, places)
+
+    def _balance(self, packing: Packing, offsets: Tensor, score_mask: Tensor) -> Balance:
+        sequence_ids = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=offsets.device), offsets.diff())
+        scored = sequence_ids.new_zeros(len(offsets) - 1).index_add(0, sequence_ids, score_mask.long()).double()
+        ranks = 1 if self.tensor_parallel is None else self.tensor_parallel.size  # each of which adds the same
+        return Balance(packing.places, sequence_ids, scored * self.balance_weight / ranks)
 
     def spread(self, values: Tensor, positions: Tensor, score_mask: Tensor) -> Tensor:
         """[T] with all ranks' values [N] at their positions; 0, with a gradient of 0, outside score_mask."""
@@ -211,7 +221,7 @@ def _check_and_divide(scorer: RaggedModel) -> None:
             again = scorer._hidden(ids, places, packing, scorer.sequence_parallel)
     except dist.DistError:
         raise
-    except RuntimeError as error:  # such as weights of another number of heads
+    except (RuntimeError, TypeError) as error:  # such as weights of another number of heads
         raise ConfigError(f"{message} ({error})") from error
     deviation = (again - computed).float().norm(dim=-1) / computed.float().norm(dim=-1)
     if not float(deviation.max()) <= (

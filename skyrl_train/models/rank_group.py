@@ -1,4 +1,4 @@
-"""Parallel groups: ranks that share every micro-batch, by dividing either its tokens or the layers' features."""
+"""Ranks that work on the same layers together: on the same micro-batches, or with experts that they share out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RankGroup:
-    """A parallel group: all of its ranks get the same micro-batches, and make the same calls in the same order."""
+    """Ranks that make the same calls in the same order. Those of a parallel group get the same micro-batches, too."""
 
     group: dist.ProcessGroup
     key: str

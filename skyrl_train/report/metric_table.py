@@ -95,6 +95,7 @@ METRICS = (
         "tokens of the expert that got most, over the mean of its layer's",
         "falls, or stays below 3",
     ),
+    Metric("policy/router_aux_loss", "loss", "the loss that keeps the load even, times its coefficient", "falls"),
     Metric("policy/router_unused", SHARE, "experts that got no token of an update", "near 0"),
     Metric("policy/optimizer_steps", COUNT, "optimizer steps of the step"),
     Metric("policy/{name}", "the loss's", "what a loss of your own, or an option of the policy's, measured"),

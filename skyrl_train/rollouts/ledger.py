@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from skyrl_train.data.trajectory import Restart, Trajectory, Turn
 from skyrl_train.engines.base import Completion
@@ -41,11 +44,22 @@ class Ledger:
         item.loss_mask += [1] * len(completion.token_ids)
         item.logprobs += completion.full_logprobs
         item.stop_reason = completion.stop_reason
+        self._route(completion.routing)
         versions = [span.version for span in completion.versions] or [0]
         counted = sum((span.stop - span.start) * span.version for span in completion.versions)
         mean = counted / max(1, len(completion.token_ids))
         stop, reason = len(item.response_ids), completion.stop_reason
         item.turns.append(Turn(start, stop, 0.0, reason, min(versions), max(versions), mean, completion.running_s))
+
+    def _route(self, routing: Any) -> None:
+        """Note where tokens went: those of earlier turns stay as they were when they were sampled."""
+        if routing is None:
+            return
+        sequences = self._item.routing
+        while len(sequences) <= len(self._item.restarts):
+            sequences.append(routing[:0])
+        known = len(sequences[-1])
+        sequences[-1] = np.concatenate([sequences[-1], routing[known:]])
 
     def reward(self, value: float) -> None:
         """Set the reward of the last turn."""

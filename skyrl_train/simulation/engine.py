@@ -139,7 +139,7 @@ class SimulatedEngine:
         self.dead = True
         if self._timer is not None:
             self._timer.cancel()
-        for call in {one.call for one in self._sequences()}:
+        for call in dict.fromkeys(one.call for one in self._sequences()):  # in their order, as a set is in none
             if not call.answer.done():
                 call.answer.set_exception(EngineError(f"engine {self.name} died"))
 

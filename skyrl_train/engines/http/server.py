@@ -324,7 +324,8 @@ class HttpEndpoint:
             task.add_done_callback(self._background.discard)
             raise
         self._metrics.sampled(sum(len(done.token_ids) for done in completions))
-        return [replace(done, request_id=given.request_id) for given, done in zip(requests, completions, strict=True)]
+        answered = zip(requests, completions, strict=True)  # arrays do not travel
+        return [replace(done, request_id=given.request_id, routing=None) for given, done in answered]
 
     def _owned(self, request: SampleRequest, prefix: str) -> SampleRequest:
         """The request as sent to the engine: with a deadline and, without control, with unique names."""

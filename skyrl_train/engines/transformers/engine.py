@@ -73,11 +73,13 @@ class TransformersEngine:
         slot: int = 0,
         rope_scaling: dict[str, Any] | None = None,
         rope_theta: float | None = None,
+        keeps_routing: bool = False,
     ):
         """`model` is a folder or hub name, loaded in `dtype`, or a module, which the engine then owns.
 
         Without a tokenizer (None with a module) stop strings are refused. `threads`: this process's CPU threads;
-        `slot`: the placement slot that the engine occupies. Raises ConfigError for a model that cannot be loaded,
+        `slot`: the placement slot that the engine occupies. `keeps_routing`: whether completions have `routing`.
+        Raises ConfigError for a model that cannot be loaded,
         EngineError for one that cannot be served exactly.
         """
         device = torch.device(device)
@@ -88,7 +90,7 @@ class TransformersEngine:
             tokenizer = tokenizer or load_tokenizer(model)
             model = load_causal_lm(model, dtype=dtype, device=device, rope_scaling=rope_scaling, rope_theta=rope_theta)
         self.name = name
-        self._served = ServedModel(model, device, name)  # type: ignore[arg-type]
+        self._served = ServedModel(model, device, name, keeps_routing)  # type: ignore[arg-type]
         longest, served = self._served.max_positions, self._served.model
         max_model_len = min(max_model_len or longest, longest)
         self._scheduler = Scheduler(

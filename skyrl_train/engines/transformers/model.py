@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,6 +16,7 @@ from skyrl_train.engines.transformers.attention import NAME, PackedPrompts
 from skyrl_train.engines.transformers.cache import DecodeCache, Key, NewPrompt
 from skyrl_train.engines.transformers.cpu_linear import use_onednn
 from skyrl_train.errors import EngineError
+from skyrl_train.models.routing import Routers
 
 _LOGIT_ELEMENTS = 1 << 26
 """The most elements of logits per forward in scoring: 256 MiB in float32."""
@@ -26,8 +28,12 @@ class ServedModel:
     Raises EngineError for models that would not be served exactly.
     """
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, name: str):
+    def __init__(self, model: PreTrainedModel, device: torch.device, name: str, keeps_routing: bool = False):
+        """`keeps_routing`: whether `routing` tells which experts the tokens of the last forward went to."""
         _refuse(model, name)
+        self._routers = Routers(model)
+        if keeps_routing and not self._routers.modules:
+            raise EngineError(f"Engine {name!r}: {type(model).__name__} has no routers whose choices it could keep.")
         self.model: Any = model.eval().requires_grad_(False)
         self.model.to(device)
         self.device = device
@@ -38,12 +44,17 @@ class ServedModel:
         with torch.inference_mode():
             reference = self._reference_logits()
             model.set_attn_implementation(NAME)
+            self._routers.keeps_choices = keeps_routing
             self._check_exact(reference, name)
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """The parameters by Hugging Face name; tied ones once."""
         return dict(self.model.named_parameters())
+
+    def routing(self) -> np.ndarray | None:
+        """int16 [tokens, layers with experts, k] of the last forward, if it is kept."""
+        return self._routers.choices().cpu().numpy() if self._routers.keeps_choices else None
 
     @property
     def max_positions(self) -> int:
@@ -81,7 +92,7 @@ class ServedModel:
 
     def decode(self, ids: Tensor, cache: DecodeCache, adapted: AdaptedRows = ()) -> Tensor:
         """Run one token of every row in the cache's current step: int64 [B] -> logits [B, V]."""
-        with self.adapters.acting(adapted):
+        with self.adapters.acting(adapted), self._routers.running():
             output = self.model(
                 input_ids=ids.unsqueeze(1),
                 position_ids=cache.positions,
@@ -128,14 +139,15 @@ class ServedModel:
     def _forward(self, prompts: Sequence[Sequence[int]], packed: PackedPrompts, keep: Tensor | slice) -> Tensor:
         ids = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
         positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts]).to(self.device)
-        output = self.model(
-            input_ids=ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            past_key_values=packed,
-            use_cache=True,
-            engine_plan=packed,
-            logits_to_keep=0 if isinstance(keep, slice) else keep,
-        )
+        with self._routers.running():
+            output = self.model(
+                input_ids=ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                past_key_values=packed,
+                use_cache=True,
+                engine_plan=packed,
+                logits_to_keep=0 if isinstance(keep, slice) else keep,
+            )
         return output.logits[0]  # type: ignore[no-any-return]
 
     def _check_tokens(self) -> list[int]:

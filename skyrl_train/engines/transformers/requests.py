@@ -59,6 +59,8 @@ class TrackedRequest:
     stop_text: str | None = None
     changes: list[tuple[int, int]] = field(default_factory=list)
     """(first token, version) of every change of weights, the first ones included."""
+    routing: list[np.ndarray] = field(default_factory=list)
+    """int16 [tokens, layers, k] of consecutive tokens from the prompt's first one on; empty if it is not kept."""
     completion: Completion | None = None
 
     @property
@@ -66,8 +68,13 @@ class TrackedRequest:
         """How many sampled tokens were prefilled with the prompt, after a retraction."""
         return len(self.key.token_ids) - len(self.request.token_ids)
 
-    def admit(self, transcript: Transcript, version: int) -> None:
-        """Begin to run with weights of this version, for the first time or after a retraction."""
+    def admit(self, transcript: Transcript, version: int, routing: np.ndarray | None) -> None:
+        """Begin to run with weights of this version, for the first time or after a retraction.
+
+        `routing`: of the tokens that were prefilled. Those that were sampled earlier stay where they went then.
+        """
+        if routing is not None:
+            self.routing.append(routing[sum(map(len, self.routing)) :])
         if self.page < 0:
             self.page = transcript.page()
         if not self.changes or self.changes[-1][1] != version:
@@ -87,7 +94,8 @@ class TrackedRequest:
             if stop > start
         ]
         request_id = self.request.request_id
-        self.completion = Completion(request_id, ids, logprobs, full, reason, spans, self.stop_text, running_s)
+        routing = np.concatenate(self.routing) if self.routing else None
+        self.completion = Completion(request_id, ids, logprobs, full, reason, spans, self.stop_text, running_s, routing)
         if self.page >= 0:
             transcript.free(self.page)
 

@@ -53,6 +53,8 @@ class Scheduler:
         self._batch: _Batch | None = None
         self._prompt_logits: dict[Key, Tensor] = {}
         """The last logits of prompts that queued requests share with admitted ones."""
+        self._prompt_routing: dict[Key, np.ndarray] = {}
+        """The same for where their tokens went, if the engine keeps that."""
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
         self._next_ids: Tensor | None = None
         self._finished: list[TrackedRequest] = []
@@ -143,6 +145,7 @@ class Scheduler:
     def forget(self) -> None:
         """Drop all cached prompts; running rows keep their own keys and values. An idle engine frees the memory."""
         self._prompt_logits.clear()
+        self._prompt_routing.clear()
         self._cache.forget_prompts()
         if not self._rows:
             self._cache.reset()
@@ -192,6 +195,7 @@ class Scheduler:
     def _make_room(self) -> None:
         if not self._rows and not self._queue:
             self._prompt_logits.clear()
+            self._prompt_routing.clear()
             self._cache.reset()
             return
         if self._batch is None and self._rows:
@@ -211,12 +215,14 @@ class Scheduler:
             packed, places, logits = self._served.prefill(unread)
             starts = dict(zip(unread, places, strict=True))
             self._prompt_logits.update(zip(unread, logits, strict=True))
+            if (routing := self._served.routing()) is not None:
+                self._prompt_routing |= {key: routing[at : at + len(key.token_ids)] for key, at in starts.items()}
         lengths = sum(len(row.key.token_ids) for row in rows)
         fresh = sum(len(key.token_ids) for key in unread)
         self.prefilled_tokens += fresh
         self.cached_tokens += lengths - fresh
         for row in rows:
-            row.admit(self._transcript, self.version)
+            row.admit(self._transcript, self.version, self._prompt_routing.get(row.key))
         logits = torch.stack([self._prompt_logits[row.key] for row in rows])
         _, done = _Batch(rows, self._served).sample(logits, self)
         needed = self._queued_prompts()
@@ -229,7 +235,9 @@ class Scheduler:
         for same in by_prompt.values():
             for row in same:
                 row.slot = next(slots)
-        self._prompt_logits = {key: logits for key, logits in self._prompt_logits.items() if key in needed}
+        for kept in (self._prompt_logits, self._prompt_routing):
+            for key in [key for key in kept if key not in needed]:
+                del kept[key]
         self._next_ids = None
         self._rows = sorted([*self._rows, *staying], key=lambda row: row.slot)
         self._batch = None
@@ -260,6 +268,9 @@ class Scheduler:
             last = self._transcript.at(self._batch.pages, self._batch.generated - 1)
             self._next_ids = torch.from_numpy(last).to(self._served.device)
         logits = self._served.decode(self._next_ids, self._cache, self._batch.adapted)
+        if (routing := self._served.routing()) is not None:
+            for row, of_token in zip(self._rows, routing, strict=True):
+                row.routing.append(of_token[None])
         ids, done = self._batch.sample(logits, self)
         self._next_ids = ids
         if done.any():

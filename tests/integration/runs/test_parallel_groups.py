@@ -43,8 +43,9 @@ def test_policy_reference_and_critic_train_in_parallel_groups_of_two_ranks(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("replay", ["rollout", pytest.param("old_policy", marks=pytest.mark.on_demand)])
 def test_a_mixture_of_experts_trains_with_its_experts_shared_out_and_chosen_as_before(
-    run: Run, easy: Callable[[Path], list[str]], tmp_path: Path
+    run: Run, easy: Callable[[Path], list[str]], tmp_path: Path, replay: str
 ):
     model = save_tiny_model(tmp_path / "model", "qwen3_moe")
     run(
@@ -55,7 +56,8 @@ def test_a_mixture_of_experts_trains_with_its_experts_shared_out_and_chosen_as_b
         "trainer.max_steps=2",
         "trainer.placement.policy_num_gpus_per_node=2",
         "trainer.policy.expert_parallel_size=2",
-        "trainer.moe_routing_replay=old_policy",
+        f"trainer.moe_routing_replay={replay}",
+        "trainer.algorithm.router_aux_loss_coef=0.001",
         "generator.weight_sync_check=probe",
     )
     rows = metrics_of(tmp_path)
@@ -66,4 +68,5 @@ def test_a_mixture_of_experts_trains_with_its_experts_shared_out_and_chosen_as_b
         )
         assert rows[step]["policy/grad_norm"] > 0
         assert 1.0 <= rows[step]["policy/router_load_max"] <= 2.0
+        assert 0.001 <= rows[step]["policy/router_aux_loss"] <= 0.002
     assert 0.9 < rows[1]["policy/ratio"] < 1.1

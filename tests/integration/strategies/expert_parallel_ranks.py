@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "whole": {},
     "shared_micro_3": {"size": 3, "share": True},
     "checkpointed": {"share": True, "checkpointing": {"use_reentrant": False}, "kinds": ["qwen3_moe"]},
+    "balanced": {"size": 2, "share": True, "balance": 0.5, "kinds": ["qwen3_moe", "deepseek_v3"]},
     "few_tokens": {"batch": "few_tokens", "size": 1, "kinds": ["qwen3_moe"]},
     "divided_sequences": {"size": 3, "share": True, "divided": True, "kinds": ["qwen3_moe"]},
     "one_sequence": {"batch": "few_shared_tokens", "kinds": ["qwen3_moe"]},
@@ -63,6 +64,8 @@ def check_gradients(experts: ExpertParallel, kinds: list[str], folder: Path) -> 
                 model.gradient_checkpointing_enable(options["checkpointing"])
             tokens = SequenceParallel(experts.group, "sequence") if "divided" in options else None
             scorer = TokenScorer(model, parallel_group=tokens, expert_parallel=experts)
+            batch = make_batch(options.get("batch", "whole"))
+            scorer.balance_weight = options.get("balance", 0.0) / int(batch.loss_mask.sum())
             strategy = strategy_of(scorer, world, {})
             share = options.get("share", False)
 
@@ -70,7 +73,6 @@ def check_gradients(experts: ExpertParallel, kinds: list[str], folder: Path) -> 
                 scores = run(scorer, batch, share, wants_entropy=True)
                 return loss_of(scores.logprobs, scores.entropy, batch)
 
-            batch = make_batch(options.get("batch", "whole"))
             ranks = 1 if tokens is None else tokens.size
             accumulate(strategy, batch, world // ranks, rank // ranks, options.get("size", 100), loss)
             found |= {f"{kind}/{case}/{name}": gradient for name, gradient in gradients(strategy).items()}

@@ -49,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointed": {"share": True, "checkpointing": {"use_reentrant": False}, "kinds": ["qwen2", "gemma"]},
     "reentrant": {"checkpointing": {"use_reentrant": True}, "kinds": ["qwen2"]},
     "replicas": {"size": 2, "fsdp": {"fsdp_size": 1}, "kinds": ["qwen2"]},
+    "balanced": {"size": 2, "balance": 0.5, "kinds": ["qwen3_moe"]},
     "few_tokens": {"size": 1, "kinds": ["qwen2", "one_kv_head"]},
     "few_shared_tokens": {"share": True, "kinds": ["qwen2"]},
 }
@@ -169,7 +170,9 @@ def check_gradients(parallel_group: RankGroup, kinds: list[str], folder: Path) -
             model = make_model(kind)
             if "checkpointing" in options:
                 model.gradient_checkpointing_enable(options["checkpointing"])
-            strategy = strategy_of(TokenScorer(model, parallel_group=parallel_group), world, options.get("fsdp", {}))
+            scorer = TokenScorer(model, parallel_group=parallel_group)
+            scorer.balance_weight = options.get("balance", 0.0) / int(make_batch(case).loss_mask.sum())
+            strategy = strategy_of(scorer, world, options.get("fsdp", {}))
             share = options.get("share", False)
 
             def loss(scorer: Any, batch: TrainBatch, share: bool = share) -> Tensor:

@@ -22,6 +22,7 @@ from tests.support.double_precision import double_precision
 from tests.support.learner_specs import policy_batch
 from tests.support.padded_reference import padded_scores
 from tests.support.rank_processes import free_port, run_ranks
+from tests.support.routing_reference import explicit_balance_loss
 
 from .expert_parallel_ranks import CASES, STEPPED, main
 from .parallel_group_ranks import loss_of, make_batch, make_model, merged, train
@@ -76,7 +77,10 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def padded_gradients(kind: str, case: str) -> dict[str, Tensor]:
     batch, model = make_batch(CASES[case].get("batch", "whole")), make_model(kind)
     model.set_attn_implementation("eager" if kind == "gpt_oss" else "sdpa")
-    loss_of(*padded_scores(model, batch), batch).backward()
+    loss = loss_of(*padded_scores(model, batch), batch)
+    if "balance" in CASES[case]:
+        loss = loss + explicit_balance_loss(model, batch, CASES[case]["balance"])
+    loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 

@@ -59,8 +59,11 @@ def test_its_context_parallelism_divides_sequences_and_then_tensors_are_whole():
 
 
 def test_compiled_layers_are_sharded_and_not_divided():
-    prepared = prepare([*RECIPE, "trainer.policy.use_torch_compile=true"], has_accelerator=True)
-    assert prepared.config.trainer.policy.tensor_parallel_size == 1
+    experts = "trainer.policy.megatron_config.expert_model_parallel_size"
+    prepared = prepare([*RECIPE, "trainer.policy.use_torch_compile=true", f"{experts}=2"], has_accelerator=True)
+    policy = prepared.config.trainer.policy
+    assert (policy.tensor_parallel_size, policy.expert_parallel_size) == (1, 1)
+    assert f"{experts}=2 -> FSDP2 over those ranks: layers are compiled." in prepared.notes
     assert any("tensor_model_parallel_size=2 -> FSDP2 over those ranks: " in note for note in prepared.notes)
 
 

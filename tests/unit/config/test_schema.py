@@ -99,6 +99,7 @@ NEW_KEYS = {
     "trainer.metrics_host",
     "trainer.metrics_port",
     "trainer.max_steps",
+    "trainer.algorithm.router_aux_loss_coef",
     "trainer.max_tokens_per_microbatch",
     "trainer.moe_routing_replay",
     "trainer.placement.reward_num_gpus_per_node",

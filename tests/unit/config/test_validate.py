@@ -257,6 +257,30 @@ def test_defaults_are_valid():
                 ),
             )
         ),
+        *(
+            ([*clash, "trainer.placement.policy_num_gpus_per_node=2", f"{key}={value}"], key, allowed)
+            for key, value, clash, allowed in (
+                ("trainer.moe_routing_replay", "rollout", ["generator.backend=sglang"], "null or old_policy, or gener"),
+                (
+                    "trainer.moe_routing_replay",
+                    "old_policy",
+                    ["trainer.policy.sequence_parallel_size=2"],
+                    "null, or trainer.policy.sequence_parallel_size=1",
+                ),
+                (
+                    "trainer.algorithm.router_aux_loss_coef",
+                    "0.001",
+                    ["trainer.policy.sequence_parallel_size=2"],
+                    "0, or trainer.policy.sequence_parallel_size=1",
+                ),
+                (
+                    "trainer.algorithm.router_aux_loss_coef",
+                    "0.001",
+                    ["trainer.strategy=deepspeed"],
+                    "0, or trainer.strategy=fsdp2",
+                ),
+            )
+        ),
         (
             ["trainer.policy.expert_parallel_size=3", "trainer.placement.policy_num_gpus_per_node=4"],
             "trainer.policy.expert_parallel_size",

@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 
 from skyrl_train.data.batch import SEQUENCE_FIELDS, TOKEN_FIELDS, TrainBatch, cat, collate, pack
 from skyrl_train.data.trajectory import FAILED, OK, Prompt, Trajectory, TrajectoryGroup, Turn
+from tests.support.padded_reference import grouped_batch
 
 
 def trajectory(prompt: Prompt, sample: int, prompt_ids: list[int], response: list[int], status: str = OK) -> Trajectory:
@@ -167,3 +168,12 @@ def test_a_sequence_longer_than_the_budget_stands_alone():
     assert pack([3, 9, 2, 2, 2], max_sequences=None, token_budget=5) == [[0], [1], [2, 3], [4]]
     assert pack([1, 1, 1], max_sequences=2, token_budget=None) == [[0, 1], [2]]
     assert pack([], max_sequences=2, token_budget=2) == []
+
+
+def test_prompts_whose_tokens_went_to_different_experts_are_not_shared() -> None:
+    batch = grouped_batch([(3, [2, 2, 2])])
+    assert batch.repeated_prompts().tolist() == [0, 3, 3]
+    routing = torch.zeros(len(batch.input_ids), 1, 2, dtype=torch.int16)
+    assert batch.with_tokens(routing=routing).repeated_prompts().tolist() == [0, 3, 3]
+    routing[int(batch.offsets[1])] = 1
+    assert batch.with_tokens(routing=routing).repeated_prompts().tolist() == [0, 0, 0]

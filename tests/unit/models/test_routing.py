@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from skyrl_train.models.routing import Routers, load_metrics
+from skyrl_train.errors import ConfigError
+from skyrl_train.models import routing
+from skyrl_train.models.routing import Routers
 from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.double_precision import double_precision
 from tests.support.padded_reference import grouped_batch
+from tests.support.routing_reference import explicit_balance_loss
 
 KINDS = ("qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral")
 
@@ -108,22 +111,88 @@ def test_a_layer_that_is_computed_again_sends_tokens_where_they_were_sent(kind: 
 
 def test_tokens_are_counted_once_even_if_layers_are_computed_again() -> None:
     scorer = scorer_of("qwen3_moe", checkpointing=True)
-    scorer.routers.start_counting(torch.device("cpu"))
+    scorer.routers.start_counting()
     logprobs, choices = score(scorer)
     gradients(scorer, logprobs)
-    assert scorer.routers.counts is not None
-    wanted = torch.stack([torch.bincount(choices[:, layer].flatten().long(), minlength=4) for layer in range(2)])
-    assert torch.equal(scorer.routers.counts, wanted)
+    wanted = torch.cat([torch.bincount(choices[:, layer].flatten().long(), minlength=4) for layer in range(2)])
+    seen: list[Tensor] = []
+
+    def sums(counts: Tensor) -> Tensor:
+        seen.append(counts)
+        return torch.tensor([4, 4, 4, 4, 8, 8, 0, 0])  # of all ranks
+
+    assert scorer.routers.load(sums) == {"router_load_max": 1.5, "router_unused": 0.25}
+    assert torch.equal(seen[0], wanted)
     score(scorer)
-    assert torch.equal(scorer.routers.counts, 2 * wanted)
+    assert scorer.routers.load(sums) == {}, "nobody counts any more"
 
 
-def test_the_load_is_that_of_the_busiest_expert_of_each_layer() -> None:
-    counts = torch.tensor([[4, 4, 4, 4], [8, 8, 0, 0]])
-    assert load_metrics(counts) == {"router_load_max": 1.5, "router_unused": 0.25}
+class Unknown(torch.nn.Module):
+    """A router that returns what it is not known to return."""
+
+    top_k, num_experts = 2, 4
+
+    def __init__(self, found: Any):
+        super().__init__()
+        self.found = found
+
+    def forward(self, hidden: Tensor) -> Any:
+        return self.found(hidden)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        lambda hidden: (hidden.topk(2).indices, hidden.topk(2).values, hidden),  # the order of Granite's
+        lambda hidden: (hidden, hidden.topk(2).values),
+        lambda hidden: (hidden, hidden[:, :2], hidden.argsort()[:, :2]),
+    ],
+    ids=["indices first", "no indices", "no top k"],
+)
+def test_more_than_it_does_is_not_asked_of_a_router_that_is_not_known(
+    found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = Unknown(found)
+    monkeypatch.setattr(routing, "_routers", lambda model: iter([(0, router)]))
+    routers, hidden = Routers(tiny_model()), torch.randn(3, 4)
+    routers.start_counting()
+    with routers.running():
+        router(hidden)
+    with routers.running(torch.zeros(3, 1, 2, dtype=torch.int16)), pytest.raises(ConfigError, match="Unknown chooses"):
+        router(hidden)
 
 
 def test_a_model_without_experts_has_no_routers() -> None:
     routers = Routers(tiny_model())
-    routers.start_counting(torch.device("cpu"))
-    assert (routers.modules, routers.counts, routers.shape, routers.num_experts) == ([], None, (0, 0), 0)
+    routers.start_counting()
+    assert (routers.modules, routers.shape, routers.load(lambda counts: counts)) == ([], (0, 0), {})
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_of_the_load_has_its_gradient_for_every_micro_batch_size(
+    kind: str, checkpointing: dict[str, bool] | None, share: bool
+) -> None:
+    batch = grouped_batch([(6, [4, 9, 4, 1]), (3, [2])])
+    with double_precision():
+        model: Any = tiny_model(kind, dtype=torch.float64).train()
+        model.set_experts_implementation("eager")
+        model.set_attn_implementation("eager")
+        explicit = explicit_balance_loss(model, batch, 0.5)
+        explicit.backward()
+        wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        for size in (1, 3, len(batch)):
+            scorer = scorer_of(kind, torch.float64)
+            if checkpointing is not None:
+                scorer.model.gradient_checkpointing_enable(checkpointing)
+            scorer.routers.start_counting()
+            scorer.balance_weight = 0.5 / int(batch.loss_mask.sum())
+            for part in batch.split(max_sequences=size):
+                tensors = (part.input_ids, part.position_ids, part.offsets, part.temperature, part.loss_mask)
+                scores = scorer(*tensors, False, part.repeated_prompts() if share else None)
+                (scores.logprobs * 0.0).sum().backward()
+            assert scorer.routers.load(lambda x: x)["router_aux_loss"] == pytest.approx(explicit.item(), rel=1e-6)
+            for name, parameter in scorer.model.named_parameters():
+                got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                torch.testing.assert_close(got, wanted.get(name, torch.zeros_like(got)), msg=name)

@@ -268,3 +268,18 @@ def test_the_bound_holds_prompts_are_used_once_in_order_and_the_run_ends(schedul
     assert not any(one.torn for one in attempts), "an engine was sent weights that an update was changing"
     over = BATCH if schedule.cuts and not schedule.staleness else 0
     assert max(one.most_under_way for one in attempts) <= (schedule.staleness + 1) * BATCH + over
+
+
+def test_a_schedule_plays_alike_wherever_its_objects_lie_in_memory() -> None:
+    """Requests that an engine's death ends continue in their order: as members of a set they would go by addresses."""
+    schedule = Schedule(
+        engines=1, staleness=2, on_sync="keep", in_flight=10, sigma=0.5, update_s=1.0, sync_s=0.5, turns=2, tool_s=2.0,
+        failures_per_hour=120.0, start_s=0.0, filters=True, failing_sync=0, stalls_at=None, stalls_s=1000.0,
+        rollouts_fail=0.3, evaluates=0, cuts=False, killed_at=None, seed=1445,
+    )  # fmt: skip
+    found, kept = [], []
+    for size in range(1, 9):
+        _, trained = virtual_time.run(played(schedule))
+        found.append([[group.prompt.uid for group in trained[step]] for step in range(STEPS)])
+        kept.append([object() for _ in range(1000 * size)])  # so that the next ones lie elsewhere
+    assert all(one == found[0] for one in found), found

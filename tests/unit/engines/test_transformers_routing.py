@@ -1,0 +1,109 @@
+"""Where tokens of a mixture of experts went in the transformers engine, and what the trainer makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_train.data.batch import collate
+from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from skyrl_train.engines.transformers.engine import TransformersEngine
+from skyrl_train.errors import EngineError
+from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.rollouts.ledger import Ledger
+from skyrl_train.testing.tiny_models import tiny_model
+
+PROMPTS = [(5, 6, 7, 8, 9, 10, 11), (20, 21, 22), (5, 6, 7, 8, 9, 10, 11), (30,)]
+
+
+def requests(count: int) -> list[SampleRequest]:
+    sampling = SamplingParams(max_tokens=count, ignore_eos=True)
+    return [SampleRequest(str(i), prompt, sampling, seed=i, group=str(prompt)) for i, prompt in enumerate(PROMPTS)]
+
+
+def sampled(kind: str, retracted: bool = False) -> list[Completion]:
+    async def run() -> list[Completion]:
+        engine = TransformersEngine(tiny_model(kind), keeps_routing=True, max_num_seqs=3)
+        try:
+            under_way = asyncio.create_task(engine.generate(requests(40)))
+            while retracted and (await engine.health()).generated_tokens < 12:
+                await asyncio.sleep(0)
+            if retracted:
+                await engine.pause("retract")
+                await engine.resume()
+            return await under_way
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def chosen_by_the_trainer(kind: str, tokens: list[int]) -> np.ndarray:
+    model = tiny_model(kind)
+    scorer = TokenScorer(model)
+    scorer.routers.keeps_choices = True
+    ids, places = torch.tensor(tokens), torch.arange(len(tokens))
+    with torch.no_grad():
+        scorer(ids, places, torch.tensor([0, len(tokens)]), torch.ones(1), places > 0)
+    assert scorer.choices is not None
+    return scorer.choices.numpy()
+
+
+@pytest.mark.parametrize("retracted", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_a_completion_tells_where_its_tokens_went(kind: str, retracted: bool) -> None:
+    for prompt, completion in zip(PROMPTS, sampled(kind, retracted), strict=True):
+        tokens = [*prompt, *completion.token_ids]
+        assert completion.routing.dtype == np.int16
+        wanted = chosen_by_the_trainer(kind, tokens)[:-1]
+        assert completion.routing.shape == wanted.shape
+        same = (np.sort(completion.routing, -1) == np.sort(wanted, -1)).mean()
+        assert same > 0.99, "in float32 next to no choice depends on rounding"
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_request_that_ends_at_once_tells_of_its_prompt(tokens: int) -> None:
+    async def run() -> list[Completion]:
+        engine = TransformersEngine(tiny_model("qwen3_moe"), keeps_routing=True)
+        try:
+            return await engine.generate(requests(tokens))
+        finally:
+            await engine.close()
+
+    for prompt, completion in zip(PROMPTS, asyncio.run(run()), strict=True):
+        assert completion.routing.shape == (len(prompt) + tokens - 1, 2, 2)
+
+
+def test_a_model_without_experts_cannot_tell() -> None:
+    with pytest.raises(EngineError, match="Qwen2ForCausalLM has no routers whose choices it could keep"):
+        TransformersEngine(tiny_model(), keeps_routing=True)
+
+
+def routing(*rows: int) -> np.ndarray:
+    return np.array(rows, dtype=np.int16).reshape(-1, 1, 1)
+
+
+def completion(ids: list[int], told: Any) -> Completion:
+    return Completion("r", ids, [-1.0] * len(ids), [-1.0] * len(ids), "stop", [], routing=told)
+
+
+def test_tokens_of_earlier_turns_stay_where_they_were_when_they_were_sampled() -> None:
+    item = Trajectory(Prompt("0", [], "none"), 0, [], [], [], [], [], 0.0, "stop", 1.0)
+    ledger = Ledger(item)
+    ledger.open([5, 6])
+    ledger.sample(completion([7, 2], routing(0, 1, 2)))
+    ledger.tell([9])
+    ledger.sample(completion([8], routing(3, 3, 3, 4, 5)))
+    ledger.restart([5, 9])
+    ledger.sample(completion([4, 2], routing(6, 7, 8)))
+    plain = Trajectory(Prompt("1", [], "none"), 1, [5], [6], [1], [-1.0], [], 0.0, "stop", 1.0)
+    batch = collate([TrajectoryGroup(item.prompt, [item, plain])])
+    assert batch.routing is not None
+    assert batch.routing.flatten().tolist() == [0, 1, 2, 4, 5, -1, 6, 7, 8, -1, -1, -1]
+    assert batch.select([2, 0]).routing.flatten().tolist() == [-1, -1, 0, 1, 2, 4, 5, -1]  # type: ignore[union-attr]
+    assert collate([TrajectoryGroup(plain.prompt, [plain])]).routing is None
