@@ -315,7 +315,6 @@ class LearnerWorker:
         try:
             return self._update(mini_batch)
         finally:  # an update that ran out of memory is the one to look at
-            self.scorer.balance_weight, self.routers.balance = 0.0, None
             if self.record is not None:
                 self.record.write()
 
@@ -328,11 +327,14 @@ class LearnerWorker:
         count = mini_batch.num_micro_batches
         passes = self._passes(mini_batch.micro_batches, count, mini_batch.share_prompts)
         repeats = self.rank % self.spec.parallel_size > 0
-        for index, (batch, repeated, is_filler) in enumerate(passes):
-            scored, entropy = self._scored(batch, repeated, self.spec.objective.wants_entropy)
-            counted = Metrics() if is_filler or repeats else metrics
-            loss = self.spec.objective(batch, scored, entropy, mini_batch.tokens, counted)
-            self.strategy.backward(loss, last=index == count - 1)
+        try:
+            for index, (batch, repeated, is_filler) in enumerate(passes):
+                scored, entropy = self._scored(batch, repeated, self.spec.objective.wants_entropy)
+                counted = Metrics() if is_filler or repeats else metrics
+                loss = self.spec.objective(batch, scored, entropy, mini_batch.tokens, counted)
+                self.strategy.backward(loss, last=index == count - 1)
+        finally:  # a pass without gradient has no such loss
+            self.scorer.balance_weight, self.routers.balance = 0.0, None
         role = "policy" if self.spec.value_head is None else "critic"
         for name, value in self.strategy.step().items():
             metrics.add(f"{role}/{name}", value)
