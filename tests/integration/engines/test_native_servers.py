@@ -185,7 +185,7 @@ def test_a_server_killed_in_a_request_is_an_error_by_name_in_time(server: Server
         call = asyncio.ensure_future(engine.generate([request]))
         while not (await engine.health()).running:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.1)
         await asyncio.to_thread(server.process.stop)
         start = time.monotonic()
         with pytest.raises(EngineError, match=rf"{server.process.address}.*lost during"):

@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -97,6 +98,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     loop.close()
 
 
+SOME = 64
 names = itertools.count()
 
 
@@ -106,12 +108,18 @@ def request(prompt: tuple[int, ...] = PROMPT, seed: int = 0, **sampling: Any) ->
 
 
 async def under_way(engine: SGLangEngine, *requests: SampleRequest) -> list[asyncio.Task[list[Completion]]]:
-    """Each in a call of its own, with some tokens sampled."""
+    """Each in a call of its own, with some tokens sampled, of the hundreds that it is for.
+
+    The engine does not tell how far it is, and machines differ: another request is timed first.
+    """
+    started = time.monotonic()
+    await engine.generate([request(tuple(reversed(PROMPT)), max_tokens=SOME)])
+    seconds = time.monotonic() - started
     calls = [asyncio.ensure_future(engine.generate([one])) for one in requests]
     async with asyncio.timeout(30):
         while (await engine.health()).running < len(requests):
             await asyncio.sleep(0.002)
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(seconds)
     return calls
 
 
