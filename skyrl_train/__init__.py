@@ -37,11 +37,6 @@ if TYPE_CHECKING:
         SampleRequest as SampleRequest,
         SamplingParams as SamplingParams,
     )
-    from skyrl_train.entrypoints.main_base import (
-        BasePPOExp as BasePPOExp,
-        Session as Session,
-        run_experiment as run_experiment,
-    )
     from skyrl_train.environments.base import BaseTextEnv as BaseTextEnv, StepOutput as StepOutput, TextEnv as TextEnv
     from skyrl_train.environments.tools.base import Tool as Tool, ToolError as ToolError
     from skyrl_train.errors import (
@@ -53,6 +48,11 @@ if TYPE_CHECKING:
         RolloutsFailed as RolloutsFailed,
         SkyRLError as SkyRLError,
         WeightSyncError as WeightSyncError,
+    )
+    from skyrl_train.experiments.base import (
+        Experiment as Experiment,
+        Session as Session,
+        run_experiment as run_experiment,
     )
     from skyrl_train.report.protocol import Tracker as Tracker, TrackerSetup as TrackerSetup
 
@@ -67,7 +67,7 @@ if not TYPE_CHECKING:  # else every misspelt name would pass
             "skyrl_train.data.dataset": ("PromptDataset",),
             "skyrl_train.data.trajectory": ("Prompt", "Trajectory", "TrajectoryGroup"),
             "skyrl_train.engines.base": ("Completion", "InferenceEngine", "SampleRequest", "SamplingParams"),
-            "skyrl_train.entrypoints.main_base": ("BasePPOExp", "Session", "run_experiment"),
+            "skyrl_train.experiments.base": ("Experiment", "Session", "run_experiment"),
             "skyrl_train.environments.base": ("BaseTextEnv", "StepOutput", "TextEnv"),
             "skyrl_train.environments.tools.base": ("Tool", "ToolError"),
             "skyrl_train.errors": (

@@ -24,9 +24,9 @@ from skyrl_train.config.prepare import prepare
 from skyrl_train.config.presence import INSTALL, missing
 from skyrl_train.config.problems import raise_all
 from skyrl_train.config.schema import Config
-from skyrl_train.entrypoints.main_base import BasePPOExp, Session, explained, used_by
-from skyrl_train.entrypoints.stopping import until_told
 from skyrl_train.errors import ConfigError, Stopped
+from skyrl_train.experiments.base import Experiment, Session, explained, used_by
+from skyrl_train.experiments.stopping import until_told
 from skyrl_train.registry import load_object, unknown
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 
@@ -87,7 +87,7 @@ def load_config(
     return prepared.config
 
 
-def check(cfg: Config, experiment: type[BasePPOExp] = BasePPOExp) -> None:
+def check(cfg: Config, experiment: type[Experiment] = Experiment) -> None:
     """Look for everything that a run needs on this machine, without starting it.
 
     Data, models, the engine's package, plugins, registered names, slots. `train` and `session` do it by themselves.
@@ -101,7 +101,7 @@ def check(cfg: Config, experiment: type[BasePPOExp] = BasePPOExp) -> None:
     check_plugins(cfg)
 
 
-def train(cfg: Config, experiment: type[BasePPOExp] = BasePPOExp) -> TrainingResult:
+def train(cfg: Config, experiment: type[Experiment] = Experiment) -> TrainingResult:
     """Start everything, train to the last step, stop everything; from a script or from a notebook's cell.
 
     Blocks, also where an event loop is running; `session` is for programs that do other things meanwhile. Ctrl-C (also
@@ -109,7 +109,7 @@ def train(cfg: Config, experiment: type[BasePPOExp] = BasePPOExp) -> TrainingRes
     at once; in a notebook's cell it is not heard until everything has stopped.
 
     Args:
-        experiment: A subclass of BasePPOExp for runs with parts of their own.
+        experiment: A subclass of Experiment for runs with parts of their own.
 
     Raises:
         ConfigError: for what is wrong or missing; most of it is known before anything is started.
@@ -128,22 +128,22 @@ def train(cfg: Config, experiment: type[BasePPOExp] = BasePPOExp) -> TrainingRes
         raise
 
 
-def _check_is_training(experiment: type[BasePPOExp]) -> None:
-    if experiment.run is not BasePPOExp.run or experiment._run is not BasePPOExp._run:
+def _check_is_training(experiment: type[Experiment]) -> None:
+    if experiment.run is not Experiment.run or experiment._run is not Experiment._run:
         raise ConfigError(
             f"{experiment.__name__} has a run of its own, which is no training with rewards: start it with "
             f"run_experiment({experiment.__name__}, argv), or override the get_* methods instead."
         )
 
 
-async def _train(experiment: BasePPOExp) -> TrainingResult:
+async def _train(experiment: Experiment) -> TrainingResult:
     async with experiment.session() as run:
-        await run.trainer.fit()
+        await experiment.fit(run)
         return TrainingResult(run.directory, run.trainer.step)
 
 
 @asynccontextmanager
-async def session(cfg: Config, experiment: type[BasePPOExp] = BasePPOExp) -> AsyncIterator[Session]:
+async def session(cfg: Config, experiment: type[Experiment] = Experiment) -> AsyncIterator[Session]:
     """A run that has started and is yours to drive: its client, learner, trainer, environments and tokenizer.
 
     `await run.trainer.fit()` trains. On exit everything that was started is stopped. Ray and the data are started

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from skyrl_train.entrypoints.main_base import BasePPOExp, start
+from skyrl_train.experiments.base import Experiment, start
 
 ASYNC = ("trainer.fully_async.enabled=true",)
 
 
 def main() -> None:
-    start(BasePPOExp, [*ASYNC, *sys.argv[1:]])
+    start(Experiment, [*ASYNC, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

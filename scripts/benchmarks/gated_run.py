@@ -12,7 +12,7 @@ from measure import Gate
 
 from skyrl_train.assembly import engines, learner
 from skyrl_train.engines.base import Completion, SampleRequest
-from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
+from skyrl_train.experiments.base import Experiment, run_experiment
 from skyrl_train.report.protocol import SampleRow
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.simulation.timings import Lengths
@@ -46,14 +46,14 @@ class GateTracker:
         pass
 
 
-class GatedRun(BasePPOExp):
+class GatedRun(Experiment):
     """Its trackers first, so that what they do with a step's numbers is counted to the step."""
 
-    def get_tracker(self, directory: Path) -> Any:
-        return Trackers({"run": super().get_tracker(directory), "gate": GateTracker()})
+    def build_tracker(self, directory: Path) -> Any:
+        return Trackers({"run": super().build_tracker(directory), "gate": GateTracker()})
 
-    def get_inference_client(self, engines: Sequence[Any]) -> Any:
-        client = super().get_inference_client(engines)
+    def build_client(self, engines: Sequence[Any]) -> Any:
+        client = super().build_client(engines)
         if told := os.environ.get(LENGTHS):
             lengths, generate = Lengths(*map(float, told.split(","))), client.generate
 

@@ -29,7 +29,7 @@ from workload import SMALL, prompt_texts, run_command, save_model, write_prompts
 
 from skyrl_train.config.choices import ENGINES
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.entrypoints.main_base import start
+from skyrl_train.experiments.base import start
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.trackers import Trackers
 
@@ -62,7 +62,7 @@ class Overlap(GatedRun):
     rounds: ClassVar[int]
     found: ClassVar[list[Round]]
 
-    def get_tracker(self, directory: Path) -> Any:
+    def build_tracker(self, directory: Path) -> Any:
         return Trackers({})
 
     async def _run(self) -> None:
@@ -76,8 +76,8 @@ class Overlap(GatedRun):
             trainer, learner = session.trainer, session.learner
             trainer.batch_steps = [*trainer.batch_steps, keep]
             await trainer.fit()
-            generator = self.get_generator(session.client, session.environments, evaluation=False)
-            prompts = self.train_dataset.prompts[: self.cfg.trainer.train_batch_size]
+            generator = self.build_generator(session.client, session.environments, evaluation=False)
+            prompts = self.train_dataset.prompts[: self.config.trainer.train_batch_size]
 
             async def generate() -> None:
                 await asyncio.gather(*(generator.rollout(prompt, index) for index, prompt in enumerate(prompts)))

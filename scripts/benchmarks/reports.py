@@ -26,7 +26,7 @@ from typing import Any
 from measure import Gate, Side, about, in_turns, line
 from workload import SMALL, Work, assert_did, prompt_texts, run_command, save_model, write_prompts
 
-from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
+from skyrl_train.experiments.base import Experiment, run_experiment
 from skyrl_train.report import phases
 from skyrl_train.report.trackers import Trackers
 
@@ -100,12 +100,12 @@ class GatedReports:
         self._reports.close()
 
 
-class ReportsExp(BasePPOExp):
-    def get_tracker(self, directory: Path) -> Any:
+class ReportsExp(Experiment):
+    def build_tracker(self, directory: Path) -> Any:
         spent = Spent()
         logging.Handler.handle = spent.wrapped(logging.Handler.handle)  # type: ignore[method-assign]
         phases._watch = spent.watched(phases._watch)
-        return Trackers({"run": GatedReports(super().get_tracker(directory), spent)})
+        return Trackers({"run": GatedReports(super().build_tracker(directory), spent)})
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from skyrl_train.config.schema import Config
-from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
+from skyrl_train.experiments.base import Experiment, run_experiment
 
 STARTED = psutil.Process().create_time()
 _ended: dict[str, float] = {}
@@ -23,7 +23,7 @@ def ends(phase: str) -> None:
     _ended.setdefault(phase, time.time() - STARTED)
 
 
-class Timed(BasePPOExp):
+class Timed(Experiment):
     """Says when its parts are ready."""
 
     def __init__(self, cfg: Config):
@@ -42,10 +42,10 @@ class Timed(BasePPOExp):
         super().__init__(cfg)
         ends("imports, tokenizer, data")
 
-    def get_trainer(self, running: Any, schedule: Any = None) -> Any:
+    def build_trainer(self, running: Any, schedule: Any = None) -> Any:
         """Its start and its first step are the last phases."""
         ends("ranks and engines")
-        trainer = super().get_trainer(running, schedule)
+        trainer = super().build_trainer(running, schedule)
         start, step = trainer._start, trainer._step
 
         async def started() -> None:

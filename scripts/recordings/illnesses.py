@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from skyrl_train.data.trajectory import Prompt, TrajectoryGroup
-from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.registry import register
 from skyrl_train.environments.tasks.arithmetic import ArithmeticEnv
+from skyrl_train.experiments.base import Experiment
 
 SPIKES = (20, 23)
 """0-based steps with a reward a thousand times as large."""
@@ -57,14 +57,14 @@ for cls in (SameReward, Fours, EndsInFour, Letters, Raises):
     register(cls.__name__.lower(), f"illnesses:{cls.__name__}")
 
 
-class WithAlteredGroups(BasePPOExp):
+class WithAlteredGroups(Experiment):
     """An experiment whose training rollouts are altered before the trainer sees them."""
 
     def alter(self, group: TrajectoryGroup, position: int) -> None:
         raise NotImplementedError
 
-    def get_generator(self, client: Any, environments: Any, *, evaluation: bool) -> Any:
-        generator: Any = super().get_generator(client, environments, evaluation=evaluation)
+    def build_generator(self, client: Any, environments: Any, *, evaluation: bool) -> Any:
+        generator: Any = super().build_generator(client, environments, evaluation=evaluation)
         if evaluation:
             return generator
         rollout = generator.rollout
@@ -90,6 +90,6 @@ class Outliers(WithAlteredGroups):
     """A few rewards are in another unit."""
 
     def alter(self, group: TrajectoryGroup, position: int) -> None:
-        if position // self.cfg.trainer.train_batch_size in SPIKES:
+        if position // self.config.trainer.train_batch_size in SPIKES:
             for item in group.trajectories:
                 item.reward *= 1000.0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_train.entrypoints.main_base import BasePPOExp
+from skyrl_train.experiments.base import Experiment
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -24,7 +24,7 @@ class Run:
 
     keys: Keys
     preset: Path = quickstart.HERE / "grpo.yaml"
-    experiment: type[BasePPOExp] = BasePPOExp
+    experiment: type[Experiment] = Experiment
     environment: str = "arithmetic"
     """Of the rows that are trained on. Those of evaluations stay as they are."""
     random_model: bool = False

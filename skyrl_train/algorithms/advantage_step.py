@@ -53,7 +53,7 @@ class AdvantageStep:
         episodes = batch.episodes  # an estimator sees an episode as one sequence, even if it consists of several
         rewards, token_rewards = episodes.first(batch.rewards), batch.token_rewards
         if self.kl is not None:
-            penalty = self._kl_penalty(self.kl, batch, metrics)
+            penalty = self.kl_penalty(self.kl, batch, metrics)
             rewards = rewards - episodes.sums(penalty).to(rewards.dtype)
             token_rewards = None if token_rewards is None else token_rewards - penalty.to(token_rewards.dtype)
         tensors = {
@@ -74,10 +74,10 @@ class AdvantageStep:
             advantages, returns = torch.where(batch.loss_mask, result[episodes.of_token], 0.0), None
         if self.normalise_batch:
             advantages = batch_normalised(advantages, batch.loss_mask)
-        _describe(advantages, batch.loss_mask, metrics)
+        describe(advantages, batch.loss_mask, metrics)
         return batch.with_tokens(advantages=advantages, returns=returns)
 
-    def _kl_penalty(self, kl: KLInReward, batch: TrainBatch, metrics: Metrics) -> Tensor:
+    def kl_penalty(self, kl: KLInReward, batch: TrainBatch, metrics: Metrics) -> Tensor:
         """[T] coefficient times KL; also updates the KL controller."""
         assert batch.old_logprobs is not None and batch.ref_logprobs is not None, "KL in the reward needs both"
         nats = kl.estimator(
@@ -105,7 +105,7 @@ class AdvantageStep:
             self.kl.controller.coef = float(state.get("kl_coef", self.kl.controller.coef))
 
 
-def _describe(advantages: Tensor, mask: Tensor, metrics: Metrics) -> None:
+def describe(advantages: Tensor, mask: Tensor, metrics: Metrics) -> None:
     """advantages/*: statistics over the tokens that count."""
     chosen = advantages[mask].double()
     if len(chosen):

@@ -85,8 +85,8 @@ async def services(
     cluster: Cluster,
     *,
     train_dataset: PromptDataset | None,
-    get_tracker: Callable[[Path], Trackers],
-    get_client: Callable[[Sequence[Any]], EngineClient],
+    build_tracker: Callable[[Path], Trackers],
+    build_client: Callable[[Sequence[Any]], EngineClient],
 ) -> AsyncIterator[RunningServices]:
     """Start everything that training needs; without a training set there is no learner (evaluation only)."""
     trainer = cfg.trainer
@@ -109,7 +109,7 @@ async def services(
                 fitted=fitted.trainer,
                 with_engines=local,
                 with_reward=trainer.reward.model.path is not None,
-                get_tracker=get_tracker,
+                build_tracker=build_tracker,
             )
         )
         environments = await stack.enter_async_context(build_environments(cfg, log_of_environments(base.directory)))
@@ -119,12 +119,12 @@ async def services(
             await start_reward_model(reward_model, trainer.timeouts.engine_start_s)
             if base.layout.time_shared and cfg.device == "cuda":
                 # For the same reason the learner loads after the engine sleeps.
-                client = get_client(await start_engines(base))
+                client = build_client(await start_engines(base))
                 await client.sleep(sleep_level(cfg))
                 await start_learner(base.learner, trainer)
             else:
                 started, _ = await gather_all([start_engines(base), start_learner(base.learner, trainer)])
-                client = get_client(started)
+                client = build_client(started)
                 if base.layout.time_shared:
                     await client.sleep()
         stack.push_async_callback(_close, client)

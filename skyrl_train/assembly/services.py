@@ -94,7 +94,7 @@ async def learner_services(
     fitted: TrainerConfig,
     with_engines: bool = False,
     with_reward: bool = False,
-    get_tracker: Callable[[Path], Trackers],
+    build_tracker: Callable[[Path], Trackers],
 ) -> AsyncIterator[Services]:
     """Folder, trackers, cluster, slots, and a learner that is not set up yet. On exit everything is closed.
 
@@ -110,7 +110,7 @@ async def learner_services(
         logs = stack.enter_context(run_logs(directory.path))
         if trainer.trace:
             stack.enter_context(trace.to_file(directory.path / trace.TRACE_FILE))
-        trackers = stack.enter_context(get_tracker(directory.path))
+        trackers = stack.enter_context(build_tracker(directory.path))
         stack.enter_context(cluster)
         stack.enter_context(cluster.logging_to(logs))
         with phase("slots", "cores or accelerators that Ray reserves"):

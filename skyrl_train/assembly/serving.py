@@ -73,7 +73,7 @@ async def endpoint_of_run(cfg: Config, client: EngineClient, tokenizer: Any) -> 
 
 @asynccontextmanager
 async def serving(
-    cfg: Config, cluster: Cluster, tokenizer: Any, get_client: Callable[[Sequence[Any]], EngineClient]
+    cfg: Config, cluster: Cluster, tokenizer: Any, build_client: Callable[[Sequence[Any]], EngineClient]
 ) -> AsyncIterator[EngineClient]:
     """Start the cluster, the engines and their endpoint, without a trainer; yields the client of the engines.
 
@@ -94,7 +94,7 @@ async def serving(
         )
         assert layout.engines is not None
         engines = await build_engines(cluster, generator, trainer.timeouts, layout.engines, cfg.device)
-        client = get_client(engines)
+        client = build_client(engines)
         served = engines[0] if len(engines) == 1 else client
         async with build_endpoint(cfg, served, tokenizer, control=True) as endpoint:
             announce(endpoint)

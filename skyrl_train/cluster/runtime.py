@@ -427,8 +427,10 @@ class Cluster:
 
     @property
     def cpus(self) -> float:
-        """CPUs of the whole cluster."""
-        return float(ray.cluster_resources().get("CPU", 0.0))
+        """CPUs of the whole cluster, without those of the Ray task that the driver may be."""
+        context = ray.get_runtime_context()
+        own = context.get_assigned_resources().get("CPU", 0.0) if context.worker.mode == ray.WORKER_MODE else 0.0
+        return float(ray.cluster_resources().get("CPU", 0.0)) - own
 
     @property
     def gpus(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,6 +89,23 @@ def own_key(override: Override) -> str | None:
             inside_ours = find(f"{section}.{parts[0]}") is not None or f"{section}.{parts[0]}" in other_sections()
             return None if len(parts) < least or inside_ours else f"{section}.own.{name}"
     return None
+
+
+def with_own_keys(content: dict[str, Any]) -> tuple[dict[str, Any], list[UnknownKey]]:
+    """Nested plain values with a program's own keys moved to where they are stored, and these keys."""
+    found: list[UnknownKey] = []
+    moved: dict[str, Any] = copy.deepcopy(content)
+    for section in ("environment.skyrl_gym", "environment", "generator"):
+        values: Any = moved
+        for part in section.split("."):
+            values = values.get(part) if isinstance(values, dict) else None
+        for name in list(values) if isinstance(values, dict) else ():
+            key = f"{section}.{name}"
+            inside = f"{key}.x" if section == "environment.skyrl_gym" and isinstance(values[name], dict) else key
+            if find(key) is None and own_key(Override(f"+{inside}=", inside, None)) is not None:
+                found.append(UnknownKey(key, values[name], "a known key", unknown_key_advice(key)))
+                values.setdefault("own", {})[name] = values.pop(name)
+    return moved, found
 
 
 def _refused_flags(flags: dict[str, Any]) -> Iterator[Problem]:

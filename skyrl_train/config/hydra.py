@@ -69,7 +69,15 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-ConfigStore.instance().store(name=SCHEMA, node=plain(Config()), provider="skyrl_train")
+def _open(content: dict[str, Any]) -> DictConfig:
+    """Nested mappings to which every key may be added: other names of keys, and misspelt ones, which are then refused
+    with what was meant. Hydra allows neither unless a section says so."""
+    made = OmegaConf.create({key: _open(one) if isinstance(one, dict) else one for key, one in content.items()})
+    OmegaConf.set_struct(made, False)
+    return made
+
+
+ConfigStore.instance().store(name=SCHEMA, node=_open(plain(Config())), provider="skyrl_train")
 
 
 @dataclass(frozen=True)
@@ -143,6 +151,22 @@ def _leaf_keys(content: Any, prefix: str = "") -> Iterator[str]:
     for key, value in content.items() if isinstance(content, dict) else ():
         yield f"{prefix}{key}"
         yield from _leaf_keys(value, f"{prefix}{key}.")
+
+
+def changed_keys(content: Mapping[str, Any]) -> Iterator[str]:
+    """The keys of nested plain values that are not as they are by default."""
+    defaults = dict(_leaf_values(unresolved(_defaults())))
+    for key, value in _leaf_values(content):
+        if key not in defaults or defaults[key] != value:
+            yield canonical(key)
+
+
+def _leaf_values(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in content.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaf_values(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def unresolved(raw: DictConfig) -> dict[str, Any]:

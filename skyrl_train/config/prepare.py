@@ -9,12 +9,20 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from skyrl_train.config.command_line import CommandLine, read_command_line
+from skyrl_train.config.command_line import CommandLine, read_command_line, with_own_keys
 from skyrl_train.config.device import accelerator_present, device_problems, resolve_device
 from skyrl_train.config.documentation import help_text
-from skyrl_train.config.hydra import compose, finish, resolve, show_information, written_keys
+from skyrl_train.config.hydra import (
+    changed_keys,
+    compose,
+    finish,
+    resolve,
+    show_information,
+    unresolved,
+    written_keys,
+)
 from skyrl_train.config.inert import without_effect
 from skyrl_train.config.keys import misspelt_sibling
 from skyrl_train.config.parallelism import resolve_engine_copies, resolve_megatron
@@ -74,6 +82,17 @@ def prepare(
     given = written_keys(line.overrides, line.flags["config_name"], line.flags["config_dir"])
     present = accelerator_present() if has_accelerator is None else has_accelerator
     return _check(raw, line, given, present, own_code, uses)
+
+
+def prepare_composed(cfg: DictConfig, uses: Uses | None = None) -> PreparedConfig:
+    """The same for a configuration that a program has composed with Hydra by itself, and may have changed since.
+
+    Keys below `generator` and `environment` that nobody knows are the program's own. `uses` is that of `prepare`.
+    """
+    content, own = with_own_keys(unresolved(cfg))
+    line = CommandLine({}, own=own)
+    given = frozenset(changed_keys(content))
+    return _check(OmegaConf.create(content), line, given, accelerator_present(), True, uses)
 
 
 def _check(

@@ -216,6 +216,8 @@ class EpisodeIndex:
         return zeros.index_add(0, self.of_token, per_token)
 
 
+_ROUNDING = 1e-9
+"""Relative difference between a reward and the sum of its parts."""
 MAX_REACH = 4
 """Bounds the keys and values of attention, which are kept for all tokens of a row, including shared ones."""
 
@@ -284,12 +286,13 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
         ids += prompt_ids + item.response_ids[start:stop]
         positions += range(prompt_length + length)
         mask += [False] * prompt_length + [bool(m) and counts for m in item.loss_mask[start:stop]]
-        logprobs += [0.0] * prompt_length + item.logprobs[start:stop]
-        rewards += [0.0] * prompt_length + (_token_rewards(item)[start:stop] if counts else [0.0] * length)
+        logprobs += [0.0] * prompt_length + (item.logprobs[start:stop] or [0.0] * length)
+        rewards += [0.0] * prompt_length + (token_rewards(item)[start:stop] if counts else [0.0] * length)
         offsets.append(len(ids))
         same = len(mask) == len(logprobs) == len(rewards) == len(ids)
         assert same, f"prompt {item.prompt.uid}: token fields differ in length"
     items = [item for _, _, item, *_ in rows]
+    known = all(len(item.logprobs) == len(item.response_ids) for item in items)
     return TrainBatch(
         input_ids=torch.tensor(ids, dtype=torch.int64),
         position_ids=torch.tensor(positions, dtype=torch.int64),
@@ -302,7 +305,7 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
         status=torch.tensor([item.status == OK for item in items], dtype=torch.bool),
         min_versions=torch.tensor([item.min_version for item in items], dtype=torch.int64),
         max_versions=torch.tensor([item.max_version for item in items], dtype=torch.int64),
-        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32) if known else None,
         token_rewards=torch.tensor(rewards, dtype=torch.float32),
         episode_ids=torch.tensor([row[1] for row in rows]) if len(rows) > len(trajectories) else None,
         routing=_routing(trajectories, offsets),
@@ -325,17 +328,26 @@ def _routing(trajectories: Sequence[tuple[int, Trajectory]], offsets: Sequence[i
     return routing
 
 
-def _token_rewards(item: Trajectory) -> list[float]:
-    """[L] each turn's reward on the last token sampled up to its end; any remaining reward on the very last one."""
+def token_rewards(item: Trajectory) -> list[float]:
+    """[L] each turn's reward on the last token sampled up to its end; any remaining reward on the very last one.
+
+    A trajectory that says which tokens its rewards belong to has them there, or on the last one sampled before.
+    """
     sampled = [index for index, counts in enumerate(item.loss_mask) if counts]
     rewards = [0.0] * len(item.response_ids)
     if not sampled:
         return rewards
+    places = (
+        [(turn.stop, turn.reward) for turn in item.turns]
+        if item.token_rewards is None
+        else [(index + 1, reward) for index, reward in enumerate(item.token_rewards) if reward]
+    )
     rest = item.reward
-    for turn in item.turns:
-        place = bisect_left(sampled, turn.stop) - 1
+    for stop, reward in places:
+        place = bisect_left(sampled, stop) - 1
         if place >= 0:
-            rewards[sampled[place]] += turn.reward
-            rest -= turn.reward
-    rewards[sampled[-1]] += rest
+            rewards[sampled[place]] += reward
+            rest -= reward
+    if item.token_rewards is None or abs(rest) > _ROUNDING * abs(item.reward):
+        rewards[sampled[-1]] += rest
     return rewards

@@ -79,7 +79,8 @@ class Trajectory:
     loss_mask: list[int]
     """[L], 1 on sampled tokens; all 0 if a sampler keeps the response out of the loss."""
     logprobs: list[float]
-    """[L], nats, temperature-scaled, before top-p and top-k (`Completion.full_logprobs`); 0.0 on other tokens."""
+    """[L], nats, temperature-scaled, before top-p and top-k (`Completion.full_logprobs`); 0.0 on other tokens. Empty if
+    whoever sampled did not tell."""
     turns: list[Turn]
     reward: float
     """The sum over turns; 0.0 and meaningless unless status is ok."""
@@ -99,7 +100,8 @@ class Trajectory:
     """What a failure said, with the file and line of whoever raised it."""
     restarts: list[Restart] = field(default_factory=list)
     """Not empty if the episode consists of several sequences; the trajectory is still one sample."""
-
+    token_rewards: list[float] | None = None
+    """[L], if rewards belong to tokens other than the last ones of turns; it sums to `reward`."""
     routing: list[Any] = field(default_factory=list, compare=False)
     """numpy [tokens, layers, k] of every sequence, from its prompt's first token on: the experts that tokens went to in
     the engine. It may end before the sequence does; empty if engines do not tell."""

@@ -53,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if not probes:
         return check_all()
-    from skyrl_train.entrypoints.main_base import accounted
-    from skyrl_train.entrypoints.stopping import exits_as_told
+    from skyrl_train.experiments.base import accounted
+    from skyrl_train.experiments.stopping import exits_as_told
 
     with exits_as_told(), accounted():
         check_all()

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 
 from skyrl_train.config.presence import Uses
-from skyrl_train.entrypoints.main_base import BasePPOExp, start
-from skyrl_train.entrypoints.stopping import exits_as_told
+from skyrl_train.experiments.base import Experiment, start
+from skyrl_train.experiments.stopping import exits_as_told
 
 
-class EvaluationExp(BasePPOExp):
+class EvaluationExp(Experiment):
     """Everything of an experiment but training."""
 
     uses = Uses(train_data=False, learner=False)
@@ -26,18 +26,18 @@ class EvaluationExp(BasePPOExp):
 
         if self.eval_dataset is None:
             raise ConfigError(
-                f"data.val_data={list(self.cfg.data.val_data)!r}: an evaluation needs data; name a file or dataset, "
+                f"data.val_data={list(self.config.data.val_data)!r}: an evaluation needs data; name a file or dataset, "
                 "and leave trainer.eval_before_train or trainer.eval_interval on."
             )
         async with services(
-            self.cfg,
+            self.config,
             self.cluster,
             train_dataset=None,
-            get_tracker=self.get_tracker,
-            get_client=self.get_inference_client,
+            build_tracker=self.build_tracker,
+            build_client=self.build_client,
         ) as running:
-            generator = self.get_generator(running.client, running.environments, evaluation=True)
-            scores = await build_evaluator(self.cfg, running, generator, self.eval_dataset).run(step=0)
+            generator = self.build_generator(running.client, running.environments, evaluation=True)
+            scores = await build_evaluator(self.config, running, generator, self.eval_dataset).run(step=0)
             running.base.trackers.begin(0, 0)
             running.base.trackers.log(scores, 0)
         print(json.dumps(scores, indent=1))

@@ -9,12 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from skyrl_train.config.presence import Uses
-from skyrl_train.entrypoints.main_base import BasePPOExp, start
-from skyrl_train.entrypoints.stopping import exits_as_told
+from skyrl_train.experiments.base import Experiment, start
+from skyrl_train.experiments.stopping import exits_as_told
 from skyrl_train.report.phases import Said, phase
 
 
-class SFTExp(BasePPOExp):
+class SFTExp(Experiment):
     """An experiment without engines, environments or rewards."""
 
     uses = Uses(val_data=False, engines=False, rewards=False)
@@ -46,18 +46,18 @@ class SFTExp(BasePPOExp):
         from skyrl_train.trainer.guards import Guards
         from skyrl_train.trainer.sft_trainer import SFTTrainer
 
-        trainer, learning = self.cfg.trainer, sft_learning(self.cfg)
-        demonstrations, fingerprint = build_demonstrations(self.cfg, self.tokenizer)
+        trainer, learning = self.config.trainer, sft_learning(self.config)
+        demonstrations, fingerprint = build_demonstrations(self.config, self.tokenizer)
         schedule = schedule_of(trainer, len(demonstrations))
         fingerprints = fingerprints_of(trainer, fingerprint)
         async with learner_services(
-            self.cfg,
+            self.config,
             self.cluster,
             fingerprints=fingerprints,
             schedule=schedule,
             learning=learning,
-            fitted=announce_fit(self.cfg, learning).trainer,
-            get_tracker=self.get_tracker,
+            fitted=announce_fit(self.config, learning).trainer,
+            build_tracker=self.build_tracker,
         ) as base:
             assert base.learner is not None
             with phase("models", "processes of the trainer that load them"):

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.schema import Config
-from skyrl_train.entrypoints.main_base import BasePPOExp, Session, explained
 from skyrl_train.errors import ConfigError, Stopped
+from skyrl_train.experiments.base import Experiment, Session, explained
 from skyrl_train.report.phases import say
 from skyrl_train.simulation.estimate import MeasuredStep
 from skyrl_train.trainer.schedule import StepSchedule
@@ -169,7 +169,7 @@ class Probed:
     passes: list[Passes] = field(default_factory=list)
 
 
-class ProbeExp(BasePPOExp):
+class ProbeExp(Experiment):
     """An experiment that is measured and leaves nothing; `folder` is for what a run writes."""
 
     def __init__(self, cfg: Config, folder: Path):
@@ -181,19 +181,19 @@ class ProbeExp(BasePPOExp):
         super().__init__(without_traces(cfg, folder))
 
     def get_eval_dataset(self) -> PromptDataset | None:
-        mine, self.cfg = self.cfg, self.asked
+        mine, self.config = self.config, self.asked
         try:
             return super().get_eval_dataset()
         finally:
-            self.cfg = mine
+            self.config = mine
 
-    def get_tracker(self, directory: Any) -> Any:
+    def build_tracker(self, directory: Any) -> Any:
         from skyrl_train.report.trackers import Trackers
 
         return Trackers({"probe": _Rows(self)})
 
-    def get_trainer(self, running: RunningServices, schedule: StepSchedule | None = None) -> Trainer:
-        trainer, ahead = self.cfg.trainer, self.cfg.trainer.fully_async
+    def build_trainer(self, running: RunningServices, schedule: StepSchedule | None = None) -> Trainer:
+        trainer, ahead = self.config.trainer, self.config.trainer.fully_async
         self._pace = Pace(
             len(self.train_dataset),
             trainer.train_batch_size,
@@ -202,7 +202,7 @@ class ProbeExp(BasePPOExp):
             # What these draw for a step depends on its size.
             whole=trainer.algorithm.dynamic_sampling.type is not None,
         )
-        built = super().get_trainer(running, self._pace)
+        built = super().build_trainer(running, self._pace)
         built.batch_steps = [*built.batch_steps, self._keep]
         built.state.save = _saves_nothing  # type: ignore[method-assign]  # as a run that ends early would
         learner, steps = built.learner, trainer.update_epochs_per_batch
@@ -232,7 +232,7 @@ class ProbeExp(BasePPOExp):
             say("probe", f"micro-batches, for about {PASSES_S:g} s")
             row = self._rows[-1]
             part, passes = await _passes(
-                self.cfg, session, batch, row.get("timing/score_s", 0.0) + row["timing/update_s"]
+                self.config, session, batch, row.get("timing/score_s", 0.0) + row["timing/update_s"]
             )
         self.probed = Probed(
             steps=[MeasuredStep(pace.prompts_of_step(step), self._rows[step]) for step in pace.measured()],
@@ -291,7 +291,7 @@ def probe(cfg: Config) -> Probed:
         )
     with ExitStack() as stack:
         experiment = ProbeExp(cfg, stack.enter_context(temporary_folder()))
-        if (shared := experiment.cfg.generator.weight_sync_folder) is not None:
+        if (shared := experiment.config.generator.weight_sync_folder) is not None:
             stack.callback(shutil.rmtree, shared, ignore_errors=True)
         with explained(experiment):
             experiment.run()

@@ -11,12 +11,12 @@ import sys
 from contextlib import suppress
 
 from skyrl_train.config.presence import Uses
-from skyrl_train.entrypoints.main_base import BasePPOExp, start
-from skyrl_train.entrypoints.stopping import exits_as_told
 from skyrl_train.errors import Stopped
+from skyrl_train.experiments.base import Experiment, start
+from skyrl_train.experiments.stopping import exits_as_told
 
 
-class ServingExp(BasePPOExp):
+class ServingExp(Experiment):
     """Tokenizer, engines and their client; no data, no trainer."""
 
     uses = Uses(train_data=False, val_data=False, learner=False, rewards=False)
@@ -34,7 +34,7 @@ class ServingExp(BasePPOExp):
     async def _run(self) -> None:
         from skyrl_train.assembly.serving import serving, until_none_lives
 
-        async with serving(self.cfg, self.cluster, self.tokenizer, self.get_inference_client) as client:
+        async with serving(self.config, self.cluster, self.tokenizer, self.build_client) as client:
             await until_none_lives(client)
 
 

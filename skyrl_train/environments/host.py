@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from skyrl_train import trace
 from skyrl_train.config.secrets import redact
@@ -125,11 +125,8 @@ class _Worker(asyncio.SubprocessProtocol):
             self._outbox.clear()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.SubprocessTransport)
-        self._process = transport
-        stdin = transport.get_pipe_transport(0)
-        assert isinstance(stdin, asyncio.WriteTransport)
-        self._stdin = stdin
+        self._process = cast(asyncio.SubprocessTransport, transport)  # uvloop's, in a Ray task, is of no such class
+        self._stdin = cast(asyncio.WriteTransport, self._process.get_pipe_transport(0))
         if self.lost:
             self.kill()
         self._flush()

@@ -1,6 +1,6 @@
-"""Training: `python -m skyrl_train.entrypoints.main_base key=value ...`
+"""One experiment: every part of a run from a method that a subclass can override, and how it is started and ended.
 
-Recipes that need a part of their own subclass BasePPOExp and pass the class to `run_experiment`.
+Recipes that need a part of their own subclass Experiment and pass the class to `run_experiment`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from skyrl_train.config.prepare import launch
 from skyrl_train.config.presence import Uses, slots_of
 from skyrl_train.config.run_folder import identity
 from skyrl_train.config.schema import Config
-from skyrl_train.entrypoints.stopping import exits_as_told, signals_leave, until_told
 from skyrl_train.errors import ClusterLost, Stopped
+from skyrl_train.experiments.stopping import signals_leave, until_told
 from skyrl_train.messages import to_stderr
 from skyrl_train.report.metrics_server import check_metrics_address
 from skyrl_train.report.phases import phase, say
@@ -37,36 +37,38 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class BasePPOExp:
+class Experiment:
     """One experiment: every part of a run comes from a method that a subclass can override.
 
-    `assembly` has the functions behind the methods. torch and Ray are imported once the configuration is known good.
+    What can be had before anything is started comes from `get_*`, the parts of what is running from `build_*`;
+    `assembly` has the functions behind them. torch and Ray are imported once the configuration is known good.
     """
 
     uses: ClassVar[Uses] = Uses()
     """What of a configuration it uses."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, config: Config):
         from skyrl_train.assembly.names import check_plugins
 
-        check_plugins(cfg)
+        check_plugins(config)
+        trainer = config.trainer
         if self.uses.learner or self.uses.val_data:  # what only serves has no numbers of a run
-            check_metrics_address(cfg.trainer.metrics_host, cfg.trainer.metrics_port)
+            check_metrics_address(trainer.metrics_host, trainer.metrics_port)
         if self.uses.learner:
-            say("run", f"{cfg.trainer.run_name}, in {Path(cfg.trainer.ckpt_path).absolute()}")
-            refuse_other_run(Path(cfg.trainer.ckpt_path), identity(cfg))
+            say("run", f"{trainer.run_name}, in {Path(trainer.ckpt_path).absolute()}")
+            refuse_other_run(Path(trainer.ckpt_path), identity(config))
         from skyrl_train.cluster.runtime import Cluster, importing  # takes a second
 
-        self.cfg = cfg
-        processes = slots_of(cfg, self.uses).processes
-        self.cluster = Cluster(cfg.trainer.plugins, workers=processes, preload=_imports_of_workers(cfg, self.uses))
+        self.config = config
+        processes = slots_of(config, self.uses).processes
+        self.cluster = Cluster(trainer.plugins, workers=processes, preload=imports_of_workers(config, self.uses))
         with ExitStack() as stack:
             with phase("Ray", "its processes, and imports meanwhile"), importing("skyrl_train.assembly.run"):
                 stack.enter_context(self.cluster)
             with phase("data", "tokenizer, rows of data, environments"):
                 self.tokenizer = self.get_tokenizer()
-                self.train_dataset = self.get_train_dataset()
-                self.eval_dataset = self.get_eval_dataset()
+                self.train_dataset = self.as_prompts(self.get_train_dataset())
+                self.eval_dataset = self.as_prompts(self.get_eval_dataset())
                 self.check_environments()
             stack.pop_all()  # connected until `session` or the run ends
 
@@ -74,57 +76,61 @@ class BasePPOExp:
         """The tokenizer of prompts and completions."""
         from skyrl_train.assembly.data import build_tokenizer
 
-        return build_tokenizer(self.cfg)
+        return build_tokenizer(self.config)
 
     def get_train_dataset(self) -> PromptDataset:
         """The prompts to train on."""
         from skyrl_train.assembly.data import build_prompts
 
-        return build_prompts(self.cfg, self.tokenizer, self.cfg.data.train_data, "data.train_data")
+        return build_prompts(self.config, self.tokenizer, self.config.data.train_data, "data.train_data")
 
     def get_eval_dataset(self) -> PromptDataset | None:
         """The prompts to evaluate on; None without data.val_data or when nothing asks for an evaluation."""
         from skyrl_train.assembly.data import build_prompts
 
-        trainer = self.cfg.trainer
-        if not self.cfg.data.val_data or not (trainer.eval_before_train or trainer.eval_interval > 0):
+        trainer = self.config.trainer
+        if not self.config.data.val_data or not (trainer.eval_before_train or trainer.eval_interval > 0):
             return None
-        return build_prompts(self.cfg, self.tokenizer, self.cfg.data.val_data, "data.val_data")
+        return build_prompts(self.config, self.tokenizer, self.config.data.val_data, "data.val_data")
+
+    def as_prompts(self, dataset: Any) -> Any:
+        """What `get_train_dataset` or `get_eval_dataset` returned, as a PromptDataset or None."""
+        return dataset
 
     def check_environments(self) -> None:
         """Refuse, before anything is started, environments that cannot do their work here."""
         from skyrl_train.assembly.environments import check_environments
 
-        check_environments(self.cfg, self.train_dataset, self.eval_dataset)
+        check_environments(self.config, self.train_dataset, self.eval_dataset)
 
-    def get_tracker(self, directory: Any) -> Any:
+    def build_tracker(self, directory: Any) -> Any:
         """Where numbers and completions go, besides the JSONL files in `directory`."""
         from skyrl_train.assembly.services import build_trackers
 
-        return build_trackers(self.cfg, directory)
+        return build_trackers(self.config, directory)
 
-    def get_inference_client(self, engines: Sequence[Any]) -> Any:
+    def build_client(self, engines: Sequence[Any]) -> Any:
         """The client in front of the engines."""
         from skyrl_train.assembly.engines import build_client
 
-        return build_client(engines, self.cfg.generator, self.cfg.trainer.timeouts)
+        return build_client(engines, self.config.generator, self.config.trainer.timeouts)
 
-    def get_generator(self, client: Any, environments: Any, *, evaluation: bool) -> ConversationGenerator:
+    def build_generator(self, client: Any, environments: Any, *, evaluation: bool) -> ConversationGenerator:
         """What turns a prompt into a group of trajectories: an object with `async rollout(prompt, position)`."""
         from skyrl_train.assembly.run import build_generator
 
-        return build_generator(self.cfg, self.tokenizer, client, environments, evaluation=evaluation)
+        return build_generator(self.config, self.tokenizer, client, environments, evaluation=evaluation)
 
-    def get_trainer(self, running: RunningServices, schedule: StepSchedule | None = None) -> Trainer:
+    def build_trainer(self, running: RunningServices, schedule: StepSchedule | None = None) -> Trainer:
         """The loop over everything that is running; `schedule` is the configuration's if there is no other."""
         from skyrl_train.assembly.run import build_trainer
 
         return build_trainer(
-            self.cfg,
+            self.config,
             running,
             tokenizer=self.tokenizer,
-            train_generator=self.get_generator(running.client, running.environments, evaluation=False),
-            eval_generator=self.get_generator(running.client, running.environments, evaluation=True),
+            train_generator=self.build_generator(running.client, running.environments, evaluation=False),
+            eval_generator=self.build_generator(running.client, running.environments, evaluation=True),
             train_dataset=self.train_dataset,
             eval_dataset=self.eval_dataset,
             schedule=schedule,
@@ -140,7 +146,11 @@ class BasePPOExp:
 
     async def _run(self) -> None:
         async with self.session() as running:
-            await running.trainer.fit()
+            await self.fit(running)
+
+    async def fit(self, session: Session) -> None:
+        """Train to the last step."""
+        await session.trainer.fit()
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Session]:
@@ -150,18 +160,18 @@ class BasePPOExp:
 
         async with AsyncExitStack() as stack:
             stack.enter_context(self.cluster)
-            check_endpoint(self.cfg)
+            check_endpoint(self.config)
             running = await stack.enter_async_context(
                 services(
-                    self.cfg,
+                    self.config,
                     self.cluster,
                     train_dataset=self.train_dataset,
-                    get_tracker=self.get_tracker,
-                    get_client=self.get_inference_client,
+                    build_tracker=self.build_tracker,
+                    build_client=self.build_client,
                 )
             )
-            await stack.enter_async_context(endpoint_of_run(self.cfg, running.client, self.tokenizer))
-            trainer = self.get_trainer(running)
+            await stack.enter_async_context(endpoint_of_run(self.config, running.client, self.tokenizer))
+            trainer = self.build_trainer(running)
             stack.push_async_callback(trainer.collector.close)
             yield Session(
                 trainer=trainer,
@@ -194,7 +204,7 @@ class Session:
         return self.trainer.residency.generating()
 
 
-def _imports_of_workers(cfg: Config, uses: Uses) -> list[str]:
+def imports_of_workers(cfg: Config, uses: Uses) -> list[str]:
     """What ranks and engines import, done before they are made. Packages of engines set up their process first."""
     modules = ["skyrl_train.learner.worker"] if uses.learner else []
     if uses.engines and cfg.generator.backend == "transformers":
@@ -202,7 +212,7 @@ def _imports_of_workers(cfg: Config, uses: Uses) -> list[str]:
     return modules or ["torch"]
 
 
-def run_experiment(experiment: type[BasePPOExp], argv: Sequence[str] | None = None) -> None:
+def run_experiment(experiment: type[Experiment], argv: Sequence[str] | None = None) -> None:
     """Check the command line, then run the experiment, for a program of your own.
 
     What the program registered counts as if `trainer.plugins` had named it, and keys that are added to `generator` and
@@ -213,7 +223,7 @@ def run_experiment(experiment: type[BasePPOExp], argv: Sequence[str] | None = No
     start(experiment, argv, own_code=True)
 
 
-def start(experiment: type[BasePPOExp], argv: Sequence[str] | None = None, *, own_code: bool = False) -> None:
+def start(experiment: type[Experiment], argv: Sequence[str] | None = None, *, own_code: bool = False) -> None:
     """What `run_experiment` does; the entrypoints of this package bring no code of the user's."""
     with accounted():
         uses = used_by(experiment)
@@ -230,19 +240,19 @@ def accounted() -> Iterator[None]:
         to_stderr(str(stopped))
         sys.exit(128 + stopped.signal)
     except Exception as error:
-        from skyrl_train.entrypoints.failure import account_of
+        from skyrl_train.experiments.failure import account_of
 
         to_stderr(account_of(error))
         sys.exit(1)
 
 
-def _run(experiment: BasePPOExp) -> None:
+def _run(experiment: Experiment) -> None:
     with explained(experiment):
         experiment.run()
 
 
 @contextmanager
-def explained(experiment: BasePPOExp) -> Iterator[None]:
+def explained(experiment: Experiment) -> Iterator[None]:
     """Inside, an experiment that was made runs; what it raises is what ended it first. On exit it is disconnected."""
     with experiment.cluster:
         try:
@@ -256,26 +266,17 @@ def explained(experiment: BasePPOExp) -> Iterator[None]:
             if (death := experiment.cluster.death()) is not None:
                 raise death from error  # what else went wrong follows from it
             learning = policy_learning if experiment.uses.rewards else sft_learning
-            if (full := out_of_memory(error, experiment.cfg, learning)) is not None:
+            if (full := out_of_memory(error, experiment.config, learning)) is not None:
                 raise full from error
             raise
 
 
-def used_by(experiment: type[BasePPOExp]) -> Uses:
+def used_by(experiment: type[Experiment]) -> Uses:
     """What must be there for it: what the class says that names its `uses`, but for files of methods replaced since."""
-    named = next(cls for cls in experiment.__mro__ if issubclass(cls, BasePPOExp) and "uses" in vars(cls))
+    named = next(cls for cls in experiment.__mro__ if issubclass(cls, Experiment) and "uses" in vars(cls))
     uses = experiment.uses
     return replace(
         uses,
         train_data=uses.train_data and experiment.get_train_dataset is named.get_train_dataset,
         val_data=uses.val_data and experiment.get_eval_dataset is named.get_eval_dataset,
     )
-
-
-@exits_as_told()
-def main() -> None:
-    start(BasePPOExp)
-
-
-if __name__ == "__main__":
-    main()

@@ -19,6 +19,8 @@ from skyrl_train.trainer.residency import Residency
 from skyrl_train.trainer.rollout_metrics import add_rollout_metrics, sample_rows
 from skyrl_train.trainer.run_state import Unfinished
 
+GroupStep = Callable[[Sequence[TrajectoryGroup], Metrics], None]
+"""Changes rewards or loss masks of a step's groups in place, before they become a batch."""
 BatchStep = Callable[[TrainBatch, Metrics], TrainBatch]
 """Adds to a scored batch what the update needs: advantages, off-policy corrections."""
 Publish = Callable[[int], Awaitable[dict[str, float]]]
@@ -40,16 +42,20 @@ class Trainer(TrainingLoop):
         residency: Residency,
         evaluator: Evaluator | None,
         batch_dump: BatchDump | None = None,
+        group_steps: Sequence[GroupStep] = (),
         **parts: Any,
     ):
         """`parts`: those of every TrainingLoop."""
         super().__init__(**parts)
         self.collector = collector
+        self.group_steps = group_steps
         self.batch_steps = batch_steps
         self.publish = publish
         self.residency = residency
         self.evaluator = evaluator
         self.batch_dump = batch_dump
+        self.uids_of_groups: list[str] = []
+        """Of the batch under way, by its group_ids."""
 
     async def _step(self) -> None:
         with self.metrics.timed("step"):
@@ -102,6 +108,9 @@ class Trainer(TrainingLoop):
 
     async def _learn(self, groups: Sequence[TrajectoryGroup]) -> None:
         """Train on `groups`: score what the loss needs, add advantages, take the optimizer steps."""
+        for change in self.group_steps:
+            change(groups, self.metrics)
+        self.uids_of_groups = [group.prompt.uid for group in groups]
         batch = collate(groups)
         with self.metrics.timed("score"):
             batch = await to_its_end(self.learner.score(batch))

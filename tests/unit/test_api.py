@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from skyrl_train.api import _wait_for, check, load_config, train
-from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.entrypoints.main_generate import EvaluationExp
 from skyrl_train.errors import ClusterLost, ConfigError, WorkerDied
+from skyrl_train.experiments.base import Experiment
 
 
 class Size(IntEnum):
@@ -149,7 +149,7 @@ def test_a_program_is_told_the_first_cause_as_the_entrypoint_tells_it(monkeypatc
             await asyncio.Event().wait()
             raise AssertionError
 
-    class Experiment(BasePPOExp):
+    class OwnRun(Experiment):
         def __init__(self, cfg: Any):
             self.cluster: Any = Cluster()
             made.append(self)
@@ -160,5 +160,5 @@ def test_a_program_is_told_the_first_cause_as_the_entrypoint_tells_it(monkeypatc
     made: list[Experiment] = []
     monkeypatch.setattr("skyrl_train.api.check", lambda cfg, experiment: None)
     with pytest.raises(ClusterLost, match="gcs_server"):
-        train(load_config(["device=cpu"]), Experiment)
-    assert made[0].cluster.left == 1
+        train(load_config(["device=cpu"]), OwnRun)
+    assert vars(made[0])["cluster"].left == 1

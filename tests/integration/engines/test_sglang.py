@@ -16,8 +16,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass

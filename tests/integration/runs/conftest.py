@@ -20,18 +20,18 @@ import pytest
 
 from skyrl_train.algorithms import registry as algorithms
 from skyrl_train.cluster.runtime import Cluster
-from skyrl_train.entrypoints.main_base import BasePPOExp, start as start_experiment
 from skyrl_train.entrypoints.main_generate import EvaluationExp
 from skyrl_train.environments.registry import environments
 from skyrl_train.environments.tasks.arithmetic import generate
 from skyrl_train.environments.tools.registry import tools
+from skyrl_train.experiments.base import Experiment, start as start_experiment
 from skyrl_train.registry import Registry
 from skyrl_train.report.trackers import trackers
 
 PRESETS = Path(__file__).parents[3] / "examples" / "algorithms"
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-ENTRYPOINTS = {"main_base": BasePPOExp, "main_generate": EvaluationExp}
+ENTRYPOINTS = {"main_base": Experiment, "main_generate": EvaluationExp}
 ONE_PROCESS = "environment.skyrl_gym.max_env_workers=1"
 """Of environments: each costs a second to start, and there would be two for every core."""
 REGISTRIES = (*vars(algorithms).values(), environments, tools, trackers)

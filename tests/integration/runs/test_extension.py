@@ -1,4 +1,4 @@
-"""What users bring: plugins under Ray, and subclasses of BasePPOExp."""
+"""What users bring: plugins under Ray, and subclasses of Experiment."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ register("letters", "my_plugin:LetterEnv")
 """
 
 SUBCLASS = """
-from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
+from skyrl_train.experiments.base import Experiment, run_experiment
 
 
-class Halved(BasePPOExp):
-    def get_generator(self, client, environments, *, evaluation):
-        generator = super().get_generator(client, environments, evaluation=evaluation)
+class Halved(Experiment):
+    def build_generator(self, client, environments, *, evaluation):
+        generator = super().build_generator(client, environments, evaluation=evaluation)
         rollout = generator.rollout
 
         async def halved(prompt, position):

@@ -41,7 +41,7 @@ runtime.Cluster().connect()
 OWN_PROGRAM = """
 import skyrl_train as sk
 from skyrl_train.algorithms.reductions import token_mean
-from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
+from skyrl_train.experiments.base import Experiment, run_experiment
 
 import ray  # before anything of ours
 
@@ -51,15 +51,15 @@ def my_mean(mask, sequence_ids, group_ids, *, max_seq_len):
     return token_mean(mask, sequence_ids, group_ids, max_seq_len=max_seq_len)
 
 
-class Tenfold(BasePPOExp):
-    def get_generator(self, client, environments, *, evaluation):
-        generator = super().get_generator(client, environments, evaluation=evaluation)
+class Tenfold(Experiment):
+    def build_generator(self, client, environments, *, evaluation):
+        generator = super().build_generator(client, environments, evaluation=evaluation)
         rollout = generator.rollout
 
         async def with_my_reward(prompt, position):
             group = await rollout(prompt, position)
             for trajectory in group.trajectories:
-                trajectory.reward = self.cfg.generator.my_reward * self.cfg.environment.my_factor
+                trajectory.reward = self.config.generator.my_reward * self.config.environment.my_factor
             return group
 
         generator.rollout = with_my_reward

@@ -15,12 +15,12 @@ from .conftest import Run, metrics_of
 
 HALF = ["generator.model_dtype=float16", "trainer.max_steps=1", "trainer.ckpt_interval=0"]
 EVERY_SECOND = """
-from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
+from skyrl_train.experiments.base import Experiment, run_experiment
 
 
-class EverySecond(BasePPOExp):
-    def get_trainer(self, running):
-        trainer = super().get_trainer(running)
+class EverySecond(Experiment):
+    def build_trainer(self, running):
+        trainer = super().build_trainer(running)
         publish = trainer.publish
 
         async def every_second(version):

@@ -15,11 +15,11 @@ from skyrl_train.config import presence
 from skyrl_train.config.device import count_accelerators
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.presence import Uses, missing, slots_of
-from skyrl_train.entrypoints.main_base import BasePPOExp, used_by
 from skyrl_train.entrypoints.main_generate import EvaluationExp
 from skyrl_train.entrypoints.main_sft import SFTExp
 from skyrl_train.entrypoints.serve import ServingExp
 from skyrl_train.errors import ConfigError
+from skyrl_train.experiments.base import Experiment, used_by
 
 
 @pytest.fixture
@@ -169,10 +169,10 @@ def test_an_entrypoint_asks_for_what_it_uses(there: list[str], tmp_path: Path):
     config = prepare([*there, "trainer.placement.colocate_all=false"], has_accelerator=False).config
     totals: dict[Any, int] = {
         experiment: slots_of(config, used_by(experiment)).total
-        for experiment in (BasePPOExp, EvaluationExp, SFTExp, ServingExp)
+        for experiment in (Experiment, EvaluationExp, SFTExp, ServingExp)
     }
-    assert totals == {BasePPOExp: 2, EvaluationExp: 1, SFTExp: 1, ServingExp: 1}
-    assert used_by(BasePPOExp) == Uses()
+    assert totals == {Experiment: 2, EvaluationExp: 1, SFTExp: 1, ServingExp: 1}
+    assert used_by(Experiment) == Uses()
     assert (used_by(SFTExp).train_data, used_by(SFTExp).val_data) == (True, False)
     assert (used_by(EvaluationExp).train_data, used_by(EvaluationExp).val_data) == (False, True)
     assert (used_by(ServingExp).train_data, used_by(ServingExp).val_data) == (False, False)
@@ -190,7 +190,7 @@ def test_an_entrypoint_asks_for_what_it_uses(there: list[str], tmp_path: Path):
 
 
 def test_data_that_a_subclass_brings_itself_needs_no_file(there: list[str]):
-    class OwnData(BasePPOExp):
+    class OwnData(Experiment):
         def get_train_dataset(self) -> Any:
             return None
 

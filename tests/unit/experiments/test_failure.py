@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RayTaskError
 
-from skyrl_train.entrypoints.failure import REPORT, account_of
 from skyrl_train.errors import EngineError
+from skyrl_train.experiments.failure import REPORT, account_of
 from skyrl_train.report.logs import TRACEBACK
 
 

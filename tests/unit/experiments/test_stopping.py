@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from skyrl_train.entrypoints.stopping import signals_leave, until_told
 from skyrl_train.errors import ClusterLost, SkyRLError, Stopped
+from skyrl_train.experiments.stopping import signals_leave, until_told
 
 
 async def never() -> SkyRLError:
@@ -107,7 +107,7 @@ def test_whoever_is_cancelled_waits_for_the_end_of_the_work_also_in_a_thread_wit
 def test_a_process_that_was_told_to_end_says_so_whatever_its_teardown_does(code: int, status: int):
     program = f"""
 import atexit, os, sys
-from skyrl_train.entrypoints.stopping import exits_as_told
+from skyrl_train.experiments.stopping import exits_as_told
 class Library:
     def __del__(self, abort=os.abort):
         abort()
@@ -126,7 +126,7 @@ with exits_as_told():
 def test_a_second_signal_leaves_at_once():
     program = """
 import asyncio
-from skyrl_train.entrypoints.stopping import until_told
+from skyrl_train.experiments.stopping import until_told
 async def work():
     try:
         print("running", flush=True)
@@ -169,7 +169,7 @@ def test_handlers_from_before_are_back_once_the_work_has_ended(number: int):
 def test_a_signal_to_a_process_whose_work_is_over_is_not_its_crash(place: str, number: signal.Signals):
     program = f"""
 import asyncio, atexit, os, sys
-from skyrl_train.entrypoints.stopping import exits_as_told, until_told
+from skyrl_train.experiments.stopping import exits_as_told, until_told
 def told(here, kill=os.kill, pid=os.getpid()):
     if here == "{place}":
         kill(pid, {int(number)})
@@ -202,7 +202,7 @@ def test_a_signal_in_a_start_ends_it_whatever_library_it_interrupts(number: sign
     """Exceptions in weak references' callbacks are printed and lost, as those in the release of a lock are."""
     program = f"""
 import os, weakref
-from skyrl_train.entrypoints.stopping import signals_leave
+from skyrl_train.experiments.stopping import signals_leave
 class Thing:
     pass
 thing = Thing()

@@ -20,8 +20,8 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from skyrl_train.config.prepare import prepare
-from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.errors import ConfigError
+from skyrl_train.experiments.base import Experiment
 from skyrl_train.report import metrics_server
 from skyrl_train.report.metric_table import METRICS
 from skyrl_train.report.metrics_server import check_metrics_address
@@ -209,7 +209,7 @@ def test_a_port_in_use_is_refused_by_key_and_value_before_anything_starts(tmp_pa
         with pytest.raises(ConfigError, match=said):
             make_trackers([], tmp_path, "project", "run", setup(port).config)
         with pytest.raises(ConfigError, match=said):
-            BasePPOExp(prepare([f"trainer.metrics_port={port}", f"trainer.ckpt_path={tmp_path}"]).config)
+            Experiment(prepare([f"trainer.metrics_port={port}", f"trainer.ckpt_path={tmp_path}"]).config)
     check_metrics_address("127.0.0.1", port)
     check_metrics_address("not-looked-at", None)
 

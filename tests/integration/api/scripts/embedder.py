@@ -106,7 +106,7 @@ class InMemory(sk.Tracker):
     def close(self) -> None: ...
 
 
-class Watched(sk.BasePPOExp):
+class Watched(sk.Experiment):
     """Looks at what flows."""
 
     def get_train_dataset(self) -> sk.PromptDataset:
@@ -114,8 +114,8 @@ class Watched(sk.BasePPOExp):
         SEEN["prompts"] += dataset.prompts
         return dataset
 
-    def get_generator(self, client: Any, environments: Any, *, evaluation: bool) -> Any:
-        generator = super().get_generator(client, environments, evaluation=evaluation)
+    def build_generator(self, client: Any, environments: Any, *, evaluation: bool) -> Any:
+        generator = super().build_generator(client, environments, evaluation=evaluation)
         rollout = generator.rollout
 
         async def watched(prompt: sk.Prompt, position: int) -> sk.TrajectoryGroup:

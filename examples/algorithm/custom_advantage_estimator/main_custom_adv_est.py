@@ -1,0 +1,8 @@
+"""The same program under the name that some of SkyRL's recipes call it by."""
+
+from __future__ import annotations
+
+from examples.algorithms.custom_advantage_estimator.main_custom_adv_est import main
+
+if __name__ == "__main__":
+    main()

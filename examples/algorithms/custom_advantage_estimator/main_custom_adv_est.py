@@ -1,0 +1,26 @@
+"""An advantage estimator of one's own, registered by the program itself: rewards minus their mean over the batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import skyrl_train as sk
+from skyrl_train.experiments.base import Experiment, run_experiment
+from skyrl_train.experiments.stopping import exits_as_told
+
+
+@sk.register.advantage("simple_baseline")
+def simple_baseline(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
+    """All [B]; 0 for failed samples, which have no reward."""
+    mean = rewards[valid].mean() if valid.any() else rewards.new_zeros(())
+    return torch.where(valid, rewards - mean, 0.0)
+
+
+@exits_as_told()
+def main() -> None:
+    run_experiment(Experiment)
+
+
+if __name__ == "__main__":
+    main()

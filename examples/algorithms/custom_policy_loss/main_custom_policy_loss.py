@@ -1,0 +1,16 @@
+"""A policy loss of one's own, registered by the program itself: REINFORCE, by trainer.algorithm.policy_loss_type."""
+
+from __future__ import annotations
+
+from examples.algorithms.custom_loss import reinforce as reinforce  # registers itself
+from skyrl_train.experiments.base import Experiment, run_experiment
+from skyrl_train.experiments.stopping import exits_as_told
+
+
+@exits_as_told()
+def main() -> None:
+    run_experiment(Experiment)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""SkyRL's DAPO entry point, for its recipes: main_base, as what DAPO needs are keys of the configuration here."""
+
+from __future__ import annotations
+
+from skyrl_train.experiments.base import Experiment, start
+from skyrl_train.experiments.stopping import exits_as_told
+
+
+@exits_as_told()
+def main() -> None:
+    start(Experiment)
+
+
+if __name__ == "__main__":
+    main()

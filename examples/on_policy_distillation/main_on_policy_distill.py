@@ -1,0 +1,19 @@
+"""SkyRL's entry point of on-policy distillation, for its recipes: their estimator `no_op` is `distillation` here."""
+
+from __future__ import annotations
+
+import skyrl_train as sk
+from skyrl_train.algorithms.advantages import distillation
+from skyrl_train.experiments.base import Experiment, run_experiment
+from skyrl_train.experiments.stopping import exits_as_told
+
+sk.register.advantage("no_op")(distillation)
+
+
+@exits_as_told()
+def main() -> None:
+    run_experiment(Experiment)
+
+
+if __name__ == "__main__":
+    main()

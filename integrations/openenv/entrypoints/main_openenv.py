@@ -1,0 +1,15 @@
+"""SkyRL's entry point of OpenEnv: main_base, as the environment comes along."""
+
+from __future__ import annotations
+
+from skyrl_train.experiments.base import Experiment, start
+from skyrl_train.experiments.stopping import exits_as_told
+
+
+@exits_as_told()
+def main() -> None:
+    start(Experiment)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Training: `python -m skyrl_train.entrypoints.main_base key=value ...`
+
+Scripts written for SkyRL find its names here: BasePPOExp, config_dir, validate_cfg. Programs written for this package
+subclass `skyrl_train.Experiment` instead.
+"""
+
+from __future__ import annotations
+
+from skyrl_train.config.hydra import presets_dir
+from skyrl_train.experiments.base import Experiment, start
+from skyrl_train.experiments.stopping import exits_as_told
+from skyrl_train.skyrl.experiment import BasePPOExp
+from skyrl_train.skyrl.launch import validate_cfg
+
+__all__ = ["BasePPOExp", "config_dir", "validate_cfg"]
+
+config_dir = str(presets_dir())
+"""For `@hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)`."""
+
+
+@exits_as_told()
+def main() -> None:
+    start(Experiment)
+
+
+if __name__ == "__main__":
+    main()

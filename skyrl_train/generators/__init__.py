@@ -1,0 +1,1 @@
+"""SkyRL's generators, by its names."""

@@ -1,0 +1,128 @@
+"""The ragged batch as SkyRL's rectangles and back: prompts padded on the left, responses on the right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from skyrl_train.data.batch import TrainBatch
+
+
+class TrainingInputBatch(dict[str, Any]):
+    """Tensors of one batch by name, (B, ...), and `metadata`. A tensor that was not computed is None."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.metadata: dict[str, Any] = {}
+
+    @property
+    def batch_size(self) -> int:
+        return len(next(value for value in self.values() if value is not None))
+
+    def __setitem__(self, name: str, value: Tensor | None) -> None:
+        """Raises ValueError for what is no tensor of as many rows as the others."""
+        if value is not None and (not isinstance(value, Tensor) or (len(self) and len(value) != self.batch_size)):
+            given = f"{tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{name}: must be a tensor of {self.batch_size} rows, got {given}.")
+        super().__setitem__(name, value)
+
+    def to(self, *args: Any, **kwargs: Any) -> TrainingInputBatch:
+        """Move or cast every tensor, in place, as `Tensor.to`."""
+        for name, value in self.items():
+            if value is not None:
+                super().__setitem__(name, value.to(*args, **kwargs))
+        return self
+
+    def select(self, keys: list[str], metadata_keys: list[str] | None = None) -> TrainingInputBatch:
+        """Some of the tensors, and all metadata or some."""
+        chosen = TrainingInputBatch({name: self[name] for name in keys})
+        names = self.metadata if metadata_keys is None else metadata_keys
+        chosen.metadata = {name: self.metadata[name] for name in names}
+        return chosen
+
+
+class Rectangles:
+    """Values of tokens, [T], as (B, P + R) or, of responses alone, as (B, R), and back."""
+
+    def __init__(self, batch: TrainBatch):
+        self._prompt = int(batch.prompt_lengths.max())
+        responses = batch.lengths - batch.prompt_lengths
+        self._response = int(responses.max())
+        rows = batch.sequence_ids
+        self._places = rows, batch.position_ids - batch.prompt_lengths[rows] + self._prompt
+        self._of_response = batch.position_ids >= batch.prompt_lengths[rows]
+
+    def whole(self, flat: Tensor, fill: float = 0) -> Tensor:
+        """(B, P + R)"""
+        rows = int(self._places[0].max()) + 1
+        return flat.new_full((rows, self._prompt + self._response), fill).index_put(self._places, flat)
+
+    def responses(self, flat: Tensor) -> Tensor:
+        """(B, R), zeros to the right of a response."""
+        return self.whole(flat)[:, self._prompt :]
+
+    def flat(self, rectangle: Tensor) -> Tensor:
+        """[T], zeros on prompts. Raises ValueError for another shape than (B, R)."""
+        rows = int(self._places[0].max()) + 1
+        if rectangle.shape != (rows, self._response):
+            raise ValueError(f"shape {tuple(rectangle.shape)}: must be ({rows}, {self._response}), as it was given.")
+        places = self._places[0], (self._places[1] - self._prompt).clamp(min=0)
+        return torch.where(self._of_response, rectangle[places], torch.zeros((), dtype=rectangle.dtype))
+
+
+def training_input(batch: TrainBatch, rectangles: Rectangles, uids: list[str], pad_token_id: int) -> TrainingInputBatch:
+    """SkyRL's batch of a scored TrainBatch, before advantages. `uids`: of its sequences."""
+    of_response = torch.ones_like(batch.input_ids)
+
+    def known(flat: Tensor | None) -> Tensor | None:
+        return None if flat is None else rectangles.responses(flat)
+
+    assert batch.token_rewards is not None
+    data = TrainingInputBatch(
+        sequences=rectangles.whole(batch.input_ids, pad_token_id),
+        attention_mask=rectangles.whole(of_response),
+        response_mask=rectangles.responses(of_response),
+        loss_mask=rectangles.responses(batch.loss_mask.long()),
+        rewards=_rewards(batch, rectangles),
+        rollout_logprobs=known(batch.rollout_logprobs),
+        action_log_probs=known(batch.old_logprobs),
+        base_action_log_probs=known(batch.ref_logprobs),
+        values=known(batch.values),
+        is_last_step=_last_of_episodes(batch),
+    )
+    lengths = (batch.lengths - batch.prompt_lengths).double()
+    data.metadata = {
+        "uids": uids,
+        "response_length": data["response_mask"].shape[1],
+        "avg_response_length": float(lengths.mean()),
+        "pad_size": 0,
+        "metrics": {},
+    }
+    return data
+
+
+def _rewards(batch: TrainBatch, rectangles: Rectangles) -> Tensor:
+    """(B, R) that of a response without a sampled token, which has no place for it, on its last token."""
+    rewards = rectangles.responses(cast(Tensor, batch.token_rewards)).clone()
+    silent = batch.per_sequence_sum(batch.loss_mask.long()) == 0
+    last = (batch.lengths - batch.prompt_lengths - 1).clamp(min=0)
+    rewards[silent, last[silent]] = batch.rewards[silent].to(rewards.dtype)
+    return rewards
+
+
+def _last_of_episodes(batch: TrainBatch) -> Tensor | None:
+    """[B] None if every sequence is an episode."""
+    if batch.episode_ids is None:
+        return None
+    ids = batch.episode_ids
+    return torch.cat([ids[1:] != ids[:-1], torch.ones(1, dtype=torch.bool)])
+
+
+def with_token_rewards(batch: TrainBatch, rectangles: Rectangles, rewards: Tensor) -> TrainBatch:
+    """The batch with other rewards of tokens, (B, R); an episode's reward is their sum."""
+    flat = rectangles.flat(rewards).to(cast(Tensor, batch.token_rewards).dtype)
+    episodes = batch.episodes
+    return replace(batch, token_rewards=flat, rewards=episodes.sums(flat)[episodes.of_sequence].to(batch.rewards.dtype))

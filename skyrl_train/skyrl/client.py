@@ -1,0 +1,143 @@
+"""SkyRL's client of the inference engines, in front of the run's own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from skyrl_train.config.schema import Config
+from skyrl_train.data.chat import render_prompt
+from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.http.codec import Malformed
+from skyrl_train.engines.http.openai import Translator
+from skyrl_train.engines.http.wire import Limits
+from skyrl_train.engines.sampling import normalise, request_seed
+from skyrl_train.errors import ConfigError, DataError, EngineError
+from skyrl_train.skyrl.interface import InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.skyrl.refusals import refuse
+
+_NO_EFFECT = frozenset({"skip_special_tokens", "include_stop_str_in_output", "no_stop_trim", "detokenize", "logprobs"})
+"""Parameters of vLLM's and SGLang's that say how to decode, or to return what always is returned."""
+_OTHER_NAMES = {"min_new_tokens": "min_tokens", "max_completion_tokens": "max_tokens"}
+
+
+class InferenceEngineClient:
+    """What generators call. Its engines sleep, wake and get weights by themselves.
+
+    Seeds follow from the run's seed, the step, and the session or else the number of the request in the step: the same
+    calls in the same order give the same tokens.
+    """
+
+    def __init__(self, client: EngineClient, tokenizer: Any, config: Config):
+        self._client = client
+        self._config = config
+        self._calls: Counter[str] = Counter()
+        self._counted_at = -1
+        self.step: Callable[[], int] = lambda: 0
+        """The number of finished steps; the trainer's, once there is one."""
+        self.tokenizer = tokenizer
+        self.model_name = config.generator.served_model_name or config.trainer.policy.model.path
+        self.backend = config.generator.backend
+        self.enable_http_endpoint = config.generator.enable_http_endpoint
+        self.http_endpoint_host = config.generator.http_endpoint_host
+        self.http_endpoint_port = config.generator.http_endpoint_port
+
+    @property
+    def engines(self) -> list[Any]:
+        """The engines that are alive."""
+        return self._client.engines
+
+    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        """One completion of each prompt. Raises ValueError unless there are prompts or token ids, and not both."""
+        prompts, token_ids = input_batch.get("prompts"), input_batch.get("prompt_token_ids")
+        if (prompts is None) == (token_ids is None):
+            raise ValueError("Give either `prompts` or `prompt_token_ids`, but not both.")
+        if token_ids is None:
+            options = dict(self._config.generator.chat_template_kwargs)
+            token_ids = [render_prompt(self.tokenizer, messages, options) for messages in prompts or ()]
+        sampling = self._sampling(input_batch.get("sampling_params"))
+        sessions = input_batch.get("session_ids") or [None] * len(token_ids)
+        requests = [
+            self._request(tuple(ids), sampling, session) for ids, session in zip(token_ids, sessions, strict=True)
+        ]
+        completions = await self._client.generate(requests)
+        return InferenceEngineOutput(
+            responses=[self.tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in completions],
+            response_ids=[list(one.token_ids) for one in completions],
+            stop_reasons=[one.stop_reason for one in completions],
+            response_logprobs=[list(one.full_logprobs) for one in completions],
+        )
+
+    def _sampling(self, given: Mapping[str, Any] | None) -> SamplingParams:
+        """Those of the configuration if none are given."""
+        if given is None:
+            return normalise(self._config.generator.sampling_params)
+        named = {_OTHER_NAMES.get(name, name): value for name, value in given.items() if name not in _NO_EFFECT}
+        lengths = {"max_tokens", "max_generate_length", "max_new_tokens"}
+        if not any(named.get(name) for name in lengths):
+            named["max_tokens"] = self._config.generator.sampling_params.max_generate_length
+        return normalise(named)
+
+    def _request(self, token_ids: tuple[int, ...], sampling: SamplingParams, session: Any) -> SampleRequest:
+        step = self.step()
+        if step != self._counted_at:
+            self._calls.clear()
+            self._counted_at = step
+        name = "" if session is None else str(session)
+        number = self._calls[name]
+        self._calls[name] += 1
+        return SampleRequest(
+            request_id=f"skyrl.{step}.{name}.{number}",
+            token_ids=token_ids,
+            sampling=sampling,
+            seed=request_seed(self._config.trainer.seed, f"session {name}", number, 0, step),
+            session=name and f"skyrl.{step}.{name}",
+            deadline_s=self._config.trainer.timeouts.rollout_s,
+        )
+
+    async def chat_completion(self, request_payload: Mapping[str, Any]) -> dict[str, Any]:
+        """OpenAI's chat completion: {"json": BODY, "headers": {}} -> its answer, or {"error": {...}}."""
+        return await self._openai("chat", request_payload)
+
+    async def completion(self, request_payload: Mapping[str, Any]) -> dict[str, Any]:
+        """OpenAI's text completion, in the same way."""
+        return await self._openai("text", request_payload)
+
+    async def _openai(self, kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        generator = self._config.generator
+        translator = Translator(
+            self.tokenizer,
+            limits=Limits(),
+            default_max_tokens=generator.sampling_params.max_generate_length,
+            deadline_s=self._config.trainer.timeouts.rollout_s,
+            chat_template_kwargs=dict(generator.chat_template_kwargs),
+        )
+        body = dict(payload.get("json") or {})
+        if body.get("stream"):
+            return _error("stream: an answer in this process comes whole; leave it out.", "stream")
+        body.setdefault("model", self.model_name)
+        try:
+            call = getattr(translator, kind)(body, None)
+            requests = [
+                self._request(one.token_ids, one.sampling, one.session or None) if body.get("seed") is None else one
+                for one in call.requests
+            ]
+            completions: list[Completion] = await self._client.generate(requests)
+            return translator.answer(call, completions)
+        except Malformed as error:
+            return _error(str(error), error.param)
+        except (ConfigError, DataError, EngineError) as error:
+            return _error(str(error), None)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached prompts."""
+        await self._client.reset_prefix_cache()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        refuse(type(self).__name__, name)
+
+
+def _error(message: str, param: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "Bad Request", "param": param, "code": 400}}

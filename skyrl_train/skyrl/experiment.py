@@ -1,0 +1,215 @@
+"""SkyRL's experiment: its hooks, with its signatures, over the parts of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from skyrl_train.config.schema import Config
+from skyrl_train.errors import ConfigError
+from skyrl_train.experiments.base import Experiment, Session, used_by
+from skyrl_train.skyrl.launch import config_of, readable
+from skyrl_train.skyrl.refusals import refuse
+
+if TYPE_CHECKING:
+    from skyrl_train.assembly.run import RunningServices
+    from skyrl_train.data.dataset import PromptDataset
+    from skyrl_train.skyrl.client import InferenceEngineClient
+    from skyrl_train.skyrl.trainer import RayPPOTrainer
+    from skyrl_train.trainer.schedule import StepSchedule
+    from skyrl_train.trainer.trainer import Trainer
+
+
+class BasePPOExp(Experiment):
+    """An experiment whose parts come from SkyRL's hooks. Subclass it, and `run()` it, in a Ray task or not.
+
+    `cfg` is what Hydra composed; `self.cfg` is that, `self.config` the checked form that everything here reads.
+    """
+
+    def __init__(self, cfg: DictConfig | Config):
+        from skyrl_train.skyrl.registries import receive_registered
+
+        self.cfg = readable(cfg)
+        receive_registered()
+        self.colocate_pg = self.get_colocate_pg()
+        super().__init__(config_of(cfg, used_by(type(self))))
+
+    # -- hooks -------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def get_cfg_as_str(dict_cfg: DictConfig) -> str:
+        return str(OmegaConf.to_yaml(dict_cfg))
+
+    def get_tokenizer(self, padding_side: str = "left") -> Any:
+        """The tokenizer of prompts and completions; with a token for padding, which SkyRL's code expects."""
+        tokenizer = super().get_tokenizer()
+        tokenizer.padding_side = padding_side
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
+
+    def get_colocate_pg(self, timeout: int | None = None) -> Any:
+        """None: slots are reserved when everything else is known, and handed to nobody."""
+        return None
+
+    def get_generator(self, cfg: DictConfig, tokenizer: Any, inference_engine_client: InferenceEngineClient) -> Any:
+        """What turns prompts into trajectories: a GeneratorInterface."""
+        from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator
+
+        return SkyRLGymGenerator(
+            generator_cfg=cfg.generator,
+            skyrl_gym_cfg=cfg.environment.skyrl_gym,
+            inference_engine_client=inference_engine_client,
+            tokenizer=tokenizer,
+            model_name=cfg.trainer.policy.model.path,
+        )
+
+    def get_trainer(
+        self,
+        cfg: DictConfig,
+        tracker: Any,
+        tokenizer: Any,
+        train_dataset: Any,
+        eval_dataset: Any,
+        inference_engine_client: InferenceEngineClient,
+        generator: Any,
+        colocate_pg: Any,
+    ) -> RayPPOTrainer:
+        """Called with keywords."""
+        from skyrl_train.skyrl.trainer import RayPPOTrainer
+
+        return RayPPOTrainer(
+            cfg=cfg,
+            tracker=tracker,
+            tokenizer=tokenizer,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            inference_engine_client=inference_engine_client,
+            generator=generator,
+            colocate_pg=colocate_pg,
+        )
+
+    def get_tracker(self) -> Any:
+        """None: those that trainer.logger names. Another object gets the numbers too: log(data, step, commit)."""
+
+    def _setup_trainer(self) -> Any:
+        refuse(type(self).__name__, "_setup_trainer")
+
+    # -- the run that they are parts of ------------------------------------------------------------------------------
+
+    def as_prompts(self, dataset: Any) -> Any:
+        return None if dataset is None else _prompts(dataset, self.config)
+
+    def build_tracker(self, directory: Any) -> Any:
+        from skyrl_train.report.trackers import Trackers
+
+        usual, own = super().build_tracker(directory), self.get_tracker()
+        return usual if own is None else Trackers({"run": usual, "get_tracker": _OwnTracker(own)})
+
+    def build_trainer(self, running: RunningServices, schedule: StepSchedule | None = None) -> Trainer:
+        from skyrl_train.assembly.run import build_trainer
+        from skyrl_train.skyrl.client import InferenceEngineClient
+
+        client = InferenceEngineClient(running.client, self.tokenizer, self.config)
+        generator = self.get_generator(self.cfg, self.tokenizer, client)
+        rollouts = {evaluation: self._rollouts(generator, running, evaluation) for evaluation in (False, True)}
+        facade = self.get_trainer(
+            cfg=self.cfg,
+            tracker=running.base.trackers,
+            tokenizer=self.tokenizer,
+            train_dataset=self.train_dataset,
+            eval_dataset=self.eval_dataset,
+            inference_engine_client=client,
+            generator=generator,
+            colocate_pg=self.colocate_pg,
+        )
+        trainer = build_trainer(
+            self.config,
+            running,
+            tokenizer=self.tokenizer,
+            train_generator=rollouts[False],
+            eval_generator=rollouts[True],
+            train_dataset=self.train_dataset,
+            eval_dataset=self.eval_dataset,
+            schedule=schedule,
+        )
+        client.step = lambda: trainer.step
+        for one in rollouts.values():
+            if hasattr(one, "connect"):
+                one.connect(trainer)
+        self._facade = _checked(facade, self)
+        self._facade.connect(trainer)
+        return trainer
+
+    def _rollouts(self, generator: Any, running: RunningServices, evaluation: bool) -> Any:
+        """What makes the groups of prompts: SkyRL's generator, or our own if that is the one by its name."""
+        from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator
+        from skyrl_train.skyrl.interface import GeneratorInterface
+        from skyrl_train.skyrl.rollouts import GeneratorRollouts, batch_settings
+
+        if not isinstance(generator, GeneratorInterface):
+            raise ConfigError(
+                f"{type(self).__name__}.get_generator returned {type(generator).__name__}: must be a "
+                "GeneratorInterface."
+            )
+        players = {
+            phase: super(BasePPOExp, self).build_generator(running.client, running.environments, evaluation=of_eval)
+            for phase, of_eval in (("train", False), ("eval", True))
+        }
+        if isinstance(generator, SkyRLGymGenerator):
+            generator.connect(players)  # type: ignore[arg-type]
+            if generator.is_builtin:
+                return players["eval" if evaluation else "train"]
+        return GeneratorRollouts(generator, batch_settings(self.config.generator, evaluation=evaluation))
+
+    async def fit(self, session: Session) -> None:
+        await self._facade.run()
+
+
+def _checked(facade: Any, experiment: Experiment) -> RayPPOTrainer:
+    from skyrl_train.skyrl.trainer import RayPPOTrainer
+
+    if not isinstance(facade, RayPPOTrainer):
+        raise ConfigError(
+            f"{type(experiment).__name__}.get_trainer returned {type(facade).__name__}: must be a RayPPOTrainer; a "
+            "loop of another kind is built in Experiment.build_trainer (docs/from_skyrl.md)."
+        )
+    return facade
+
+
+def _prompts(dataset: Any, config: Config) -> PromptDataset:
+    """A dataset of SkyRL's form, whose items are (messages, env_class, extras, uid), as prompts."""
+    from skyrl_train.data.dataset import PromptDataset
+    from skyrl_train.data.trajectory import Prompt
+
+    if isinstance(dataset, PromptDataset):
+        return dataset
+    prompts = []
+    for messages, env_class, extras, uid in (dataset[index] for index in range(len(dataset))):
+        source = str((extras or {}).get("data_source") or "unknown")
+        prompts.append(
+            Prompt(str(uid), list(messages), env_class or config.environment.env_class, dict(extras or {}), source)
+        )
+    return PromptDataset(tuple(prompts), 0)
+
+
+class _OwnTracker:
+    """What get_tracker returned, as a Tracker."""
+
+    def __init__(self, own: Any):
+        self._own = own
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """SkyRL's trackers are not told."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._own.log(dict(metrics), step=step, commit=True)
+
+    def samples(self, rows: Sequence[Any], step: int) -> None:
+        """SkyRL's trackers get none."""
+
+    def close(self) -> None:
+        if hasattr(self._own, "finish"):
+            self._own.finish()

@@ -1,0 +1,137 @@
+"""SkyRL's own generator by its name: episodes of registered environments, played by this package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from skyrl_train.data.trajectory import OK, Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.skyrl.interface import GeneratorInput, GeneratorInterface, GeneratorOutput, TrainingPhase
+from skyrl_train.skyrl.metrics import get_rollout_metrics
+from skyrl_train.skyrl.outputs import output_of
+from skyrl_train.tasks import gather_all
+
+
+class _Player(Protocol):
+    async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup: ...
+
+
+class SkyRLGymGenerator(GeneratorInterface):
+    """Subclasses may override `generate` altogether, or change what goes into it and comes out of it."""
+
+    def __init__(
+        self, generator_cfg: Any, skyrl_gym_cfg: Any, inference_engine_client: Any, tokenizer: Any, model_name: str
+    ):
+        self.generator_cfg = generator_cfg
+        self.skyrl_gym_cfg = skyrl_gym_cfg
+        self.inference_engine_client = inference_engine_client
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.max_turns = generator_cfg.max_turns
+        self.batched = generator_cfg.batched
+        self.use_conversation_multi_turn = generator_cfg.use_conversation_multi_turn
+        self._players: dict[TrainingPhase, _Player] = {}
+
+    @property
+    def is_builtin(self) -> bool:
+        """Whether no subclass has replaced `generate`: the run then plays episodes without a detour."""
+        return type(self).generate is SkyRLGymGenerator.generate
+
+    def connect(self, players: Mapping[TrainingPhase, _Player]) -> None:
+        """Give it what plays episodes, for training and for evaluation."""
+        self._players = dict(players)
+
+    @contextmanager
+    def playing(self, rows: Sequence[tuple[Prompt, int]]) -> Iterator[list[Trajectory]]:
+        """While inside, `generate` is for these rows, each with its position in the run's order.
+
+        Yields the episodes that it plays, in the order of its output.
+        """
+        token = _playing.set(_Batch(list(rows)))
+        try:
+            yield _playing.get().played
+        finally:
+            _playing.reset(token)
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        """Play an episode for every sample of rows that the run has asked for.
+
+        Messages, environments and extras may have been changed; the samples of a row must be adjacent and complete, as
+        they came. Raises ValueError for rows that nobody asked for.
+        """
+        batch, metadata = _playing.get(), input_batch.get("batch_metadata")
+        ids = input_batch.get("trajectory_ids") or []
+        if len(ids) != len(input_batch["prompts"]):
+            raise ValueError(f"trajectory_ids: {len(ids)} of {len(input_batch['prompts'])} prompts; pass them on.")
+        player = self._players[metadata.training_phase if metadata is not None else "train"]
+        rows = [(entry, batch.take(one.instance_id)) for entry, one in enumerate(ids) if one.repetition_id == 0]
+        groups = await gather_all(
+            player.rollout(_changed(prompt, input_batch, entry), position) for entry, (prompt, position) in rows
+        )
+        return self._answer(groups, batch)
+
+    def _answer(self, groups: Sequence[TrajectoryGroup], batch: _Batch) -> GeneratorOutput:
+        items = [item for group in groups for item in group.trajectories]
+        batch.played += items
+        shown = [item if item.response_ids else _with_a_token(item, self._a_token) for item in items]
+        output, _ = output_of([TrajectoryGroup(groups[0].prompt, shown)])
+        if output.get("is_last_step") is None and self.max_turns == 1:
+            output["rewards"] = [item.reward for item in shown]
+        output["rollout_metrics"] = get_rollout_metrics(
+            output["response_ids"],
+            output["rewards"],
+            [item.env_metrics for item in shown],
+            [item.prompt.env_class for item in shown],
+        )
+        return output
+
+    @property
+    def _a_token(self) -> int:
+        return self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0
+
+
+@dataclass
+class _Batch:
+    rows: list[tuple[Prompt, int]]
+    played: list[Trajectory] = field(default_factory=list)
+
+    def take(self, uid: str) -> tuple[Prompt, int]:
+        """The first row of that name that is left; a batch at the border of two epochs may have one twice."""
+        for index, (prompt, _) in enumerate(self.rows):
+            if prompt.uid == uid:
+                return self.rows.pop(index)
+        raise ValueError(f"trajectory_ids: {uid!r} is no row of the input that `generate` got, or was played already.")
+
+
+_playing: ContextVar[_Batch] = ContextVar("playing")
+
+
+def _changed(prompt: Prompt, given: GeneratorInput, entry: int) -> Prompt:
+    """The row with what the input says of it."""
+    extras = given.get("env_extras")
+    return replace(
+        prompt,
+        messages=list(given["prompts"][entry]),
+        env_class=given["env_classes"][entry] or prompt.env_class,
+        env_extras=prompt.env_extras if extras is None else dict(extras[entry]),
+    )
+
+
+def restore(item: Trajectory, played: Trajectory) -> None:
+    """Give a sample what an output has no field for: status, texts, metrics and versions of the episode it is."""
+    item.env_metrics, item.text, item.messages = played.env_metrics, played.text, played.messages
+    if item.response_ids == played.response_ids:
+        item.turns, item.routing, item.restarts = played.turns, played.routing, played.restarts
+    if played.status != OK:
+        item.response_ids, item.loss_mask, item.logprobs = played.response_ids, played.loss_mask, played.logprobs
+        item.prompt_ids, item.turns, item.restarts = played.prompt_ids, played.turns, played.restarts
+        item.token_rewards = None
+        item.fail(str(played.error), played.detail)
+
+
+def _with_a_token(item: Trajectory, token: int) -> Trajectory:
+    """A sample that failed before its first token, as something that an output can hold: one token, masked."""
+    return replace(item, prompt_ids=item.prompt_ids or [token], response_ids=[token], loss_mask=[0], logprobs=[0.0])

@@ -1,0 +1,85 @@
+"""What a script of SkyRL's does before its run: check the configuration that Hydra composed, and start Ray."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from skyrl_train.config.hydra import plain
+from skyrl_train.config.prepare import prepare_composed
+from skyrl_train.config.presence import Uses, slots_of
+from skyrl_train.config.schema import Config
+from skyrl_train.config.secrets import redact
+from skyrl_train.errors import ConfigError
+from skyrl_train.experiments.base import imports_of_workers
+from skyrl_train.messages import to_stderr
+
+_LAST_LINES_S = 1.0
+"""Within which Ray brings what a task printed last."""
+_clusters: list[Any] = []
+"""Ray as this program started it, until the program ends."""
+
+
+def config_of(cfg: Config | DictConfig, uses: Uses | None = None) -> Config:
+    """The checked, frozen configuration of one that Hydra composed. Raises ConfigError that lists every problem.
+
+    `uses`: the parts that must exist on this machine; None looks for nothing.
+    """
+    return cfg if isinstance(cfg, Config) else prepare_composed(cfg, uses).config
+
+
+def readable(cfg: Config | DictConfig) -> DictConfig:
+    """As scripts read it: by attribute, with every key, of either form."""
+    return OmegaConf.create(plain(cfg)) if isinstance(cfg, Config) else cfg
+
+
+def validate_cfg(cfg: DictConfig) -> None:
+    """Look for everything that is wrong with a configuration; notes and warnings go to stderr.
+
+    What is wrong is printed, all of it, and the program exits with status 2, as every entrypoint does. Files and models
+    are looked for when the experiment is made, which may have data of its own. Sets trainer.algorithm.max_seq_len if it
+    is null, as losses may read it.
+    """
+    try:
+        prepared = prepare_composed(cfg)
+    except ConfigError as error:
+        to_stderr(redact(str(error)))
+        sys.exit(2)
+    for text in prepared.notes:
+        to_stderr(f"note: {text}")
+    for text in prepared.warnings:
+        to_stderr(f"warning: {redact(text)}")
+    generator = prepared.config.generator
+    if cfg.trainer.algorithm.max_seq_len is None:
+        longest = generator.max_input_length + generator.sampling_params.max_generate_length
+        cfg.trainer.algorithm.max_seq_len = longest
+
+
+def _disconnect(cluster: Any) -> None:
+    time.sleep(_LAST_LINES_S)
+    cluster.__exit__(None, None, None)
+
+
+def initialize_ray(cfg: DictConfig) -> None:
+    """Start Ray, or join the cluster at RAY_ADDRESS, until this program ends.
+
+    Tasks that it starts find what it has registered: losses, estimators, environments. To be called in the main thread.
+    """
+    from skyrl_train.cluster.runtime import Cluster
+    from skyrl_train.skyrl.registries import sync_registries
+
+    config, uses = config_of(cfg), Uses()
+    if not _clusters:
+        cluster = Cluster(
+            config.trainer.plugins,
+            workers=slots_of(config, uses).processes,
+            preload=imports_of_workers(config, uses),
+        )
+        cluster.connect()
+        _clusters.append(cluster)
+        atexit.register(_disconnect, cluster)
+    sync_registries()

@@ -1,0 +1,159 @@
+"""A generator of SkyRL's as the run's rollouts: prompts that begin together are one call of `generate`, as in SkyRL."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_train.config.generator import GeneratorConfig
+from skyrl_train.config.hydra import plain
+from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator, restore
+from skyrl_train.skyrl.interface import BatchMetadata, GeneratorInput, GeneratorInterface, TrainingPhase, TrajectoryID
+from skyrl_train.skyrl.outputs import check_output, trajectories_of
+from skyrl_train.trainer.loop import TrainingLoop
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """What is the same for all batches of training, or of evaluation."""
+
+    num_samples: int
+    sampling_params: Mapping[str, Any]
+    """With vLLM's names, as SkyRL passes them on."""
+    temperature: float
+    phase: TrainingPhase
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    prompt: Prompt
+    position: int
+    group: asyncio.Future[TrajectoryGroup]
+
+
+class GeneratorRollouts:
+    """`rollout(prompt, position)` for a GeneratorInterface.
+
+    Calls made before the event loop turns are one batch, in the order of the data: all prompts of a synchronous step,
+    or a prompt alone where rollouts run ahead. What `generate` raises ends the run, as nobody knows which sample it
+    concerns; a sample that is to be left out has a loss mask of zeros.
+    """
+
+    def __init__(self, generator: GeneratorInterface, settings: BatchSettings):
+        self._generator = generator
+        self._settings = settings
+        self._loop: TrainingLoop | None = None
+        self._waiting: list[_Waiting] = []
+        self._batches: set[asyncio.Task[None]] = set()
+
+    def connect(self, loop: TrainingLoop) -> None:
+        """Be told of the loop that the rollouts are for: it counts steps and takes `rollout_metrics`."""
+        self._loop = loop
+
+    def _step(self) -> int:
+        """The number of finished steps."""
+        return 0 if self._loop is None else self._loop.step
+
+    async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
+        """The group of `prompt`. Raises RolloutsFailed for an output that is not one."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._begin)
+        one = _Waiting(prompt, position, loop.create_future())
+        self._waiting.append(one)
+        return await one.group
+
+    def _begin(self) -> None:
+        batch, self._waiting = sorted(self._waiting, key=lambda one: one.position), []
+        batch = [one for one in batch if not one.group.done()]
+        if not batch:
+            return
+        task = asyncio.get_running_loop().create_task(self._generate(batch))
+        self._batches.add(task)
+        task.add_done_callback(self._batches.discard)
+
+        def forsaken(_: object) -> None:
+            if all(one.group.cancelled() for one in batch):
+                task.cancel()
+
+        for one in batch:
+            one.group.add_done_callback(forsaken)
+
+    async def _generate(self, batch: list[_Waiting]) -> None:
+        try:
+            groups = await self._groups(batch)
+        except Exception as error:
+            for one in batch:
+                if not one.group.done():
+                    one.group.set_exception(error)
+            return
+        except asyncio.CancelledError:
+            for one in batch:
+                one.group.cancel()
+            raise
+        for one, group in zip(batch, groups, strict=True):
+            if not one.group.done():
+                one.group.set_result(group)
+
+    async def _groups(self, batch: list[_Waiting]) -> list[TrajectoryGroup]:
+        count, step = self._settings.num_samples, self._step()
+        prompts = [one.prompt for one in batch for _ in range(count)]
+        ids = [TrajectoryID(one.prompt.uid, sample) for one in batch for sample in range(count)]
+        given = self._input(prompts, ids, step)
+        rows = [(one.prompt, one.position) for one in batch]
+        played: list[Trajectory] = []
+        if isinstance(self._generator, SkyRLGymGenerator):
+            with self._generator.playing(rows) as played:
+                output = await self._generator.generate(given)
+        else:
+            output = await self._generator.generate(given)
+        check_output(output, ids, type(self._generator).__name__)
+        versions = step, self._step()
+        items = trajectories_of(output, prompts, ids, temperature=self._settings.temperature, versions=versions)
+        if len(played) == len(items):
+            for item, episode in zip(items, played, strict=True):
+                restore(item, episode)
+        self._add_metrics(output.get("rollout_metrics"))
+        starts = range(0, len(items), count)
+        return [
+            TrajectoryGroup(one.prompt, items[start : start + count]) for one, start in zip(batch, starts, strict=True)
+        ]
+
+    def _input(self, prompts: list[Prompt], ids: list[TrajectoryID], step: int) -> GeneratorInput:
+        training = self._settings.phase == "train"
+        return GeneratorInput(
+            prompts=[[dict(message) for message in prompt.messages] for prompt in prompts],
+            env_classes=[prompt.env_class for prompt in prompts],
+            env_extras=[dict(prompt.env_extras) for prompt in prompts],
+            sampling_params=dict(self._settings.sampling_params),
+            trajectory_ids=ids,
+            batch_metadata=BatchMetadata(step + training, self._settings.phase),
+        )
+
+    def _add_metrics(self, values: Mapping[str, Any] | None) -> None:
+        if self._loop is None or self._settings.phase != "train":
+            return
+        for name, value in (values or {}).items():
+            if isinstance(value, int | float):
+                self._loop.metrics.add(name, float(value))
+
+
+def batch_settings(generator: GeneratorConfig, *, evaluation: bool) -> BatchSettings:
+    """Those of training or of evaluation."""
+    params = generator.eval_sampling_params if evaluation else generator.sampling_params
+    return BatchSettings(
+        num_samples=generator.eval_n_samples_per_prompt if evaluation else generator.n_samples_per_prompt,
+        sampling_params=sampling_params_of(plain(params)),
+        temperature=params.temperature or 1.0,  # greedy samples are scored at 1, as there is no log-prob at 0
+        phase="eval" if evaluation else "train",
+    )
+
+
+def sampling_params_of(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling parameters as SkyRL passes them to generators: with vLLM's names."""
+    named = {name: value for name, value in params.items() if name != "max_generate_length"}
+    named["max_tokens"] = params["max_generate_length"]
+    return named | {"skip_special_tokens": True, "include_stop_str_in_output": True}

@@ -1,0 +1,5 @@
+"""SkyRL's functions for scripts, by its names."""
+
+from skyrl_train.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, {"skyrl_train.skyrl.launch": ("initialize_ray", "validate_cfg")})

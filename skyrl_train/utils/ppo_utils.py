@@ -1,0 +1,38 @@
+"""SkyRL's algorithms as functions and registries, by its names."""
+
+from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController
+from skyrl_train.skyrl.functions import (
+    AdvantageEstimator,
+    PolicyLossType,
+    compute_approx_kl,
+    masked_mean,
+    masked_var,
+    masked_whiten,
+    normalize_advantages_dict,
+    reduce_loss,
+)
+from skyrl_train.skyrl.registries import (
+    AdvantageEstimatorRegistry,
+    PolicyLossRegistry,
+    register_advantage_estimator,
+    register_policy_loss,
+    sync_registries,
+)
+
+__all__ = [
+    "AdaptiveKLController",
+    "AdvantageEstimator",
+    "AdvantageEstimatorRegistry",
+    "FixedKLController",
+    "PolicyLossRegistry",
+    "PolicyLossType",
+    "compute_approx_kl",
+    "masked_mean",
+    "masked_var",
+    "masked_whiten",
+    "normalize_advantages_dict",
+    "reduce_loss",
+    "register_advantage_estimator",
+    "register_policy_loss",
+    "sync_registries",
+]

@@ -1,0 +1,111 @@
+"""Scripts as SkyRL's users write them: its import lines, `@hydra.main`, and the experiment inside a Ray task."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import ONE_PROCESS, metrics_of
+
+SCRIPTS = Path(__file__).parent / "skyrl_scripts"
+TWO_STEPS = ["trainer.max_steps=2", "trainer.ckpt_interval=0", "trainer.eval_before_train=false"]
+
+Script = Callable[..., tuple[dict[int, dict[str, Any]], str]]
+
+
+@pytest.fixture
+def script(small: Callable[[Path], list[str]], tmp_path: Path) -> Script:
+    """Run a script for two steps; returns its rows of metrics and what it printed."""
+
+    def run(name: str, *overrides: str, expect: int = 0) -> tuple[dict[int, dict[str, Any]], str]:
+        keys = [*small(tmp_path), *TWO_STEPS, *overrides]
+        done = subprocess.run(
+            [sys.executable, str(SCRIPTS / name), *keys],
+            cwd=tmp_path,
+            env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        said = done.stdout + done.stderr
+        assert done.returncode == expect, said[-8000:]
+        return metrics_of(tmp_path) if expect == 0 else {}, said
+
+    return run
+
+
+@pytest.mark.slow
+def test_own_generator_with_rewards_by_token(script: Script):
+    rows, _ = script("own_generator.py", "+generator.my_rewards=by_token")
+    assert set(rows) == {0, 1, 2}
+    for step in (1, 2):
+        assert rows[step]["generate/batch"] == 16  # 4 prompts x 4 samples in one call
+        assert rows[step]["generate/step"] == step
+        assert rows[step]["reward/mean"] > 1  # a sum over tokens
+        assert rows[step]["policy/grad_norm"] > 0
+        assert rows[step]["mismatch/kl"] < 1e-3  # log-probs that the engines told are those of the trainer
+
+
+@pytest.mark.slow
+def test_own_loss_reaches_the_ranks_from_the_main_program(script: Script):
+    rows, _ = script("own_loss.py", "trainer.algorithm.policy_loss_type=my_reinforce")
+    assert rows[2]["policy/clip_ratio"] == 0.25  # what the function says
+
+
+@pytest.mark.slow
+def test_own_estimator_reaches_the_task(script: Script):
+    rows, _ = script("own_estimator.py", "trainer.algorithm.advantage_estimator=simple_baseline")
+    assert abs(rows[2]["advantages/mean"]) < 1
+
+
+@pytest.mark.slow
+def test_own_environment_of_the_gym_package(script: Script, tmp_path: Path):
+    data = [{"prompt": [{"role": "user", "content": f"say {number}"}]} for number in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+    rows, _ = script(
+        "own_environment.py",
+        f"data.train_data=['{tmp_path / 'rows.jsonl'}']",
+        "environment.env_class=shout",
+        "+environment.skyrl_gym.shout.bonus=10",
+        "generator.max_turns=2",
+        ONE_PROCESS,
+    )
+    assert rows[2]["episode/turns"] == 2
+    assert rows[2]["environment/capitals"] > 0 and rows[2]["reward/mean"] > 0
+
+
+@pytest.mark.slow
+def test_own_experiment_with_rows_tracker_and_a_changed_generator(script: Script, tmp_path: Path):
+    rows, _ = script("own_experiment.py")
+    logged = [json.loads(line) for line in (tmp_path / "exports" / "mine.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in logged] == [0, 1, 2]
+    assert logged[2]["reward/mean"] == rows[2]["reward/mean"]
+    samples = (tmp_path / "ckpts" / "samples.jsonl").read_text()
+    assert "+ 2 = ?" in samples
+    assert rows[2]["rollouts/trajectories"] == 16 and rows[2]["rollouts/failed"] == 0
+
+
+@pytest.mark.slow
+def test_own_trainer_changes_masks_and_rewards_around_the_loop(script: Script, tmp_path: Path):
+    rows, _ = script(
+        "own_trainer.py",
+        "trainer.algorithm.advantage_estimator=no_op",
+        "trainer.algorithm.use_kl_in_reward=true",
+        "trainer.algorithm.policy_loss_type=importance_sampling",
+    )
+    assert rows[2]["mine/longest"] <= 16 and rows[2]["mine/uids"] == 4 and rows[2]["mine/step"] == 2
+    assert (tmp_path / "ckpts" / "notes.txt").read_text() == "before\nafter step 2\n"
+    assert rows[1]["advantages/abs_max"] < 1e-5  # the teacher is the policy itself, before its first update
+    assert rows[2]["advantages/abs_max"] > 1e-5
+
+
+def test_a_mistake_is_told_before_ray_starts(script: Script):
+    _, said = script("own_loss.py", "trainer.algorithm.eps_clip_lo=0.1", expect=2)
+    assert "Did you mean trainer.algorithm.eps_clip_low?" in said and "Traceback" not in said
