@@ -150,7 +150,9 @@ class RayPPOTrainer:
             data = self.apply_reward_kl_penalty(data)
         data = self.compute_advantages_and_returns(data)
         self._batch = None
-        advantages, returns = (rectangles.flat(data[name].float()) for name in ("advantages", "returns"))
+        advantages, returns = (
+            rectangles.flat(data[name].to(batch.rewards.dtype)) for name in ("advantages", "returns")
+        )
         advantages = torch.where(batch.loss_mask, advantages, 0.0)
         if step.normalise_batch:
             advantages = batch_normalised(advantages, batch.loss_mask)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
+from integrations.verifiers.entrypoints.main_verifiers import of_verifiers
+from scripts.full_context.main_full_ctx import with_steps
 from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.prepare import PreparedConfig, prepare
 from skyrl_train.config.validate import validate
@@ -29,6 +31,11 @@ class Recipe(NamedTuple):
 RECIPES = [
     Recipe(*line.split("\t")) for line in Path(__file__).with_name("skyrl_recipes.tsv").read_text().splitlines()[1:]
 ]
+REWRITES = {
+    "scripts.full_context.main_full_ctx": with_steps,
+    "integrations.verifiers.entrypoints.main_verifiers": of_verifiers,
+}
+"""What a module does with its command line before the configuration sees it."""
 ACCEPTED = [recipe for recipe in RECIPES if not recipe.refusal]
 REFUSED = [recipe for recipe in RECIPES if recipe.refusal]
 
@@ -36,7 +43,8 @@ REFUSED = [recipe for recipe in RECIPES if recipe.refusal]
 def prepared(recipe: Recipe) -> PreparedConfig:
     """As on a machine with accelerators. Modules beside SkyRL's package are programs of the user's own."""
     own_code = not recipe.module.startswith("skyrl_train.")
-    return prepare(shlex.split(recipe.arguments), has_accelerator=True, own_code=own_code)
+    arguments = shlex.split(recipe.arguments)
+    return prepare(REWRITES.get(recipe.module, list)(arguments), has_accelerator=True, own_code=own_code)
 
 
 def names(recipes: list[Recipe]) -> list[str]:

@@ -1,0 +1,75 @@
+"""The modules that SkyRL's recipes call, by their names, with what sets a recipe apart: two steps each."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .conftest import metrics_of
+
+REPOSITORY = Path(__file__).parents[3]
+TWO_STEPS = ["trainer.max_steps=2", "trainer.ckpt_interval=0", "trainer.eval_before_train=false"]
+RECIPES = {
+    "examples.algorithms.dapo.main_dapo": [
+        "trainer.algorithm.policy_loss_type=dual_clip",
+        "trainer.algorithm.overlong_buffer_len=4",
+        "trainer.algorithm.overlong_buffer_penalty_factor=1.0",
+        "trainer.algorithm.eps_clip_high=0.28",
+        "generator.apply_overlong_filtering=true",
+    ],
+    "examples.on_policy_distillation.main_on_policy_distill": [
+        "trainer.algorithm.advantage_estimator=no_op",
+        "trainer.algorithm.policy_loss_type=importance_sampling",
+        "trainer.algorithm.use_kl_in_reward=true",
+    ],
+    "examples.algorithm.custom_policy_loss.main_custom_policy_loss": ["trainer.algorithm.policy_loss_type=reinforce"],
+    "examples.algorithm.custom_advantage_estimator.main_custom_adv_est": [
+        "trainer.algorithm.advantage_estimator=simple_baseline"
+    ],
+    "scripts.full_context.main_full_ctx": [
+        "+trainer.num_dummy_steps=2",
+        "trainer.max_prompt_length=128",
+        "generator.max_input_length=160",
+    ],
+}
+REFUSED = (
+    "examples.flash_rl.main_dapo_flashrl",
+    "examples.harbor.entrypoints.main_harbor",
+    "examples.harbor.entrypoints.main_harbor_generate",
+    "examples.terminal_bench.entrypoints.main_tbench",
+    "examples.terminal_bench.entrypoints.main_tbench_generate",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", RECIPES)
+def test_a_recipe_trains_through_its_own_module(
+    module: str,
+    small: Callable[[Path], list[str]],
+    ray_of_all_runs: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    keys = [*small(tmp_path), *TWO_STEPS, *RECIPES[module]]
+    monkeypatch.syspath_prepend(str(REPOSITORY))
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=":")
+    monkeypatch.setattr(sys, "argv", [module, *keys])
+    importlib.import_module(module).main()
+    rows = metrics_of(tmp_path)
+    assert rows[2]["policy/optimizer_steps"] == 1
+    if module.endswith("main_full_ctx"):
+        assert rows[2]["response/mean_tokens"] == 160 - 128 + 16 and rows[2]["reward/mean"] == 0.5
+        assert rows[2]["policy/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("module", REFUSED)
+def test_what_needs_other_peoples_services_is_refused_in_a_sentence(module: str):
+    command = [sys.executable, "-m", module, "trainer.epochs=1"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert ": use examples." in done.stderr
