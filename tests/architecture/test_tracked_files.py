@@ -67,6 +67,7 @@ def test_the_top_level_is_what_the_readme_draws():
         "config",
         "docs",
         "examples",
+        "integrations",
         "scripts",
         "skyrl_train",
         "tests",

@@ -97,7 +97,7 @@ def test_registries_are_those_that_the_configuration_names(clean: None):
 
 
 def test_what_a_program_registered_is_registered_in_its_task(clean: None, monkeypatch: pytest.MonkeyPatch):
-    advantage_estimators.register("mine")(lambda token_level_rewards: 7)
+    advantage_estimators.register("mine")(lambda token_level_rewards: torch.tensor(7))
     sent = registries._packed()
     assert [name for _, name, _ in pickle.loads(sent)].count("mine") == 1
     advantage_estimators.forget("mine")
