@@ -9,9 +9,10 @@ such that they take about equally long, and both are in the table. Answers have 
 (sigma 0.8) with the same mean, drawn from a request's seed. A second engine, beside a synchronous run's, is what the
 other core can do for generation while the learner waits.
 
-`skyrl-train simulate` is asked as well: its timings are fitted to the synchronous run alone, and what it says of all
-the schedules is beside what they took. Answers of one length do not tell what a decode step takes: the timings are
-then those of the synchronous run with log-normal ones, if that was asked for.
+`skyrl-train simulate` is asked as well: its timings are fitted to the synchronous run, and what it says of all the
+schedules is beside what they took. How much engine and learner slow each other down on one machine, which no
+synchronous run shows, overlap.py measures first, without any schedule. Answers of one length do not tell what a decode
+step takes: the timings are then those of the synchronous run with log-normal ones, if that was asked for.
 
 The runs go one after another, each alone. What is measured begins after two steps, when rollouts are as far ahead as
 they may be, and ends with the last step but `max_staleness_steps`: from there on there is nothing left to sample.
@@ -25,6 +26,7 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -112,15 +114,30 @@ def measure(
         "staleness": mean("async/staleness_mean"),
         "trainer_idle": mean("async/trainer_idle"),
         "engines_idle": mean("async/engines_idle"),
-        "simulated_s": simulated_s(folder.with_name(f"{backend}-{LOG_NORMAL}-0"), command, split, SIGMAS[lengths]),
+        "simulated_s": simulated_s(
+            folder.with_name(f"{backend}-{LOG_NORMAL}-0"), command, split, SIGMAS[lengths], options.slowed[backend]
+        ),
     }
 
 
-def simulated_s(synchronous: Path, command: list[str], split: Split, sigma: float) -> float:
+def slowed_down(folder: Path, backend: str) -> dict[str, float]:
+    """How many times as long generation and update take beside each other, measured by overlap.py."""
+    found = folder / f"overlap-{backend}.json"
+    keys = ["--backends", backend, "--lengths", LOG_NORMAL, "--rounds", "3", "--json", str(found)]
+    subprocess.run([sys.executable, str(HERE / "overlap.py"), *keys], check=True)
+    (row,) = json.loads(found.read_text(encoding="utf-8"))
+    return {side: max(1.0, row[side]) for side in ("generation", "update")}
+
+
+def simulated_s(
+    synchronous: Path, command: list[str], split: Split, sigma: float, slowed: dict[str, float] | None
+) -> float:
     """Seconds of a step that the simulator predicts from the finished synchronous run in that folder; NaN: no run."""
     if not synchronous.exists():
         return math.nan
     timings = fit(synchronous / "run")
+    if slowed is not None:
+        timings.engine.beside_learner, timings.learner.beside_engines = slowed["generation"], slowed["update"]
     if not sigma:
         timings = replace(timings, response=Lengths(WORK["equal"].new_tokens, sigma))
     words = command[command.index(str(HERE / "gated_run.py")) + 1 :]
@@ -169,7 +186,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="async-") as name:
         folder = Path(name)
         parameters = save_model(folder / "model", SMALL)
+        options.slowed = {}
         for backend in options.backends:
+            options.slowed[backend] = slowed_down(folder, backend) if LOG_NORMAL in options.lengths else None
             for lengths in options.lengths:
                 for schedule in options.schedules:
                     run = folder / f"{backend}-{lengths}-{list(SPLITS).index(schedule)}"

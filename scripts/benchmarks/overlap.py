@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import json
 import os
 import statistics
 import tempfile
@@ -113,7 +114,10 @@ async def at_once(sides: Sequence[Side]) -> list[float]:
     return [own[1] for own in found]  # in the first both begin at once, as in no step but a run's first
 
 
-def measure(folder: Path, model: Path, backend: str, lengths: str, options: argparse.Namespace) -> None:
+def measure(
+    folder: Path, model: Path, backend: str, lengths: str, options: argparse.Namespace
+) -> dict[str, str | float]:
+    """What each side takes beside the other, times what it takes alone."""
     folder.mkdir()
     work = schedules.FEWER.get(backend, schedules.WORK).get(lengths, schedules.WORK[lengths])
     write_prompts(folder / "prompts.jsonl", prompt_texts(work.prompts, work.prompt_tokens))
@@ -130,10 +134,12 @@ def measure(folder: Path, model: Path, backend: str, lengths: str, options: argp
     ]
     _, _, *keys = run_command(folder, model, work, 1, "fsdp2", overrides)
     start(Overlap, keys, own_code=True)
+    slowed: dict[str, str | float] = {}
     for index, side in enumerate(SIDES):
         alone = statistics.median(one.alone[index] for one in Overlap.found)
         beside = statistics.median(one.beside[index] for one in Overlap.found)
         print(f"| {backend} | {lengths} | {side} | {alone:.2f} | {beside:.2f} ({beside / alone - 1:+.0%}) | |")
+        slowed[side] = beside / alone
     both, together = (
         statistics.median(values)
         for values in zip(*((sum(one.alone), one.together_s) for one in Overlap.found), strict=True)
@@ -141,6 +147,7 @@ def measure(folder: Path, model: Path, backend: str, lengths: str, options: argp
     times = [one.times for one in Overlap.found]
     shown = f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})"
     print(f"| {backend} | {lengths} | both | {both:.2f} | {together:.2f} | {shown} |", flush=True)
+    return {"backend": backend, "lengths": lengths} | slowed
 
 
 def main() -> None:
@@ -148,6 +155,7 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=["transformers", "vllm"], choices=ENGINES)
     parser.add_argument("--lengths", nargs="+", default=["equal"], choices=schedules.SIGMAS)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="also write how much the sides slow each other down here")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="more configuration of the run")
     options = parser.parse_intermixed_args()
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])  # where processes find `even_digits`
@@ -158,12 +166,15 @@ def main() -> None:
     print(
         "| engine | lengths | what | s alone | s beside the other | times as fast |\n" + "| --- " * 6 + "|", flush=True
     )
+    found = []
     with tempfile.TemporaryDirectory(prefix="overlap-") as name:
         folder = Path(name)
         save_model(folder / "model", SMALL)
         for backend in options.backends:
             for lengths in options.lengths:
-                measure(folder / f"{backend}-{lengths}", folder / "model", backend, lengths, options)
+                found.append(measure(folder / f"{backend}-{lengths}", folder / "model", backend, lengths, options))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ ENVIRONMENTS = {
     "tool_use": "skyrl_train.environments.tasks.tool_use:ToolUseEnv",
     "llm_as_a_judge": "skyrl_train.environments.tasks.judge:LLMJudgeEnv",
     "math": "skyrl_train.environments.tasks.math:MathEnv",
+    "mini_swe": "skyrl_train.environments.tasks.mini_swe:MiniSWEEnv",
     "multiply": "skyrl_train.environments.tasks.multiply:MultiplyEnv",
     "searchcode": "skyrl_train.environments.tasks.searchcode:SearchCodeEnv",
     "search": "skyrl_train.environments.tasks.search:SearchEnv",

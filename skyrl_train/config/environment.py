@@ -188,6 +188,28 @@ class ToolUseConfig(Section):
 
 
 @dataclass
+class MiniSWEConfig(Section):
+    """Settings of the mini_swe environment. Templates are Jinja; null is the environment's own."""
+
+    command_timeout_s: float = key(30.0, range=POSITIVE)
+    """Seconds of a command."""
+    test_timeout_s: float = key(10.0, range=POSITIVE)
+    """Seconds of each test of a submitted repository."""
+    max_output: int = key(10_000, range=AT_LEAST_ONE)
+    """Bytes of a command's output that are shown: the first and the last half of them."""
+    system_template: str | None = None
+    """The system message."""
+    instance_template: str | None = None
+    """The first message: `task` is the row's prompt."""
+    action_observation_template: str | None = None
+    """What is answered to a command: `output.returncode`, `output.output`."""
+    format_error_template: str | None = None
+    """What is answered to another number of commands than one: `actions` are those that there were."""
+    traj_dir: str | None = None
+    """A folder that gets a JSON file with the commands of every episode; null keeps none."""
+
+
+@dataclass
 class SandboxConfig(Section):
     """Where programs run that a model wrote."""
 
@@ -219,6 +241,7 @@ class SkyRLGymConfig(Section):
     openenv: OpenEnvConfig = key(factory=OpenEnvConfig, needs=environment_is("openenv"))
     own: dict[str, Any] = key(factory=dict)
     """Settings of your own environments, by name: `own: {my_env: {difficulty: 3}}` is my_env's `env_config`."""
+    mini_swe: MiniSWEConfig = key(factory=MiniSWEConfig, needs=environment_is("mini_swe"))
     searchcode: SearchCodeConfig = key(factory=SearchCodeConfig, needs=environment_is("searchcode"))
     tool_use: ToolUseConfig = key(factory=ToolUseConfig, needs=environment_is("tool_use"))
     sandbox: SandboxConfig = key(factory=SandboxConfig)

@@ -95,6 +95,8 @@ class SimulatedEngine:
         self._paused = False
         self._versions: list[tuple[float, int]] = [(0.0, 0)]
         """(steps, the version from there on)"""
+        self._pace = 1.0
+        """Seconds that a second of its work takes."""
         self._timer: asyncio.TimerHandle | None = None
         self._generated = 0
         if rng is not None and timings.failures_per_hour > 0:
@@ -173,6 +175,18 @@ class SimulatedEngine:
     # -- time --------------------------------------------------------------------------------------------------------
 
     @property
+    def busy(self) -> bool:
+        return bool(self._running) and not self._paused and not self.dead
+
+    def at_pace(self, pace: float) -> None:
+        """From now on everything takes `pace` times as long."""
+        if self.dead or pace == self._pace:
+            return
+        self._catch_up()
+        self._pace = pace
+        self._admit()
+
+    @property
     def _step_s(self) -> float:
         """Of one unit of tokens, for the batch that runs."""
         timings = self._timings
@@ -180,7 +194,7 @@ class SimulatedEngine:
 
     def _catch_up(self) -> None:
         """Take the steps up to now. Whatever ends in between has a timer of its own, so that the batch was the same."""
-        passed, self._as_of = now() - self._as_of, now()
+        passed, self._as_of = (now() - self._as_of) / self._pace, now()
         if self._paused or not self._running:
             return
         read = min(passed, self._reading_s)
@@ -202,7 +216,8 @@ class SimulatedEngine:
             self._timer = None
         if self._running and not self._paused and not self.dead:
             left = max(0.0, self._running[0][0] - self._steps)
-            self._timer = asyncio.get_running_loop().call_later(self._reading_s + left * self._step_s, self._ended)
+            seconds = (self._reading_s + left * self._step_s) * self._pace
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._ended)
 
     def _read(self, units: int) -> None:
         self._reading_s += units * self._unit / self._timings.prefill_tokens_per_s

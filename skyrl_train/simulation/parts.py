@@ -15,8 +15,12 @@ from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.sampling import request_seed
 from skyrl_train.errors import DeadlineExceeded, EngineError, EnginesLost
 from skyrl_train.rollouts.ledger import Ledger
+from skyrl_train.simulation.engine import SimulatedEngine
 from skyrl_train.simulation.timings import Timings
 from skyrl_train.trainer.run_state import SkippedUpdates, Unfinished
+
+_PARTS = 20
+"""Of a learner's work: how often it is looked whether an engine works, too."""
 
 
 def prompt_units(timings: Timings, unit: int) -> int:
@@ -84,8 +88,10 @@ class SimulatedConversations:
 class SimulatedLearner:
     """Takes the time that an update takes, and counts versions as the real one does."""
 
-    def __init__(self, timings: Timings, slots: int, unit: int):
-        self._timings, self._slots, self._unit = timings.learner, slots, unit
+    def __init__(self, timings: Timings, slots: int, unit: int, engines: Sequence[SimulatedEngine] = ()):
+        """`engines`: a list of all that there are, which may grow; they and the learner slow each other down."""
+        self._timings, self._slots, self._unit, self._engines = timings.learner, slots, unit, engines
+        self._beside_learner = timings.engine.beside_learner
         self._changing = asyncio.Lock()
         self._prompt = timings.prompt_tokens - prompt_units(timings, unit) * unit
         """Tokens by which a prompt is longer than what stands for it."""
@@ -102,7 +108,7 @@ class SimulatedLearner:
         async with self._changing:
             self.updating = True
             await self._work(self._timings.update_s_per_token, batch)
-            await asyncio.sleep(self._timings.step_s)
+            await self._takes(self._timings.step_s)
             self.trained_tokens += int(batch.loss_mask.sum()) * self._unit
             self.version += 1
             self.updating = False
@@ -110,7 +116,24 @@ class SimulatedLearner:
 
     async def _work(self, per_token_s: float, batch: TrainBatch) -> None:
         tokens = len(batch.input_ids) * self._unit + len(batch.prompt_lengths) * self._prompt
-        await asyncio.sleep(per_token_s * tokens / self._slots)
+        await self._takes(per_token_s * tokens / self._slots)
+
+    async def _takes(self, seconds: float) -> None:
+        """Work of so many seconds, if it is done alone."""
+        if self._timings.beside_engines == self._beside_learner == 1.0:
+            await asyncio.sleep(seconds)
+            return
+        self._engines_at(self._beside_learner)
+        try:
+            for _ in range(_PARTS):
+                beside = any(engine.busy for engine in self._engines)
+                await asyncio.sleep(seconds / _PARTS * (self._timings.beside_engines if beside else 1.0))
+        finally:
+            self._engines_at(1.0)
+
+    def _engines_at(self, pace: float) -> None:
+        for engine in self._engines:
+            engine.at_pace(pace)
 
     @asynccontextmanager
     async def at_rest(self) -> AsyncIterator[int]:

@@ -95,7 +95,7 @@ def build_run(
         deadline_s=trainer_config.timeouts.rollout_s,
         looks_every_s=LOOKS_EVERY_S,
     )
-    learner: Any = SimulatedLearner(timings, split.trainers, unit)
+    learner: Any = SimulatedLearner(timings, split.trainers, unit, engines)
     conversations = SimulatedConversations(
         client, timings, cfg.generator.n_samples_per_prompt, _longest(cfg, unit), unit, trainer_config.seed
     )

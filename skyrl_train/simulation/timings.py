@@ -34,6 +34,8 @@ class EngineTimings:
     start_s: float = 60.0
     """Seconds of a restart, without its weight sync."""
     failures_per_hour: float = 0.0
+    beside_learner: float = 1.0
+    """Times as long that it takes for everything while the learner works, if they share a machine's memory or cores."""
 
 
 @dataclass
@@ -44,12 +46,15 @@ class LearnerTimings:
     score_s_per_token: float = 0.0
     step_s: float = 0.0
     """Seconds of every step besides, whatever the number of tokens or slots."""
+    beside_engines: float = 1.0
+    """Times as long that it takes while an engine works, if they share a machine's memory or cores."""
 
 
 @dataclass
 class Timings:
     """Seconds and tokens of one cluster and task. Assumed: learners scale with their slots, engines do not slow each
-    other, a sync takes as long for any number of engines."""
+    other, a sync takes as long for any number of engines, and unless `beside_*` say otherwise, engines and learners
+    have a machine each."""
 
     engine: EngineTimings = field(default_factory=EngineTimings)
     learner: LearnerTimings = field(default_factory=LearnerTimings)

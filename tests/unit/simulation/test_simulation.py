@@ -69,6 +69,37 @@ def test_a_run_in_which_samplers_find_nothing_ends_as_a_real_one_does():
         simulate(cfg, replace(EVEN, pass_rate=0.0), Split(1, 1), 4)
 
 
+def test_sides_that_share_a_machine_slow_each_other_down_only_while_both_work():
+    cfg = config()
+    cfg.trainer.fully_async.enabled = True
+    beside = replace(
+        EVEN,
+        engine=replace(EVEN.engine, beside_learner=1.5),
+        learner=replace(EVEN.learner, beside_engines=1.25),
+    )
+    work_s = 6.4
+    update_s = work_s * 1.25
+    left_s = work_s - update_s / 1.5  # of a batch when an update ends; half of it was done while the last step waited
+    for timings, synchronous_s, ahead_s in ((EVEN, 2 * work_s, work_s), (beside, 2 * work_s, update_s + left_s / 2)):
+        assert 3600 / simulate(cfg, timings, Split(1, 1), 12).steps_per_hour == pytest.approx(synchronous_s, rel=0.02)
+        found = 3600 / simulate(cfg, timings, Split(1, 1, staleness=1), 12).steps_per_hour
+        assert found == pytest.approx(ahead_s, rel=0.02)
+
+
+def test_an_engine_whose_pace_changes_goes_on_where_it_was():
+    async def run() -> float:
+        one = engine()
+        asked = asyncio.ensure_future(one.generate([request("a", 10)]))
+        await asyncio.sleep(4 * STEP_S)
+        one.at_pace(2.0)
+        await asyncio.sleep(3 * 2 * STEP_S)
+        one.at_pace(1.0)
+        await asked
+        return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(run()) == pytest.approx((4 + 6 + 3) * STEP_S)
+
+
 def test_sequences_share_their_steps_and_new_ones_slow_the_others_down():
     async def run() -> list[float]:
         one = engine(decode_per_sequence_s=ALIKE, max_num_seqs=2)

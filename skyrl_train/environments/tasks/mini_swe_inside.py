@@ -1,0 +1,71 @@
+"""Runs inside the sandbox of a mini_swe episode, with the system's Python: the repository, and commands in it."""
+
+import base64
+import json
+import os
+import signal
+import subprocess
+
+REPOSITORY = os.path.abspath("repository")
+OUTPUT = os.path.abspath(".output")
+
+
+def make(files):
+    """Write the files and commit them."""
+    for name, text in files.items():
+        path = os.path.join(REPOSITORY, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    git = ["git", "-c", "init.defaultBranch=main", "-c", "user.name=agent", "-c", "user.email=agent@localhost"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "The repository as it was found"]):
+        subprocess.run([*git, *command], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+    print("made")
+
+
+def ran(command, timeout_s, most):
+    """Run a command; print its status, 124 if it took too long, and the beginning and end of what it printed."""
+    with open(OUTPUT, "w+b") as output:
+        process = subprocess.Popen(
+            ["bash", "-c", command],
+            cwd=REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            status = 124
+        size = output.seek(0, 2)
+        output.seek(0)
+        text = output.read(most).decode("utf-8", "replace")
+        if size > most:
+            text = text[: most // 2]
+            output.seek(max(size - most // 2, 0))
+            text += f"\n[... {size - most} of {size} bytes are left out ...]\n"
+            text += output.read().decode("utf-8", "replace")
+    if status == 124:
+        text += f"\n[timed out after {timeout_s:g} s]"
+    print("\n" + json.dumps({"returncode": status, "output": text}))
+
+
+def collected(most_files, most_bytes):
+    """Print all files but git's own; links and what is not a plain file are left out. Nothing if it is too much."""
+    found, size = {}, 0
+    for folder, folders, names in os.walk(REPOSITORY):
+        folders[:] = [name for name in folders if name not in (".git", "__pycache__")]
+        for name in names:
+            path = os.path.join(folder, name)
+            if os.path.islink(path) or not os.path.isfile(path):
+                continue
+            size += os.path.getsize(path)
+            if len(found) >= most_files or size > most_bytes:
+                print("\n" + json.dumps({"files": {}}))
+                return
+            with open(path, "rb") as file:
+                found[os.path.relpath(path, REPOSITORY)] = base64.b64encode(file.read()).decode("ascii")
+    print("\n" + json.dumps({"files": found}))

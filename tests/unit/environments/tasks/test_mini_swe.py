@@ -1,0 +1,174 @@
+"""Ten repositories with a fault: who mends it scores 1, who does not scores 0, and so does who cheats."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.mini_swe_agent.main_mini_swe import with_plus, with_settings
+from examples.mini_swe_agent.mini_swe_dataset import row
+from examples.mini_swe_agent.tasks import TASKS, Task
+from skyrl_train.config.hydra import load, plain
+from skyrl_train.config.prepare import prepare
+from skyrl_train.environments.base import StepOutput
+from skyrl_train.environments.tasks.mini_swe import SUBMIT, MiniSWEEnv
+from skyrl_train.errors import ConfigError
+
+DONE = f"echo {SUBMIT}"
+SETTINGS = plain(load().environment.skyrl_gym.mini_swe)
+CHEATS = {
+    "edits the tests": "echo > {test}; echo 'import unittest' > {test}",
+    "exits early": "printf 'import os\\nprint(\"OK\")\\nos._exit(0)\\n' > {module}",
+    "equal to everything": "printf 'class A:\\n    __eq__ = lambda s, o: True\\n    __call__ = lambda s, *a: s\\n"
+    '    __getattr__ = lambda s, n: s\\n    __repr__ = lambda s: ""\\nimport sys\\n'
+    "sys.modules[__name__] = A()\\n' > {module}",
+    "replaces print": "printf 'import builtins\\nbuiltins.print = lambda *a: None\\n' >> {module}",
+    "git and paths": "rm -rf .git; ln -s /tmp/check.py {module}.py; mkdir -p /tmp/repository2",
+}
+
+
+@pytest.fixture(autouse=True)
+def _sandbox() -> None:
+    if sys.platform != "linux" or shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed: scripts/sandbox_tools installs it")
+
+
+class Episode:
+    """An episode of a row, played with commands."""
+
+    def __init__(self, given: dict[str, Any], **settings: Any):
+        self.environment = MiniSWEEnv(SETTINGS | settings, {"max_turns": 9} | given)
+        self.opening, _ = self.environment.init(given["prompt"])
+
+    def does(self, command: str) -> StepOutput:
+        return self.environment.step(f"I do this.\n\n```bash\n{command}\n```")
+
+    def __enter__(self) -> Episode:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.environment.close()
+
+
+@pytest.fixture
+def ring() -> Iterator[Episode]:
+    with Episode(row(TASKS[0])) as episode:
+        yield episode
+
+
+def mend(task: Task) -> str:
+    return f"cat > {task.module} <<'END'\n{task.mended}END"
+
+
+@pytest.mark.parametrize("task", TASKS, ids=[task.name for task in TASKS])
+def test_a_right_agent_scores_1_a_wrong_one_0_and_a_cheating_one_0(task: Task):
+    with Episode(row(task)) as right:
+        assert '"returncode": 0' not in right.opening[1]["content"] and task.problem in right.opening[1]["content"]
+        seen = right.does("python3 -m unittest 2>&1 | tail -1; git log --oneline | wc -l").observations[0]["content"]
+        assert seen == "<returncode>0</returncode>\n<output>\nOK\n1\n</output>"  # its own tests do not find the fault
+        assert not right.does(mend(task)).done
+        done = right.does(DONE)
+        assert (done.done, done.reward) == (True, 1.0)
+        assert done.metadata["submitted"] and done.metadata["tests_passed"] == 1.0
+    with Episode(row(task)) as wrong:
+        done = wrong.does(DONE)
+        assert (done.done, done.reward, done.metadata["submitted"]) == (True, 0.0, True)
+        assert done.metadata["tests_passed"] < 1
+    cheat = list(CHEATS.values())[TASKS.index(task) % len(CHEATS)]
+    with Episode(row(task)) as cheating:
+        assert not cheating.does(cheat.replace("{test}", task.test_file).replace("{module}", task.module)).done
+        assert cheating.does(DONE).reward == 0.0
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_every_way_to_cheat_scores_0(name: str):
+    task = TASKS[1]
+    with Episode(row(task)) as cheating:
+        cheating.does(CHEATS[name].replace("{test}", task.test_file).replace("{module}", task.module))
+        assert cheating.does(DONE).reward == 0.0
+
+
+def test_an_agent_sees_neither_tests_nor_answers_and_no_other_machine(ring: Episode):
+    look = "cat /tmp/*.py /tmp/.[a-z]* 2>/dev/null | grep -c 'from ring import'; ls /tmp; cat /etc/shadow 2>&1"
+    seen = ring.does(look).observations[0]["content"]
+    assert "\n0\n" in seen and "repository" in seen and "check" not in seen and "root:" not in seen
+
+
+def test_files_stay_and_shells_do_not_and_what_takes_too_long_is_ended():
+    with Episode(row(TASKS[0]), command_timeout_s=1.0, max_output=200) as episode:
+        episode.does("cd /tmp; export X=1; echo kept > notes.txt; echo kept > /tmp/repository/notes.txt")
+        seen = episode.does("pwd; echo [$X]; cat notes.txt").observations[0]["content"]
+        assert "/tmp/repository\n[]\nkept\n" in seen
+        seen = episode.does("echo begun; sleep 30").observations[0]["content"]
+        assert seen == "<returncode>124</returncode>\n<output>\nbegun\n\n[timed out after 1 s]</output>"
+        seen = episode.does("seq 1000").observations[0]["content"]
+        assert "bytes are left out" in seen and "\n1000\n" in seen and len(seen) < 400
+        seen = episode.does("exit 3").observations[0]["content"]
+        assert seen.startswith("<returncode>3</returncode>")
+
+
+def test_a_turn_needs_one_command_and_turns_are_bounded():
+    with Episode(row(TASKS[0]) | {"max_turns": 3}) as episode:
+        none = episode.environment.step("I think.")
+        assert not none.done and "there were 0" in none.observations[0]["content"]
+        two = episode.environment.step("```bash\nls\n```\n```bash\nls\n```")
+        assert not two.done and "there were 2" in two.observations[0]["content"]
+        last = episode.does("ls")
+        assert (last.done, last.reward) == (True, 0.0)
+        assert last.metadata["format_errors"] == 2 and not last.metadata["submitted"]
+
+
+def test_a_repository_too_large_to_be_judged_scores_0_and_one_that_ends_its_sandbox_is_over(ring: Episode):
+    ring.does(mend(TASKS[0]) + "\nhead -c 2000000 /dev/urandom > big")
+    assert ring.does(DONE).reward == 0.0
+    with Episode(row(TASKS[0])) as episode:
+        done = episode.does("kill -9 $PPID; sleep 5")
+        assert done.done and done.reward == 0.0 and done.metadata["session_lost"]
+
+
+def test_commands_are_kept_where_the_settings_say(tmp_path: Path):
+    with Episode(row(TASKS[1]), traj_dir=str(tmp_path / "kept")) as episode:
+        episode.does("ls")
+        episode.does(DONE)
+    (path,) = (tmp_path / "kept").iterdir()
+    kept = json.loads(path.read_text())
+    assert path.name.startswith("median-") and kept["reward"] == 0.0
+    assert [step["command"] for step in kept["steps"]] == ["ls", DONE]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"repository": None}, "the row needs repository"),
+        ({"repository": {"../x": ""}}, "the row needs repository"),
+        ({"tests": "[]"}, "has no tests"),
+        ({"tests": [{"script": ""}]}, "the row needs tests"),
+    ],
+)
+def test_a_row_that_cannot_be_scored_is_refused(changed: dict[str, Any], said: str):
+    with pytest.raises(ValueError, match=said):
+        MiniSWEEnv(SETTINGS, row(TASKS[0]) | changed)
+
+
+def test_the_machine_and_the_templates_are_checked_early():
+    MiniSWEEnv.check(SETTINGS)
+    with pytest.raises(ConfigError, match=r"mini_swe\.system_template: is no Jinja template"):
+        MiniSWEEnv.check(SETTINGS | {"system_template": "{{ task"})
+
+
+def test_a_recipe_s_own_keys_become_settings():
+    example = Path(__file__).parents[4] / "examples" / "mini_swe_agent" / "swebench.yaml"
+    keys = with_plus([f"generator.miniswe_config_path={example}", "+generator.miniswe_traj_dir=/kept"])
+    config = with_settings(prepare([*keys, "device=cpu"], own_code=True).config)
+    settings = config.environment.skyrl_gym.mini_swe
+    assert settings.traj_dir == "/kept" and settings.command_timeout_s == 60 and "<issue>" in settings.instance_template
+    assert config.environment.env_class == "mini_swe"
+    broken = prepare([*with_plus(["generator.miniswe_config_path=/none.yaml"]), "device=cpu"], own_code=True).config
+    with pytest.raises(ConfigError, match=r"miniswe_config_path='/none\.yaml'"):
+        with_settings(broken)
