@@ -267,6 +267,11 @@ def corrects(algorithm: AlgorithmConfig) -> bool:
     )
 
 
+def needs_rollout_logprobs(algorithm: AlgorithmConfig) -> bool:
+    """Whether a correction or the loss cannot do without the engine's log-probs."""
+    return corrects(algorithm) or keywords_of(_policy_loss_of(algorithm)).get("rollout_logprobs", False)
+
+
 def compared_rewards(algorithm: AlgorithmConfig) -> Compared | None:
     """Among which samples an update compares rewards; None if it learns the same whatever they are."""
     if policy_losses.get(algorithm.policy_loss_type) is cross_entropy:

@@ -84,15 +84,19 @@ def prepare(
     return _check(raw, line, given, present, own_code, uses)
 
 
-def prepare_composed(cfg: DictConfig, uses: Uses | None = None) -> PreparedConfig:
+def prepare_composed(
+    cfg: DictConfig, uses: Uses | None = None, *, has_accelerator: bool | None = None
+) -> PreparedConfig:
     """The same for a configuration that a program has composed with Hydra by itself, and may have changed since.
 
-    Keys below `generator` and `environment` that nobody knows are the program's own. `uses` is that of `prepare`.
+    Keys below `generator` and `environment` that nobody knows are the program's own. `uses` and
+    `has_accelerator` are those of `prepare`.
     """
     content, own = with_own_keys(unresolved(cfg))
     line = CommandLine({}, own=own)
     given = frozenset(changed_keys(content))
-    return _check(OmegaConf.create(content), line, given, accelerator_present(), True, uses)
+    present = accelerator_present() if has_accelerator is None else has_accelerator
+    return _check(OmegaConf.create(content), line, given, present, True, uses)
 
 
 def _check(

@@ -11,5 +11,8 @@ __all__ = ["get_sampling_params_for_backend"]
 
 
 def get_sampling_params_for_backend(backend: str, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration's section as `InferenceEngineClient.generate` takes it, which is the same for all engines."""
-    return sampling_params_of(dict(sampling_params))
+    """The configuration's section with the engine's names; `InferenceEngineClient.generate` takes either."""
+    named = sampling_params_of(dict(sampling_params))
+    if backend == "sglang":
+        named["max_new_tokens"] = named.pop("max_tokens")
+    return named

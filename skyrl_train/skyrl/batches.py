@@ -20,11 +20,24 @@ class TrainingInputBatch(dict[str, Any]):
 
     @property
     def batch_size(self) -> int:
-        return len(next(value for value in self.values() if value is not None))
+        return next((len(value) for value in self.values() if value is not None), 0)
+
+    def __len__(self) -> int:
+        """The number of rows, as in SkyRL."""
+        return self.batch_size
+
+    def __getitem__(self, name: Any) -> Any:
+        """A tensor by its name; rows by a slice or a number."""
+        if isinstance(name, str):
+            return super().__getitem__(name)
+        rows = slice(name, name + 1 or None) if isinstance(name, int) else name
+        part = TrainingInputBatch({key: None if value is None else value[rows] for key, value in self.items()})
+        part.metadata = dict(self.metadata)
+        return part
 
     def __setitem__(self, name: str, value: Tensor | None) -> None:
         """Raises ValueError for what is no tensor of as many rows as the others."""
-        if value is not None and (not isinstance(value, Tensor) or (len(self) and len(value) != self.batch_size)):
+        if value is not None and (not isinstance(value, Tensor) or len(value) != (self.batch_size or len(value))):
             given = f"{tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{name}: must be a tensor of {self.batch_size} rows, got {given}.")
         super().__setitem__(name, value)
@@ -105,9 +118,12 @@ def training_input(batch: TrainBatch, rectangles: Rectangles, uids: list[str], p
 
 
 def _rewards(batch: TrainBatch, rectangles: Rectangles) -> Tensor:
-    """(B, R) that of a response without a sampled token, which has no place for it, on its last token."""
+    """(B, R) that of an episode without a sampled token, which has no place for it, on its last token."""
     rewards = rectangles.responses(cast(Tensor, batch.token_rewards)).clone()
-    silent = batch.per_sequence_sum(batch.loss_mask.long()) == 0
+    episodes = batch.episodes
+    silent = (episodes.sums(batch.loss_mask.long()) == 0)[episodes.of_sequence]
+    ends = _last_of_episodes(batch)
+    silent = silent if ends is None else silent & ends
     last = (batch.lengths - batch.prompt_lengths - 1).clamp(min=0)
     rewards[silent, last[silent]] = batch.rewards[silent].to(rewards.dtype)
     return rewards

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from skyrl_train.config.schema import Config
@@ -14,9 +13,10 @@ from skyrl_train.engines.http.codec import Malformed
 from skyrl_train.engines.http.openai import Translator
 from skyrl_train.engines.http.wire import Limits
 from skyrl_train.engines.sampling import normalise, request_seed
-from skyrl_train.errors import ConfigError, DataError, EngineError
+from skyrl_train.errors import ConfigError, DataError, UnsupportedParameter
 from skyrl_train.skyrl.interface import InferenceEngineInput, InferenceEngineOutput
 from skyrl_train.skyrl.refusals import refuse
+from skyrl_train.skyrl.scope import current
 
 _NO_EFFECT = frozenset({"skip_special_tokens", "include_stop_str_in_output", "no_stop_trim", "detokenize", "logprobs"})
 """Parameters of vLLM's and SGLang's that say how to decode, or to return what always is returned."""
@@ -26,17 +26,13 @@ _OTHER_NAMES = {"min_new_tokens": "min_tokens", "max_completion_tokens": "max_to
 class InferenceEngineClient:
     """What generators call. Its engines sleep, wake and get weights by themselves.
 
-    Seeds follow from the run's seed, the step, and the session or else the number of the request in the step: the same
-    calls in the same order give the same tokens.
+    Seeds follow from the run's seed, from the call of `generate` that asks (its step, or its prompt where rollouts run
+    ahead), the session, and the number of the request in it: the same calls give the same tokens.
     """
 
     def __init__(self, client: EngineClient, tokenizer: Any, config: Config):
         self._client = client
         self._config = config
-        self._calls: Counter[str] = Counter()
-        self._counted_at = -1
-        self.step: Callable[[], int] = lambda: 0
-        """The number of finished steps; the trainer's, once there is one."""
         self.tokenizer = tokenizer
         self.model_name = config.generator.served_model_name or config.trainer.policy.model.path
         self.backend = config.generator.backend
@@ -81,24 +77,22 @@ class InferenceEngineClient:
         return normalise(named)
 
     def _request(self, token_ids: tuple[int, ...], sampling: SamplingParams, session: Any) -> SampleRequest:
-        step = self.step()
-        if step != self._counted_at:
-            self._calls.clear()
-            self._counted_at = step
-        name = "" if session is None else str(session)
-        number = self._calls[name]
-        self._calls[name] += 1
+        where, name = current(), "" if session is None else str(session)
+        number = where.number(name)
         return SampleRequest(
-            request_id=f"skyrl.{step}.{name}.{number}",
+            request_id=f"skyrl.{where.name}.{name}.{number}",
             token_ids=token_ids,
             sampling=sampling,
-            seed=request_seed(self._config.trainer.seed, f"session {name}", number, 0, step),
-            session=name and f"skyrl.{step}.{name}",
+            seed=request_seed(self._config.trainer.seed, f"{where.name} {name}", number, 0, 0),
+            session=name and f"skyrl.{where.name}.{name}",
             deadline_s=self._config.trainer.timeouts.rollout_s,
         )
 
     async def chat_completion(self, request_payload: Mapping[str, Any]) -> dict[str, Any]:
-        """OpenAI's chat completion: {"json": BODY, "headers": {}} -> its answer, or {"error": {...}}."""
+        """OpenAI's chat completion: {"json": BODY, "headers": {}} -> its answer, or {"error": {...}}.
+
+        A `session_id` in the body keeps the requests of an episode on one engine. Raises EngineError.
+        """
         return await self._openai("chat", request_payload)
 
     async def completion(self, request_payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,20 +109,21 @@ class InferenceEngineClient:
             chat_template_kwargs=dict(generator.chat_template_kwargs),
         )
         body = dict(payload.get("json") or {})
+        session = body.pop("session_id", None)
         if body.get("stream"):
             return _error("stream: an answer in this process comes whole; leave it out.", "stream")
         body.setdefault("model", self.model_name)
         try:
             call = getattr(translator, kind)(body, None)
             requests = [
-                self._request(one.token_ids, one.sampling, one.session or None) if body.get("seed") is None else one
+                self._request(one.token_ids, one.sampling, session) if body.get("seed") is None else one
                 for one in call.requests
             ]
             completions: list[Completion] = await self._client.generate(requests)
             return translator.answer(call, completions)
         except Malformed as error:
             return _error(str(error), error.param)
-        except (ConfigError, DataError, EngineError) as error:
+        except (ConfigError, DataError, UnsupportedParameter) as error:
             return _error(str(error), None)
 
     async def reset_prefix_cache(self) -> None:

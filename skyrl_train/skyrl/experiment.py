@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.schema import Config
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.experiments.base import Experiment, Session, used_by
 from skyrl_train.skyrl.launch import config_of, readable
-from skyrl_train.skyrl.refusals import refuse
+from skyrl_train.skyrl.refusals import refuse, refuse_overrides
 
 if TYPE_CHECKING:
     from skyrl_train.assembly.run import RunningServices
@@ -25,16 +28,20 @@ if TYPE_CHECKING:
 class BasePPOExp(Experiment):
     """An experiment whose parts come from SkyRL's hooks. Subclass it, and `run()` it, in a Ray task or not.
 
-    `cfg` is what Hydra composed; `self.cfg` is that, `self.config` the checked form that everything here reads.
+    `cfg` is what Hydra composed. `self.config` is its checked form, with what was fitted to this machine and with the
+    run's folders, which everything here reads; `self.cfg` is the same as a DictConfig.
     """
 
     def __init__(self, cfg: DictConfig | Config):
         from skyrl_train.skyrl.registries import receive_registered
 
-        self.cfg = readable(cfg)
+        refuse_overrides(type(self), BasePPOExp, {"_setup_trainer"})
         receive_registered()
+        config = config_of(cfg, used_by(type(self)))
+        self.cfg = readable(config)
         self.colocate_pg = self.get_colocate_pg()
-        super().__init__(config_of(cfg, used_by(type(self))))
+        super().__init__(config)
+        os.makedirs(config.trainer.export_path, exist_ok=True)
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
@@ -105,19 +112,21 @@ class BasePPOExp(Experiment):
     def build_tracker(self, directory: Any) -> Any:
         from skyrl_train.report.trackers import Trackers
 
-        usual, own = super().build_tracker(directory), self.get_tracker()
+        usual, self._own_tracker = super().build_tracker(directory), self.get_tracker()
+        own = self._own_tracker
         return usual if own is None else Trackers({"run": usual, "get_tracker": _OwnTracker(own)})
 
     def build_trainer(self, running: RunningServices, schedule: StepSchedule | None = None) -> Trainer:
         from skyrl_train.assembly.run import build_trainer
         from skyrl_train.skyrl.client import InferenceEngineClient
+        from skyrl_train.skyrl.trainer import StepNumbers
 
         client = InferenceEngineClient(running.client, self.tokenizer, self.config)
         generator = self.get_generator(self.cfg, self.tokenizer, client)
         rollouts = {evaluation: self._rollouts(generator, running, evaluation) for evaluation in (False, True)}
         facade = self.get_trainer(
             cfg=self.cfg,
-            tracker=running.base.trackers,
+            tracker=StepNumbers() if self._own_tracker is None else self._own_tracker,
             tokenizer=self.tokenizer,
             train_dataset=self.train_dataset,
             eval_dataset=self.eval_dataset,
@@ -125,8 +134,9 @@ class BasePPOExp(Experiment):
             generator=generator,
             colocate_pg=self.colocate_pg,
         )
+        self._facade = _checked(facade, self)
         trainer = build_trainer(
-            self.config,
+            _without_overlong_buffer(self.config) if facade.changes_rewards else self.config,
             running,
             tokenizer=self.tokenizer,
             train_generator=rollouts[False],
@@ -135,16 +145,15 @@ class BasePPOExp(Experiment):
             eval_dataset=self.eval_dataset,
             schedule=schedule,
         )
-        client.step = lambda: trainer.step
         for one in rollouts.values():
             if hasattr(one, "connect"):
                 one.connect(trainer)
-        self._facade = _checked(facade, self)
         self._facade.connect(trainer)
         return trainer
 
     def _rollouts(self, generator: Any, running: RunningServices, evaluation: bool) -> Any:
         """What makes the groups of prompts: SkyRL's generator, or our own if that is the one by its name."""
+        from skyrl_train.assembly.algorithm import needs_rollout_logprobs
         from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator
         from skyrl_train.skyrl.interface import GeneratorInterface
         from skyrl_train.skyrl.rollouts import GeneratorRollouts, batch_settings
@@ -162,7 +171,9 @@ class BasePPOExp(Experiment):
             generator.connect(players)  # type: ignore[arg-type]
             if generator.is_builtin:
                 return players["eval" if evaluation else "train"]
-        return GeneratorRollouts(generator, batch_settings(self.config.generator, evaluation=evaluation))
+        needs = needs_rollout_logprobs(self.config.trainer.algorithm)
+        settings = batch_settings(self.config, evaluation=evaluation, needs_logprobs=needs)
+        return GeneratorRollouts(generator, settings, self.tokenizer)
 
     async def fit(self, session: Session) -> None:
         await self._facade.run()
@@ -185,14 +196,36 @@ def _prompts(dataset: Any, config: Config) -> PromptDataset:
     from skyrl_train.data.trajectory import Prompt
 
     if isinstance(dataset, PromptDataset):
-        return dataset
-    prompts = []
-    for messages, env_class, extras, uid in (dataset[index] for index in range(len(dataset))):
-        source = str((extras or {}).get("data_source") or "unknown")
-        prompts.append(
-            Prompt(str(uid), list(messages), env_class or config.environment.env_class, dict(extras or {}), source)
-        )
-    return PromptDataset(tuple(prompts), 0)
+        prompts = dataset.prompts
+        named = [replace(one, env_class=one.env_class or config.environment.env_class) for one in prompts]
+        return PromptDataset(tuple(named), dataset.too_long)
+    rows = [dataset[index] for index in range(len(dataset))]
+    rows = dataset.collate_fn(rows) if hasattr(dataset, "collate_fn") else [_by_name(row) for row in rows]
+    made = []
+    for index, row in enumerate(rows):
+        try:
+            extras = dict(row.get("env_extras") or {})
+            env_class = row.get("env_class") or config.environment.env_class
+            source = str(extras.get("data_source") or "unknown")
+            made.append(Prompt(str(row["uid"]), [dict(one) for one in row["prompt"]], env_class, extras, source))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"item {index} of {type(dataset).__name__}: must be (messages, env_class, extras, uid), or a dict of "
+                f"prompt, env_class, env_extras and uid, got {row!r:.80}."
+            ) from error
+    if len({one.uid for one in made}) < len(made):
+        raise DataError(f"{type(dataset).__name__}: two items have the same uid; seeds and resuming need one for each.")
+    return PromptDataset(tuple(made), 0)
+
+
+def _by_name(row: Any) -> Any:
+    names = ("prompt", "env_class", "env_extras", "uid")
+    return dict(zip(names, row, strict=True)) if isinstance(row, tuple) and len(row) == len(names) else row
+
+
+def _without_overlong_buffer(config: Config) -> Config:
+    """SkyRL leaves this penalty to the trainer that changes rewards, which the configuration tells how much it is."""
+    return with_value_at(config, "trainer.algorithm.overlong_buffer.len", 0)
 
 
 class _OwnTracker:

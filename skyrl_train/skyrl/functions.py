@@ -31,6 +31,29 @@ class PolicyLossType(StrEnum):
     SAPO = "sapo"
 
 
+class FixedKLController:
+    """A coefficient that stays."""
+
+    def __init__(self, kl_coef: float):
+        self.value = kl_coef
+
+    def update(self, current: float, n_steps: int) -> None:
+        """Nothing changes."""
+
+
+class AdaptiveKLController:
+    """A coefficient that follows the KL towards a target (arXiv:1909.08593, section 2.2)."""
+
+    def __init__(self, init_kl_coef: float, target: float, horizon: float):
+        self.value = init_kl_coef
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, current: float, n_steps: int) -> None:
+        error = min(max(current / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon
+
+
 def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
     """The mean over places where the mask is 1, 0 if it is nowhere."""
     if mask is None:

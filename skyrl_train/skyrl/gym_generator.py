@@ -12,7 +12,11 @@ from skyrl_train.data.trajectory import OK, Prompt, Trajectory, TrajectoryGroup
 from skyrl_train.skyrl.interface import GeneratorInput, GeneratorInterface, GeneratorOutput, TrainingPhase
 from skyrl_train.skyrl.metrics import get_rollout_metrics
 from skyrl_train.skyrl.outputs import output_of
+from skyrl_train.skyrl.refusals import refuse_overrides
 from skyrl_train.tasks import gather_all
+
+_PARTS = frozenset({"agent_loop", "generate_batched", "_env_init", "_env_step", "_run_in_executor_if_available"})
+"""Of SkyRL's own, which subclasses may have replaced."""
 
 
 class _Player(Protocol):
@@ -34,6 +38,8 @@ class SkyRLGymGenerator(GeneratorInterface):
         self.batched = generator_cfg.batched
         self.use_conversation_multi_turn = generator_cfg.use_conversation_multi_turn
         self._players: dict[TrainingPhase, _Player] = {}
+        if self.is_builtin:
+            refuse_overrides(type(self), SkyRLGymGenerator, _PARTS)
 
     @property
     def is_builtin(self) -> bool:
@@ -50,24 +56,32 @@ class SkyRLGymGenerator(GeneratorInterface):
 
         Yields the episodes that it plays, in the order of its output.
         """
-        token = _playing.set(_Batch(list(rows)))
+        batch = _Batch(list(rows))
+        token = _playing.set(batch)
         try:
-            yield _playing.get().played
+            yield batch.played
         finally:
             _playing.reset(token)
 
-    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+    async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = True) -> GeneratorOutput:
         """Play an episode for every sample of rows that the run has asked for.
 
         Messages, environments and extras may have been changed; the samples of a row must be adjacent and complete, as
         they came. Raises ValueError for rows that nobody asked for.
         """
         batch, metadata = _playing.get(), input_batch.get("batch_metadata")
+        if batch is None:
+            raise RuntimeError(
+                "SkyRLGymGenerator.generate: it plays rows that the run asks for; return it, or a subclass of it, from "
+                "get_generator instead of calling it from elsewhere."
+            )
         ids = input_batch.get("trajectory_ids") or []
         if len(ids) != len(input_batch["prompts"]):
             raise ValueError(f"trajectory_ids: {len(ids)} of {len(input_batch['prompts'])} prompts; pass them on.")
         player = self._players[metadata.training_phase if metadata is not None else "train"]
         rows = [(entry, batch.take(one.instance_id)) for entry, one in enumerate(ids) if one.repetition_id == 0]
+        if not rows:
+            raise ValueError("trajectory_ids: no sample 0 of any row; the samples of a row must be complete.")
         groups = await gather_all(
             player.rollout(_changed(prompt, input_batch, entry), position) for entry, (prompt, position) in rows
         )
@@ -106,7 +120,7 @@ class _Batch:
         raise ValueError(f"trajectory_ids: {uid!r} is no row of the input that `generate` got, or was played already.")
 
 
-_playing: ContextVar[_Batch] = ContextVar("playing")
+_playing: ContextVar[_Batch | None] = ContextVar("playing", default=None)
 
 
 def _changed(prompt: Prompt, given: GeneratorInput, entry: int) -> Prompt:
@@ -123,6 +137,8 @@ def _changed(prompt: Prompt, given: GeneratorInput, entry: int) -> Prompt:
 def restore(item: Trajectory, played: Trajectory) -> None:
     """Give a sample what an output has no field for: status, texts, metrics and versions of the episode it is."""
     item.env_metrics, item.text, item.messages = played.env_metrics, played.text, played.messages
+    if item.reward != played.reward and item.token_rewards is None:  # else its turns' rewards would be the old ones
+        item.token_rewards = [0.0] * (len(item.response_ids) - 1) + [item.reward]
     if item.response_ids == played.response_ids:
         item.turns, item.routing, item.restarts = played.turns, played.routing, played.restarts
     if played.status != OK:

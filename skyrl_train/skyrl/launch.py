@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from skyrl_train.cluster.job import cluster_has_gpus
 from skyrl_train.config.hydra import plain
 from skyrl_train.config.prepare import prepare_composed
 from skyrl_train.config.presence import Uses, slots_of
@@ -29,12 +30,22 @@ def config_of(cfg: Config | DictConfig, uses: Uses | None = None) -> Config:
 
     `uses`: the parts that must exist on this machine; None looks for nothing.
     """
-    return cfg if isinstance(cfg, Config) else prepare_composed(cfg, uses).config
+    if isinstance(cfg, Config):
+        return cfg
+    # A task has no accelerator of its own, and where it runs need not be where ranks and engines do.
+    there = True if cluster_has_gpus() else None
+    return prepare_composed(cfg, uses, has_accelerator=there).config
 
 
-def readable(cfg: Config | DictConfig) -> DictConfig:
-    """As scripts read it: by attribute, with every key, of either form."""
-    return OmegaConf.create(plain(cfg)) if isinstance(cfg, Config) else cfg
+def readable(config: Config) -> DictConfig:
+    """A checked configuration as scripts read it: by attribute, a program's own keys among the others."""
+    cfg = OmegaConf.create(plain(config))
+    for section in (cfg.generator, cfg.environment, cfg.environment.skyrl_gym):
+        own = section.pop("own")
+        for name, value in own.items():
+            section[name] = OmegaConf.merge(section[name], value) if name in section else value
+        section["own"] = own
+    return cfg
 
 
 def validate_cfg(cfg: DictConfig) -> None:
@@ -42,7 +53,7 @@ def validate_cfg(cfg: DictConfig) -> None:
 
     What is wrong is printed, all of it, and the program exits with status 2, as every entrypoint does. Files and models
     are looked for when the experiment is made, which may have data of its own. Sets trainer.algorithm.max_seq_len if it
-    is null, as losses may read it.
+    is null, as losses may read it, and `device`.
     """
     try:
         prepared = prepare_composed(cfg)
@@ -54,6 +65,7 @@ def validate_cfg(cfg: DictConfig) -> None:
     for text in prepared.warnings:
         to_stderr(f"warning: {redact(text)}")
     generator = prepared.config.generator
+    cfg.device = prepared.config.device  # a task may run where there is no accelerator to be seen
     if cfg.trainer.algorithm.max_seq_len is None:
         longest = generator.max_input_length + generator.sampling_params.max_generate_length
         cfg.trainer.algorithm.max_seq_len = longest

@@ -13,6 +13,13 @@ from skyrl_train.skyrl.interface import GeneratorOutput, TrajectoryID
 _PER_ENTRY = ("prompt_token_ids", "response_ids", "rewards", "loss_masks")
 
 
+def check_entries(output: Mapping[str, Any], by: str) -> None:
+    """Raises RolloutsFailed for a field of an output that has not one value for each token, or no finite ones."""
+    problem = next(_entry_problems(output, len(output["response_ids"])), None)
+    if problem is not None:
+        raise RolloutsFailed(f"{by} returned {problem}. Nothing was trained on it.")
+
+
 def check_output(output: Any, ids: Sequence[TrajectoryID], by: str) -> None:
     """Raises RolloutsFailed, naming field, entry and rule, for an output that is not one of these samples.
 
@@ -124,7 +131,6 @@ def _trajectory(
     item = Trajectory(
         prompt, sample, list(output["prompt_token_ids"][steps[0]]), [], [], [], [], 0.0, "stop", temperature
     )
-    item.messages = list(prompt.messages)
     rewards = output["rewards"]
     for step in steps:
         if step != steps[0]:
@@ -153,19 +159,22 @@ def _total(reward: Any) -> float:
 def output_of(groups: Sequence[TrajectoryGroup]) -> tuple[GeneratorOutput, list[str]]:
     """These groups as SkyRL's output, and the uid of every entry. Failed samples have reward 0 and masks of 0.
 
-    Samples without a token are left out: see `with_tokens`.
+    Rewards are numbers if each sample is one turn with one reward, else lists with one for each token. Samples without
+    a token are left out: see `with_tokens`.
     """
+    items = with_tokens(groups)
+    simple = all(item.token_rewards is None and len(item.turns) <= 1 and not item.restarts for item in items)
     output: dict[str, Any] = {name: [] for name in (*_PER_ENTRY, "stop_reasons", "rollout_logprobs", "trajectory_ids")}
     uids: list[str] = []
     lasts: list[bool] = []
-    for item in with_tokens(groups):
+    for item in items:
         rewards = token_rewards_of(item)
         sequences = list(item.sequences())
         for number, (prompt_ids, start, stop) in enumerate(sequences, 1):
             output["prompt_token_ids"].append(list(prompt_ids))
             output["response_ids"].append(item.response_ids[start:stop])
             output["loss_masks"].append([mask * (item.status == OK) for mask in item.loss_mask[start:stop]])
-            output["rewards"].append(rewards[start:stop])
+            output["rewards"].append(item.reward if simple else rewards[start:stop])
             output["stop_reasons"].append(item.stop_reason)
             output["rollout_logprobs"].append(item.logprobs[start:stop])
             output["trajectory_ids"].append(TrajectoryID(item.prompt.uid, item.sample))
@@ -187,7 +196,9 @@ def token_rewards_of(item: Trajectory) -> list[float]:
     """[L] on which token its rewards lie: the last sampled one of each turn, unless it says so itself."""
     from skyrl_train.data.batch import token_rewards
 
-    return token_rewards(item) if item.status == OK else [0.0] * len(item.response_ids)
+    if item.status == OK and any(item.loss_mask):
+        return token_rewards(item)
+    return [0.0] * (len(item.response_ids) - 1) + [item.reward]  # 0 of a failed one
 
 
 def take_over(groups: Sequence[TrajectoryGroup], output: GeneratorOutput) -> None:
@@ -196,14 +207,16 @@ def take_over(groups: Sequence[TrajectoryGroup], output: GeneratorOutput) -> Non
     for item in with_tokens(groups):
         masks: list[int] = []
         rewards: list[float] = []
-        for _, start, stop in item.sequences():
+        sequences = list(item.sequences())
+        for number, (_, start, stop) in enumerate(sequences, 1):
             given = output["rewards"][entry]
-            of_tokens = given if isinstance(given, list | tuple) else [0.0] * (stop - start - 1) + [given]
+            if not isinstance(given, list | tuple):  # the last step's is the episode's
+                given = [0.0] * (stop - start - 1) + [given if number == len(sequences) else 0.0]
             masks += [int(bool(one)) for one in output["loss_masks"][entry]]
-            rewards += map(float, of_tokens)
+            rewards += map(float, given)
             entry += 1
         if item.status == OK:
-            item.loss_mask = masks
             if rewards != token_rewards_of(item):
                 item.raw_reward = item.outcome
                 item.reward, item.token_rewards = math.fsum(rewards), rewards
+            item.loss_mask = masks

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NoReturn
+
+from skyrl_train.errors import ConfigError
 
 _LOOP = "the loop is skyrl_train.trainer.trainer.Trainer: change its parts in Experiment.build_trainer"
 _SYNC = "weights are synchronised, and engines put to sleep and woken, by the run itself"
@@ -33,7 +36,23 @@ _INSTEAD = {
     "update_named_weights": _SYNC,
     "teardown": _SYNC,
     "_setup_trainer": "override get_trainer, or `train` of the trainer that it returns",
+    "generate": "return a generator of your own from get_generator",
+    "agent_loop": "write an environment with several turns, or override `generate`",
+    "generate_batched": "override `generate`",
 }
+TRAINERS = frozenset(_INSTEAD) - {"_setup_trainer", "agent_loop", "generate_batched"}
+"""Methods of SkyRL's trainer that nothing calls here."""
+
+
+def refuse_overrides(kind: type, ours: type, names: Collection[str]) -> None:
+    """Raises ConfigError if a subclass of `ours` has replaced a method that nothing would call."""
+    own = kind.__mro__[: kind.__mro__.index(ours)]
+    for name in sorted(names):
+        if any(name in vars(one) for one in own):
+            advice = _INSTEAD.get(name, "docs/from_skyrl.md says what may be overridden")
+            raise ConfigError(
+                f"{kind.__name__}.{name}: nothing of skyrl_train calls it, so it must not be there: {advice}."
+            )
 
 
 def refuse(owner: str, name: str) -> NoReturn:

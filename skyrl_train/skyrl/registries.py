@@ -14,7 +14,7 @@ from skyrl_train.algorithms.registry import (
     reductions,
     sft_losses,
 )
-from skyrl_train.cluster.job_values import leave_for_tasks, left_by_program
+from skyrl_train.cluster.job import in_job, leave_for_tasks, left_by_program
 from skyrl_train.environments.foreign.skyrl_gym import register as register_environment
 from skyrl_train.environments.registry import environments
 from skyrl_train.environments.tools.registry import tools
@@ -44,6 +44,7 @@ class FunctionRegistry:
     def register(cls, name: str, func: Callable[..., Any]) -> None:
         """Raises ConfigError for a name that is taken."""
         cls._registry.register(str(name))(func)
+        _tell_tasks()
 
     @classmethod
     def get(cls, name: str) -> Callable[..., Any]:
@@ -74,12 +75,27 @@ class PolicyLossRegistry(FunctionRegistry):
 
 def register_advantage_estimator(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator."""
-    return advantage_estimators.register(str(name))
+    return _told(advantage_estimators.register(str(name)))
 
 
 def register_policy_loss(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator."""
-    return policy_losses.register(str(name))
+    return _told(policy_losses.register(str(name)))
+
+
+def _told(add: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def register(function: Any) -> Any:
+        add(function)
+        _tell_tasks()
+        return function
+
+    return register
+
+
+def _tell_tasks() -> None:
+    """Of what is registered once Ray runs; `initialize_ray` tells of what was before."""
+    if in_job():
+        sync_registries()
 
 
 def sync_registries() -> None:

@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.hydra import plain
+from skyrl_train.config.schema import Config
+from skyrl_train.data.chat import decode_answer
 from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.errors import RolloutsFailed
 from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator, restore
 from skyrl_train.skyrl.interface import BatchMetadata, GeneratorInput, GeneratorInterface, TrainingPhase, TrajectoryID
 from skyrl_train.skyrl.outputs import check_output, trajectories_of
+from skyrl_train.skyrl.scope import scope
 from skyrl_train.trainer.loop import TrainingLoop
 
 
@@ -25,6 +28,10 @@ class BatchSettings:
     """With vLLM's names, as SkyRL passes them on."""
     temperature: float
     phase: TrainingPhase
+    one_by_one: bool = False
+    """Whether each prompt is a call of its own, as where rollouts run ahead."""
+    needs_logprobs: bool = False
+    """Whether the algorithm reads the engine's log-probs."""
 
 
 @dataclass(eq=False, slots=True)
@@ -32,22 +39,23 @@ class _Waiting:
     prompt: Prompt
     position: int
     group: asyncio.Future[TrajectoryGroup]
+    batch: asyncio.Task[None] | None = None
 
 
 class GeneratorRollouts:
     """`rollout(prompt, position)` for a GeneratorInterface.
 
-    Calls made before the event loop turns are one batch, in the order of the data: all prompts of a synchronous step,
-    or a prompt alone where rollouts run ahead. What `generate` raises ends the run, as nobody knows which sample it
-    concerns; a sample that is to be left out has a loss mask of zeros.
+    Calls made before the event loop turns are one batch, in the order of the data: all prompts of a synchronous step.
+    With `one_by_one` each is a batch. What `generate` raises ends the run, as nobody knows which sample it concerns; a
+    sample that is to be left out has a loss mask of zeros.
     """
 
-    def __init__(self, generator: GeneratorInterface, settings: BatchSettings):
+    def __init__(self, generator: GeneratorInterface, settings: BatchSettings, tokenizer: Any):
         self._generator = generator
         self._settings = settings
+        self._tokenizer = tokenizer
         self._loop: TrainingLoop | None = None
         self._waiting: list[_Waiting] = []
-        self._batches: set[asyncio.Task[None]] = set()
 
     def connect(self, loop: TrainingLoop) -> None:
         """Be told of the loop that the rollouts are for: it counts steps and takes `rollout_metrics`."""
@@ -58,13 +66,22 @@ class GeneratorRollouts:
         return 0 if self._loop is None else self._loop.step
 
     async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
-        """The group of `prompt`. Raises RolloutsFailed for an output that is not one."""
+        """The group of `prompt`. Raises RolloutsFailed for an output that is not one.
+
+        When this is cancelled for all prompts of a batch, their call has ended.
+        """
         loop = asyncio.get_running_loop()
+        one = _Waiting(prompt, position, loop.create_future())
+        if self._settings.one_by_one:
+            return (await self._groups([one]))[0]
         if not self._waiting:
             loop.call_soon(self._begin)
-        one = _Waiting(prompt, position, loop.create_future())
         self._waiting.append(one)
-        return await one.group
+        try:
+            return await one.group
+        finally:
+            if one.group.cancelled() and one.batch is not None:
+                await asyncio.wait([one.batch])
 
     def _begin(self) -> None:
         batch, self._waiting = sorted(self._waiting, key=lambda one: one.position), []
@@ -72,14 +89,13 @@ class GeneratorRollouts:
         if not batch:
             return
         task = asyncio.get_running_loop().create_task(self._generate(batch))
-        self._batches.add(task)
-        task.add_done_callback(self._batches.discard)
 
         def forsaken(_: object) -> None:
             if all(one.group.cancelled() for one in batch):
                 task.cancel()
 
         for one in batch:
+            one.batch = task
             one.group.add_done_callback(forsaken)
 
     async def _generate(self, batch: list[_Waiting]) -> None:
@@ -102,17 +118,26 @@ class GeneratorRollouts:
         count, step = self._settings.num_samples, self._step()
         prompts = [one.prompt for one in batch for _ in range(count)]
         ids = [TrajectoryID(one.prompt.uid, sample) for one in batch for sample in range(count)]
-        given = self._input(prompts, ids, step)
-        rows = [(one.prompt, one.position) for one in batch]
+        given, name = self._input(prompts, ids, step), type(self._generator).__name__
         played: list[Trajectory] = []
-        if isinstance(self._generator, SkyRLGymGenerator):
-            with self._generator.playing(rows) as played:
+        # Seeds are those of these rollouts whatever else is under way: an evaluation, or other steps' rollouts.
+        with scope(f"{self._settings.phase}.{batch[0].position if self._settings.one_by_one else step}"):
+            if isinstance(self._generator, SkyRLGymGenerator):
+                with self._generator.playing([(one.prompt, one.position) for one in batch]) as played:
+                    output = await self._generator.generate(given)
+            else:
                 output = await self._generator.generate(given)
-        else:
-            output = await self._generator.generate(given)
-        check_output(output, ids, type(self._generator).__name__)
+        check_output(output, ids, name)
+        if self._settings.needs_logprobs and output.get("rollout_logprobs") is None:
+            raise RolloutsFailed(
+                f"{name}.generate returned no rollout_logprobs, which the configured loss or off-policy correction "
+                "reads: return those of the engines, or turn the correction off."
+            )
         versions = step, self._step()
         items = trajectories_of(output, prompts, ids, temperature=self._settings.temperature, versions=versions)
+        for item in items:
+            item.text = decode_answer(self._tokenizer, item.response_ids)
+            item.messages = [*item.prompt.messages, {"role": "assistant", "content": item.text}]
         if len(played) == len(items):
             for item, episode in zip(items, played, strict=True):
                 restore(item, episode)
@@ -141,14 +166,17 @@ class GeneratorRollouts:
                 self._loop.metrics.add(name, float(value))
 
 
-def batch_settings(generator: GeneratorConfig, *, evaluation: bool) -> BatchSettings:
+def batch_settings(config: Config, *, evaluation: bool, needs_logprobs: bool) -> BatchSettings:
     """Those of training or of evaluation."""
+    generator = config.generator
     params = generator.eval_sampling_params if evaluation else generator.sampling_params
     return BatchSettings(
         num_samples=generator.eval_n_samples_per_prompt if evaluation else generator.n_samples_per_prompt,
         sampling_params=sampling_params_of(plain(params)),
         temperature=params.temperature or 1.0,  # greedy samples are scored at 1, as there is no log-prob at 0
         phase="eval" if evaluation else "train",
+        one_by_one=config.trainer.fully_async.enabled and not evaluation,
+        needs_logprobs=needs_logprobs and not evaluation,
     )
 
 

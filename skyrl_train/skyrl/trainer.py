@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -17,8 +18,8 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.metrics import Metrics
 from skyrl_train.skyrl.batches import Rectangles, TrainingInputBatch, training_input, with_token_rewards
 from skyrl_train.skyrl.interface import GeneratorOutput
-from skyrl_train.skyrl.outputs import output_of, take_over
-from skyrl_train.skyrl.refusals import refuse
+from skyrl_train.skyrl.outputs import check_entries, output_of, take_over
+from skyrl_train.skyrl.refusals import TRAINERS, refuse, refuse_overrides
 from skyrl_train.trainer.trainer import Trainer
 
 
@@ -45,6 +46,8 @@ class RayPPOTrainer:
     ):
         self.cfg = cfg
         self.tracker = tracker
+        if isinstance(tracker, StepNumbers):
+            tracker.trainer = self
         self.tokenizer = tokenizer
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
@@ -58,6 +61,8 @@ class RayPPOTrainer:
         self._advantages: AdvantageStep | None = None
         self._thread_loop: asyncio.AbstractEventLoop | None = None
         self._fitting: asyncio.Task[None] | None = None
+        self._told_to_end = self._evaluating = False
+        refuse_overrides(type(self), RayPPOTrainer, TRAINERS)
         self._batch: TrainBatch | None = None
         """The one under way, for what a subclass calls by `super()`."""
 
@@ -90,7 +95,7 @@ class RayPPOTrainer:
         assert step is not None and step.kl is not None and batch is not None
         metrics = Metrics()
         penalty = Rectangles(batch).responses(step.kl_penalty(step.kl, batch, metrics))
-        self.all_metrics |= metrics.flush()
+        self.all_metrics.update(metrics.flush())
         data["rewards"] = data["rewards"] - penalty.to(data["rewards"].dtype)
         return data
 
@@ -111,8 +116,8 @@ class RayPPOTrainer:
     def connect(self, loop: Trainer) -> None:
         """Become part of a loop: only what a subclass overrides changes it."""
         self._loop = loop
-        if self._overrides("postprocess_generator_output"):
-            loop.group_steps = [*loop.group_steps, self._postprocess]
+        after = self._postprocess if self._overrides("postprocess_generator_output") else self._log_numbers
+        loop.group_steps = [*loop.group_steps, after]
         if self._overrides("apply_reward_kl_penalty") or self._overrides("compute_advantages_and_returns"):
             loop.batch_steps = [self._as_rectangles(step) for step in loop.batch_steps]
         if self._overrides("eval") and loop.evaluator is not None:
@@ -121,21 +126,31 @@ class RayPPOTrainer:
     def _overrides(self, method: str) -> bool:
         return getattr(type(self), method) is not getattr(RayPPOTrainer, method)
 
+    @property
+    def changes_rewards(self) -> bool:
+        """Whether a subclass has a say in them before the batch is made."""
+        return self._overrides("postprocess_generator_output")
+
     def _as_rectangles(self, step: Any) -> Any:
         if not isinstance(step, AdvantageStep):
             return step
         self._advantages = step
         return self._learn_from
 
+    def _log_numbers(self, groups: Sequence[TrajectoryGroup], metrics: Metrics) -> None:
+        self._log_into(metrics)
+
     def _postprocess(self, groups: Sequence[TrajectoryGroup], metrics: Metrics) -> None:
         output, uids = output_of(groups)
-        entries = len(output["response_ids"])
+        responses = [list(ids) for ids in output["response_ids"]]
         changed = self.postprocess_generator_output(output, uids)
-        if len(changed["response_ids"]) != entries or output["response_ids"] is not changed["response_ids"]:
+        name = f"{type(self).__name__}.postprocess_generator_output"
+        if changed["response_ids"] != responses:
             raise ConfigError(
-                f"{type(self).__name__}.postprocess_generator_output changed response_ids: only rewards and loss_masks "
-                "may be changed there. Leave samples out by masks of zeros."
+                f"{name} changed response_ids: only rewards and loss_masks may be changed there. Leave samples out by "
+                "masks of zeros."
             )
+        check_entries(changed, name)
         take_over(groups, changed)
         self._log_into(metrics)
 
@@ -166,27 +181,42 @@ class RayPPOTrainer:
 
     def _log_into(self, metrics: Metrics) -> None:
         for name, value in self.all_metrics.items():
-            metrics.add(name, float(value))
-        self.all_metrics = {}
+            if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+                metrics.add(name, float(value))
+        self.all_metrics.clear()
 
     # -- the run that it drives --------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Train: in a thread of its own if a subclass does something around it, as `train` blocks."""
+        """Train. What a subclass does around it runs in a thread of its own if it blocks.
+
+        Raises ConfigError if it has not called `super().train()`.
+        """
         if not self._overrides("train"):
             await self._fit()
             return
         self._thread_loop = asyncio.get_running_loop()
-        thread = asyncio.ensure_future(asyncio.to_thread(self.train))
-        try:
-            await asyncio.shield(thread)
-        except asyncio.CancelledError:
-            if self._fitting is not None:
-                self._fitting.cancel()
-            await asyncio.wait([thread])
-            raise
+        if inspect.iscoroutinefunction(self.train):
+            await self.train()
+        else:
+            thread = asyncio.ensure_future(asyncio.to_thread(self.train))
+            try:
+                await asyncio.shield(thread)
+            except asyncio.CancelledError:
+                self._told_to_end = True
+                if self._fitting is not None:
+                    self._fitting.cancel()
+                await asyncio.wait([thread])
+                raise
+        if self._fitting is None:
+            raise ConfigError(
+                f"{type(self).__name__}.train ended without a step: it must call super().train(). There is no other "
+                "loop (docs/from_skyrl.md)."
+            )
 
     async def _fit(self) -> None:
+        if self._told_to_end:
+            raise asyncio.CancelledError
         self._fitting = asyncio.current_task()
         await self._connected.fit()
 
@@ -201,8 +231,10 @@ class RayPPOTrainer:
 
     @property
     def global_step(self) -> int:
-        """The step under way, from 1."""
-        return self._connected.step + 1
+        """The step under way, from 1; the last finished one during an evaluation, and 0 before there is a run."""
+        if self._loop is None:
+            return 0
+        return self._loop.step + (not self._evaluating)
 
     @property
     def total_training_steps(self) -> int:
@@ -223,6 +255,21 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
                 "RayPPOTrainer from get_trainer."
             )
 
+    async def train(self) -> None:  # type: ignore[override]
+        """Train to the last step; a coroutine, as in SkyRL."""
+        await self._fit()
+
+
+class StepNumbers:
+    """The tracker that a trainer gets: what it logs goes with the numbers of the step under way."""
+
+    def __init__(self) -> None:
+        self.trainer: RayPPOTrainer | None = None
+
+    def log(self, data: Mapping[str, Any], step: int | None = None, commit: bool = False) -> None:
+        if self.trainer is not None:
+            self.trainer.all_metrics |= data
+
 
 class _OwnEvaluation:
     """A subclass's `eval` in the place of the loop's evaluator."""
@@ -240,7 +287,10 @@ class _OwnEvaluation:
         loop = self._trainer._loop
         assert loop is not None
         loop.evaluator, mine = self._usual, self  # what `super().eval()` asks
+        self._trainer._evaluating = True
         try:
             return dict(await self._trainer.eval())
         finally:
+            self._trainer._evaluating = False
+            self._trainer._log_into(loop.metrics)
             loop.evaluator = mine  # type: ignore[assignment]

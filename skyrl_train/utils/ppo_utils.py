@@ -1,8 +1,9 @@
 """SkyRL's algorithms as functions and registries, by its names."""
 
-from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController
 from skyrl_train.skyrl.functions import (
+    AdaptiveKLController,
     AdvantageEstimator,
+    FixedKLController,
     PolicyLossType,
     compute_approx_kl,
     masked_mean,

@@ -28,7 +28,7 @@ LAYERS = (
     "simulation",
     "experiments",
     "skyrl",
-    "entrypoints tensordict generators inference_engines utils training_batch fully_async_trainer",
+    "entrypoints tensordict generators inference_engines utils dataset training_batch fully_async_trainer",
     "api register",
 )
 INSIDE_TENSORDICT = ("history ragged", "containers", "buffer wrappers", "envs", "losses", "collectors")

@@ -1,5 +1,7 @@
 """Runs inside the sandbox of a mini_swe episode, with the system's Python: the repository, and commands in it."""
 
+from __future__ import annotations
+
 import base64
 import json
 import os
@@ -10,7 +12,7 @@ REPOSITORY = os.path.abspath("repository")
 OUTPUT = os.path.abspath(".output")
 
 
-def make(files):
+def make(files: dict[str, str]) -> None:
     """Write the files and commit them."""
     for name, text in files.items():
         path = os.path.join(REPOSITORY, name)
@@ -23,7 +25,7 @@ def make(files):
     print("made")
 
 
-def ran(command, timeout_s, most):
+def ran(command: str, timeout_s: float, most: int) -> None:
     """Run a command; print its status, 124 if it took too long, and the beginning and end of what it printed."""
     with open(OUTPUT, "w+b") as output:
         process = subprocess.Popen(
@@ -53,9 +55,10 @@ def ran(command, timeout_s, most):
     print("\n" + json.dumps({"returncode": status, "output": text}))
 
 
-def collected(most_files, most_bytes):
+def collected(most_files: int, most_bytes: int) -> None:
     """Print all files but git's own; links and what is not a plain file are left out. Nothing if it is too much."""
-    found, size = {}, 0
+    found: dict[str, str] = {}
+    size = 0
     for folder, folders, names in os.walk(REPOSITORY):
         folders[:] = [name for name in folders if name not in (".git", "__pycache__")]
         for name in names:

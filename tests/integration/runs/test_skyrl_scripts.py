@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.trainer.batch_dump import read_batch
+
 from .conftest import ONE_PROCESS, metrics_of
 
 SCRIPTS = Path(__file__).parent / "skyrl_scripts"
@@ -62,7 +64,7 @@ def test_own_loss_reaches_the_ranks_from_the_main_program(script: Script):
 @pytest.mark.slow
 def test_own_estimator_reaches_the_task(script: Script):
     rows, _ = script("own_estimator.py", "trainer.algorithm.advantage_estimator=simple_baseline")
-    assert abs(rows[2]["advantages/mean"]) < 1
+    assert rows[2]["advantages/mean"] == pytest.approx(0.5)
 
 
 @pytest.mark.slow
@@ -83,13 +85,20 @@ def test_own_environment_of_the_gym_package(script: Script, tmp_path: Path):
 
 @pytest.mark.slow
 def test_own_experiment_with_rows_tracker_and_a_changed_generator(script: Script, tmp_path: Path):
-    rows, _ = script("own_experiment.py")
+    rows, _ = script("own_experiment.py", "trainer.dump_data_batch=true")
     logged = [json.loads(line) for line in (tmp_path / "exports" / "mine.jsonl").read_text().splitlines()]
     assert [row["step"] for row in logged] == [0, 1, 2]
     assert logged[2]["reward/mean"] == rows[2]["reward/mean"]
     samples = (tmp_path / "ckpts" / "samples.jsonl").read_text()
     assert "+ 2 = ?" in samples
     assert rows[2]["rollouts/trajectories"] == 16 and rows[2]["rollouts/failed"] == 0
+    dumped = tmp_path / "exports" / "dumped_data" / "global_step_2_training_input.safetensors"
+    batch, uids = read_batch(dumped)
+    assert len(set(uids)) == 4 and all(uid.startswith("row-") for uid in uids)
+    prompt = bytes(token for token in batch.input_ids[: batch.prompt_lengths[0]].tolist() if token < 256)
+    assert b"+ 2 = ? Please." in prompt
+    first = batch.offsets[:-1] + batch.prompt_lengths
+    assert not batch.loss_mask[first].any() and batch.loss_mask[first + 1].all()
 
 
 @pytest.mark.slow

@@ -115,6 +115,12 @@ def test_steps_of_an_episode_are_its_sequences_and_its_last_reward_is_its_own():
     told, uids = output_of(groups)
     assert told["is_last_step"] == given["is_last_step"] and uids == ["a", "a", "a", "b", "b"]
     assert told["response_ids"] == given["response_ids"] and told["prompt_token_ids"] == given["prompt_token_ids"]
+    before = collate(groups)
+    take_over(groups, told)
+    assert torch.equal(collate(groups).rewards, before.rewards)
+    told["rewards"] = [7.0, 2.0, 0.0, 0.5, 0.25]  # one for each step: the last is the episode's
+    take_over(groups, told)
+    assert collate(groups).rewards.tolist() == [2.0, 2.0, 0.0, 0.5, 0.25]
 
 
 def test_what_is_changed_in_an_output_reaches_the_trajectories_and_nothing_else_does():
@@ -125,6 +131,7 @@ def test_what_is_changed_in_an_output_reaches_the_trajectories_and_nothing_else_
     take_over(groups, told)
     for name in ("loss_mask", "rewards", "token_rewards"):
         assert torch.equal(getattr(collate(groups), name), getattr(before, name))
+    assert told["rewards"] == [1.0, 0.0, 0.5, -1.0]  # as they came: numbers, not lists
     told["rewards"] = [3.0, *told["rewards"][1:]]  # type: ignore[assignment]
     told["loss_masks"][2] = [0, 0, 0]
     take_over(groups, told)
@@ -138,11 +145,20 @@ def test_failed_samples_are_shown_masked_and_stay_failed():
     groups = groups_of(output())
     groups[0].trajectories[0].fail("timeout", "too slow")
     told, _ = output_of(groups)
-    assert told["loss_masks"][0] == [0, 0] and told["rewards"][0] == [0.0, 0.0]
-    told["rewards"][0] = [0.0, 5.0]  # type: ignore[call-overload]
+    assert told["loss_masks"][0] == [0, 0] and told["rewards"][0] == 0.0
+    told["rewards"][0] = 5.0  # type: ignore[call-overload]
     take_over(groups, told)
     assert collate(groups).status.tolist() == [False, True, True, True]
     assert collate(groups).rewards[0] == 0
+
+
+def test_a_masked_sample_shows_its_reward_and_keeps_what_is_added():
+    groups = groups_of(output())
+    told, _ = output_of(groups)
+    assert told["rewards"][3] == -1.0 and told["loss_masks"][3] == [0]
+    told["rewards"][3] += 0.5  # type: ignore[operator]
+    take_over(groups, told)
+    assert groups[1].trajectories[1].reward == -0.5
 
 
 def test_responses_may_not_be_changed_with_rewards():

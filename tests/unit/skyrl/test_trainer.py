@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.metrics import Metrics
 from skyrl_train.skyrl.batches import Rectangles, TrainingInputBatch, training_input
-from skyrl_train.skyrl.trainer import FullyAsyncRayPPOTrainer, RayPPOTrainer
+from skyrl_train.skyrl.trainer import FullyAsyncRayPPOTrainer, RayPPOTrainer, StepNumbers
 from tests.support.hard_batches import SHAPES, hard_batch
 
 ESTIMATORS = ["grpo", "rloo", "reinforce++", "maxrl"]
@@ -74,7 +76,7 @@ def test_without_a_change_advantages_are_those_of_the_loop(shape: str, name: str
 def test_what_nobody_overrides_leaves_the_loop_as_it_was():
     step = AdvantageStep(lambda *args: None)  # type: ignore[arg-type, return-value]
     _, loop = made(RayPPOTrainer, step)
-    assert loop.batch_steps[0] is step and loop.group_steps == []
+    assert loop.batch_steps[0] is step
 
 
 def test_rectangles_are_padded_as_skyrl_pads_and_come_back():
@@ -120,6 +122,120 @@ def test_a_changed_reward_is_what_the_estimator_sees():
     assert metrics.flush()["mine"] == 5
 
 
+def test_rewards_of_episodes_of_several_sequences_count_once():
+    """Masked episodes have no token for a reward, and one whose last sequence is masked has it in an earlier one."""
+    batch = TrainBatch(
+        input_ids=torch.arange(10),
+        position_ids=torch.tensor([0, 1] * 5),
+        loss_mask=torch.tensor([0, 0, 0, 0, 0, 1, 0, 0, 0, 1]).bool(),
+        offsets=torch.tensor([0, 2, 4, 6, 8, 10]),
+        prompt_lengths=torch.ones(5, dtype=torch.int64),
+        group_ids=torch.zeros(5, dtype=torch.int64),
+        rewards=torch.tensor([3.0, 3.0, 2.0, 2.0, 1.0]),
+        temperature=torch.ones(5),
+        status=torch.ones(5, dtype=torch.bool),
+        min_versions=torch.zeros(5, dtype=torch.int64),
+        max_versions=torch.zeros(5, dtype=torch.int64),
+        token_rewards=torch.tensor([0.0, 0, 0, 0, 0, 2.0, 0, 0, 0, 1.0]),
+        episode_ids=torch.tensor([0, 0, 1, 1, 2]),
+    )
+    step = build_advantage_step(load(["trainer.algorithm.advantage_estimator=grpo"]).trainer.algorithm)
+    _, loop = made(Same, step)
+    expected, found = step(batch, Metrics()).advantages, loop.batch_steps[0](batch, Metrics()).advantages
+    torch.testing.assert_close(found, expected)
+    assert found[9] < 0 < -found[9]
+
+
+class AroundIt(RayPPOTrainer):
+    calls_super = True
+
+    def train(self) -> None:
+        self.all_metrics["begun"] = 1
+        if self.calls_super:
+            super().train()
+
+
+class AroundItAsync(FullyAsyncRayPPOTrainer):
+    calls_super = True
+
+    async def train(self) -> None:  # type: ignore[override]
+        if self.calls_super:
+            await super().train()
+
+
+@pytest.mark.parametrize("kind", [RayPPOTrainer, AroundIt, FullyAsyncRayPPOTrainer, AroundItAsync])
+def test_training_runs_whatever_a_subclass_does_around_it(kind: type[RayPPOTrainer], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(CFG.trainer.fully_async, "enabled", True)
+    one, loop = made(kind, None)
+    steps = []
+
+    async def fit() -> None:
+        steps.append(one.global_step)
+
+    loop.fit = fit
+    asyncio.run(one.run())
+    assert steps == [5]
+    if hasattr(kind, "calls_super"):
+        monkeypatch.setattr(kind, "calls_super", False)
+        one, loop = made(kind, None)
+        with pytest.raises(ConfigError, match="ended without a step"):
+            asyncio.run(one.run())
+
+
+def test_a_run_that_is_told_to_end_before_training_does_not_begin_it():
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Prepares(RayPPOTrainer):
+        def train(self) -> None:
+            begun.set()
+            go_on.wait(10)
+            super().train()
+
+    one, loop = made(Prepares, None)
+
+    async def fit() -> None:
+        raise AssertionError
+
+    async def run() -> None:
+        loop.fit = fit
+        running = asyncio.ensure_future(one.run())
+        await asyncio.to_thread(begun.wait)
+        running.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(run())
+
+
+def test_numbers_of_a_subclass_are_logged_once_and_what_is_no_number_is_not():
+    one, loop = made(RayPPOTrainer, None)
+    numbers = StepNumbers()
+    numbers.trainer = one
+    numbers.log({"mine": 3, "text": "x", "tensor": torch.tensor(2.0)}, step=5, commit=True)
+    metrics = Metrics()
+    loop.group_steps[0]([], metrics)
+    assert metrics.flush() == {"mine": 3.0, "tensor": 2.0}
+    loop.group_steps[0]([], metrics)
+    assert metrics.flush() == {}
+
+
+@pytest.mark.parametrize(
+    "name", ["train_critic_and_policy", "convert_to_training_input", "generate", "load_checkpoints"]
+)
+def test_overriding_what_nothing_calls_is_refused(name: str):
+    kind = type("Mine", (RayPPOTrainer,), {name: lambda self: None})
+    with pytest.raises(ConfigError, match=rf"Mine\.{name}: nothing of skyrl_train calls it"):
+        kind(CFG, None, None, None, None, None)
+
+
+def test_rows_and_sizes_of_a_batch_are_those_of_skyrl():
+    data = TrainingInputBatch(one=torch.arange(6).reshape(3, 2), two=None)
+    assert len(data) == data.batch_size == 3 and len(data[1:]) == 2
+    assert data[0]["one"].tolist() == [[0, 1]] and data[-1]["one"].tolist() == [[4, 5]]
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -137,8 +253,9 @@ def test_what_has_no_counterpart_says_what_has(name: str, said: str):
 
 def test_a_trainer_that_is_not_connected_or_not_asynchronous_says_so():
     one = RayPPOTrainer(CFG, None, None, None, None, None)
+    assert one.global_step == 0
     with pytest.raises(ConfigError, match="part of a run once"):
-        _ = one.global_step
+        _ = one.total_training_steps
     with pytest.raises(ConfigError, match="called by `run"):
         one.train()
     with pytest.raises(ConfigError, match=r"trainer\.fully_async\.enabled=false"):

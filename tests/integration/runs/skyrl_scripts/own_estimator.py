@@ -12,9 +12,9 @@ from skyrl_train.utils.ppo_utils import register_advantage_estimator
 
 @register_advantage_estimator("simple_baseline")
 def compute_simple_baseline_advantage(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index, **kwargs):
-    """Rewards minus their mean over the batch, on every token of a response."""
+    """Rewards minus their mean over the batch, and a half, on every token of a response."""
     scores = token_level_rewards.sum(dim=-1)
-    advantages = (scores - scores.mean()).unsqueeze(-1) * response_mask
+    advantages = (scores - scores.mean() + 0.5).unsqueeze(-1) * response_mask
     return advantages, advantages
 
 

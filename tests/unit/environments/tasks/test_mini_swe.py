@@ -167,7 +167,8 @@ def test_a_recipe_s_own_keys_become_settings():
     keys = with_plus([f"generator.miniswe_config_path={example}", "+generator.miniswe_traj_dir=/kept"])
     config = with_settings(prepare([*keys, "device=cpu"], own_code=True).config)
     settings = config.environment.skyrl_gym.mini_swe
-    assert settings.traj_dir == "/kept" and settings.command_timeout_s == 60 and "<issue>" in settings.instance_template
+    assert settings.traj_dir == "/kept" and settings.command_timeout_s == 60
+    assert "<issue>" in str(settings.instance_template)
     assert config.environment.env_class == "mini_swe"
     broken = prepare([*with_plus(["generator.miniswe_config_path=/none.yaml"]), "device=cpu"], own_code=True).config
     with pytest.raises(ConfigError, match=r"miniswe_config_path='/none\.yaml'"):

@@ -1,4 +1,4 @@
-"""What a program leaves in its Ray cluster for tasks that it starts: bytes by name, for as long as its job lives."""
+"""What a Ray task knows of the program that started it: bytes that it left by name; and whether there are GPUs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,24 @@ from ray.experimental import internal_kv
 _NAMESPACE = b"skyrl_train"
 
 
+def in_job() -> bool:
+    """Whether this process is connected to Ray, as the program or as one of its tasks."""
+    return bool(ray.is_initialized())
+
+
+def cluster_has_gpus() -> bool:
+    """A task without a GPU of its own sees none, wherever ranks and engines will be."""
+    return in_job() and ray.cluster_resources().get("GPU", 0.0) > 0
+
+
 def leave_for_tasks(name: str, value: bytes) -> None:
-    """Replace what was left under that name. Needs a connection to Ray."""
+    """Replace what was left under that name. It stays in the cluster; other jobs do not find it."""
     internal_kv._internal_kv_put(_key(name), value, overwrite=True, namespace=_NAMESPACE)
 
 
 def left_by_program(name: str) -> bytes | None:
     """What the program whose job this process belongs to has left; None without any, or without Ray."""
-    if not ray.is_initialized():
+    if not in_job():
         return None
     found: bytes | None = internal_kv._internal_kv_get(_key(name), namespace=_NAMESPACE)
     return found

@@ -1,0 +1,19 @@
+"""SkyRL's dataset, by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from skyrl_train.data.chat import render_prompt
+from skyrl_train.data.dataset import PromptDataset as Prompts, load_prompts
+
+__all__ = ["PromptDataset"]
+
+
+def PromptDataset(
+    datasets: str | Sequence[str], tokenizer: Any, max_prompt_length: int, num_workers: int = 8
+) -> Prompts:
+    """The prompts of files, folders or names on the hub; rows without an env_class get the configuration's."""
+    sources = [datasets] if isinstance(datasets, str) else list(datasets)
+    return load_prompts(sources, lambda messages: len(render_prompt(tokenizer, messages)), max_prompt_length, "")
