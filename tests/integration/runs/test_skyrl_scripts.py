@@ -61,7 +61,7 @@ def test_own_loss_reaches_the_ranks_from_the_main_program(script: Script):
     assert rows[2]["policy/clip_ratio"] == 0.25  # what the function says
 
 
-@pytest.mark.slow
+@pytest.mark.on_demand
 def test_own_estimator_reaches_the_task(script: Script):
     rows, _ = script("own_estimator.py", "trainer.algorithm.advantage_estimator=simple_baseline")
     assert rows[2]["advantages/mean"] == pytest.approx(0.5)
