@@ -1,4 +1,4 @@
-"""Modules that SkyRL's recipes call, by their names: two steps each. On demand, all recipes are test_published_recipes."""
+"""Modules that SkyRL's recipes call, by their names, two steps each; test_published_recipes has all, on demand."""
 
 from __future__ import annotations
 
