@@ -15,7 +15,7 @@ from skyrl_train.messages import visible
 _log = logging.getLogger(__name__)
 NAMED_AFTER_S = 4.0
 """Of a phase that has not ended."""
-STEP_AFTER_S = 5.0
+STEP_AFTER_S = 4.0
 """The same of a step or an evaluation."""
 AGAIN_AFTER = 3.0
 """Times as long: 4 s, 12 s, 36 s, ..."""
