@@ -13,13 +13,13 @@ import yaml
 
 from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.schema import Config
+from skyrl_train.environments.tasks.mini_swe import TEMPLATES
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiments.base import Experiment, run_experiment
 from skyrl_train.experiments.stopping import exits_as_told
 
 SECTION = "environment.skyrl_gym.mini_swe"
 OWN = ("generator.miniswe_config_path", "generator.miniswe_traj_dir")
-TEMPLATES = ("system_template", "instance_template", "action_observation_template", "format_error_template")
 
 
 class MiniSWEExp(Experiment):
