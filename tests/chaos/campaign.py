@@ -108,10 +108,11 @@ class Campaign:
             if self._code == 0:
                 break
         assert_each_prompt_once_an_epoch(folder)
-        if self.exact and not any(fault.masks for fault in struck):
+        masked = any(_failed_episodes(row) for row in _rows(folder).values())
+        excused = any(fault.masks for fault in struck) or (masked and any(fault.can_mask for fault in struck))
+        if self.exact and not excused:
             _compare(folder, self.straight)
-        elif any(row.get("rollouts/failed") for row in _rows(folder).values()):
-            self.masked += 1
+        self.masked += masked
         shutil.rmtree(folder)
 
     def _attempt(self, folder: Path, struck: list[Fault], faults: Sequence[Fault] = (), most: int = 0) -> None:
@@ -212,6 +213,11 @@ def _left_of(names: set[str]) -> set[str]:
 def _rows(folder: Path) -> dict[int, dict[str, Any]]:
     file = folder / "ckpts" / "metrics.jsonl"
     return {row["step"]: row for row in read_jsonl(file)} if file.exists() else {}
+
+
+def _failed_episodes(row: dict[str, Any]) -> float:
+    """Of a step's rollouts and its evaluation."""
+    return sum(value for name, value in row.items() if name == "rollouts/failed" or name.endswith("/num_failed"))
 
 
 def _compare(folder: Path, straight: Path) -> None:

@@ -67,6 +67,8 @@ class Fault:
     """Whether the run that it ends saves its last whole step."""
     masks: bool = False
     """Whether it costs episodes, so that the run is not the undisturbed one any more."""
+    can_mask: bool = False
+    """Whether it costs an episode where it strikes within a call of an environment, which few do."""
     needs_start: bool = False
     """Whether it strikes only once a step was taken since the start: nothing starts without a disk."""
     settles_s: float = 0.0
@@ -141,7 +143,7 @@ FAULTS = (
     Fault("engine stopped", _hit(ENGINE, STOP), in_start="DeadlineExceeded: .*start", settles_s=60),
     Fault("rank killed", _hit(RANK, KILL), ends=True, says="WorkerDied"),
     Fault("rank stopped", _hit(RANK, STOP), ends=True, says="DeadlineExceeded", settles_s=60),
-    Fault("environment killed", _hit(ENVIRONMENT, KILL)),
+    Fault("environment killed", _hit(ENVIRONMENT, KILL), can_mask=True),
     Fault("environment stopped", _hit(ENVIRONMENT, STOP), masks=True, settles_s=6),
     Fault("raylet killed", _hit(r"^raylet", KILL), ends=True, says=LOST),
     Fault("raylet stopped", _hit(r"^raylet", STOP), ends=True, says=f"{LOST}|DeadlineExceeded", settles_s=30),
