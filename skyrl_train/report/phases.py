@@ -17,8 +17,8 @@ NAMED_AFTER_S = 4.0
 """Of a phase that has not ended."""
 STEP_AFTER_S = 4.0
 """The same of a step or an evaluation."""
-AGAIN_AFTER = 3.0
-"""Times as long: 4 s, 12 s, 36 s, ..."""
+OFTEN_FOR_S = SELDOM_S = 60.0
+"""So long a wait is named as often as at first, then once in this time: steps of hours leave a log that can be read."""
 _LOOKS = 10
 """At what is waited for, until the first line."""
 WIDTH = 14
@@ -63,7 +63,7 @@ def phase(name: str, waits_for: WaitsFor) -> Iterator[None]:
 
 @contextmanager
 def waiting(name: str, waits_for: WaitsFor, after_s: float) -> Iterator[None]:
-    """While this lasts, what it waits for is said: after `after_s`, three times as long, and so on.
+    """While this lasts, what it waits for is said every `after_s`; every minute, when it has lasted for one.
 
     What comes next ("generate, 3 of 8 groups", then "update") is said as soon as it takes `after_s` itself.
     """
@@ -89,7 +89,7 @@ def _watch(name: str, waits_for: WaitsFor, after_s: float, ended: threading.Even
             doing, since_s = waits.partition(",")[0], lasts_s
         if lasts_s >= due_s or (said not in ("", doing) and lasts_s - since_s >= after_s):
             say(name, f"{lasts_s:6.0f} s so far: {waits}")
-            said, due_s = doing, AGAIN_AFTER * lasts_s
+            said, due_s = doing, lasts_s + (after_s if lasts_s < OFTEN_FOR_S else SELDOM_S)
 
 
 def say(name: str, text: str) -> None:

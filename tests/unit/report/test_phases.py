@@ -19,10 +19,11 @@ def test_one_that_lasts_says_what_it_waits_for_less_and_less_often(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(phases, "NAMED_AFTER_S", 0.1)
+    monkeypatch.setattr(phases, "OFTEN_FOR_S", 0.25)
     with phase("models", "ranks and engines that load"):
-        time.sleep(0.6)
+        time.sleep(0.8)
     *waiting, last = capsys.readouterr().out.splitlines()
-    assert 2 <= len(waiting) <= 3  # after 0.1 and 0.3 s; the next is after 0.9, on a machine that is busy
+    assert 2 <= len(waiting) <= 3  # after 0.1, 0.2 and 0.3 s; fewer on a machine that is busy
     assert all(line.endswith("so far: ranks and engines that load") for line in waiting)
     assert re.fullmatch(r"models +\d\.\d s", last)
 
@@ -59,7 +60,7 @@ def test_a_step_that_lasts_says_how_far_it_is_and_one_that_does_not_says_nothing
     with Said().waiting("step 7", doing):
         time.sleep(2.4)
     lines = [line.split("so far: ")[1] for line in capsys.readouterr().out.splitlines()]
-    # After 0.3 and 0.9 s, and once the update has taken 0.3 s; else the next would be after 2.7.
+    assert len(lines) >= 4, lines  # every 0.3 s
     assert lines[0].startswith("generate, ") and lines[-1] == "update", lines
     with Said().waiting("step 8", "nothing"):
         pass
