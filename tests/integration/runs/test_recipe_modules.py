@@ -15,11 +15,6 @@ from .conftest import metrics_of
 REPOSITORY = Path(__file__).parents[3]
 TWO_STEPS = ["trainer.max_steps=2", "trainer.ckpt_interval=0", "trainer.eval_before_train=false"]
 RECIPES = {
-    "examples.on_policy_distillation.main_on_policy_distill": [
-        "trainer.algorithm.advantage_estimator=no_op",
-        "trainer.algorithm.policy_loss_type=importance_sampling",
-        "trainer.algorithm.use_kl_in_reward=true",
-    ],
     "examples.algorithm.custom_advantage_estimator.main_custom_adv_est": [
         "trainer.algorithm.advantage_estimator=simple_baseline"
     ],

@@ -18,7 +18,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.token_scorer import TokenScorer
-from skyrl_train.strategies.process_group import close_process_group
+from skyrl_train.strategies.process_group import close_process_group, init_process_group
 from tests.support.counted_syncs import counted_sync
 from tests.support.double_precision import double_precision
 from tests.support.learner_specs import tiny_spec
@@ -52,17 +52,17 @@ ranks have one token."""
 STEPPED = ("qwen3_moe", "adapted_moe")
 
 
-def check_gradients(experts: ExpertParallel, kinds: list[str], folder: Path) -> None:
+def check_gradients(experts: ExpertParallel | None, kinds: list[str], folder: Path) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     found: dict[str, Tensor] = {}
     for kind in kinds:
         for case, options in CASES.items():
-            if kind not in options.get("kinds", kinds):
+            if kind not in options.get("kinds", kinds) or ("divided" in options and experts is None):
                 continue
             model = make_model(kind)
             if "checkpointing" in options:
                 model.gradient_checkpointing_enable(options["checkpointing"])
-            tokens = SequenceParallel(experts.group, "sequence") if "divided" in options else None
+            tokens = SequenceParallel(experts.group, "sequence") if experts and "divided" in options else None
             scorer = TokenScorer(model, parallel_group=tokens, expert_parallel=experts)
             batch = make_batch(options.get("batch", "whole"))
             scorer.balance_weight = options.get("balance", 0.0) / int(batch.loss_mask.sum())
@@ -119,6 +119,14 @@ def check_refusals(experts: ExpertParallel) -> dict[str, str]:
         except ConfigError as error:
             said[name] = str(error)
     return said
+
+
+def main_without(rank: int, world: int, port: int, folder: Path) -> None:
+    """A rank of a model whose experts are sharded as all else."""
+    init_process_group(rank, world, "127.0.0.1", port, "gloo", 60.0)
+    with double_precision():
+        check_gradients(None, json.loads((folder / "kinds.json").read_text()), folder)
+    close_process_group()
 
 
 def main(rank: int, world: int, size: int, port: int, folder: Path) -> None:

@@ -24,7 +24,7 @@ from tests.support.padded_reference import padded_scores
 from tests.support.rank_processes import free_port, run_ranks
 from tests.support.routing_reference import explicit_balance_loss
 
-from .expert_parallel_ranks import CASES, STEPPED, main
+from .expert_parallel_ranks import CASES, STEPPED, main, main_without
 from .parallel_group_ranks import loss_of, make_batch, make_model, merged, train
 from .test_parallel_groups import DEADLINE_S, assert_same, one_rank, single
 
@@ -84,12 +84,26 @@ def padded_gradients(kind: str, case: str) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def test_the_summed_gradient_is_the_padded_one_wherever_experts_are(found: Found) -> None:
-    for kind, case in itertools.product(found.kinds, CASES):
-        if kind in CASES[case].get("kinds", found.kinds):
+def assert_padded_gradients(kinds: list[str], gradients: dict[str, Tensor], leaves_out: str = "") -> None:
+    for kind, case in itertools.product(kinds, CASES):
+        if kind in CASES[case].get("kinds", kinds) and case != leaves_out:
             start = f"{kind}/{case}/"
-            got = {key.removeprefix(start): value for key, value in found.gradients.items() if key.startswith(start)}
+            got = {key.removeprefix(start): value for key, value in gradients.items() if key.startswith(start)}
             assert_same(got, padded_gradients(kind, case), 1e-9, start)
+
+
+def test_the_summed_gradient_is_the_padded_one_wherever_experts_are(found: Found) -> None:
+    assert_padded_gradients(found.kinds, found.gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+@pytest.mark.parametrize("world", [1, 2])
+def test_so_it_is_where_experts_are_sharded_as_all_else(world: int, tmp_path: Path) -> None:
+    (tmp_path / "kinds.json").write_text(json.dumps(KINDS))
+    port = free_port()
+    run_ranks(main_without, [(rank, world, port, tmp_path) for rank in range(world)], tmp_path, DEADLINE_S)
+    assert_padded_gradients(KINDS, load_file(tmp_path / "gradients.safetensors"), leaves_out="divided_sequences")
 
 
 def test_a_rank_holds_its_experts_only(found: Found) -> None:
