@@ -4,10 +4,11 @@
 
 One engine and one learner in slots of their own, a core each; the same prompts, seeds and work for every schedule:
 an optimizer step on each batch. A synchronous run lets one side wait for the other, so
-the most that running both at once can bring is (generation + the rest of a step) / the longer of the two: the work is
-such that they take about equally long, and both are in the table. Answers have all the same length, or are log-normal
-(sigma 0.8) with the same mean, drawn from a request's seed. A second engine, beside a synchronous run's, is what the
-other core can do for generation while the learner waits.
+the most that running both at once can bring is (generation + the rest of a step) / the longer of the two. Short
+synchronous runs therefore first look for the sizes at which both take equally long on this machine: as many tokens in
+fewer and longer answers take longer to generate, and as long to train on. Answers have all the same length, or are
+log-normal (sigma 0.8) with the same mean, drawn from a request's seed. A second engine, beside a synchronous run's, is
+what the other core can do for generation while the learner waits.
 
 `skyrl-train simulate` is asked as well: its timings are fitted to the synchronous run, and what it says of all the
 schedules is beside what they took. How much engine and learner slow each other down on one machine, which no
@@ -58,21 +59,55 @@ SIGMAS = {LOG_NORMAL: 0.8, "equal": 0.0}
 LONGEST = 4
 """Times the mean: where longer answers are cut."""
 WORK = {
-    LOG_NORMAL: Work(prompts=10, samples=8, prompt_tokens=25, new_tokens=64),
-    "equal": Work(prompts=3, samples=8, prompt_tokens=25, new_tokens=200),
+    LOG_NORMAL: Work(prompts=20, samples=2, prompt_tokens=25, new_tokens=128),
+    "equal": Work(prompts=12, samples=2, prompt_tokens=25, new_tokens=200),
 }
-FEWER = {"vllm": {"equal": replace(WORK["equal"], prompts=2)}}
-"""Generation takes about as long as the rest of a step, on one core each; with these engines at other sizes."""
-MICROBATCH = 2048
+"""Where the search for equally long sides begins."""
+TRIES, TRIED_STEPS = 4, 3
+NEAR = 0.05
+"""How far generation may be from the rest of a step for the search to end."""
+MICROBATCH = 512
 """Tokens: what fits a core's cache, as the two processes share the way to memory."""
 PHASES = ("generate", "score", "update", "publish")
 
 
+def balanced(folder: Path, model: Path, backend: str, lengths: str, options: argparse.Namespace) -> Work:
+    """Sizes at which generation takes as long as the rest of a synchronous step, or the nearest that were tried."""
+    first, tried = WORK[lengths], dict[int, float]()
+    tokens, rests = first.prompts * first.new_tokens, list[float]()
+    prompts = first.prompts
+    short = argparse.Namespace(steps=TRIED_STEPS, overrides=options.overrides)
+    while prompts not in tried and len(tried) < TRIES:
+        work = replace(first, prompts=prompts, new_tokens=round(tokens / prompts))
+        run = folder / f"{backend}-{lengths}-of-{prompts}"
+        row, _ = measure(run, model, work, backend, lengths, BASE, short)
+        tried[prompts] = row["generate"]
+        rests.append(row["s"] - row["generate"])
+        print(f"{backend}, {lengths}: {work}: generation {row['generate']:.2f} s, rest {rests[-1]:.2f} s", flush=True)
+        rest = statistics.fmean(rests)
+        if abs(row["generate"] / rest - 1) < NEAR:
+            break
+        prompts = max(1, round(_prompts_for(rest, tried)))
+    nearest = min(tried, key=lambda one: abs(math.log(tried[one] / statistics.fmean(rests))))
+    return replace(first, prompts=nearest, new_tokens=round(tokens / nearest))
+
+
+def _prompts_for(seconds: float, tried: dict[int, float]) -> float:
+    """How many prompts take so long: decode steps grow with 1 / prompts, and each costs something, and more by row."""
+    (many, least), (few, most) = max(tried.items()), min(tried.items())
+    if many == few:
+        return many * least / seconds
+    a_step = (most - least) / (1 / few - 1 / many)
+    a_row = least - a_step / many
+    return a_step / max(seconds - a_row, a_step / (2 * many)) if a_step > 0 else few
+
+
 def measure(
-    folder: Path, model: Path, backend: str, lengths: str, schedule: str, options: argparse.Namespace
-) -> dict[str, Any]:
+    folder: Path, model: Path, work: Work, backend: str, lengths: str, schedule: str, options: argparse.Namespace
+) -> tuple[dict[str, Any], list[str]]:
+    """What was found, and the run's configuration."""
     folder.mkdir()
-    work, split = FEWER.get(backend, WORK).get(lengths, WORK[lengths]), SPLITS[schedule]
+    split = SPLITS[schedule]
     last = WARM_UP + options.steps
     total = last + split.staleness
     most = last + max(one.staleness for one in SPLITS.values())  # the same ones, in the same order, for every schedule
@@ -102,10 +137,11 @@ def measure(
     def mean(name: str) -> float:
         return statistics.fmean(row.get(name, 0.0) for row in rows)
 
-    return {
+    found = {
         "backend": backend,
         "lengths": lengths,
         "schedule": schedule,
+        "prompts": work.prompts,
         "tokens": mean("rollouts/tokens"),
         "s": window.wall_s / options.steps,
         "cpu_s": window.total_cpu_s / options.steps,
@@ -114,35 +150,47 @@ def measure(
         "staleness": mean("async/staleness_mean"),
         "trainer_idle": mean("async/trainer_idle"),
         "engines_idle": mean("async/engines_idle"),
-        "simulated_s": simulated_s(
-            folder.with_name(f"{backend}-{LOG_NORMAL}-0"), command, split, SIGMAS[lengths], options.slowed[backend]
-        ),
     }
+    return found, command[command.index(str(HERE / "gated_run.py")) + 1 :]
 
 
-def slowed_down(folder: Path, backend: str) -> dict[str, float]:
+def slowed_down(folder: Path, backend: str, work: Work) -> dict[str, float]:
     """How many times as long generation and update take beside each other, measured by overlap.py."""
     found = folder / f"overlap-{backend}.json"
     keys = ["--backends", backend, "--lengths", LOG_NORMAL, "--rounds", "3", "--json", str(found)]
+    keys += ["--size", str(work.prompts), str(work.new_tokens)]
     subprocess.run([sys.executable, str(HERE / "overlap.py"), *keys], check=True)
     (row,) = json.loads(found.read_text(encoding="utf-8"))
     return {side: max(1.0, row[side]) for side in ("generation", "update")}
 
 
-def simulated_s(
-    synchronous: Path, command: list[str], split: Split, sigma: float, slowed: dict[str, float] | None
-) -> float:
-    """Seconds of a step that the simulator predicts from the finished synchronous run in that folder; NaN: no run."""
-    if not synchronous.exists():
-        return math.nan
+def simulated_s(synchronous: Path, keys: list[str], split: Split, equal: int, slowed: dict[str, float]) -> float:
+    """Seconds of a step that the simulator predicts from the finished synchronous run in that folder, for answers of
+    `equal` tokens or, with 0, as long as there."""
     timings = fit(synchronous / "run")
-    if slowed is not None:
-        timings.engine.beside_learner, timings.learner.beside_engines = slowed["generation"], slowed["update"]
-    if not sigma:
-        timings = replace(timings, response=Lengths(WORK["equal"].new_tokens, sigma))
-    words = command[command.index(str(HERE / "gated_run.py")) + 1 :]
-    cfg = load_config([word for word in words if not word.startswith(("environment.", "trainer.plugins="))])
+    timings.engine.beside_learner, timings.learner.beside_engines = slowed["generation"], slowed["update"]
+    if equal:
+        timings = replace(timings, response=Lengths(equal, 0.0))
+    cfg = load_config([word for word in keys if not word.startswith(("environment.", "trainer.plugins="))])
     return 3600 / simulate(cfg, timings, split, SIMULATED_STEPS).steps_per_hour
+
+
+def compare(folder: Path, backend: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All schedules with this engine."""
+    model, results, slowed = folder / "model", list[dict[str, Any]](), dict[str, float]()
+    fitted = folder / f"{backend}-{LOG_NORMAL}-0"
+    for lengths in options.lengths:
+        work = balanced(folder, model, backend, lengths, options)
+        if lengths == LOG_NORMAL:
+            slowed = slowed_down(folder, backend, work)
+        for schedule in options.schedules:
+            run = folder / f"{backend}-{lengths}-{list(SPLITS).index(schedule)}"
+            row, keys = measure(run, model, work, backend, lengths, schedule, options)
+            equal = 0 if SIGMAS[lengths] else work.new_tokens
+            row["simulated_s"] = simulated_s(fitted, keys, SPLITS[schedule], equal, slowed) if slowed else math.nan
+            results.append(row)
+            print(json.dumps(row), file=sys.stderr, flush=True)
+    return results
 
 
 def show(results: list[dict[str, Any]]) -> None:
@@ -186,14 +234,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="async-") as name:
         folder = Path(name)
         parameters = save_model(folder / "model", SMALL)
-        options.slowed = {}
         for backend in options.backends:
-            options.slowed[backend] = slowed_down(folder, backend) if LOG_NORMAL in options.lengths else None
-            for lengths in options.lengths:
-                for schedule in options.schedules:
-                    run = folder / f"{backend}-{lengths}-{list(SPLITS).index(schedule)}"
-                    results.append(measure(run, folder / "model", backend, lengths, schedule, options))
-                    print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+            results += compare(folder, backend, options)
     print(f"{parameters:,} parameters, {options.steps} steps")
     show(results)
     if options.json:

@@ -1,12 +1,14 @@
 """Generation and updates beside each other, without a schedule: about the most that asynchronous training can bring.
 
-    python scripts/benchmarks/overlap.py [--backends transformers vllm] [--lengths equal] [--rounds 5] [key=value ...]
+    python scripts/benchmarks/overlap.py [--backends transformers vllm] [--lengths equal] [--rounds 5]
+                                         [--size PROMPTS TOKENS] [key=value ...]
 
 One engine and one learner with a core each and the work of async.py: the rollouts of a step, and scoring and updating
-its batch. A round is each of them alone, then both again and again at the same time, with nothing that makes one wait
-for the other. A step of both begins with both and ends with the longer one alone: of that, which takes a seconds alone
-and b beside the other, u / b is done while the other takes its u seconds. So it takes u + a * (1 - u / b), and what can
-be had is (both alone) / that: medians over the rounds, and the least and the most of it.
+its batch, of the size at which async.py begins or the given one, which async.py prints when it has found one at which
+both take equally long. A round is each of them alone, then both again and again at the same time, with nothing that
+makes one wait for the other. A step of both begins with both and ends with the longer one alone: of that, which takes a
+seconds alone and b beside the other, u / b is done while the other takes its u seconds. So it takes
+u + a * (1 - u / b), and what can be had is (both alone) / that: medians over the rounds, the least and the most of it.
 """
 
 from __future__ import annotations
@@ -119,7 +121,9 @@ def measure(
 ) -> dict[str, str | float]:
     """What each side takes beside the other, times what it takes alone."""
     folder.mkdir()
-    work = schedules.FEWER.get(backend, schedules.WORK).get(lengths, schedules.WORK[lengths])
+    work = schedules.WORK[lengths]
+    if options.size:
+        work = replace(work, prompts=options.size[0], new_tokens=options.size[1])
     write_prompts(folder / "prompts.jsonl", prompt_texts(work.prompts, work.prompt_tokens))
     os.environ.pop(LENGTHS, None)
     if sigma := schedules.SIGMAS[lengths]:
@@ -155,6 +159,7 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=["transformers", "vllm"], choices=ENGINES)
     parser.add_argument("--lengths", nargs="+", default=["equal"], choices=schedules.SIGMAS)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--size", type=int, nargs=2, metavar=("PROMPTS", "TOKENS"), help="a step's, an answer's")
     parser.add_argument("--json", type=Path, help="also write how much the sides slow each other down here")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="more configuration of the run")
     options = parser.parse_intermixed_args()
