@@ -30,6 +30,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,11 +155,11 @@ def measure(
     return found, command[command.index(str(HERE / "gated_run.py")) + 1 :]
 
 
-def slowed_down(folder: Path, backend: str, work: Work) -> dict[str, float]:
+def slowed_down(folder: Path, backend: str, work: Work, overrides: Sequence[str]) -> dict[str, float]:
     """How many times as long generation and update take beside each other, measured by overlap.py."""
     found = folder / f"overlap-{backend}.json"
     keys = ["--backends", backend, "--lengths", LOG_NORMAL, "--rounds", "3", "--json", str(found)]
-    keys += ["--size", str(work.prompts), str(work.new_tokens)]
+    keys += ["--size", str(work.prompts), str(work.new_tokens), *overrides]
     subprocess.run([sys.executable, str(HERE / "overlap.py"), *keys], check=True)
     (row,) = json.loads(found.read_text(encoding="utf-8"))
     return {side: max(1.0, row[side]) for side in ("generation", "update")}
@@ -179,10 +180,10 @@ def compare(folder: Path, backend: str, options: argparse.Namespace) -> list[dic
     """All schedules with this engine."""
     model, results, slowed = folder / "model", list[dict[str, Any]](), dict[str, float]()
     fitted = folder / f"{backend}-{LOG_NORMAL}-0"
-    for lengths in options.lengths:
+    for lengths in sorted(options.lengths, key=list(SIGMAS).index):  # others are simulated from log-normal ones
         work = balanced(folder, model, backend, lengths, options)
         if lengths == LOG_NORMAL:
-            slowed = slowed_down(folder, backend, work)
+            slowed = slowed_down(folder, backend, work, options.overrides)
         for schedule in options.schedules:
             run = folder / f"{backend}-{lengths}-{list(SPLITS).index(schedule)}"
             row, keys = measure(run, model, work, backend, lengths, schedule, options)

@@ -92,6 +92,12 @@ def _timings(given: argparse.Namespace) -> Timings:
     except (OmegaConfBaseException, OSError) as error:
         raise ConfigError(f"--timings {given.timings}: {str(error).partition(chr(10))[0]}") from error
     timings: Timings = OmegaConf.to_object(found)  # type: ignore[assignment]
+    for key, pace in (
+        ("engine.beside_learner", timings.engine.beside_learner),
+        ("learner.beside_engines", timings.learner.beside_engines),
+    ):
+        if not pace >= 1:
+            raise ConfigError(f"--timings {given.timings}: {key}={pace}: must be at least 1, times as long as alone.")
     return timings
 
 

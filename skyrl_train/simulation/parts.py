@@ -123,9 +123,9 @@ class SimulatedLearner:
         if self._timings.beside_engines == self._beside_learner == 1.0:
             await asyncio.sleep(seconds)
             return
-        self._engines_at(self._beside_learner)
         try:
             for _ in range(_PARTS):
+                self._engines_at(self._beside_learner)  # those that come back meanwhile, too
                 beside = any(engine.busy for engine in self._engines)
                 await asyncio.sleep(seconds / _PARTS * (self._timings.beside_engines if beside else 1.0))
         finally:

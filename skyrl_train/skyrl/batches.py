@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from skyrl_train.data.batch import TrainBatch
+from skyrl_train.skyrl.interface import TrajectoryID
 
 
 class TrainingInputBatch(dict[str, Any]):
@@ -31,9 +35,7 @@ class TrainingInputBatch(dict[str, Any]):
         if isinstance(name, str):
             return super().__getitem__(name)
         rows = slice(name, name + 1 or None) if isinstance(name, int) else name
-        part = TrainingInputBatch({key: None if value is None else value[rows] for key, value in self.items()})
-        part.metadata = dict(self.metadata)
-        return part
+        return self._with_rows(lambda value: value[rows])
 
     def __setitem__(self, name: str, value: Tensor | None) -> None:
         """Raises ValueError for what is no tensor of as many rows as the others."""
@@ -41,6 +43,47 @@ class TrainingInputBatch(dict[str, Any]):
             given = f"{tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{name}: must be a tensor of {self.batch_size} rows, got {given}.")
         super().__setitem__(name, value)
+
+    def _with_rows(self, take: Callable[[Tensor], Tensor]) -> TrainingInputBatch:
+        part = TrainingInputBatch({name: None if value is None else take(value) for name, value in self.items()})
+        part.metadata = self.metadata
+        return part
+
+    def slice(self, start: int, end: int, step: int = 1) -> TrainingInputBatch:
+        """Rows of a range; `metadata` is the same object, as in all of SkyRL's parts of a batch."""
+        return self[slice(start, end, step)]
+
+    def chunk(self, chunk_size: int) -> list[TrainingInputBatch]:
+        """Parts of `chunk_size` rows, the last of what is left."""
+        return [self[start : start + chunk_size] for start in range(0, self.batch_size, chunk_size)]
+
+    def repeat(self, repeats: int) -> TrainingInputBatch:
+        """All rows, again and again."""
+        return self._with_rows(lambda value: torch.cat([value] * repeats))
+
+    def repeat_interleave(self, repeats: int) -> TrainingInputBatch:
+        """Every row so many times."""
+        return self._with_rows(lambda value: value.repeat_interleave(repeats, dim=0))
+
+    @classmethod
+    def cat(cls, shards: Sequence[TrainingInputBatch]) -> TrainingInputBatch:
+        """The rows of batches that have the same tensors, and the metadata of the first."""
+        whole = cls(
+            {
+                name: None if value is None else torch.cat([one[name] for one in shards])
+                for name, value in shards[0].items()
+            }
+        )
+        whole.metadata = shards[0].metadata
+        return whole
+
+    def save(self, path: str | Path) -> None:
+        """Write it as a pickle, which only one's own programs should read."""
+        Path(path).write_bytes(pickle.dumps(self))
+
+    def load(self, path: str | Path) -> TrainingInputBatch:
+        """Returns what `save` has written."""
+        return cast(TrainingInputBatch, pickle.loads(Path(path).read_bytes()))
 
     def to(self, *args: Any, **kwargs: Any) -> TrainingInputBatch:
         """Move or cast every tensor, in place, as `Tensor.to`."""
@@ -61,6 +104,7 @@ class Rectangles:
     """Values of tokens, [T], as (B, P + R) or, of responses alone, as (B, R), and back."""
 
     def __init__(self, batch: TrainBatch):
+        self._rows = len(batch.prompt_lengths)  # one without a token has no place
         self._prompt = int(batch.prompt_lengths.max())
         responses = batch.lengths - batch.prompt_lengths
         self._response = int(responses.max())
@@ -70,8 +114,7 @@ class Rectangles:
 
     def whole(self, flat: Tensor, fill: float = 0) -> Tensor:
         """(B, P + R)"""
-        rows = int(self._places[0].max()) + 1
-        return flat.new_full((rows, self._prompt + self._response), fill).index_put(self._places, flat)
+        return flat.new_full((self._rows, self._prompt + self._response), fill).index_put(self._places, flat)
 
     def responses(self, flat: Tensor) -> Tensor:
         """(B, R), zeros to the right of a response."""
@@ -79,15 +122,18 @@ class Rectangles:
 
     def flat(self, rectangle: Tensor) -> Tensor:
         """[T], zeros on prompts. Raises ValueError for another shape than (B, R)."""
-        rows = int(self._places[0].max()) + 1
-        if rectangle.shape != (rows, self._response):
-            raise ValueError(f"shape {tuple(rectangle.shape)}: must be ({rows}, {self._response}), as it was given.")
+        if rectangle.shape != (self._rows, self._response):
+            wanted = self._rows, self._response
+            raise ValueError(f"shape {tuple(rectangle.shape)}: must be {wanted}, as it was given.")
         places = self._places[0], (self._places[1] - self._prompt).clamp(min=0)
         return torch.where(self._of_response, rectangle[places], torch.zeros((), dtype=rectangle.dtype))
 
 
-def training_input(batch: TrainBatch, rectangles: Rectangles, uids: list[str], pad_token_id: int) -> TrainingInputBatch:
-    """SkyRL's batch of a scored TrainBatch, before advantages. `uids`: of its sequences."""
+def training_input(
+    batch: TrainBatch, rectangles: Rectangles, samples: Sequence[tuple[str, int]], pad_token_id: int
+) -> TrainingInputBatch:
+    """SkyRL's batch of a scored TrainBatch, before advantages. `samples`: uid and number, of each of its sequences."""
+    assert len(samples) == len(batch)
     of_response = torch.ones_like(batch.input_ids)
 
     def known(flat: Tensor | None) -> Tensor | None:
@@ -108,7 +154,8 @@ def training_input(batch: TrainBatch, rectangles: Rectangles, uids: list[str], p
     )
     lengths = (batch.lengths - batch.prompt_lengths).double()
     data.metadata = {
-        "uids": uids,
+        "uids": [uid for uid, _ in samples],
+        "trajectory_ids": [TrajectoryID(*one).to_string() for one in samples],
         "response_length": data["response_mask"].shape[1],
         "avg_response_length": float(lengths.mean()),
         "pad_size": 0,
@@ -120,6 +167,8 @@ def training_input(batch: TrainBatch, rectangles: Rectangles, uids: list[str], p
 def _rewards(batch: TrainBatch, rectangles: Rectangles) -> Tensor:
     """(B, R) that of an episode without a sampled token, which has no place for it, on its last token."""
     rewards = rectangles.responses(cast(Tensor, batch.token_rewards)).clone()
+    if not rewards.shape[1]:
+        return rewards
     episodes = batch.episodes
     silent = (episodes.sums(batch.loss_mask.long()) == 0)[episodes.of_sequence]
     ends = _last_of_episodes(batch)

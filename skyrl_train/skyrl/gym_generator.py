@@ -90,15 +90,14 @@ class SkyRLGymGenerator(GeneratorInterface):
     def _answer(self, groups: Sequence[TrajectoryGroup], batch: _Batch) -> GeneratorOutput:
         items = [item for group in groups for item in group.trajectories]
         batch.played += items
-        shown = [item if item.response_ids else _with_a_token(item, self._a_token) for item in items]
-        output, _ = output_of([TrajectoryGroup(groups[0].prompt, shown)])
+        output, _ = output_of(groups, self._a_token)
         if output.get("is_last_step") is None and self.max_turns == 1:
-            output["rewards"] = [item.reward for item in shown]
+            output["rewards"] = [item.reward for item in items]
         output["rollout_metrics"] = get_rollout_metrics(
             output["response_ids"],
             output["rewards"],
-            [item.env_metrics for item in shown],
-            [item.prompt.env_class for item in shown],
+            [item.env_metrics for item in items],
+            [item.prompt.env_class for item in items],
         )
         return output
 
@@ -146,8 +145,3 @@ def restore(item: Trajectory, played: Trajectory) -> None:
         item.prompt_ids, item.turns, item.restarts = played.prompt_ids, played.turns, played.restarts
         item.token_rewards = None
         item.fail(str(played.error), played.detail)
-
-
-def _with_a_token(item: Trajectory, token: int) -> Trajectory:
-    """A sample that failed before its first token, as something that an output can hold: one token, masked."""
-    return replace(item, prompt_ids=item.prompt_ids or [token], response_ids=[token], loss_mask=[0], logprobs=[0.0])

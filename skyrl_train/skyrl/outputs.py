@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from skyrl_train.data.trajectory import OK, Prompt, Restart, Trajectory, TrajectoryGroup, Turn
@@ -156,13 +157,13 @@ def _total(reward: Any) -> float:
     return math.fsum(reward) if isinstance(reward, list | tuple) else float(reward)
 
 
-def output_of(groups: Sequence[TrajectoryGroup]) -> tuple[GeneratorOutput, list[str]]:
+def output_of(groups: Sequence[TrajectoryGroup], token: int) -> tuple[GeneratorOutput, list[str]]:
     """These groups as SkyRL's output, and the uid of every entry. Failed samples have reward 0 and masks of 0.
 
-    Rewards are numbers if each sample is one turn with one reward, else lists with one for each token. Samples without
-    a token are left out: see `with_tokens`.
+    Rewards are numbers if each sample is one turn with one reward, else lists with one for each token. Entries are the
+    rows that `collate` makes: a sample that failed before its first token has one `token`, which is masked.
     """
-    items = with_tokens(groups)
+    items = [_with_a_token(item, token) for group in groups for item in group.trajectories]
     simple = all(item.token_rewards is None and len(item.turns) <= 1 and not item.restarts for item in items)
     output: dict[str, Any] = {name: [] for name in (*_PER_ENTRY, "stop_reasons", "rollout_logprobs", "trajectory_ids")}
     uids: list[str] = []
@@ -187,9 +188,10 @@ def output_of(groups: Sequence[TrajectoryGroup]) -> tuple[GeneratorOutput, list[
     return output, uids  # type: ignore[return-value]
 
 
-def with_tokens(groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
-    """The samples that have a response; a dropped group that is repeated appears once for each time."""
-    return [item for group in groups for item in group.trajectories if item.response_ids]
+def _with_a_token(item: Trajectory, token: int) -> Trajectory:
+    if item.response_ids:
+        return item
+    return replace(item, prompt_ids=item.prompt_ids or [token], response_ids=[token], loss_mask=[0], logprobs=[0.0])
 
 
 def token_rewards_of(item: Trajectory) -> list[float]:
@@ -204,7 +206,7 @@ def token_rewards_of(item: Trajectory) -> list[float]:
 def take_over(groups: Sequence[TrajectoryGroup], output: GeneratorOutput) -> None:
     """Give samples the rewards and loss masks of an output that was made of them by `output_of` and then changed."""
     entry = 0
-    for item in with_tokens(groups):
+    for item in (item for group in groups for item in group.trajectories):
         masks: list[int] = []
         rewards: list[float] = []
         sequences = list(item.sequences())
@@ -215,7 +217,7 @@ def take_over(groups: Sequence[TrajectoryGroup], output: GeneratorOutput) -> Non
             masks += [int(bool(one)) for one in output["loss_masks"][entry]]
             rewards += map(float, given)
             entry += 1
-        if item.status == OK:
+        if item.status == OK and item.response_ids:
             if rewards != token_rewards_of(item):
                 item.raw_reward = item.outcome
                 item.reward, item.token_rewards = math.fsum(rewards), rewards

@@ -141,7 +141,7 @@ class RayPPOTrainer:
         self._log_into(metrics)
 
     def _postprocess(self, groups: Sequence[TrajectoryGroup], metrics: Metrics) -> None:
-        output, uids = output_of(groups)
+        output, uids = output_of(groups, self._a_token)
         responses = [list(ids) for ids in output["response_ids"]]
         changed = self.postprocess_generator_output(output, uids)
         name = f"{type(self).__name__}.postprocess_generator_output"
@@ -159,8 +159,7 @@ class RayPPOTrainer:
         step = self._advantages
         assert step is not None
         self._batch, rectangles = batch, Rectangles(batch)
-        pad = self.tokenizer.pad_token_id
-        data = training_input(batch, rectangles, self._uids(batch), 0 if pad is None else pad)
+        data = training_input(batch, rectangles, self._connected.samples_of_rows, self._a_token)
         if step.kl is not None:
             data = self.apply_reward_kl_penalty(data)
         data = self.compute_advantages_and_returns(data)
@@ -175,9 +174,10 @@ class RayPPOTrainer:
         self._log_into(metrics)
         return batch.with_tokens(advantages=advantages, returns=returns if batch.values is not None else None)
 
-    def _uids(self, batch: TrainBatch) -> list[str]:
-        """Of the batch's sequences: groups in the order in which they were collated."""
-        return [self._connected.uids_of_groups[group] for group in batch.group_ids.tolist()]
+    @property
+    def _a_token(self) -> int:
+        """For places of a rectangle that have none."""
+        return self.tokenizer.pad_token_id or 0
 
     def _log_into(self, metrics: Metrics) -> None:
         for name, value in self.all_metrics.items():

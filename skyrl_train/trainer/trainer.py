@@ -54,7 +54,7 @@ class Trainer(TrainingLoop):
         self.residency = residency
         self.evaluator = evaluator
         self.batch_dump = batch_dump
-        self.uids_of_groups: list[str] = []
+        self.samples_of_rows: list[tuple[str, int]] = []
         """Of the batch under way, by its group_ids."""
 
     async def _step(self) -> None:
@@ -110,14 +110,16 @@ class Trainer(TrainingLoop):
         """Train on `groups`: score what the loss needs, add advantages, take the optimizer steps."""
         for change in self.group_steps:
             change(groups, self.metrics)
-        self.uids_of_groups = [group.prompt.uid for group in groups]
+        self.samples_of_rows = [
+            (group.prompt.uid, item.sample) for group in groups for item in group.trajectories for _ in item.sequences()
+        ]
         batch = collate(groups)
         with self.metrics.timed("score"):
             batch = await to_its_end(self.learner.score(batch))
         for add in self.batch_steps:
             batch = add(batch, self.metrics)
         if self.batch_dump is not None:
-            uids = [group.prompt.uid for group in groups for item in group.trajectories for _ in item.sequences()]
+            uids = [uid for uid, _ in self.samples_of_rows]
             await asyncio.to_thread(self.batch_dump.write, self.step + 1, batch, uids)
         self._samples = sample_rows(groups)
         await self._update(batch)

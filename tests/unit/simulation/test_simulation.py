@@ -17,7 +17,7 @@ import pytest
 from skyrl_train.config.hydra import CONFIG_FILE, save_resolved
 from skyrl_train.config.schema import Config
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
-from skyrl_train.entrypoints.simulate import splits
+from skyrl_train.entrypoints.simulate import _timings, splits
 from skyrl_train.errors import ConfigError, DataError, EngineError, RolloutsFailed
 from skyrl_train.simulation import virtual_time
 from skyrl_train.simulation.engine import SimulatedEngine
@@ -314,3 +314,10 @@ def test_the_command_prints_a_table_and_draws_it(tmp_path: Path):
     refused = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert refused.returncode == 2
     assert "decode" in refused.stderr and "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize("side", ["engine: {beside_learner: 0}", "learner: {beside_engines: .nan}"])
+def test_nothing_is_faster_beside_the_other_side(side: str, tmp_path: Path):
+    (tmp_path / "timings.yaml").write_text(f"{side}\n")
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        _timings(argparse.Namespace(run=None, timings=tmp_path / "timings.yaml"))

@@ -13,6 +13,7 @@ from skyrl_train.data.batch import collate
 from skyrl_train.data.trajectory import Prompt, TrajectoryGroup
 from skyrl_train.errors import ConfigError, RolloutsFailed
 from skyrl_train.metrics import Metrics
+from skyrl_train.skyrl.batches import Rectangles, training_input
 from skyrl_train.skyrl.interface import TrajectoryID
 from skyrl_train.skyrl.outputs import check_output, output_of, take_over, trajectories_of
 from skyrl_train.skyrl.trainer import RayPPOTrainer
@@ -112,7 +113,7 @@ def test_steps_of_an_episode_are_its_sequences_and_its_last_reward_is_its_own():
     assert batch.input_ids.tolist() == [1, 5, 1, 5, 2, 6, 7, 1, 8, 3, 9, 3, 10]
     assert batch.episode_ids is not None and batch.episode_ids.tolist() == [0, 0, 1, 2, 3]
     assert batch.rewards.tolist() == [1.0, 1.0, 0.0, 0.5, 0.25]
-    told, uids = output_of(groups)
+    told, uids = output_of(groups, 0)
     assert told["is_last_step"] == given["is_last_step"] and uids == ["a", "a", "a", "b", "b"]
     assert told["response_ids"] == given["response_ids"] and told["prompt_token_ids"] == given["prompt_token_ids"]
     before = collate(groups)
@@ -126,7 +127,7 @@ def test_steps_of_an_episode_are_its_sequences_and_its_last_reward_is_its_own():
 def test_what_is_changed_in_an_output_reaches_the_trajectories_and_nothing_else_does():
     groups = groups_of(output())
     before = collate(groups)
-    told, uids = output_of(groups)
+    told, uids = output_of(groups, 0)
     assert uids == ["a", "a", "b", "b"]
     take_over(groups, told)
     for name in ("loss_mask", "rewards", "token_rewards"):
@@ -141,10 +142,28 @@ def test_what_is_changed_in_an_output_reaches_the_trajectories_and_nothing_else_
     assert groups[0].trajectories[0].outcome == 1.0  # what the environment gave
 
 
+def test_a_sample_that_failed_before_its_first_token_keeps_its_row_in_outputs_and_batches():
+    groups = groups_of(output())
+    silent = groups[1].trajectories[1]  # the batch's last
+    silent.prompt_ids, silent.response_ids, silent.loss_mask, silent.logprobs, silent.turns = [], [], [], [], []
+    silent.fail("start", "no such file")
+    told, uids = output_of(groups, 99)
+    assert uids == ["a", "a", "b", "b"] and told["response_ids"][3] == [99] and told["loss_masks"][3] == [0]
+    told["rewards"] = [7.0, 0.0, 0.5, 8.0]
+    take_over(groups, told)
+    batch = collate(groups)
+    assert batch.rewards.tolist() == [7.0, 0.0, 0.5, 0.0] and silent.response_ids == []
+    rectangles = Rectangles(batch)
+    data = training_input(batch, rectangles, [("a", 0), ("a", 1), ("b", 0), ("b", 1)], 99)
+    assert len(data) == 4 and data["rewards"].sum(1).tolist() == [7.0, 0.0, 0.5, 0.0]
+    assert not data["attention_mask"][3].any() and data.metadata["trajectory_ids"][3] == "b_1"
+    assert torch.equal(rectangles.flat(data["rewards"]), batch.token_rewards)
+
+
 def test_failed_samples_are_shown_masked_and_stay_failed():
     groups = groups_of(output())
     groups[0].trajectories[0].fail("timeout", "too slow")
-    told, _ = output_of(groups)
+    told, _ = output_of(groups, 0)
     assert told["loss_masks"][0] == [0, 0] and told["rewards"][0] == 0.0
     told["rewards"][0] = 5.0  # type: ignore[call-overload]
     take_over(groups, told)
@@ -154,7 +173,7 @@ def test_failed_samples_are_shown_masked_and_stay_failed():
 
 def test_a_masked_sample_shows_its_reward_and_keeps_what_is_added():
     groups = groups_of(output())
-    told, _ = output_of(groups)
+    told, _ = output_of(groups, 0)
     assert told["rewards"][3] == -1.0 and told["loss_masks"][3] == [0]
     told["rewards"][3] += 0.5  # type: ignore[operator]
     take_over(groups, told)
@@ -168,6 +187,6 @@ def test_responses_may_not_be_changed_with_rewards():
 
     cfg = SimpleNamespace(trainer=SimpleNamespace(placement=SimpleNamespace(colocate_all=False)))
     loop = SimpleNamespace(group_steps=[], batch_steps=[], evaluator=None)
-    Shorter(cfg, None, None, None, None, None).connect(loop)  # type: ignore[arg-type]
+    Shorter(cfg, None, SimpleNamespace(pad_token_id=0), None, None, None).connect(loop)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="changed response_ids"):
         loop.group_steps[0](groups_of(output()), Metrics())

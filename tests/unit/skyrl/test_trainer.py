@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,11 +47,15 @@ def made(kind: type[RayPPOTrainer], step: Any) -> tuple[RayPPOTrainer, Any]:
         group_steps=[],
         batch_steps=[step, "correction"],
         evaluator=None,
-        uids_of_groups=[f"row-{number}" for number in range(100)],
+        samples_of_rows=[],
         schedule=SimpleNamespace(total_steps=9),
     )
     one.connect(loop)  # type: ignore[arg-type]
     return one, loop
+
+
+def samples_of(batch: TrainBatch) -> list[tuple[str, int]]:
+    return [(f"row-{group}", row) for row, group in enumerate(batch.group_ids.tolist())]
 
 
 def batch_of(shape: str) -> TrainBatch:
@@ -67,6 +72,7 @@ def test_without_a_change_advantages_are_those_of_the_loop(shape: str, name: str
     expected = step(batch, Metrics())
     _, loop = made(Same, step)
     metrics = Metrics()
+    loop.samples_of_rows = samples_of(batch)
     found = loop.batch_steps[0](batch, metrics)
     assert loop.batch_steps[1] == "correction"
     torch.testing.assert_close(found.advantages, expected.advantages, atol=1e-9, rtol=1e-9)
@@ -82,7 +88,8 @@ def test_what_nobody_overrides_leaves_the_loop_as_it_was():
 def test_rectangles_are_padded_as_skyrl_pads_and_come_back():
     batch = batch_of("failed rows")
     rectangles = Rectangles(batch)
-    data = training_input(batch, rectangles, [f"{row}" for row in range(len(batch))], 99)
+    data = training_input(batch, rectangles, samples_of(batch), 99)
+    assert data.metadata["trajectory_ids"][0] == "row-0_0"
     prompts = int(batch.prompt_lengths.max())
     for row in range(len(batch)):
         start, stop = batch.offsets[row], batch.offsets[row + 1]
@@ -115,6 +122,7 @@ def test_a_changed_reward_is_what_the_estimator_sees():
     batch = batch_of("failed rows")
     _, loop = made(Constant, AdvantageStep(sums, kl=KLInReward(k1, FixedKLController(0.1))))
     metrics = Metrics()
+    loop.samples_of_rows = samples_of(batch)
     done = loop.batch_steps[0](batch, metrics)
     counts = batch.per_sequence_sum(batch.loss_mask.float())
     expected = (torch.arange(len(batch)) * counts)[batch.sequence_ids] * batch.loss_mask
@@ -141,6 +149,7 @@ def test_rewards_of_episodes_of_several_sequences_count_once():
     )
     step = build_advantage_step(load(["trainer.algorithm.advantage_estimator=grpo"]).trainer.algorithm)
     _, loop = made(Same, step)
+    loop.samples_of_rows = samples_of(batch)
     expected, found = step(batch, Metrics()).advantages, loop.batch_steps[0](batch, Metrics()).advantages
     torch.testing.assert_close(found, expected)
     assert found[9] < 0 < -found[9]
@@ -230,10 +239,19 @@ def test_overriding_what_nothing_calls_is_refused(name: str):
         kind(CFG, None, None, None, None, None)
 
 
-def test_rows_and_sizes_of_a_batch_are_those_of_skyrl():
+def test_rows_and_sizes_of_a_batch_are_those_of_skyrl(tmp_path: Path):
     data = TrainingInputBatch(one=torch.arange(6).reshape(3, 2), two=None)
     assert len(data) == data.batch_size == 3 and len(data[1:]) == 2
     assert data[0]["one"].tolist() == [[0, 1]] and data[-1]["one"].tolist() == [[4, 5]]
+    data.metadata["uids"] = ["a", "b", "c"]
+    first, second = data.chunk(2)
+    assert (len(first), len(second)) == (2, 1) and second["two"] is None
+    assert first.metadata is data.metadata and data.slice(0, 3, 2)["one"].tolist() == [[0, 1], [4, 5]]
+    assert data.repeat(2)["one"].tolist() == [[0, 1], [2, 3], [4, 5], [0, 1], [2, 3], [4, 5]]
+    assert first.repeat_interleave(2)["one"].tolist() == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    data.save(tmp_path / "batch.pkl")
+    for again in (TrainingInputBatch.cat(data.chunk(2)), TrainingInputBatch().load(tmp_path / "batch.pkl")):
+        assert torch.equal(again["one"], data["one"]) and again.metadata == data.metadata
 
 
 @pytest.mark.parametrize(
