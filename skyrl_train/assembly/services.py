@@ -110,7 +110,8 @@ async def learner_services(
         logs = stack.enter_context(run_logs(directory.path))
         if trainer.trace:
             stack.enter_context(trace.to_file(directory.path / trace.TRACE_FILE))
-        trackers = stack.enter_context(build_tracker(directory.path))
+        with phase("trackers", "files and services that keep the run's numbers"):
+            trackers = stack.enter_context(build_tracker(directory.path))
         stack.enter_context(cluster)
         stack.enter_context(cluster.logging_to(logs))
         with phase("slots", "cores or accelerators that Ray reserves"):

@@ -162,6 +162,8 @@ class Learner:
         """How many steps made the weights that all ranks hold."""
         self._changing = asyncio.Lock()
         self._between_versions = False
+        self.progress: tuple[int, int] | None = None
+        """Of the policy's optimizer steps under way: how many are taken, of how many."""
         self.critic = critic
         self.sizes = sizes
         self.reduction = reduction or partial(token_mean, max_seq_len=1)
@@ -247,7 +249,10 @@ class Learner:
         """
         async with self._changing:
             self._between_versions = True
-            metrics = await self._take_optimizer_steps(batch)
+            try:
+                metrics = await self._take_optimizer_steps(batch)
+            finally:
+                self.progress = None
             self._between_versions = False
             self.version += 1
         return metrics.flush()
@@ -275,6 +280,7 @@ class Learner:
         if not mini_batches:
             _log.warning("No token of this step's batch counts: nothing was learnt from it.")
         for index, rows in enumerate(mini_batches):
+            self.progress = index, len(mini_batches)
             mini_batch = weigh(batch.select(rows), self.reduction)
             if self.choose is not None:
                 mini_batch = await self._with_selected_tokens(mini_batch, self.choose, first=index == 0)

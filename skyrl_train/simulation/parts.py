@@ -96,6 +96,7 @@ class SimulatedLearner:
         self._prompt = timings.prompt_tokens - prompt_units(timings, unit) * unit
         """Tokens by which a prompt is longer than what stands for it."""
         self.version = 0
+        self.progress = None
         self.updating = False
         self.trained_tokens = 0
         """Sampled ones that it has been given for updates."""

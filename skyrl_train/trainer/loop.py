@@ -129,6 +129,8 @@ class TrainingLoop(ABC):
 
     def _doing(self) -> str:
         """What the step is at: asked by another thread."""
+        if self.metrics.under_way == "update" and (progress := self.learner.progress) is not None:
+            return "update, {} of {} optimizer steps".format(*progress)
         return self.metrics.under_way or "checkpoints and records"
 
     def _derived(self, values: Mapping[str, float]) -> dict[str, float]:

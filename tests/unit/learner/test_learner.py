@@ -213,6 +213,26 @@ def test_mini_batches_are_whole_prompts_and_the_last_one_is_smaller():
     assert learner._mini_batch_rows(batch) == [[0, 1, 2, 3, 4, 5], [6, 7]] * 2
 
 
+def test_an_update_says_how_many_of_its_steps_are_taken(tiny_model_path: str):
+    learner = local_learner(tiny_model_path, BatchSizes(mini_batch_groups=2))
+    seen: list[tuple[int, int] | None] = []
+    scatter = learner.policy.scatter
+
+    async def watched(method: str, *parts: Any) -> Any:
+        seen.append(learner.progress)
+        return await scatter(method, *parts)
+
+    async def run() -> None:
+        await learner.setup()
+        learner.policy.scatter = watched  # type: ignore[method-assign]
+        await learner.update(policy_batch())
+        learner.policy.scatter = scatter  # type: ignore[method-assign]
+        await learner.close()
+
+    asyncio.run(run())
+    assert seen == [(0, 2), (1, 2)] and learner.progress is None
+
+
 @pytest.mark.fault("F12")
 def test_a_batch_with_nothing_to_learn_changes_no_weight_and_says_so(
     tiny_model_path: str, caplog: pytest.LogCaptureFixture
