@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,21 @@ def test_a_right_agent_scores_1_a_wrong_one_0_and_a_cheating_one_0(task: Task):
     with Episode(row(task)) as cheating:
         assert not cheating.does(cheat.replace("{test}", task.test_file).replace("{module}", task.module)).done
         assert cheating.does(DONE).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "reward"),
+    [
+        ("roman", '(400, "CD"), ', "", 0.0),
+        ("words", "found = {}", "from collections import Counter\n    found = Counter()", 1.0),
+    ],
+    ids=["roman", "words"],
+)
+def test_a_table_with_a_gap_is_wrong_and_another_kind_of_mapping_is_right(name: str, old: str, new: str, reward: float):
+    task = next(task for task in TASKS if task.name == name)
+    with Episode(row(task)) as episode:
+        episode.does(mend(replace(task, mended=task.mended.replace(old, new))))
+        assert episode.does(DONE).reward == reward
 
 
 @pytest.mark.parametrize("name", CHEATS)
