@@ -67,8 +67,9 @@ class MiniSWEEnv(TextEnv):
     Scripts and outputs are never where the agent works, and outputs are compared outside of the sandbox: an agent that
     edits tests, exits early or patches what compares has only given a wrong answer.
 
-    Commands run in `bash` in the repository, which has one commit, each for at most `command_timeout_s`; what they
-    started ends with them, files stay. A turn with another number of ```bash blocks than one is told so, and counts.
+    Commands run in `bash` in the repository, which has one commit, each for at most `command_timeout_s`; in bubblewrap
+    all that they started ends with them, in unsafe_local what did not leave their process group. Files stay. A turn
+    with another number of ```bash blocks than one is told so, and counts.
     Templates are Jinja, with `task`, `output.returncode`, `output.output` and `actions`.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import signal
@@ -19,14 +20,23 @@ def make(files: dict[str, str]) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
-    git = ["git", "-c", "init.defaultBranch=main", "-c", "user.name=agent", "-c", "user.email=agent@localhost"]
-    for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "The repository as it was found"]):
-        subprocess.run([*git, *command], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+    for command in (
+        ["-c", "init.defaultBranch=main", "init", "-q"],
+        ["config", "user.name", "agent"],  # the agent may commit and stash too
+        ["config", "user.email", "agent@localhost"],
+        ["add", "-A"],
+        ["commit", "-q", "-m", "The repository as it was found"],
+    ):
+        subprocess.run(["git", *command], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
     print("made")
 
 
 def ran(command: str, timeout_s: float, most: int) -> None:
-    """Run a command; print its status, 124 if it took too long, and the beginning and end of what it printed."""
+    """Run a command; print its status, 124 if it took too long, and the beginning and end of what it printed.
+
+    What it left running in its process group is killed, which matters where no sandbox does it.
+    """
+    timed_out = False
     with open(OUTPUT, "w+b") as output:
         process = subprocess.Popen(
             ["bash", "-c", command],
@@ -39,9 +49,10 @@ def ran(command: str, timeout_s: float, most: int) -> None:
         try:
             status = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
+            timed_out, status = True, 124
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            status = 124
+        process.wait()
         size = output.seek(0, 2)
         output.seek(0)
         text = output.read(most).decode("utf-8", "replace")
@@ -50,7 +61,7 @@ def ran(command: str, timeout_s: float, most: int) -> None:
             output.seek(max(size - most // 2, 0))
             text += f"\n[... {size - most} of {size} bytes are left out ...]\n"
             text += output.read().decode("utf-8", "replace")
-    if status == 124:
+    if timed_out:
         text += f"\n[timed out after {timeout_s:g} s]"
     print("\n" + json.dumps({"returncode": status, "output": text}))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +62,13 @@ class Episode:
 def ring() -> Iterator[Episode]:
     with Episode(row(TASKS[0])) as episode:
         yield episode
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def mend(task: Task) -> str:
@@ -127,6 +135,25 @@ def test_files_stay_and_shells_do_not_and_what_takes_too_long_is_ended():
         assert "bytes are left out" in seen and "\n1000\n" in seen and len(seen) < 400
         seen = episode.does("exit 3").observations[0]["content"]
         assert seen.startswith("<returncode>3</returncode>")
+        seen = episode.does("exit 124").observations[0]["content"]
+        assert seen == "<returncode>124</returncode>\n<output>\n</output>"
+        seen = episode.does(
+            "git add -A; git stash -q && git stash pop -q; git commit -qm mine; git log --oneline | wc -l"
+        )
+        assert seen.observations[0]["content"] == "<returncode>0</returncode>\n<output>\n2\n</output>"
+
+
+def test_what_a_command_left_running_ends_with_it_without_a_sandbox_too():
+    local = {"kind": "unsafe_local", "i_know_this_runs_model_code_on_this_machine": True}
+    with Episode(row(TASKS[0]), sandbox=local) as episode:
+        seen = episode.does("pwd; sleep 60 & echo $!").observations[0]["content"]
+        folder, pid = seen.splitlines()[2:4]
+        assert Path(folder, "ring.py").exists()
+        deadline = time.monotonic() + 5
+        while is_running(int(pid)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert not Path(folder).parent.exists()
 
 
 def test_a_turn_needs_one_command_and_turns_are_bounded():
