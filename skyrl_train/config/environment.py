@@ -192,9 +192,12 @@ class MiniSWEConfig(Section):
     """Settings of the mini_swe environment. Templates are Jinja; null is the environment's own."""
 
     command_timeout_s: float = key(30.0, range=POSITIVE)
-    """Seconds of a command."""
+    """Seconds of a command. With grading_timeout_s and 10 s around both, it must fit into
+    trainer.timeouts.environment_step_s."""
     test_timeout_s: float = key(10.0, range=POSITIVE)
     """Seconds of each test of a submitted repository."""
+    grading_timeout_s: float = key(20.0, range=POSITIVE)
+    """Seconds of all tests of a submitted repository; those that have not run by then have failed."""
     max_output: int = key(10_000, range=AT_LEAST_ONE)
     """Bytes of a command's output that are shown: the first and the last half of them."""
     system_template: str | None = None

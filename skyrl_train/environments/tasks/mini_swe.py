@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,9 @@ class MiniSWEEnv(TextEnv):
     Scripts and outputs are never where the agent works, and outputs are compared outside of the sandbox: an agent that
     edits tests, exits early or patches what compares has only given a wrong answer.
 
+    Tests run in order until one fails, each for at most `test_timeout_s` and all for at most `grading_timeout_s`: a
+    program that hangs has failed. The metric `tests_passed` is the share before the first failure.
+
     Commands run in `bash` in the repository, which has one commit, each for at most `command_timeout_s`; in bubblewrap
     all that they started ends with them, in unsafe_local what did not leave their process group. Files stay. A turn
     with another number of ```bash blocks than one is told so, and counts.
@@ -82,6 +86,7 @@ class MiniSWEEnv(TextEnv):
         self.max_turns = int(self.extras.get("max_turns") or 0)
         self.command_s = float(settings.get("command_timeout_s", 30.0))
         self.test_s = float(settings.get("test_timeout_s", 10.0))
+        self.grading_s = float(settings.get("grading_timeout_s", 20.0))
         self.most = int(settings.get("max_output", 10_000))
         self.sandbox = Sandbox.of(settings.get("sandbox"), _limits(self.command_s + _SLACK_S))
         self._templates = _templates(settings)
@@ -147,20 +152,25 @@ class MiniSWEEnv(TextEnv):
         return _last_line(outcome.stdout) if self._session.alive else None
 
     def _passed(self) -> int:
-        """How many tests the submitted repository passes."""
+        """How many tests the submitted repository passes before the first that it fails, or that is out of time."""
         assert self._session is not None
-        told = _last_line(self._session.execute(f"collected({_MOST_FILES}, {_MOST_BYTES})").stdout)
+        deadline = time.monotonic() + self.grading_s
+        told = _last_line(self._session.execute(f"collected({_MOST_FILES}, {_MOST_BYTES})", self.grading_s).stdout)
         if told is None or not self._session.alive:
             return 0
         files = {name: base64.b64decode(content) for name, content in told["files"].items()}
         files = {name: content for name, content in files.items() if name not in self.protected}
         files |= {name: text.encode() for name, text in self.files.items() if name in self.protected}
-        return sum(self._passes(files, script, output) for script, output in self.tests)
+        for passed, (script, output) in enumerate(self.tests):
+            left = deadline - time.monotonic()
+            if left <= 0 or not self._passes(files, script, output, min(self.test_s, left)):
+                return passed
+        return len(self.tests)
 
-    def _passes(self, files: Mapping[str, bytes], script: str, output: str) -> bool:
+    def _passes(self, files: Mapping[str, bytes], script: str, output: str, timeout_s: float) -> bool:
         inside = {f"repository/{name}": content for name, content in files.items()}
         inside["check.py"] = f"import sys\nsys.path.insert(0, 'repository')\n{script}".encode()
-        outcome = self.sandbox.run(inside, [PYTHON, "-I", "check.py"], limits=_limits(self.test_s))
+        outcome = self.sandbox.run(inside, [PYTHON, "-I", "check.py"], limits=_limits(timeout_s))
         return outcome.returncode == 0 and same_output(outcome.stdout, output)
 
     def _render(self, name: str, **values: Any) -> str:

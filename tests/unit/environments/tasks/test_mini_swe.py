@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import time
@@ -175,6 +176,30 @@ def test_a_repository_too_large_to_be_judged_scores_0_and_one_that_ends_its_sand
         assert done.done and done.reward == 0.0 and done.metadata["session_lost"]
 
 
+@pytest.mark.parametrize(("test_s", "grading_s"), [(0.5, 20.0), (10.0, 1.0)])
+def test_grading_ends_at_the_first_failed_test_and_in_time(test_s: float, grading_s: float):
+    passes, hangs = {"script": "print(1)", "output": "1"}, {"script": "import time\ntime.sleep(60)", "output": ""}
+    given = row(TASKS[1]) | {"tests": json.dumps([passes, hangs, passes])}
+    with Episode(given, test_timeout_s=test_s, grading_timeout_s=grading_s) as episode:
+        begun = time.monotonic()
+        done = episode.does(DONE)
+        assert (done.done, done.reward) == (True, 0.0)
+        assert done.metadata["submitted"] and done.metadata["tests_passed"] == 1 / 3
+        assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("command_timeout_s=31", "environment_step_s=60.0: must be at least 61 with "),
+        ("test_timeout_s=21", "test_timeout_s=21.0: must be at most "),
+    ],
+)
+def test_limits_that_do_not_fit_into_a_step_are_refused(override: str, message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        prepare(["environment.env_class=mini_swe", f"environment.skyrl_gym.mini_swe.{override}", "device=cpu"])
+
+
 def test_commands_are_kept_where_the_settings_say(tmp_path: Path):
     with Episode(row(TASKS[1]), traj_dir=str(tmp_path / "kept")) as episode:
         episode.does("ls")
@@ -205,14 +230,21 @@ def test_the_machine_and_the_templates_are_checked_early():
         MiniSWEEnv.check(SETTINGS | {"system_template": "{{ task"})
 
 
-def test_a_recipe_s_own_keys_become_settings():
+def test_a_recipe_s_own_keys_become_settings(tmp_path: Path):
     example = Path(__file__).parents[4] / "examples" / "mini_swe_agent" / "swebench.yaml"
     keys = with_plus([f"generator.miniswe_config_path={example}", "+generator.miniswe_traj_dir=/kept"])
-    config = with_settings(prepare([*keys, "device=cpu"], own_code=True).config)
+    prepared = prepare([*keys, "environment.skyrl_gym.mini_swe.test_timeout_s=9", "device=cpu"], own_code=True)
+    assert not [text for text in prepared.warnings if "mini_swe" in text]
+    config = with_settings(prepared.config)
     settings = config.environment.skyrl_gym.mini_swe
-    assert settings.traj_dir == "/kept" and settings.command_timeout_s == 60
+    assert settings.traj_dir == "/kept" and settings.command_timeout_s == 30
     assert "<issue>" in str(settings.instance_template)
     assert config.environment.env_class == "mini_swe"
     broken = prepare([*with_plus(["generator.miniswe_config_path=/none.yaml"]), "device=cpu"], own_code=True).config
     with pytest.raises(ConfigError, match=r"miniswe_config_path='/none\.yaml'"):
         with_settings(broken)
+    slow = tmp_path / "slow.yaml"
+    slow.write_text("environment: {timeout: 60}")
+    late = prepare([*with_plus([f"generator.miniswe_config_path={slow}"]), "device=cpu"], own_code=True).config
+    with pytest.raises(ConfigError, match=r"environment_step_s=60\.0: must be at least 90"):
+        with_settings(late)
