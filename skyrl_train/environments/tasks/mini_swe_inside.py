@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 
 REPOSITORY = os.path.abspath("repository")
 OUTPUT = os.path.abspath(".output")
@@ -16,10 +17,7 @@ OUTPUT = os.path.abspath(".output")
 def make(files: dict[str, str]) -> None:
     """Write the files and commit them."""
     for name, text in files.items():
-        path = os.path.join(REPOSITORY, name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
+        _write(name, text.encode())
     for command in (
         ["-c", "init.defaultBranch=main", "init", "-q"],
         ["config", "user.name", "agent"],  # the agent may commit and stash too
@@ -29,6 +27,25 @@ def make(files: dict[str, str]) -> None:
     ):
         subprocess.run(["git", *command], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
     print("made")
+
+
+def unpack() -> None:
+    """Write the files of repository.json, {path: base64}, and become check.py.
+
+    Whatever cannot be written fails the test, and not the making of the sandbox.
+    """
+    with open("repository.json", encoding="utf-8") as source:
+        files = json.load(source)
+    for name, content in files.items():
+        _write(name, base64.b64decode(content))
+    os.execv(sys.executable, [sys.executable, "-I", "check.py"])
+
+
+def _write(name: str, content: bytes) -> None:
+    path = os.path.join(REPOSITORY, name)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(content)
 
 
 def ran(command: str, timeout_s: float, most: int) -> None:

@@ -25,6 +25,8 @@ from skyrl_train.errors import ConfigError
 
 DONE = f"echo {SUBMIT}"
 SETTINGS = plain(load().environment.skyrl_gym.mini_swe)
+LONG = "/".join(["d" * 100] * 40)
+"""With a name of 35 characters below it a path can still be opened, but not with a prefix more."""
 CHEATS = {
     "edits the tests": "echo > {test}; echo 'import unittest' > {test}",
     "exits early": "printf 'import os\\nprint(\"OK\")\\nos._exit(0)\\n' > {module}",
@@ -176,6 +178,35 @@ def test_a_repository_too_large_to_be_judged_scores_0_and_one_that_ends_its_sand
         assert done.done and done.reward == 0.0 and done.metadata["session_lost"]
 
 
+@pytest.mark.parametrize(
+    ("spoilt", "reward"),
+    [
+        ("rm test_ring.py; mkdir test_ring.py; touch test_ring.py/x", 1.0),
+        ("rm -r deep; touch deep", 1.0),
+        ("mkdir test_ring; echo 'VALUE = 0' > test_ring/__init__.py; echo 'VALUE = 0' > deep.py", 1.0),
+        ("echo 'import os; os._exit(0)' | tee unittest.py > json.py", 1.0),
+        (f"mkdir -p {LONG} && touch {LONG}/{'x' * 35}", 1.0),
+    ],
+    ids=["folder", "file", "package", "library", "long"],
+)
+def test_what_is_in_the_way_of_protected_files_does_not_count_and_is_no_failure(spoilt: str, reward: float):
+    given = row(TASKS[0])
+    files = json.loads(given["repository"]) | {"test_ring.py": "VALUE = 7", "deep/inner.py": "VALUE = 9"}
+    script = "import json, unittest, test_ring, deep.inner\nfrom ring import Ring\nr = Ring(1)\nr.add(5)\n"
+    tests = [{"script": f"{script}print(r.items(), test_ring.VALUE, deep.inner.VALUE)", "output": "[5] 7 9"}]
+    given |= {"repository": json.dumps(files), "protected": '["test_ring.py", "./deep/inner.py"]', "tests": tests}
+    with Episode(given) as episode:
+        assert "<returncode>0" in episode.does(spoilt).observations[0]["content"]
+        assert episode.does(DONE).reward == reward
+
+
+def test_a_large_repository_may_grow():
+    files = {f"data/{number}.txt": "x" * 2000 for number in range(499)} | {"ring.py": TASKS[0].faulty}
+    with Episode(row(TASKS[0]) | {"repository": files, "protected": []}) as episode:
+        episode.does(mend(TASKS[0]) + "\nmkdir more; cp data/1*.txt more")
+        assert episode.does(DONE).reward == 1.0
+
+
 @pytest.mark.parametrize(("test_s", "grading_s"), [(0.5, 20.0), (10.0, 1.0)])
 def test_grading_ends_at_the_first_failed_test_and_in_time(test_s: float, grading_s: float):
     passes, hangs = {"script": "print(1)", "output": "1"}, {"script": "import time\ntime.sleep(60)", "output": ""}
@@ -215,6 +246,11 @@ def test_commands_are_kept_where_the_settings_say(tmp_path: Path):
     [
         ({"repository": None}, "the row needs repository"),
         ({"repository": {"../x": ""}}, "the row needs repository"),
+        ({"repository": "{"}, "the row needs repository"),
+        ({"repository": {str(number): "" for number in range(501)}}, "501 files and 0 bytes: at most 500 files"),
+        ({"repository": {"x": "x" * 2_000_000}}, "2000000 bytes: at most 500 files and 1048576 bytes"),
+        ({"protected": "test_ring.py"}, "protected='test_ring.py' must be"),
+        ({"protected": '["tests/none.py"]'}, "files of the row's repository"),
         ({"tests": "[]"}, "has no tests"),
         ({"tests": [{"script": ""}]}, "the row needs tests"),
     ],
