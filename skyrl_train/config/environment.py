@@ -8,7 +8,7 @@ from typing import Any
 from skyrl_train.config.choices import ENVIRONMENTS, TOOLS
 from skyrl_train.config.conditions import environment_is
 from skyrl_train.config.fields import key
-from skyrl_train.config.ranges import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, POSITIVE
+from skyrl_train.config.ranges import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, Range
 from skyrl_train.config.section import OpenSection, Section
 
 
@@ -198,7 +198,7 @@ class MiniSWEConfig(Section):
     """Seconds of each test of a submitted repository."""
     grading_timeout_s: float = key(20.0, range=POSITIVE)
     """Seconds of all tests of a submitted repository; those that have not run by then have failed."""
-    max_output: int = key(10_000, range=AT_LEAST_ONE)
+    max_output: int = key(10_000, range=Range(1_000, 200_000))
     """Bytes of a command's output that are shown: the first and the last half of them."""
     system_template: str | None = None
     """The system message."""
@@ -209,7 +209,8 @@ class MiniSWEConfig(Section):
     format_error_template: str | None = None
     """What is answered to another number of commands than one: `actions` are those that there were."""
     traj_dir: str | None = None
-    """A folder that gets a JSON file with the commands of every episode; null keeps none."""
+    """A folder that gets a JSON file with the commands of every episode, and its reward, which is null if it was cut;
+    null keeps none."""
 
 
 @dataclass

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import logging
-import os
 import re
+import secrets
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,13 +25,13 @@ from skyrl_train.messages import visible
 
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """What the last command prints first: mini-swe-agent's marker."""
-_COMMAND = re.compile(r"```bash\s*\n(.*?)\n?```", re.DOTALL)
+_COMMAND = re.compile(r"```bash[^\S\n]*\n(?:(.*?)\n)??```", re.DOTALL)
+"""Ends with a fence at the start of a line, so that a command may have others within its lines; may be empty."""
 _INSIDE = Path(__file__).with_name("mini_swe_inside.py")
 _SLACK_S = 10.0
 """Time for what is around a command."""
 _MOST_FILES, _MOST_BYTES = 500, 1 << 20
 """Of a row's repository, and of what a submission may have more."""
-_EPISODES = itertools.count()
 _SYSTEM = """You mend programs by shell commands. Answer every time with a thought and exactly one command:
 
 ```bash
@@ -82,6 +81,9 @@ class MiniSWEEnv(TextEnv):
     Templates are Jinja, with `task`, `output.returncode`, `output.output` and `actions`.
     """
 
+    replayable = False
+    """Commands give other results the second time (dates, $RANDOM): files would not be those of the transcript."""
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
         settings = self.env_config
@@ -98,6 +100,7 @@ class MiniSWEEnv(TextEnv):
         self._session: Session | None = None
         self._turns = self._mistakes = 0
         self._steps: list[dict[str, Any]] = []
+        self._kept = False
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
@@ -140,6 +143,8 @@ class MiniSWEEnv(TextEnv):
     def close(self) -> None:
         if self._session is not None:
             self._session.close()
+        if self._steps and not self._kept:  # it was cut
+            self._keep(None)
 
     def _goes_on(self, text: str) -> StepOutput:
         if self.max_turns and self._turns >= self.max_turns:
@@ -190,15 +195,17 @@ class MiniSWEEnv(TextEnv):
     def _render(self, name: str, **values: Any) -> str:
         return _rendered(name, self._templates[name], **values)
 
-    def _keep(self, reward: float) -> None:
+    def _keep(self, reward: float | None) -> None:
+        self._kept = True
         folder = self.env_config.get("traj_dir")
         if folder is None:
             return
         name = re.sub(r"[^\w.-]+", "_", str(self.extras.get("instance_id") or "episode"))
-        path = Path(folder).expanduser() / f"{name}-{os.getpid()}-{next(_EPISODES)}.json"
+        path = Path(folder).expanduser() / f"{name}-{secrets.token_hex(8)}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"reward": reward, "steps": self._steps}, indent=1), encoding="utf-8")
+            with path.open("x", encoding="utf-8") as file:
+                json.dump({"reward": reward, "steps": self._steps}, file, indent=1)
         except OSError as error:
             log.warning("environment.skyrl_gym.mini_swe.traj_dir: %s", visible(str(error)))
 

@@ -128,14 +128,14 @@ def test_an_agent_sees_neither_tests_nor_answers_and_no_other_machine(ring: Epis
 
 
 def test_files_stay_and_shells_do_not_and_what_takes_too_long_is_ended():
-    with Episode(row(TASKS[0]), command_timeout_s=1.0, max_output=200) as episode:
+    with Episode(row(TASKS[0]), command_timeout_s=1.0, max_output=1000) as episode:
         episode.does("cd /tmp; export X=1; echo kept > notes.txt; echo kept > /tmp/repository/notes.txt")
         seen = episode.does("pwd; echo [$X]; cat notes.txt").observations[0]["content"]
         assert "/tmp/repository\n[]\nkept\n" in seen
         seen = episode.does("echo begun; sleep 30").observations[0]["content"]
         assert seen == "<returncode>124</returncode>\n<output>\nbegun\n\n[timed out after 1 s]</output>"
         seen = episode.does("seq 1000").observations[0]["content"]
-        assert "bytes are left out" in seen and "\n1000\n" in seen and len(seen) < 400
+        assert "bytes are left out" in seen and "\n1000\n" in seen and len(seen) < 1200
         seen = episode.does("exit 3").observations[0]["content"]
         assert seen.startswith("<returncode>3</returncode>")
         seen = episode.does("exit 124").observations[0]["content"]
@@ -157,6 +157,20 @@ def test_what_a_command_left_running_ends_with_it_without_a_sandbox_too():
             assert time.monotonic() < deadline
             time.sleep(0.01)
     assert not Path(folder).parent.exists()
+
+
+def test_a_command_may_have_fences_within_its_lines_and_be_empty(ring: Episode):
+    seen = ring.does("echo 'a ```python x``` b'").observations[0]["content"]
+    assert seen == "<returncode>0</returncode>\n<output>\na ```python x``` b\n</output>"
+    two = ring.environment.step("```bash\n```\nor\n```bash\nls\n```").observations[0]["content"]
+    assert "there were 2" in two
+    begun = time.process_time()
+    assert "there were 0" in ring.environment.step("```bash" + "\n" * 30_000).observations[0]["content"]
+    assert time.process_time() - begun < 1
+
+
+def test_an_episode_is_not_played_again_in_another_process():
+    assert not MiniSWEEnv.replayable
 
 
 def test_a_turn_needs_one_command_and_turns_are_bounded():
@@ -224,9 +238,10 @@ def test_grading_ends_at_the_first_failed_test_and_in_time(test_s: float, gradin
     [
         ("command_timeout_s=31", "environment_step_s=60.0: must be at least 61 with "),
         ("test_timeout_s=21", "test_timeout_s=21.0: must be at most "),
+        ("max_output=999", "max_output=999: must be at least 1000 and at most 200000"),
     ],
 )
-def test_limits_that_do_not_fit_into_a_step_are_refused(override: str, message: str):
+def test_limits_that_do_not_fit_together_are_refused(override: str, message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         prepare(["environment.env_class=mini_swe", f"environment.skyrl_gym.mini_swe.{override}", "device=cpu"])
 
@@ -235,10 +250,18 @@ def test_commands_are_kept_where_the_settings_say(tmp_path: Path):
     with Episode(row(TASKS[1]), traj_dir=str(tmp_path / "kept")) as episode:
         episode.does("ls")
         episode.does(DONE)
-    (path,) = (tmp_path / "kept").iterdir()
-    kept = json.loads(path.read_text())
-    assert path.name.startswith("median-") and kept["reward"] == 0.0
-    assert [step["command"] for step in kept["steps"]] == ["ls", DONE]
+    with Episode(row(TASKS[1]), traj_dir=str(tmp_path / "kept")) as cut:
+        cut.does("ls")
+    with Episode(row(TASKS[1]), traj_dir=str(tmp_path / "kept")):
+        pass  # it had no turn
+    paths = list((tmp_path / "kept").iterdir())
+    assert all(path.name.startswith("median-") for path in paths)
+    kept = [json.loads(path.read_text()) for path in paths]
+    assert {one["reward"]: [step["command"] for step in one["steps"]] for one in kept} == {
+        0.0: ["ls", DONE],
+        None: ["ls"],
+    }
+    assert len(kept) == 2
 
 
 @pytest.mark.parametrize(
