@@ -156,6 +156,8 @@ def test_what_a_command_left_running_ends_with_it_without_a_sandbox_too():
         while is_running(int(pid)):
             assert time.monotonic() < deadline
             time.sleep(0.01)
+        episode.does(mend(TASKS[0]))
+        assert episode.does(DONE).reward == 1.0
     assert not Path(folder).parent.exists()
 
 
