@@ -12,7 +12,9 @@ from typing import Any
 import yaml
 
 from skyrl_train.config.keys import with_value_at
+from skyrl_train.config.problems import raise_all
 from skyrl_train.config.schema import Config
+from skyrl_train.config.validate import validate
 from skyrl_train.environments.tasks.mini_swe import TEMPLATES
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiments.base import Experiment, run_experiment
@@ -30,13 +32,15 @@ class MiniSWEExp(Experiment):
 
 
 def with_settings(config: Config) -> Config:
-    """The configuration with what the recipe's own keys say. Raises ConfigError for a file that is none."""
+    """The configuration with what the recipe's own keys say. Raises ConfigError for a file that is none or is wrong."""
     own = config.generator.own
     if own.get("miniswe_traj_dir") is not None:
         config = with_value_at(config, f"{SECTION}.traj_dir", str(own["miniswe_traj_dir"]))
     for name, value in _settings(own.get("miniswe_config_path")).items():
         config = with_value_at(config, f"{SECTION}.{name}", value)
-    return with_value_at(config, "environment.env_class", "mini_swe")
+    config = with_value_at(config, "environment.env_class", "mini_swe")
+    raise_all(validate(config, open_to_names=True))  # what a file says is checked like what a command line says
+    return config
 
 
 def _settings(path: Any) -> dict[str, Any]:
@@ -55,8 +59,9 @@ def _settings(path: Any) -> dict[str, Any]:
 
 
 def with_plus(arguments: list[str]) -> list[str]:
-    """The command line with the plus that says that a key is the program's own, where a recipe leaves it out."""
-    return [f"+{one}" if one.partition("=")[0] in OWN else one for one in arguments]
+    """The command line with what a recipe leaves out: the environment, and the plus that says that a key is our own."""
+    environment = "environment.env_class=mini_swe"  # else its settings would be warned of as without effect
+    return [environment, *(f"+{one}" if one.partition("=")[0] in OWN else one for one in arguments)]
 
 
 @exits_as_told()

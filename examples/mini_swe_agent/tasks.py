@@ -104,7 +104,8 @@ TASKS = (
     ),
     Task(
         "cache",
-        "Cache in cache.py must drop the key that was used longest ago, but reading a key does not count as use.",
+        "Cache in cache.py must drop the key that was used longest ago. Reading a key is a use as well, but get does "
+        "not count it as one.",
         "cache.py",
         "class Cache:\n    def __init__(self, size):\n        self.size, self.kept = size, {}\n\n"
         "    def get(self, key):\n        return self.kept.get(key)\n\n"
@@ -138,8 +139,14 @@ TASKS = (
         "        found[word] = found.get(word, 0) + 1\n    return found\n",
         'self.assertEqual(words.count("a b a"), {"a": 2, "b": 1})',
         (
-            ('from words import count\nprint(count("The cat, the dog."))', "{'the': 2, 'cat': 1, 'dog': 1}"),
-            ('from words import count\nprint(count("Don\'t! don\'t") == {"don\'t": 2}, count(""))', "True {}"),
+            (
+                'from words import count\nprint(sorted(count("The cat, the dog.").items()))',
+                "[('cat', 1), ('dog', 1), ('the', 2)]",
+            ),
+            (
+                'from words import count\nprint(sorted(count("Don\'t! don\'t").items()), sorted(count("").items()))',
+                '[("don\'t", 2)] []',
+            ),
         ),
     ),
     Task(
@@ -158,6 +165,7 @@ TASKS = (
         'self.assertEqual(roman.to_roman(7), "VII")',
         (
             ("from roman import to_roman\nprint(to_roman(1994), to_roman(4), to_roman(49))", "MCMXCIV IV XLIX"),
+            ("from roman import to_roman\nprint(to_roman(400), to_roman(444))", "CD CDXLIV"),
             ("from roman import to_roman\nprint(to_roman(3), to_roman(2026))", "III MMXXVI"),
         ),
     ),

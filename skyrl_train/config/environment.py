@@ -8,7 +8,7 @@ from typing import Any
 from skyrl_train.config.choices import ENVIRONMENTS, TOOLS
 from skyrl_train.config.conditions import environment_is
 from skyrl_train.config.fields import key
-from skyrl_train.config.ranges import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, POSITIVE
+from skyrl_train.config.ranges import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, Range
 from skyrl_train.config.section import OpenSection, Section
 
 
@@ -192,10 +192,13 @@ class MiniSWEConfig(Section):
     """Settings of the mini_swe environment. Templates are Jinja; null is the environment's own."""
 
     command_timeout_s: float = key(30.0, range=POSITIVE)
-    """Seconds of a command."""
+    """Seconds of a command. With grading_timeout_s and 10 s around both, it must fit into
+    trainer.timeouts.environment_step_s."""
     test_timeout_s: float = key(10.0, range=POSITIVE)
     """Seconds of each test of a submitted repository."""
-    max_output: int = key(10_000, range=AT_LEAST_ONE)
+    grading_timeout_s: float = key(20.0, range=POSITIVE)
+    """Seconds of all tests of a submitted repository; those that have not run by then have failed."""
+    max_output: int = key(10_000, range=Range(1_000, 200_000))
     """Bytes of a command's output that are shown: the first and the last half of them."""
     system_template: str | None = None
     """The system message."""
@@ -206,7 +209,8 @@ class MiniSWEConfig(Section):
     format_error_template: str | None = None
     """What is answered to another number of commands than one: `actions` are those that there were."""
     traj_dir: str | None = None
-    """A folder that gets a JSON file with the commands of every episode; null keeps none."""
+    """A folder that gets a JSON file with the commands of every episode, and its reward, which is null if it was cut;
+    null keeps none."""
 
 
 @dataclass

@@ -310,6 +310,23 @@ def _environment(config: Config) -> Iterator[Problem]:
             allowed = f"at most {step - SANDBOX_END_S:g} with trainer.timeouts.environment_step_s={step:g}"
             advice = f"Its sandbox may take {SANDBOX_END_S:g} s to end; then the step is killed, and nothing is scored."
             yield Problem("environment.skyrl_gym.lcb.timeout_s", lcb.timeout_s, allowed, advice)
+    if config.environment.env_class == "mini_swe":
+        yield from _mini_swe(config)
+
+
+def _mini_swe(config: Config) -> Iterator[Problem]:
+    section, swe = "environment.skyrl_gym.mini_swe", config.environment.skyrl_gym.mini_swe
+    if swe.test_timeout_s > swe.grading_timeout_s:
+        allowed = f"at most {section}.grading_timeout_s={swe.grading_timeout_s:g}"
+        yield Problem(f"{section}.test_timeout_s", swe.test_timeout_s, allowed)
+    step, needed = config.trainer.timeouts.environment_step_s, swe.command_timeout_s + swe.grading_timeout_s
+    if needed + SANDBOX_END_S > step:  # the command that submits is graded in the same step
+        allowed = (
+            f"at least {needed + SANDBOX_END_S:g} with {section}.command_timeout_s={swe.command_timeout_s:g} and "
+            f"{section}.grading_timeout_s={swe.grading_timeout_s:g}"
+        )
+        advice = f"A sandbox may take {SANDBOX_END_S:g} s to end; then the step is killed, and nothing is scored."
+        yield Problem("trainer.timeouts.environment_step_s", step, allowed, advice)
 
 
 def _engine_shape(config: Config) -> Iterator[Problem]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import logging
-import os
 import re
-from collections.abc import Mapping
-from pathlib import Path
+import secrets
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from jinja2 import TemplateError
@@ -24,13 +25,13 @@ from skyrl_train.messages import visible
 
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """What the last command prints first: mini-swe-agent's marker."""
-_COMMAND = re.compile(r"```bash\s*\n(.*?)\n?```", re.DOTALL)
+_COMMAND = re.compile(r"```bash[^\S\n]*\n(?:(.*?)\n)??```", re.DOTALL)
+"""Ends with a fence at the start of a line, so that a command may have others within its lines; may be empty."""
 _INSIDE = Path(__file__).with_name("mini_swe_inside.py")
 _SLACK_S = 10.0
 """Time for what is around a command."""
 _MOST_FILES, _MOST_BYTES = 500, 1 << 20
-"""Of a repository."""
-_EPISODES = itertools.count()
+"""Of a row's repository, and of what a submission may have more."""
 _SYSTEM = """You mend programs by shell commands. Answer every time with a thought and exactly one command:
 
 ```bash
@@ -62,31 +63,44 @@ log = logging.getLogger(__name__)
 class MiniSWEEnv(TextEnv):
     """One task. The reward is 1.0 if the agent submits a repository that passes every test of the row, else 0.0.
 
-    A row has `repository`, {path: text}; `protected`, the paths of its own tests, which count as they were; and
-    `tests`, a list of {"script", "output"}: a script that imports from the repository must print exactly that output.
-    Scripts and outputs are never where the agent works, and outputs are compared outside of the sandbox: an agent that
-    edits tests, exits early or patches what compares has only given a wrong answer.
+    A row has `repository`, {path: text}, of at most 500 files and 1 MiB; `protected`, the paths of its own tests, which
+    count as they were; and `tests`, a list of {"script", "output"}: a script that imports from the repository must
+    print exactly that output. Scripts and outputs are never where the agent works, and outputs are compared outside of
+    the sandbox. But submitted code runs in the script's own process and can print what it likes: an output must be a
+    value that only a right program computes, never "OK", "True" or a count.
 
-    Commands run in `bash` in the repository, which has one commit, each for at most `command_timeout_s`; what they
-    started ends with them, files stay. A turn with another number of ```bash blocks than one is told so, and counts.
+    A submission may have 500 files and 1 MiB more than the row. A new file that would be imported instead of a
+    protected one or of the standard library is left out.
+
+    Tests run in order until one fails, each for at most `test_timeout_s` and all for at most `grading_timeout_s`: a
+    program that hangs has failed. The metric `tests_passed` is the share before the first failure.
+
+    Commands run in `bash` in the repository, which has one commit, each for at most `command_timeout_s`; in bubblewrap
+    all that they started ends with them, in unsafe_local what did not leave their process group. Files stay. A turn
+    with another number of ```bash blocks than one is told so, and counts.
     Templates are Jinja, with `task`, `output.returncode`, `output.output` and `actions`.
     """
+
+    replayable = False
+    """Commands give other results the second time (dates, $RANDOM): files would not be those of the transcript."""
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
         settings = self.env_config
         self.files = _repository(self.extras.get("repository"))
         self.tests = _tests(self.extras.get("tests"))
-        self.protected = frozenset(self.extras.get("protected") or ())
+        self.protected = _protected(self.extras.get("protected"), self.files)
         self.max_turns = int(self.extras.get("max_turns") or 0)
         self.command_s = float(settings.get("command_timeout_s", 30.0))
         self.test_s = float(settings.get("test_timeout_s", 10.0))
+        self.grading_s = float(settings.get("grading_timeout_s", 20.0))
         self.most = int(settings.get("max_output", 10_000))
         self.sandbox = Sandbox.of(settings.get("sandbox"), _limits(self.command_s + _SLACK_S))
         self._templates = _templates(settings)
         self._session: Session | None = None
         self._turns = self._mistakes = 0
         self._steps: list[dict[str, Any]] = []
+        self._kept = False
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
@@ -129,6 +143,8 @@ class MiniSWEEnv(TextEnv):
     def close(self) -> None:
         if self._session is not None:
             self._session.close()
+        if self._steps and not self._kept:  # it was cut
+            self._keep(None)
 
     def _goes_on(self, text: str) -> StepOutput:
         if self.max_turns and self._turns >= self.max_turns:
@@ -146,34 +162,50 @@ class MiniSWEEnv(TextEnv):
         return _last_line(outcome.stdout) if self._session.alive else None
 
     def _passed(self) -> int:
-        """How many tests the submitted repository passes."""
-        assert self._session is not None
-        told = _last_line(self._session.execute(f"collected({_MOST_FILES}, {_MOST_BYTES})").stdout)
-        if told is None or not self._session.alive:
+        """How many tests the submitted repository passes before the first that it fails, or that is out of time."""
+        deadline = time.monotonic() + self.grading_s
+        files = self._submitted()
+        if not files:
             return 0
-        files = {name: base64.b64decode(content) for name, content in told["files"].items()}
-        files = {name: content for name, content in files.items() if name not in self.protected}
-        files |= {name: text.encode() for name, text in self.files.items() if name in self.protected}
-        return sum(self._passes(files, script, output) for script, output in self.tests)
+        files = {name: files[name] for name in _counted(files, self.files, self.protected)}
+        files |= {name: base64.b64encode(self.files[name].encode()).decode() for name in self.protected}
+        for passed, (script, output) in enumerate(self.tests):
+            left = deadline - time.monotonic()
+            if left <= 0 or not self._passes(files, script, output, min(self.test_s, left)):
+                return passed
+        return len(self.tests)
 
-    def _passes(self, files: Mapping[str, bytes], script: str, output: str) -> bool:
-        inside = {f"repository/{name}": content for name, content in files.items()}
-        inside["check.py"] = f"import sys\nsys.path.insert(0, 'repository')\n{script}".encode()
-        outcome = self.sandbox.run(inside, [PYTHON, "-I", "check.py"], limits=_limits(self.test_s))
+    def _submitted(self) -> dict[str, str]:
+        """All files of the repository, {path: base64}; none if they are too many or too large."""
+        assert self._session is not None
+        most = len(self.files) + _MOST_FILES, _size(self.files) + _MOST_BYTES
+        told = _last_line(self._session.execute(f"collected{most!r}", self.grading_s).stdout)
+        files = (told or {}).get("files")
+        return files if isinstance(files, dict) and self._session.alive else {}
+
+    def _passes(self, files: Mapping[str, str], script: str, output: str, timeout_s: float) -> bool:
+        inside = {
+            "repository.json": json.dumps(files),
+            "unpack.py": f"{_INSIDE.read_text(encoding='utf-8')}\nunpack()",
+            "check.py": f"import sys\nsys.path.insert(0, 'repository')\n{script}",
+        }
+        outcome = self.sandbox.run(inside, [PYTHON, "-I", "unpack.py"], limits=_limits(timeout_s))
         return outcome.returncode == 0 and same_output(outcome.stdout, output)
 
     def _render(self, name: str, **values: Any) -> str:
         return _rendered(name, self._templates[name], **values)
 
-    def _keep(self, reward: float) -> None:
+    def _keep(self, reward: float | None) -> None:
+        self._kept = True
         folder = self.env_config.get("traj_dir")
         if folder is None:
             return
         name = re.sub(r"[^\w.-]+", "_", str(self.extras.get("instance_id") or "episode"))
-        path = Path(folder).expanduser() / f"{name}-{os.getpid()}-{next(_EPISODES)}.json"
+        path = Path(folder).expanduser() / f"{name}-{secrets.token_hex(8)}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"reward": reward, "steps": self._steps}, indent=1), encoding="utf-8")
+            with path.open("x", encoding="utf-8") as file:
+                json.dump({"reward": reward, "steps": self._steps}, file, indent=1)
         except OSError as error:
             log.warning("environment.skyrl_gym.mini_swe.traj_dir: %s", visible(str(error)))
 
@@ -183,7 +215,7 @@ def _templates(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _limits(wall_s: float) -> Limits:
-    return Limits(wall_s=wall_s, cpu_s=wall_s, processes=64, open_files=256, output=4 * _MOST_BYTES)
+    return Limits(wall_s=wall_s, cpu_s=wall_s, processes=64, open_files=256, output=8 * _MOST_BYTES)
 
 
 def _rendered(name: str, template: str, **values: Any) -> str:
@@ -202,22 +234,78 @@ def _last_line(text: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def _counted(submitted: Iterable[str], repository: Iterable[str], protected: frozenset[str]) -> Iterator[str]:
+    """The submitted files that are tested: those that were there and are not protected, and most new ones."""
+    own, library = frozenset(repository), sys.stdlib_module_names - set(map(_module, repository))
+    for name in submitted:
+        if name in own:
+            counts = name not in protected
+        else:
+            counts = _module(name) not in library and not any(_displaces(name, path) for path in protected)
+        if counts and _is_below(name):
+            yield name
+
+
+def _displaces(name: str, protected: str) -> bool:
+    """Whether a new file is in the place of a protected one, or is imported instead of it."""
+    for other, own in zip(PurePosixPath(name).parts, PurePosixPath(protected).parts, strict=False):
+        if other != own:  # tests.py beside tests/, or a package beside a module
+            return protected.endswith(".py") and _module(other) == _module(own)
+    return True  # one of them would be a folder of the other
+
+
+def _module(name: str) -> str:
+    """What Python would import as from a path's first part."""
+    return name.partition("/")[0].partition(".")[0]
+
+
+def _is_below(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+def _size(files: Mapping[str, str]) -> int:
+    return sum(len(text.encode()) for text in files.values())
+
+
+def _parsed(given: Any) -> Any:
+    """A column of a row, which may be JSON; None for text that is not."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except ValueError:
+        return None
+
+
 def _repository(given: Any) -> dict[str, str]:
-    """Raises ValueError for what is no mapping of paths below a folder to text."""
-    if isinstance(given, str):
-        given = json.loads(given)
-    good = isinstance(given, Mapping) and given and all(isinstance(text, str) for text in given.values())
-    if not good or any(Path(name).is_absolute() or ".." in Path(name).parts for name in given):
+    """Raises ValueError for what is no mapping of paths below a folder to text, or is too large."""
+    found = _parsed(given)
+    good = isinstance(found, Mapping) and found and all(isinstance(text, str) for text in found.values())
+    if not good or not all(map(_is_below, found)):
         raise ValueError(f'the row needs repository={{"path": "text", ...}}, got {given!r:.80}')
-    return dict(given)
+    if len(found) > _MOST_FILES or _size(found) > _MOST_BYTES:
+        raise ValueError(
+            f"the row's repository has {len(found)} files and {_size(found)} bytes: at most {_MOST_FILES} files and "
+            f"{_MOST_BYTES} bytes can be judged. Leave out what no test needs"
+        )
+    return {str(PurePosixPath(name)): text for name, text in found.items()}
+
+
+def _protected(given: Any, repository: Mapping[str, str]) -> frozenset[str]:
+    """Raises ValueError for what are no paths of the repository."""
+    found = [] if given is None else _parsed(given)
+    if isinstance(found, list | tuple) and all(isinstance(name, str) for name in found):
+        names = frozenset(str(PurePosixPath(name)) for name in found)
+        if names <= repository.keys():
+            return names
+    raise ValueError(f'protected={given!r:.80} must be ["path", ...], files of the row\'s repository')
 
 
 def _tests(given: Any) -> list[tuple[str, str]]:
     """Raises ValueError unless there is one at least."""
-    if isinstance(given, str):
-        given = json.loads(given)
     try:
-        found = [(str(test["script"]), str(test["output"])) for test in given]
+        found = [(str(test["script"]), str(test["output"])) for test in _parsed(given)]
     except (TypeError, KeyError) as error:
         raise ValueError(f'the row needs tests=[{{"script": ..., "output": ...}}], got {given!r:.80}') from error
     if not found:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import signal
 import subprocess
+import sys
 
 REPOSITORY = os.path.abspath("repository")
 OUTPUT = os.path.abspath(".output")
@@ -15,18 +17,43 @@ OUTPUT = os.path.abspath(".output")
 def make(files: dict[str, str]) -> None:
     """Write the files and commit them."""
     for name, text in files.items():
-        path = os.path.join(REPOSITORY, name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-    git = ["git", "-c", "init.defaultBranch=main", "-c", "user.name=agent", "-c", "user.email=agent@localhost"]
-    for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "The repository as it was found"]):
-        subprocess.run([*git, *command], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+        _write(name, text.encode())
+    for command in (
+        ["-c", "init.defaultBranch=main", "init", "-q"],
+        ["config", "user.name", "agent"],  # the agent may commit and stash too
+        ["config", "user.email", "agent@localhost"],
+        ["add", "-A"],
+        ["commit", "-q", "-m", "The repository as it was found"],
+    ):
+        subprocess.run(["git", *command], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
     print("made")
 
 
+def unpack() -> None:
+    """Write the files of repository.json, {path: base64}, and become check.py.
+
+    Whatever cannot be written fails the test, and not the making of the sandbox.
+    """
+    with open("repository.json", encoding="utf-8") as source:
+        files = json.load(source)
+    for name, content in files.items():
+        _write(name, base64.b64decode(content))
+    os.execv(sys.executable, [sys.executable, "-I", "check.py"])
+
+
+def _write(name: str, content: bytes) -> None:
+    path = os.path.join(REPOSITORY, name)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(content)
+
+
 def ran(command: str, timeout_s: float, most: int) -> None:
-    """Run a command; print its status, 124 if it took too long, and the beginning and end of what it printed."""
+    """Run a command; print its status, 124 if it took too long, and the beginning and end of what it printed.
+
+    What it left running in its process group is killed, which matters where no sandbox does it.
+    """
+    timed_out = False
     with open(OUTPUT, "w+b") as output:
         process = subprocess.Popen(
             ["bash", "-c", command],
@@ -39,9 +66,10 @@ def ran(command: str, timeout_s: float, most: int) -> None:
         try:
             status = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
+            timed_out, status = True, 124
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            status = 124
+        process.wait()
         size = output.seek(0, 2)
         output.seek(0)
         text = output.read(most).decode("utf-8", "replace")
@@ -50,7 +78,7 @@ def ran(command: str, timeout_s: float, most: int) -> None:
             output.seek(max(size - most // 2, 0))
             text += f"\n[... {size - most} of {size} bytes are left out ...]\n"
             text += output.read().decode("utf-8", "replace")
-    if status == 124:
+    if timed_out:
         text += f"\n[timed out after {timeout_s:g} s]"
     print("\n" + json.dumps({"returncode": status, "output": text}))
 

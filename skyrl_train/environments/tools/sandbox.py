@@ -192,8 +192,10 @@ class Session:
         """False once a block was killed or ended the process, which loses all variables."""
         return self._running is not None
 
-    def execute(self, code: str) -> Outcome:
-        """Run one block. What it started ends with it; if it exceeds a limit or exits the process, so does the session.
+    def execute(self, code: str, wall_s: float | None = None) -> Outcome:
+        """Run one block, for at most `wall_s` or the limit of the session.
+
+        What it started ends with it; if it exceeds a limit or exits the process, so does the session.
 
         The end of a block is told by a token that is drawn for it: what earlier blocks wrote cannot end a later one.
         """
@@ -202,7 +204,7 @@ class Session:
         token = secrets.token_bytes(TOKEN_BYTES)
         block = Block(len(body).to_bytes(8, "big") + token + body, token, self._code, self._done)
         self._running.resume()
-        outcome = self._running.outcome(time.monotonic() + self._limits.wall_s, block)
+        outcome = self._running.outcome(time.monotonic() + (wall_s or self._limits.wall_s), block)
         if self._running.ended:
             self.close()
         return outcome

@@ -27,6 +27,7 @@ NEW_KEYS = {
     "environment.skyrl_gym.mini_swe.action_observation_template",
     "environment.skyrl_gym.mini_swe.command_timeout_s",
     "environment.skyrl_gym.mini_swe.format_error_template",
+    "environment.skyrl_gym.mini_swe.grading_timeout_s",
     "environment.skyrl_gym.mini_swe.instance_template",
     "environment.skyrl_gym.mini_swe.max_output",
     "environment.skyrl_gym.mini_swe.system_template",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ from skyrl_train.errors import ConfigError
 
 DONE = f"echo {SUBMIT}"
 SETTINGS = plain(load().environment.skyrl_gym.mini_swe)
+LONG = "/".join(["d" * 100] * 40)
+"""With a name of 35 characters below it a path can still be opened, but not with a prefix more."""
 CHEATS = {
     "edits the tests": "echo > {test}; echo 'import unittest' > {test}",
     "exits early": "printf 'import os\\nprint(\"OK\")\\nos._exit(0)\\n' > {module}",
@@ -62,6 +67,13 @@ def ring() -> Iterator[Episode]:
         yield episode
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def mend(task: Task) -> str:
     return f"cat > {task.module} <<'END'\n{task.mended}END"
 
@@ -86,6 +98,21 @@ def test_a_right_agent_scores_1_a_wrong_one_0_and_a_cheating_one_0(task: Task):
         assert cheating.does(DONE).reward == 0.0
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "new", "reward"),
+    [
+        ("roman", '(400, "CD"), ', "", 0.0),
+        ("words", "found = {}", "from collections import Counter\n    found = Counter()", 1.0),
+    ],
+    ids=["roman", "words"],
+)
+def test_a_table_with_a_gap_is_wrong_and_another_kind_of_mapping_is_right(name: str, old: str, new: str, reward: float):
+    task = next(task for task in TASKS if task.name == name)
+    with Episode(row(task)) as episode:
+        episode.does(mend(replace(task, mended=task.mended.replace(old, new))))
+        assert episode.does(DONE).reward == reward
+
+
 @pytest.mark.parametrize("name", CHEATS)
 def test_every_way_to_cheat_scores_0(name: str):
     task = TASKS[1]
@@ -101,16 +128,51 @@ def test_an_agent_sees_neither_tests_nor_answers_and_no_other_machine(ring: Epis
 
 
 def test_files_stay_and_shells_do_not_and_what_takes_too_long_is_ended():
-    with Episode(row(TASKS[0]), command_timeout_s=1.0, max_output=200) as episode:
+    with Episode(row(TASKS[0]), command_timeout_s=1.0, max_output=1000) as episode:
         episode.does("cd /tmp; export X=1; echo kept > notes.txt; echo kept > /tmp/repository/notes.txt")
         seen = episode.does("pwd; echo [$X]; cat notes.txt").observations[0]["content"]
         assert "/tmp/repository\n[]\nkept\n" in seen
         seen = episode.does("echo begun; sleep 30").observations[0]["content"]
         assert seen == "<returncode>124</returncode>\n<output>\nbegun\n\n[timed out after 1 s]</output>"
         seen = episode.does("seq 1000").observations[0]["content"]
-        assert "bytes are left out" in seen and "\n1000\n" in seen and len(seen) < 400
+        assert "bytes are left out" in seen and "\n1000\n" in seen and len(seen) < 1200
         seen = episode.does("exit 3").observations[0]["content"]
         assert seen.startswith("<returncode>3</returncode>")
+        seen = episode.does("exit 124").observations[0]["content"]
+        assert seen == "<returncode>124</returncode>\n<output>\n</output>"
+        seen = episode.does(
+            "git add -A; git stash -q && git stash pop -q; git commit -qm mine; git log --oneline | wc -l"
+        )
+        assert seen.observations[0]["content"] == "<returncode>0</returncode>\n<output>\n2\n</output>"
+
+
+def test_what_a_command_left_running_ends_with_it_without_a_sandbox_too():
+    local = {"kind": "unsafe_local", "i_know_this_runs_model_code_on_this_machine": True}
+    with Episode(row(TASKS[0]), sandbox=local) as episode:
+        seen = episode.does("pwd; sleep 60 & echo $!").observations[0]["content"]
+        folder, pid = seen.splitlines()[2:4]
+        assert Path(folder, "ring.py").exists()
+        deadline = time.monotonic() + 5
+        while is_running(int(pid)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        episode.does(mend(TASKS[0]))
+        assert episode.does(DONE).reward == 1.0
+    assert not Path(folder).parent.exists()
+
+
+def test_a_command_may_have_fences_within_its_lines_and_be_empty(ring: Episode):
+    seen = ring.does("echo 'a ```python x``` b'").observations[0]["content"]
+    assert seen == "<returncode>0</returncode>\n<output>\na ```python x``` b\n</output>"
+    two = ring.environment.step("```bash\n```\nor\n```bash\nls\n```").observations[0]["content"]
+    assert "there were 2" in two
+    begun = time.process_time()
+    assert "there were 0" in ring.environment.step("```bash" + "\n" * 30_000).observations[0]["content"]
+    assert time.process_time() - begun < 1
+
+
+def test_an_episode_is_not_played_again_in_another_process():
+    assert not MiniSWEEnv.replayable
 
 
 def test_a_turn_needs_one_command_and_turns_are_bounded():
@@ -132,14 +194,76 @@ def test_a_repository_too_large_to_be_judged_scores_0_and_one_that_ends_its_sand
         assert done.done and done.reward == 0.0 and done.metadata["session_lost"]
 
 
+@pytest.mark.parametrize(
+    ("spoilt", "reward"),
+    [
+        ("rm test_ring.py; mkdir test_ring.py; touch test_ring.py/x", 1.0),
+        ("rm -r deep; touch deep", 1.0),
+        ("mkdir test_ring; echo 'VALUE = 0' > test_ring/__init__.py; echo 'VALUE = 0' > deep.py", 1.0),
+        ("echo 'import os; os._exit(0)' | tee unittest.py > json.py", 1.0),
+        (f"mkdir -p {LONG} && touch {LONG}/{'x' * 35}", 1.0),
+    ],
+    ids=["folder", "file", "package", "library", "long"],
+)
+def test_what_is_in_the_way_of_protected_files_does_not_count_and_is_no_failure(spoilt: str, reward: float):
+    given = row(TASKS[0])
+    files = json.loads(given["repository"]) | {"test_ring.py": "VALUE = 7", "deep/inner.py": "VALUE = 9"}
+    script = "import json, unittest, test_ring, deep.inner\nfrom ring import Ring\nr = Ring(1)\nr.add(5)\n"
+    tests = [{"script": f"{script}print(r.items(), test_ring.VALUE, deep.inner.VALUE)", "output": "[5] 7 9"}]
+    given |= {"repository": json.dumps(files), "protected": '["test_ring.py", "./deep/inner.py"]', "tests": tests}
+    with Episode(given) as episode:
+        assert "<returncode>0" in episode.does(spoilt).observations[0]["content"]
+        assert episode.does(DONE).reward == reward
+
+
+def test_a_large_repository_may_grow():
+    files = {f"data/{number}.txt": "x" * 2000 for number in range(499)} | {"ring.py": TASKS[0].faulty}
+    with Episode(row(TASKS[0]) | {"repository": files, "protected": []}) as episode:
+        episode.does(mend(TASKS[0]) + "\nmkdir more; cp data/1*.txt more")
+        assert episode.does(DONE).reward == 1.0
+
+
+@pytest.mark.parametrize(("test_s", "grading_s"), [(0.5, 20.0), (10.0, 1.0)])
+def test_grading_ends_at_the_first_failed_test_and_in_time(test_s: float, grading_s: float):
+    passes, hangs = {"script": "print(1)", "output": "1"}, {"script": "import time\ntime.sleep(60)", "output": ""}
+    given = row(TASKS[1]) | {"tests": json.dumps([passes, hangs, passes])}
+    with Episode(given, test_timeout_s=test_s, grading_timeout_s=grading_s) as episode:
+        begun = time.monotonic()
+        done = episode.does(DONE)
+        assert (done.done, done.reward) == (True, 0.0)
+        assert done.metadata["submitted"] and done.metadata["tests_passed"] == 1 / 3
+        assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("command_timeout_s=31", "environment_step_s=60.0: must be at least 61 with "),
+        ("test_timeout_s=21", "test_timeout_s=21.0: must be at most "),
+        ("max_output=999", "max_output=999: must be at least 1000 and at most 200000"),
+    ],
+)
+def test_limits_that_do_not_fit_together_are_refused(override: str, message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        prepare(["environment.env_class=mini_swe", f"environment.skyrl_gym.mini_swe.{override}", "device=cpu"])
+
+
 def test_commands_are_kept_where_the_settings_say(tmp_path: Path):
     with Episode(row(TASKS[1]), traj_dir=str(tmp_path / "kept")) as episode:
         episode.does("ls")
         episode.does(DONE)
-    (path,) = (tmp_path / "kept").iterdir()
-    kept = json.loads(path.read_text())
-    assert path.name.startswith("median-") and kept["reward"] == 0.0
-    assert [step["command"] for step in kept["steps"]] == ["ls", DONE]
+    with Episode(row(TASKS[1]), traj_dir=str(tmp_path / "kept")) as cut:
+        cut.does("ls")
+    with Episode(row(TASKS[1]), traj_dir=str(tmp_path / "kept")):
+        pass  # it had no turn
+    paths = list((tmp_path / "kept").iterdir())
+    assert all(path.name.startswith("median-") for path in paths)
+    kept = [json.loads(path.read_text()) for path in paths]
+    assert {one["reward"]: [step["command"] for step in one["steps"]] for one in kept} == {
+        0.0: ["ls", DONE],
+        None: ["ls"],
+    }
+    assert len(kept) == 2
 
 
 @pytest.mark.parametrize(
@@ -147,6 +271,11 @@ def test_commands_are_kept_where_the_settings_say(tmp_path: Path):
     [
         ({"repository": None}, "the row needs repository"),
         ({"repository": {"../x": ""}}, "the row needs repository"),
+        ({"repository": "{"}, "the row needs repository"),
+        ({"repository": {str(number): "" for number in range(501)}}, "501 files and 0 bytes: at most 500 files"),
+        ({"repository": {"x": "x" * 2_000_000}}, "2000000 bytes: at most 500 files and 1048576 bytes"),
+        ({"protected": "test_ring.py"}, "protected='test_ring.py' must be"),
+        ({"protected": '["tests/none.py"]'}, "files of the row's repository"),
         ({"tests": "[]"}, "has no tests"),
         ({"tests": [{"script": ""}]}, "the row needs tests"),
     ],
@@ -162,14 +291,21 @@ def test_the_machine_and_the_templates_are_checked_early():
         MiniSWEEnv.check(SETTINGS | {"system_template": "{{ task"})
 
 
-def test_a_recipe_s_own_keys_become_settings():
+def test_a_recipe_s_own_keys_become_settings(tmp_path: Path):
     example = Path(__file__).parents[4] / "examples" / "mini_swe_agent" / "swebench.yaml"
     keys = with_plus([f"generator.miniswe_config_path={example}", "+generator.miniswe_traj_dir=/kept"])
-    config = with_settings(prepare([*keys, "device=cpu"], own_code=True).config)
+    prepared = prepare([*keys, "environment.skyrl_gym.mini_swe.test_timeout_s=9", "device=cpu"], own_code=True)
+    assert not [text for text in prepared.warnings if "mini_swe" in text]
+    config = with_settings(prepared.config)
     settings = config.environment.skyrl_gym.mini_swe
-    assert settings.traj_dir == "/kept" and settings.command_timeout_s == 60
+    assert settings.traj_dir == "/kept" and settings.command_timeout_s == 30
     assert "<issue>" in str(settings.instance_template)
     assert config.environment.env_class == "mini_swe"
     broken = prepare([*with_plus(["generator.miniswe_config_path=/none.yaml"]), "device=cpu"], own_code=True).config
     with pytest.raises(ConfigError, match=r"miniswe_config_path='/none\.yaml'"):
         with_settings(broken)
+    slow = tmp_path / "slow.yaml"
+    slow.write_text("environment: {timeout: 60}")
+    late = prepare([*with_plus([f"generator.miniswe_config_path={slow}"]), "device=cpu"], own_code=True).config
+    with pytest.raises(ConfigError, match=r"environment_step_s=60\.0: must be at least 90"):
+        with_settings(late)
