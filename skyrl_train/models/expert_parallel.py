@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -29,9 +30,14 @@ class ExpertParallel(RankGroup):
     def divide(self, model: PreTrainedModel) -> dict[str, Part]:
         """Reduce the experts of `model` to this rank's; returns the part of every parameter of theirs, by name.
 
-        Raises ConfigError for a model without experts or without a plan for them, and for a number of experts that the
-        number of ranks does not divide.
+        Raises ConfigError for a model without experts or without a plan for them, for a number of experts that the
+        number of ranks does not divide, and where transformers is too old.
         """
+        if not hasattr(model, "ep_plan"):
+            raise ConfigError(
+                f"transformers {transformers.__version__} has no plans to share out experts, as 5.19 has: set "
+                f"{self.key} to 1. SGLang requires 5.12, which its extra installs."
+            )
         styles = {name: style for name, style in (model.ep_plan or {}).items() if ".*." in name}
         if _EXPERTS not in styles.values():
             raise ConfigError(

@@ -421,9 +421,6 @@ TRANSFORMERS = {
     "models/tensor_parallel.py": """
         transformers.PreTrainedModel.tp_plan
     """,
-    "models/expert_parallel.py": """
-        transformers.PreTrainedModel.ep_plan
-    """,
     "models/routing.py": """
         transformers.PreTrainedModel._can_record_outputs
         transformers.utils.output_capturing.OutputRecorder(target_class=_)

@@ -9,9 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.distributed.mixin import DistributedMixin
 
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
@@ -109,6 +111,11 @@ def check_refusals(experts: ExpertParallel) -> dict[str, str]:
     unknown = make_model("qwen3_moe")
     unknown._ep_plan = {**unknown._ep_plan, "model.layers.*.mlp.gate": "ep_router"}  # type: ignore[dict-item]
     said = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(DistributedMixin, "ep_plan")  # as before transformers 5.19
+        with pytest.raises(ConfigError) as refused:
+            TokenScorer(make_model("qwen3_moe"), expert_parallel=experts)
+    said["old"] = str(refused.value)
     for name, model in (
         ("none", make_model("qwen2")),
         ("three", make_model("three_experts")),
