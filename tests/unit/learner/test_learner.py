@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -218,9 +219,9 @@ def test_an_update_says_how_many_of_its_steps_are_taken(tiny_model_path: str):
     seen: list[tuple[int, int] | None] = []
     scatter = learner.policy.scatter
 
-    async def watched(method: str, *parts: Any) -> Any:
+    async def watched(method: str, args_of_part: Sequence[Sequence[Any]]) -> list[Any]:
         seen.append(learner.progress)
-        return await scatter(method, *parts)
+        return await scatter(method, args_of_part)
 
     async def run() -> None:
         await learner.setup()

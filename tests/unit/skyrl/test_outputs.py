@@ -157,7 +157,7 @@ def test_a_sample_that_failed_before_its_first_token_keeps_its_row_in_outputs_an
     data = training_input(batch, rectangles, [("a", 0), ("a", 1), ("b", 0), ("b", 1)], 99)
     assert len(data) == 4 and data["rewards"].sum(1).tolist() == [7.0, 0.0, 0.5, 0.0]
     assert not data["attention_mask"][3].any() and data.metadata["trajectory_ids"][3] == "b_1"
-    assert torch.equal(rectangles.flat(data["rewards"]), batch.token_rewards)
+    assert batch.token_rewards is not None and torch.equal(rectangles.flat(data["rewards"]), batch.token_rewards)
 
 
 def test_failed_samples_are_shown_masked_and_stay_failed():
