@@ -346,6 +346,9 @@ SGLANG = {
 }
 
 TORCH = {
+    "models/ragged_model.py": """
+        torch.nn.Module._non_persistent_buffers_set
+    """,
     "weight_sync/gloo_sockets.py": """
         torch.distributed.ProcessGroupGloo.create_device(hostname=_, interface=_)
     """,

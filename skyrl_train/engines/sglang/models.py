@@ -27,8 +27,8 @@ def refuse_model(config: Any, arguments: Mapping[str, Any], *, name: str, max_mo
     elif (window := _ignored_window(text)) is not None and window < max_model_len:
         missing = f"its code for them attends to everything, where this one has a sliding window of {window} tokens"
         todo = (
-            "set generator.backend=vllm or generator.backend=transformers, or have at most that many tokens in prompt and "
-            "response (max_prompt_length, max_generate_length)"
+            "set generator.backend=vllm or generator.backend=transformers, or have at most that many tokens in prompt "
+            "and response (max_prompt_length, max_generate_length)"
         )
     else:
         return

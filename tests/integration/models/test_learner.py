@@ -106,6 +106,8 @@ def test_an_adapters_gradient_is_that_of_the_padded_model_with_weights_that_cont
     assert_same(ragged_gradients(TokenScorer(model), batch), wanted)
 
 
+@pytest.mark.defect("exports-without-the-bias-of-routers")
+@pytest.mark.defect("gpt-oss-could-not-be-loaded")
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "gpt-oss"])
 def test_a_learner_reads_a_checkpoint_and_exports_one_with_the_same_log_probs(name: str, tmp_path: Path):
     """Not all attention is fused in transformers, and not all of a checkpoint is parameters."""
