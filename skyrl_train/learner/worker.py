@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -406,7 +407,8 @@ class LearnerWorker:
         tokenizer = load_tokenizer(self.spec.model_path)
         adapters: dict[str, Tensor] = {}
         writes = self.rank == 0
-        export_hf(self._hf_config, self.full_parameters(adapters), tokenizer, Path(directory), write=writes)
+        tensors = chain(self.full_parameters(adapters), self.scorer.saved_buffers())
+        export_hf(self._hf_config, tensors, tokenizer, Path(directory), write=writes)
         if self.adapters is not None and writes:
             self.adapters.save(adapters, Path(directory) / "adapter")
 

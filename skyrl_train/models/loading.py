@@ -65,7 +65,7 @@ def load_causal_lm(
     model_config_kwargs: Mapping[str, Any] | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
     rope_theta: float | None = None,
-    attention: str = "sdpa",
+    attention: str | None = None,
     key: str = POLICY_PATH,
 ) -> PreTrainedModel:
     """Load a causal language model from a folder or a hub name, in `dtype`, in evaluation mode.
@@ -85,7 +85,7 @@ def open_causal_lm(
     model_config_kwargs: Mapping[str, Any] | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
     rope_theta: float | None = None,
-    attention: str = "sdpa",
+    attention: str | None = None,
     key: str = POLICY_PATH,
 ) -> tuple[PreTrainedModel, SavedWeights]:
     """The model of `load_causal_lm` with its parameters on the meta device, and the checkpoint that has their values.

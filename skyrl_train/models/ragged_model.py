@@ -5,6 +5,7 @@ Legend: T tokens of all sequences, B sequences, N tokens that are scored.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -77,6 +78,13 @@ class RaggedModel(nn.Module):
         if part.dim == 0 and part.blocks == 1:
             return self.saved.read(saved, part.rows(self.saved.count_rows(saved), rows))
         return part.of(self.saved.read(saved))[rows]
+
+    def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(checkpoint name, buffer) of those that checkpoints have: DeepSeek's routers have one."""
+        for path, module in self.model.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield f"{path}.{name}", buffer
 
     def experts(self) -> list[nn.Module]:
         """The modules with the experts of a layer, where ranks share these out."""

@@ -133,6 +133,15 @@ VLLM = {
         vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts.moe_config
         vllm.model_executor.layers.fused_moe.config.FusedMoEConfig.intermediate_size_per_partition
     """,
+    "engines/vllm/reloading.py": """
+        vllm.distributed.get_tensor_model_parallel_rank()
+        vllm.model_executor.models.gpt_oss.OAIAttention.sinks
+        vllm.model_executor.models.gpt_oss.OAIAttention.attn
+        vllm.model_executor.layers.attention.Attention.impl
+        vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl.sinks
+        vllm.v1.attention.backends.flash_attn.FlashAttentionImpl.sinks
+        vllm.v1.attention.backends.triton_attn.TritonAttentionImpl.sinks
+    """,
     "engines/vllm/sampler.py": """
         vllm.v1.worker.gpu_model_runner.GPUModelRunner.sampler
         vllm.v1.worker.gpu_model_runner.GPUModelRunner.input_batch
@@ -337,6 +346,9 @@ SGLANG = {
 }
 
 TORCH = {
+    "models/ragged_model.py": """
+        torch.nn.Module._non_persistent_buffers_set
+    """,
     "weight_sync/gloo_sockets.py": """
         torch.distributed.ProcessGroupGloo.create_device(hostname=_, interface=_)
     """,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from skyrl_train.engines.sglang.models import refuse_model
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import load_config
 from skyrl_train.weight_sync.wire import dtype_of
@@ -41,7 +42,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Keyword arguments for ServerArgs; `options`, with our names or SGLang's, take precedence over defaults.
 
-    Raises ConfigError for options that cannot be chosen.
+    Raises ConfigError for options that cannot be chosen, and for models that cannot be served.
     """
     config = load_config(model, rope_scaling=rope_scaling, rope_theta=rope_theta)
     fixed: dict[str, Any] = {
@@ -69,7 +70,9 @@ def engine_arguments(
         given["disable_cuda_graph"] = True
     else:
         free["enable_memory_saver"] = True
-    return {**free, **given, **fixed}
+    arguments = {**free, **given, **fixed}
+    refuse_model(config, arguments, name=name, max_model_len=max_model_len)
+    return arguments
 
 
 def _in_words_of_sglang(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from skyrl_train.models.loading import load_config
 
 SEED = "seed"
 """A request's seed is in its `extra_args`: in vLLM's own place for it, vLLM would make a generator for each request."""
+_LATENT = 576
+"""What vLLM's kernel of latent attention for CPUs is compiled for: the size of DeepSeek-V2 and V3."""
 _CPU_CACHE_BYTES = 4 << 30
 """Upper limit for keys and values on a CPU, which otherwise take what max_num_seqs full sequences need."""
 
@@ -103,7 +105,13 @@ def _cpu_arguments(config: Any, given: dict[str, Any]) -> dict[str, Any]:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if head_dim % 32:
         raise ConfigError(
-            f"vLLM's attention on CPUs needs a head size that 32 divides; {given['model']} has {head_dim}."
+            f"vLLM's attention on CPUs needs a head size that 32 divides; {given['model']} has {head_dim}. "
+            "Set generator.backend=transformers."
+        )
+    if (rank := getattr(text, "kv_lora_rank", None)) and (latent := rank + text.qk_rope_head_dim) != _LATENT:
+        raise ConfigError(
+            f"vLLM's latent attention (MLA) on CPUs needs kv_lora_rank + qk_rope_head_dim to be {_LATENT}; "
+            f"{given['model']} has {latent}. Set generator.backend=transformers."
         )
     experts = ModelArchConfigConvertorBase(config, text).get_num_experts()
     if given["enable_lora"] and experts and not HAS_TRITON:

@@ -16,10 +16,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from skyrl_train.engines.accelerator import compute, query
+from skyrl_train.engines.vllm.reloading import Reloading
 from skyrl_train.engines.vllm.sampler import replace_sampler
 from skyrl_train.engines.vllm.synced_adapter import SyncedAdapter
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.models.loading import meta_parameters
+from skyrl_train.models.loading import meta_model
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.wire import AdapterSpec
 
@@ -138,7 +139,9 @@ class ReloadedModel:
     def __init__(self, model: Any, config: Any, adapter: SyncedAdapter | None = None):
         self._model = model
         self._config = config
-        self._layout = meta_parameters(config.model, config.dtype)
+        described = meta_model(config.model, config.dtype)
+        self._layout = dict(described.named_parameters(remove_duplicate=False))
+        self._reloading = Reloading(model, described)
         self._adapter = adapter
         self._experts = list(_packed_experts(model))
         tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
@@ -169,10 +172,12 @@ class ReloadedModel:
         if not tensors:
             return
         if not self._open:
+            untrained = self._reloading.untrained()
             initialize_layerwise_reload(self._model)
             self._open = True
+            self._model.load_weights(untrained)
         # vLLM keeps these tensors until their layer is complete, maybe in a later bucket: so they must be copies.
-        self._model.load_weights((name, tensor.clone()) for name, tensor in tensors)
+        self._model.load_weights((name, tensor.clone()) for name, tensor in self._reloading.named(tensors))
 
     def finish(self) -> None:
         if self._adapter is not None:
@@ -181,6 +186,7 @@ class ReloadedModel:
             return
         finalize_layerwise_reload(self._model, self._config)
         self._open = False
+        self._reloading.finish()
         # A tied head on a CPU multiplies by a packed copy of the embedding, which a reload leaves as it was.
         for module in self._model.modules():
             if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):

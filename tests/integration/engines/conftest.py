@@ -52,7 +52,8 @@ _ROUTE_OF = {"vllm": "broadcast", "sglang": "ipc", "native-vllm": "checkpoint", 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests of weights also run with an untied head: which tensors are sent is another list. A test that names a
     `route` runs with every one that the kind has."""
-    if "started" not in metafunc.fixturenames:
+    itself = any("started" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "started" not in metafunc.fixturenames or itself:
         return
     kinds = KINDS + (UNTIED if "weights" in metafunc.module.__name__ else [])
     if "wrappers" in metafunc.module.__name__:

@@ -99,6 +99,14 @@ def test_adapters_for_a_mixture_of_experts_on_a_cpu_are_refused_with_the_reason(
         start(path, max_lora_rank=8)
 
 
+def test_latent_attention_of_a_size_that_cpus_do_not_compute_is_refused(tmp_path: Path):
+    model = tiny_model("deepseek_v3", tied=False)
+    model.config.update({"head_dim": 64, "qk_rope_head_dim": 64, "kv_lora_rank": 256})
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"qk_rope_head_dim to be 576; .* has 320\. Set generator\.backend=transf"):
+        start(str(tmp_path))
+
+
 def test_requests_are_made_ready_while_steps_go_on(
     running: Running, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ):

@@ -1,0 +1,44 @@
+"""Models that SGLang would start, and then serve wrongly or not at all: refused before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_train.errors import ConfigError
+
+_WITHOUT_WINDOWS = frozenset({"mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2"})
+"""Models whose code in SGLang has no sliding window, though their configuration may."""
+
+
+def refuse_model(config: Any, arguments: Mapping[str, Any], *, name: str, max_model_len: int) -> None:
+    """Raises ConfigError for a model that SGLang cannot serve exactly with these arguments for ServerArgs.
+
+    `config`: the model's.
+    """
+    text = config.get_text_config()
+    plain = arguments.get("attention_backend") == "torch_native"
+    if plain and getattr(text, "kv_lora_rank", None):
+        missing = "its attention on CPUs (torch_native) computes no latent attention (MLA)"
+        todo = "set generator.backend=vllm or generator.backend=transformers"
+    elif plain and text.model_type == "gpt_oss":
+        missing = "its attention on CPUs (torch_native) has no attention sinks"
+        todo = "set generator.backend=vllm or generator.backend=transformers"
+    elif (window := _ignored_window(text)) is not None and window < max_model_len:
+        missing = f"its code for them attends to everything, where this one has a sliding window of {window} tokens"
+        todo = (
+            "set generator.backend=vllm or generator.backend=transformers, or have at most that many tokens in prompt "
+            "and response (max_prompt_length, max_generate_length)"
+        )
+    else:
+        return
+    raise ConfigError(f"Engine {name!r}: SGLang cannot serve models of type {text.model_type!r}: {missing}; {todo}.")
+
+
+def _ignored_window(config: Any) -> int | None:
+    """How many tokens are attended to by a model of a kind whose windows SGLang does not know; None for all."""
+    kinds = getattr(config, "layer_types", None)
+    if config.model_type not in _WITHOUT_WINDOWS or (kinds and "sliding_attention" not in kinds):
+        return None
+    window: int | None = getattr(config, "sliding_window", None)
+    return window

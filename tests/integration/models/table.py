@@ -1,0 +1,181 @@
+"""Which models each part of the package can run: what docs/models.md and the tests beside this file are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A row: `kind` is that of skyrl_train.testing.tiny_models, and `config` gives the tiny one what real ones have.
+
+    `note` is for the page.
+    """
+
+    name: str
+    kind: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A cell that cannot: `message` is a regular expression of what is said at start, `missing` is for the page."""
+
+    message: str
+    missing: str
+
+
+@dataclass(frozen=True)
+class Column:
+    """`what` a yes means, and how it is tested; `in_ci`: the architecture whose cell is tested for every change."""
+
+    name: str
+    what: str
+    in_ci: str
+    refused: Mapping[str, Refusal] = field(default_factory=dict)
+
+
+_UNTIED = {"tie_word_embeddings": False}
+_WINDOW = {"sliding_window": 6}
+_LLAMA_3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_DEEPSEEK_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 1024,
+}
+_DEEPSEEK = {
+    "rope_parameters": _DEEPSEEK_ROPE,
+    # Heads of the released size: vLLM's kernel for CPUs has no other.
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "head_dim": 64,
+    # Most weights are in experts, as in the released model.
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 1024,
+    # In its config.json, though not in transformers' class: vLLM and SGLang ask for them.
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "moe_layer_freq": 1,
+}
+ARCHITECTURES = (
+    Architecture("Llama 3", "llama", _UNTIED | {"rope_parameters": _LLAMA_3_ROPE}, "with the rope of Llama 3.1 to 3.3"),
+    Architecture("Qwen2.5", "qwen2", {"hidden_size": 128}),
+    Architecture("Qwen3", "qwen3"),
+    Architecture("Qwen3-MoE", "qwen3_moe", _UNTIED),
+    Architecture(
+        "Gemma 3",
+        "gemma3_text",
+        _WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
+        "text only: a checkpoint of `Gemma3ForCausalLM`",
+    ),
+    Architecture(
+        "Mistral", "mistral", _UNTIED | {"sliding_window": None}, "7B 0.2 and later, without a sliding window"
+    ),
+    Architecture("Mistral 0.1", "mistral", _UNTIED | _WINDOW, "7B 0.1 and its descendants, with a sliding window"),
+    Architecture("DeepSeek-V3", "deepseek_v3", _UNTIED | _DEEPSEEK, "also R1, from a checkpoint in bfloat16"),
+    Architecture("gpt-oss", "gpt_oss", _UNTIED | _WINDOW, "from a checkpoint in bfloat16"),
+)
+_NO_EXPERTS = Refusal(
+    r"transformers has no plan to share out experts of \w+: set trainer\.policy\.expert_parallel_size to 1\.",
+    "it has no experts",
+)
+_NOT_ON_CPUS = (
+    r"Engine '.*': SGLang cannot serve models of type '{}': its attention on CPUs \(torch_native\) {}; set gene"
+)
+COLUMNS = (
+    Column(
+        "padding-free",
+        "The learner runs sequences one after the other, without padding: the gradient of every parameter, in float64, "
+        "is that of the Hugging Face model on a padded batch.",
+        in_ci="Gemma 3",
+    ),
+    Column(
+        "shared prompts",
+        "The prompt of a group goes through the model once: the same gradient again.",
+        in_ci="Llama 3",
+    ),
+    Column(
+        "LoRA",
+        "Adapters on all linear layers: their gradients are those of a padded Hugging Face model whose weights are "
+        "W + s B A. Experts and routers stay frozen.",
+        in_ci="DeepSeek-V3",
+    ),
+    Column(
+        "TP",
+        "Tensor parallelism (`trainer.policy.tensor_parallel_size`): the summed gradient of two real ranks is the "
+        "padded one of one process.",
+        in_ci="DeepSeek-V3",
+        refused={
+            "gpt-oss": Refusal(
+                r"transformers has no tensor-parallel plan for \w+: set trainer\.policy\.tensor_parallel_size to 1\.",
+                "transformers has no tensor-parallel plan for it; expert and sequence parallelism divide it",
+            )
+        },
+    ),
+    Column(
+        "SP",
+        "Sequence parallelism (`trainer.policy.sequence_parallel_size`): likewise.",
+        in_ci="Gemma 3",
+    ),
+    Column(
+        "EP",
+        "Expert parallelism (`trainer.policy.expert_parallel_size`): likewise, with different sequences on each rank.",
+        in_ci="gpt-oss",
+        refused=dict.fromkeys(("Llama 3", "Qwen2.5", "Qwen3", "Gemma 3", "Mistral", "Mistral 0.1"), _NO_EXPERTS),
+    ),
+    Column(
+        "transformers",
+        "The embedded engine on a CPU: log-probs of what it samples are the learner's to 0.0001 nats, before and after "
+        "a weight sync.",
+        in_ci="gpt-oss",
+    ),
+    Column(
+        "vllm",
+        "vLLM on a CPU: likewise.",
+        in_ci="gpt-oss",
+    ),
+    Column(
+        "sglang",
+        "SGLang on a CPU: likewise.",
+        in_ci="Qwen3",
+        refused={
+            "Mistral 0.1": Refusal(
+                r"Engine '.*': SGLang cannot serve models of type 'mistral': its code for them attends to everything, "
+                "where this one has a sliding window of 6 tokens; set generator",
+                "SGLang ignores its sliding window, on GPUs too; contexts within the window are served",
+            ),
+            "DeepSeek-V3": Refusal(
+                _NOT_ON_CPUS.format("deepseek_v3", r"computes no latent attention \(MLA\)"),
+                "SGLang's attention on CPUs has no latent attention (MLA)",
+            ),
+            "gpt-oss": Refusal(
+                _NOT_ON_CPUS.format("gpt_oss", "has no attention sinks"),
+                "SGLang's attention on CPUs has no attention sinks",
+            ),
+        },
+    ),
+)
+ENGINES = ("transformers", "vllm", "sglang")
+
+
+def architecture(name: str) -> Architecture:
+    return next(one for one in ARCHITECTURES if one.name == name)
+
+
+def column(name: str) -> Column:
+    return next(one for one in COLUMNS if one.name == name)

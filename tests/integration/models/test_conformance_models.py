@@ -1,0 +1,65 @@
+"""Cells of the engines: real ones on a CPU, whose log-probs are the learner's, before and after a weight sync.
+
+One cell is in tests/integration/engines/test_conformance_learner.py, beside other tests of an engine that runs there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.registry import load_object
+from tests.support.engine_bench import BackgroundLoop, Bench
+
+from .agreement import assert_agrees_with_the_learner
+from .cells import green, make, red, save
+from .table import ENGINES, column as column_of
+
+ELSEWHERE = [("Qwen3", "sglang")]
+PLACES = {
+    "transformers": "skyrl_train.engines.transformers.engine:TransformersEngine",
+    "vllm": "skyrl_train.engines.vllm.engine:VLLMEngine",
+    "sglang": "skyrl_train.engines.sglang.engine:SGLangEngine",
+}
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[BackgroundLoop]:
+    loop = BackgroundLoop()
+    yield loop
+    loop.close()
+
+
+def start(kind: str, path: str) -> Any:
+    if importlib.util.find_spec(kind) is None:
+        pytest.skip(f"{kind} is not installed; scripts/cpu_engines installs it")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other people's, when their packages are imported
+        options = {"dtype": "float32", "device": "cpu", "max_num_seqs": 4, "max_model_len": 256, "threads": 1}
+        return load_object(PLACES[kind])(model=path, name="of-the-table", **options)
+
+
+@pytest.mark.parametrize(("name", "column"), green(*ENGINES, elsewhere=ELSEWHERE))
+def test_log_probs_are_the_learners_before_and_after_a_sync(
+    name: str, column: str, loop: BackgroundLoop, tmp_path: Path
+):
+    engine = start(column, save(name, tmp_path / "model"))
+    try:
+        bench = Bench(engine, make(name), loop, tmp_path)
+        assert_agrees_with_the_learner(bench)
+        loop.run(bench.publish(make(name, seed=5)))
+        assert_agrees_with_the_learner(bench)
+    finally:
+        loop.run(engine.close())
+
+
+@pytest.mark.parametrize(("name", "column"), red(*ENGINES))
+def test_a_model_that_an_engine_cannot_serve_is_refused(name: str, column: str, tmp_path: Path):
+    with pytest.raises((ConfigError, EngineError), match=column_of(column).refused[name].message):
+        start(column, save(name, tmp_path / "model"))

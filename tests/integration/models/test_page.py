@@ -1,0 +1,37 @@
+"""The page of models is the table's, and every cell of the table is a test."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+from tests.integration.engines import test_conformance_learner
+
+from . import test_conformance_models, test_learner, test_parallel
+from .table import ARCHITECTURES, COLUMNS
+
+ROOT = Path(__file__).parents[3]
+generator = runpy.run_path(str(ROOT / "scripts" / "generate_model_docs.py"))
+
+
+def cases(*modules: Any) -> list[str]:
+    """Identifiers of the cases of a module's tests that are cells."""
+    marks = [mark for module in modules for one in vars(module).values() for mark in getattr(one, "pytestmark", ())]
+    given = [mark.args for mark in marks if mark.name == "parametrize"]
+    return [case.id for names, values in given if names in (("name", "column"), "started") for case in values]
+
+
+def test_the_page_is_what_the_table_says():
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert page == generator["render"](), "run: python scripts/generate_model_docs.py"
+
+
+def test_every_cell_is_one_test():
+    found = cases(test_learner, test_parallel, test_conformance_models, test_conformance_learner)
+    assert sorted(found) == sorted(f"{row.name}-{column.name}" for row in ARCHITECTURES for column in COLUMNS)
+
+
+def test_a_column_has_one_yes_for_every_change():
+    for column in COLUMNS:
+        assert column.in_ci in {row.name for row in ARCHITECTURES} - column.refused.keys()

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from skyrl_train.engines.sglang.models import refuse_model
+from skyrl_train.errors import ConfigError
+from skyrl_train.testing.tiny_models import tiny_model
+
+ON_CPU = {"attention_backend": "torch_native"}
+
+
+def refused(kind: str, arguments: dict[str, Any], max_model_len: int = 256, **changes: Any) -> bool:
+    config = tiny_model(kind).config
+    config.update(changes)
+    try:
+        refuse_model(config, arguments, name="one", max_model_len=max_model_len)
+    except ConfigError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(("longest", "wanted"), [(129, True), (128, False)])
+def test_a_window_that_sglang_ignores_is_refused_where_a_request_can_leave_it(longest: int, wanted: bool):
+    assert refused("mistral", {}, longest, sliding_window=128) is wanted
+    windowed = {"sliding_window": 128, "layer_types": ["full_attention", "sliding_attention"]}
+    assert refused("qwen2", {}, longest, **windowed) is wanted
+
+
+def test_a_window_that_no_layer_has_or_that_sglang_knows_is_not_refused():
+    assert not refused("qwen2", {}, sliding_window=128, layer_types=["full_attention"] * 2)
+    assert not refused("mistral", {}, sliding_window=None)
+    assert not refused("gemma3_text", ON_CPU, sliding_window=128)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3"])
+def test_what_plain_attention_lacks_is_refused_where_it_is_used(kind: str):
+    assert refused(kind, ON_CPU)
+    assert not refused(kind, {})
