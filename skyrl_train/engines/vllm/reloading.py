@@ -20,11 +20,11 @@ _BY_EXPERT = ("deepseek_v2", "deepseek_v3")
 """Models whose loaders know experts under the names of published checkpoints only: each separately."""
 _GPT_OSS = "gpt_oss"
 _FUSED = (".experts.gate_up_proj", ".experts.gate_up_proj_bias", ".experts.down_proj", ".experts.down_proj_bias")
-_SINKS, _ROUTER_BIAS = ".sinks", ".e_score_correction_bias"
+_SINKS = ".sinks"
 
 
 class Reloading:
-    """Renames and completes the tensors of one model's syncs."""
+    """Renames the tensors of one model's syncs, and copies what does not pass through a `weight_loader` itself."""
 
     def __init__(self, served: Any, model: PreTrainedModel):
         """`served`: vLLM's model. `model`: transformers' on the meta device, whose names tensors have."""
@@ -32,11 +32,6 @@ class Reloading:
         self._model = model
         self._kind: str = model.config.model_type
         self._sinks: dict[str, Tensor] = {}
-
-    def untrained(self) -> list[tuple[str, Tensor]]:
-        """(name, tensor) of what shares a layer with trained weights but is never sent: it would be lost otherwise."""
-        named = self._served.named_parameters() if self._kind in _BY_EXPERT else ()
-        return [(name, tensor.detach().clone()) for name, tensor in named if name.endswith(_ROUTER_BIAS)]
 
     def named(self, tensors: Sequence[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """The tensors under names that pass through a `weight_loader`; the others are kept for `finish`."""

@@ -172,10 +172,8 @@ class ReloadedModel:
         if not tensors:
             return
         if not self._open:
-            untrained = self._reloading.untrained()
             initialize_layerwise_reload(self._model)
             self._open = True
-            self._model.load_weights(untrained)
         # vLLM keeps these tensors until their layer is complete, maybe in a later bucket: so they must be copies.
         self._model.load_weights((name, tensor.clone()) for name, tensor in self._reloading.named(tensors))
 

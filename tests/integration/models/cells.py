@@ -44,6 +44,10 @@ def make(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTra
     config = type(plain)(**{**plain.to_dict(), **row.config})
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if parameter.ndim == 1 or path.endswith("bias"):  # which begin alike in all models: as ones, as zeros
+                parameter.add_(0.1 * torch.randn_like(parameter))
     generator = torch.Generator().manual_seed(0)
     for path, buffer in model.named_buffers():
         if path.endswith("e_score_correction_bias"):
