@@ -27,6 +27,7 @@ from skyrl_train.trainer.batch_dump import read_batch
 from skyrl_train.trainer.checkpoints import Checkpoints, verify
 from tests.chaos.elsewhere import Proxy
 from tests.chaos.faults import ENVIRONMENT_CODE, MISCHIEF, Fault, Victim
+from tests.support.others_processes import lives
 
 STEPS = 10
 PROMPTS = 24
@@ -168,7 +169,7 @@ class Campaign:
     def _check_end(self, folder: Path, last: Fault | None, known: set[psutil.Process], took_steps: bool) -> None:
         name = last.name if last else "nothing"
         _, left = psutil.wait_procs([one for one in known if one.is_running()], timeout=60)
-        left = [one for one in left if one.status() != psutil.STATUS_ZOMBIE]
+        left = [one for one in left if lives(one.pid)]
         if left:
             raise Miss(f"after {name} there is still {[(one.pid, one.name()) for one in left]}")
         steps = [row["step"] for row in read_jsonl(folder / "ckpts" / "metrics.jsonl")] if _rows(folder) else []

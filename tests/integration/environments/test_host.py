@@ -20,6 +20,7 @@ from skyrl_train.data.trajectory import Prompt
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.errors import ConfigError, EnvironmentFailure
+from tests.support.others_processes import gone
 
 PLUGINS = Path(__file__).parent / "plugins"
 QUESTION = [{"role": "user", "content": "6 * 3?"}]
@@ -437,13 +438,3 @@ def test_no_process_survives_a_driver_that_was_killed():
         time.sleep(0.2)  # one of them is in its endless step by now
         driver.send_signal(signal.SIGKILL)
     assert all(map(gone, pids))
-
-
-def gone(pid: int) -> bool:
-    """Whether the process ends within some seconds."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.02)
-    return False

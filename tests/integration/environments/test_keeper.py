@@ -20,6 +20,7 @@ from skyrl_train.data.trajectory import Prompt
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.environments.prints import AT_FIRST, AT_LAST
 from skyrl_train.errors import EnvironmentFailure
+from tests.support.others_processes import gone, lives
 
 PLUGINS = Path(__file__).parent / "plugins"
 
@@ -112,19 +113,7 @@ def left(folder: Path) -> list[int]:
     """Those of two processes that do not end within some seconds."""
     pids = [int(pid) for pid in (folder / "pids").read_text().split()]
     assert len(pids) == 2
-    until = time.monotonic() + 20
-    while found := [pid for pid in pids if lives(pid)]:
-        if time.monotonic() > until:
-            break
-        time.sleep(0.02)
-    return found
-
-
-def lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return [pid for pid in pids if not gone(pid)]
 
 
 @pytest.mark.parametrize("stopped", [signal.SIGSTOP, signal.SIGKILL])

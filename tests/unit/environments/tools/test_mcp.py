@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from skyrl_train.environments.tools.base import ToolBox, ToolError, ToolResult
 from skyrl_train.environments.tools.mcp import McpTool, fingerprint
 from skyrl_train.errors import ConfigError
+from tests.support.others_processes import gone
 
 pytest.importorskip("mcp")
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
@@ -143,15 +143,6 @@ def test_a_server_that_is_deaf_is_killed_with_its_episode():
     assert call(opened, "s.block").error == "timeout"
     opened.close()
     assert gone(pid)
-
-
-def gone(pid: int) -> bool:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.05)
-    return False
 
 
 @pytest.mark.fault("F25")
