@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -82,3 +82,14 @@ def padded_values(model: PreTrainedModel, weight: Tensor, batch: TrainBatch) -> 
     values = (hidden @ weight.mT).squeeze(-1)
     pad = values.new_zeros(len(batch), 1)
     return torch.cat([pad, values], dim=1)[batch.sequence_ids, batch.position_ids] * batch.loss_mask
+
+
+def assert_same_tensors(
+    got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float = 1e-9, case: str = ""
+) -> None:
+    """Gradients or weights by name: each one's error in norm is small beside its own norm, or beside that of all."""
+    assert got.keys() == wanted.keys(), case
+    whole = torch.stack([tensor.norm() for tensor in wanted.values()]).norm()
+    for name, tensor in wanted.items():
+        error = float((got[name] - tensor).norm())
+        assert error <= tolerance * max(float(tensor.norm()), 1e-3 * float(whole)), (case, name, error)

@@ -19,7 +19,7 @@ from skyrl_train.models.lora import Adapters
 from skyrl_train.models.token_scorer import TokenScorer
 from tests.support.double_precision import double_precision
 from tests.support.learner_specs import policy_batch, tiny_spec
-from tests.support.padded_reference import grouped_batch, padded_scores, ragged_batch
+from tests.support.padded_reference import assert_same_tensors, grouped_batch, padded_scores, ragged_batch
 from tests.support.tiny_adapters import fill_adapters
 
 from .cells import attention_of, green, make, save
@@ -61,25 +61,17 @@ def trained(model: torch.nn.Module) -> Gradients:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(got: Gradients, wanted: Gradients, tolerance: float = 1e-9) -> None:
-    assert got.keys() == wanted.keys()
-    whole = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
-    for name, gradient in wanted.items():
-        error = float((got[name] - gradient).norm())
-        assert error <= tolerance * max(float(gradient.norm()), 1e-3 * float(whole)), (name, error)
-
-
 @pytest.mark.parametrize(("name", "column"), green("padding-free"))
 def test_a_gradient_without_padding_is_the_padded_one(name: str, column: str):
     batch = ragged_batch(LENGTHS)
-    assert_same(ragged_gradients(TokenScorer(make(name, torch.float64)), batch), padded_gradients(name, batch))
+    assert_same_tensors(ragged_gradients(TokenScorer(make(name, torch.float64)), batch), padded_gradients(name, batch))
 
 
 @pytest.mark.parametrize(("name", "column"), green("shared prompts"))
 def test_a_gradient_with_prompts_that_are_run_once_is_the_padded_one(name: str, column: str):
     batch = grouped_batch([(6, [4, 9, 4, 1]), (3, [2]), (11, [5, 5])])
     scorer = TokenScorer(make(name, torch.float64))
-    assert_same(ragged_gradients(scorer, batch, share=True), padded_gradients(name, batch))
+    assert_same_tensors(ragged_gradients(scorer, batch, share=True), padded_gradients(name, batch))
 
 
 @pytest.mark.parametrize(("name", "column"), green("LoRA"))
@@ -103,7 +95,7 @@ def test_an_adapters_gradient_is_that_of_the_padded_model_with_weights_that_cont
     loss_of(*padded_scores(with_adapters, batch), batch).backward()  # type: ignore[arg-type]
     wanted = {key: p.grad for key, p in filled.items() if p.grad is not None}
     assert len(wanted) == len(filled) == 2 * len(adapters.layers) >= 16
-    assert_same(ragged_gradients(TokenScorer(model), batch), wanted)
+    assert_same_tensors(ragged_gradients(TokenScorer(model), batch), wanted)
 
 
 @pytest.mark.defect("exports-without-the-bias-of-routers")

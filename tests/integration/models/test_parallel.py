@@ -15,13 +15,13 @@ from torch import Tensor
 
 from tests.integration.strategies.parallel_group_ranks import loss_of, make_batch
 from tests.support.double_precision import double_precision
-from tests.support.padded_reference import padded_scores
+from tests.support.padded_reference import assert_same_tensors, padded_scores
 from tests.support.rank_processes import free_port, run_ranks
 
 from .cells import attention_of, green, make, red
 from .ranks import GROUPS, WORLD, main
 from .table import column as column_of
-from .test_learner import assert_same, trained
+from .test_learner import trained
 
 DEADLINE_S = 240.0
 
@@ -57,7 +57,7 @@ def test_the_summed_gradient_of_the_ranks_is_the_padded_one(name: str, column: s
     loss_of(*padded_scores(model, batch), batch).backward()
     start = f"{name}-{column}/"
     got = {key.removeprefix(start): value for key, value in found.gradients.items() if key.startswith(start)}
-    assert_same(got, trained(model))
+    assert_same_tensors(got, trained(model))
 
 
 @pytest.mark.parametrize(("name", "column"), red(*GROUPS))

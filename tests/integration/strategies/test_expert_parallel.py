@@ -20,13 +20,13 @@ from skyrl_train.metrics import Metrics
 from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.support.double_precision import double_precision
 from tests.support.learner_specs import policy_batch
-from tests.support.padded_reference import padded_scores
+from tests.support.padded_reference import assert_same_tensors, padded_scores
 from tests.support.rank_processes import free_port, run_ranks
 from tests.support.routing_reference import explicit_balance_loss
 
 from .expert_parallel_ranks import CASES, STEPPED, main, main_without
 from .parallel_group_ranks import loss_of, make_batch, make_model, merged, train
-from .test_parallel_groups import DEADLINE_S, assert_same, one_rank, single
+from .test_parallel_groups import DEADLINE_S, one_rank, single
 
 KINDS = ["qwen3_moe", "adapted_moe", "gpt_oss", "deepseek_v3"]
 
@@ -89,7 +89,7 @@ def assert_padded_gradients(kinds: list[str], gradients: dict[str, Tensor], leav
         if kind in CASES[case].get("kinds", kinds) and case != leaves_out:
             start = f"{kind}/{case}/"
             got = {key.removeprefix(start): value for key, value in gradients.items() if key.startswith(start)}
-            assert_same(got, padded_gradients(kind, case), 1e-9, start)
+            assert_same_tensors(got, padded_gradients(kind, case), 1e-9, start)
 
 
 def test_the_summed_gradient_is_the_padded_one_wherever_experts_are(found: Found) -> None:
@@ -121,7 +121,7 @@ def test_an_update_has_the_gradient_and_the_metrics_of_one_rank(found: Found) ->
         for values in (metrics.flush(), wanted)
     )
     assert got == pytest.approx(wanted, rel=1e-4, abs=1e-6)
-    assert_same(load_file(found.folder / "worker.safetensors"), gradients, 1e-4)
+    assert_same_tensors(load_file(found.folder / "worker.safetensors"), gradients, 1e-4)
 
 
 def test_every_rank_scores_its_own_sequences(found: Found) -> None:
@@ -154,14 +154,14 @@ def test_steps_checkpoints_and_weights_are_those_of_one_process(found: Found, na
     norms = train(alone, 3)
     assert math.isnan(norms[1])
     assert found.values["norms"][name] == pytest.approx(norms, rel=1e-9, nan_ok=True)
-    assert_same(load_file(found.folder / f"{name}_stepped.safetensors"), dict(alone.full_parameters()), 1e-9)
+    assert_same_tensors(load_file(found.folder / f"{name}_stepped.safetensors"), dict(alone.full_parameters()), 1e-9)
     if kind == "adapted_moe":
-        assert_same(load_file(found.folder / f"{name}_merged.safetensors"), merged(alone, kind), 1e-9)
+        assert_same_tensors(load_file(found.folder / f"{name}_merged.safetensors"), merged(alone, kind), 1e-9)
     other = single(kind)
     other.load(found.folder / f"{name}_divided")
-    assert_same(dict(other.full_parameters()), dict(alone.full_parameters()), 1e-9)
+    assert_same_tensors(dict(other.full_parameters()), dict(alone.full_parameters()), 1e-9)
     train(alone, 1)
-    assert_same(load_file(found.folder / f"{name}_resumed.safetensors"), dict(alone.full_parameters()), 1e-9)
+    assert_same_tensors(load_file(found.folder / f"{name}_resumed.safetensors"), dict(alone.full_parameters()), 1e-9)
 
 
 def test_a_sync_announces_and_sends_all_experts(found: Found) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from skyrl_train.strategies.single import SingleStrategy
 from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.support.double_precision import double_precision
 from tests.support.learner_specs import policy_batch, tiny_spec
-from tests.support.padded_reference import padded_scores, padded_values
+from tests.support.padded_reference import assert_same_tensors, padded_scores, padded_values
 from tests.support.rank_processes import free_port, run_ranks
 from tests.support.recording_strategies import RecordingWorker
 from tests.support.routing_reference import explicit_balance_loss
@@ -95,20 +95,12 @@ def padded_gradients(kind: str, case: str) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def assert_same(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float, case: str = "") -> None:
-    assert got.keys() == wanted.keys()
-    whole = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
-    for name, gradient in wanted.items():
-        error = float((got[name] - gradient).norm())
-        assert error <= tolerance * max(float(gradient.norm()), 1e-3 * float(whole)), (case, name, error)
-
-
 def test_the_summed_gradient_is_the_padded_one_however_tokens_lie_on_the_ranks(found: Found) -> None:
     for kind, case in itertools.product(found.kinds, CASES):
         if kind in CASES[case].get("kinds", found.kinds) and not (found.kind == "sequence" and case == "balanced"):
             start = f"{kind}/{case}/"
             got = {key.removeprefix(start): value for key, value in found.gradients.items() if key.startswith(start)}
-            assert_same(got, padded_gradients(kind, case), 1e-9, start)
+            assert_same_tensors(got, padded_gradients(kind, case), 1e-9, start)
 
 
 def test_the_summed_gradient_of_a_critic_is_the_padded_one(found: Found) -> None:
@@ -117,7 +109,9 @@ def test_the_summed_gradient_of_a_critic_is_the_padded_one(found: Found) -> None
     loss_of(padded_values(model, weight, batch), torch.zeros(()), batch).backward()
     wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert weight.grad is not None
-    assert_same(load_file(found.folder / "critic.safetensors"), {**wanted, "value_head.weight": weight.grad}, 1e-9)
+    assert_same_tensors(
+        load_file(found.folder / "critic.safetensors"), {**wanted, "value_head.weight": weight.grad}, 1e-9
+    )
 
 
 def one_rank(folder: Path) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -145,7 +139,7 @@ def test_an_update_has_the_gradient_and_the_metrics_of_one_rank_with_a_loss_over
         for found in (metrics.flush(), wanted)
     )
     assert got == pytest.approx(wanted, rel=1e-4, abs=1e-6)
-    assert_same(load_file(found.folder / "worker.safetensors"), gradients, 1e-4)
+    assert_same_tensors(load_file(found.folder / "worker.safetensors"), gradients, 1e-4)
 
 
 def test_metrics_of_a_parallel_group_are_counted_once(found: Found) -> None:
@@ -188,20 +182,20 @@ def test_steps_checkpoints_and_weights_are_those_of_one_process(found: Found, ki
     norms = train(alone, 3)
     assert math.isnan(norms[1])
     assert found.values["norms"][kind] == pytest.approx(norms, rel=1e-9, nan_ok=True)
-    assert_same(load_file(found.folder / f"{kind}_stepped.safetensors"), dict(alone.full_parameters()), 1e-9)
+    assert_same_tensors(load_file(found.folder / f"{kind}_stepped.safetensors"), dict(alone.full_parameters()), 1e-9)
     other = single(model)
     other.load(found.folder / f"{kind}_parallel_group")
-    assert_same(dict(other.full_parameters()), dict(alone.full_parameters()), 1e-9)
+    assert_same_tensors(dict(other.full_parameters()), dict(alone.full_parameters()), 1e-9)
     for strategy in (alone, other):
         train(strategy, 1)
         got = load_file(found.folder / f"{kind}_resumed.safetensors")
-        assert_same(got, dict(strategy.full_parameters()), 1e-9)
+        assert_same_tensors(got, dict(strategy.full_parameters()), 1e-9)
 
 
 def test_adapters_are_merged_into_the_part_that_a_rank_has(found: Found) -> None:
     alone = single("adapted")
     train(alone, 3)
-    assert_same(load_file(found.folder / "merged.safetensors"), merged(alone), 1e-9)
+    assert_same_tensors(load_file(found.folder / "merged.safetensors"), merged(alone), 1e-9)
 
 
 def test_a_sync_announces_and_sends_the_whole_of_what_ranks_have_parts_of(found: Found) -> None:

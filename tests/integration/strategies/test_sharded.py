@@ -30,7 +30,7 @@ from skyrl_train.strategies.process_group import init_process_group
 from skyrl_train.strategies.single import SingleStrategy
 from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.double_precision import double_precision
-from tests.support.padded_reference import padded_scores, padded_values, ragged_batch
+from tests.support.padded_reference import assert_same_tensors, padded_scores, padded_values, ragged_batch
 from tests.support.rank_processes import free_port, run_ranks
 from tests.support.tiny_adapters import fill_adapters
 
@@ -56,12 +56,7 @@ class Found:
         return DTYPES[self.strategy]
 
     def assert_same_gradients(self, got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-        tolerance = 1e-9 if self.dtype == torch.float64 else 1e-4
-        whole = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
-        assert got.keys() == wanted.keys()
-        for name, gradient in wanted.items():
-            error = float((got[name] - gradient).norm())
-            assert error <= tolerance * max(float(gradient.norm()), 1e-3 * float(whole)), (name, error)
+        assert_same_tensors(got, wanted, 1e-9 if self.dtype == torch.float64 else 1e-4)
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from skyrl_train.strategies.single import SingleStrategy
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
 from tests.support.double_precision import double_precision
 from tests.support.learner_specs import policy_batch, tiny_spec
-from tests.support.padded_reference import padded_scores, padded_values, ragged_batch
+from tests.support.padded_reference import assert_same_tensors, padded_scores, padded_values, ragged_batch
 from tests.support.tiny_adapters import fill_adapters
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -63,14 +63,6 @@ def loss_of(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> Tensor:
     return ((logprobs + 0.1 * entropy) * torch.sin(batch.input_ids.double() + batch.position_ids)).sum()
 
 
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
-    whole = float(torch.stack([gradient.norm() for gradient in wanted.values()]).norm())
-    assert found.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        bound = tolerance * max(float(gradient.norm()), 1e-3 * whole)
-        assert float((found[name] - gradient).norm()) <= bound, name
-
-
 def trained(model: Any, prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -91,7 +83,7 @@ def test_the_adapters_gradient_is_that_of_a_padded_peft_model(
             loss_of(scores.logprobs, scores.entropy, part).backward()
         plain = twin(kind, dtype)
         loss_of(*padded_scores(plain, batch), batch).backward()
-    assert_same(trained(scorer, "model."), trained(plain, "base_model.model."), tolerance)
+    assert_same_tensors(trained(scorer, "model."), trained(plain, "base_model.model."), tolerance)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -102,7 +94,7 @@ def test_checkpointed_layers_give_the_adapters_the_same_gradient(tmp_path: Path,
         worker.update(share(policy_batch()))
         found.append(worker.strategy.recorded)
     assert len(found[0]) == 2 * 7 * 2
-    assert_same(found[1], found[0], 1e-5)
+    assert_same_tensors(found[1], found[0], 1e-5)
 
 
 def test_a_critic_trains_its_adapters_and_its_head():
@@ -118,7 +110,7 @@ def test_a_critic_trains_its_adapters_and_its_head():
         head = torch.ones(1, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
         (padded_values(plain.base_model.model, head, batch) * torch.sin(batch.input_ids.double())).sum().backward()
     found = {scorer.hf_name(name): p.grad for name, p in scorer.named_parameters() if p.grad is not None}
-    assert_same(found, {**trained(plain, "base_model.model."), "value_head.weight": head.grad}, 1e-9)  # type: ignore[dict-item]
+    assert_same_tensors(found, {**trained(plain, "base_model.model."), "value_head.weight": head.grad}, 1e-9)  # type: ignore[dict-item]
 
 
 def spec_of(path: str, **changes: Any) -> Any:
