@@ -58,8 +58,8 @@ def uniform_columns(seeds: Tensor, positions: Tensor) -> Iterator[Tensor]:
 
 def to_device(values: Sequence[object] | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of these; on an accelerator it is copied when its turn comes, and nobody waits for it."""
-    accelerated = device.type != "cpu"
-    return torch.tensor(values, dtype=dtype, pin_memory=accelerated).to(device, non_blocking=True)
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Numbers(NamedTuple):

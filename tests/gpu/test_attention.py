@@ -84,7 +84,9 @@ def test_a_fused_kernel_is_as_close_to_float32_as_scaled_dot_product_attention(
             fused = attend(inputs, weights, place.segments, window)
         for wanted, reference, got in zip(exact, plain, fused, strict=True):
             error, allowed = (got - wanted).norm() / wanted.norm(), (reference - wanted).norm() / wanted.norm()
-            assert error <= 2 * allowed + 1e-3, f"{kernel.name}: {error} instead of {allowed}"
+            # Of a sink a head, the rounding to bfloat16 does not average out.
+            floor = 1e-3 if wanted.numel() > heads else 2**-8
+            assert error <= 2 * allowed + floor, f"{kernel.name}: {error} instead of {allowed}"
 
 
 @pytest.mark.parametrize("head_size", [64, 128, 256])
@@ -93,7 +95,7 @@ def test_gradients_are_the_same_bits_every_time(head_size: int) -> None:
     inputs = [torch.randn(len(place.tokens), n, head_size, device="cuda").bfloat16() for n in (8, 2, 2)]
     weights = torch.randn(inputs[0].shape, device="cuda")
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # which learners do not: a program may
+    torch.use_deterministic_algorithms(True)  # which learners do not: a program may
     try:
         runs = [attend(inputs, weights, place.segments, None) for _ in range(4)]
     finally:

@@ -1,7 +1,7 @@
 """Part 2: attention over packed sequences against plain SDPA in float32, one sequence at a time.
 
-As in FlashAttention's own tests, the bound of a kernel's error is twice that of SDPA in the kernel's own dtype, beyond
-an absolute floor: both are compared with the same computation in float32.
+As in FlashAttention's own tests, the bound of a kernel's error is twice that of SDPA in the kernel's own dtype, three
+times for gradients, beyond an absolute floor: both are compared with the same computation in float32.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def compare(case: Case, device: str, dtype: torch.dtype, report: Report) -> None
     for name, wanted in exact.items():
         error, bound = (float((found[name].float() - wanted).abs().max()) for found in (ours, plain))
         what = f"{case.name}, {str(dtype).removeprefix('torch.')}: error of {name}"
-        report.at_most(what, error, 2 * bound + FLOOR)
+        report.at_most(what, error, (2 if name == "output" else 3) * bound + FLOOR)
 
 
 def inputs_of(case: Case, device: str, dtype: torch.dtype) -> list[Tensor]:

@@ -31,7 +31,7 @@ PACKAGES = (
 )
 NEED_OTHERS = ("skyrl_train.engines.sglang.stand_ins.", "skyrl_train.tensordict.wrappers.torchrl")
 """Modules that stand in for others, or exist for what need not be installed."""
-OPTIONAL = {"vllm", "sglang", "deepspeed", "torchrl", "verifiers", "skyrl_gym", "openenv", "playwright", "mcp"}
+OPTIONAL = {"vllm", "wandb", "sglang", "deepspeed", "torchrl", "verifiers", "skyrl_gym", "openenv", "playwright", "mcp"}
 """What a module may fail to find without being broken."""
 ON_CPU = {"torchvision", "sgl_kernel"}
 """What SGLang needs beside a GPU's libraries; the engine brings stand-ins for a CPU."""

@@ -26,8 +26,8 @@ from skyrl_train.weight_sync.store import InPlace
 from skyrl_train.weight_sync.wire import Bucket
 from tests.gpu_check.report import Report, Setting
 
-LATE_CYCLES = 20_000_000
-"""Of a waiting kernel: about 10 ms, ages beside the microseconds between two processes."""
+LATE_CYCLES = 5_000_000
+"""Of a waiting kernel: about 3 ms, ages beside the microseconds between two processes."""
 READER = 8
 """An engine's copies are this many times later than the trainer's: else a page that is filled too early is not yet."""
 SYNCS, SETTLED = 200, 20
