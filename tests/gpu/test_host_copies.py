@@ -46,7 +46,8 @@ def test_buffers_are_pinned_as_long_as_they_are_used():
 
 def test_many_buffers_of_odd_sizes_are_all_pinned():
     tensors = {name: torch.full((250_000 + 37 * name,), float(name), device=CUDA) for name in range(16)}
-    away = HostCopies(CUDA).moved(tensors, "cpu")
+    host = HostCopies(CUDA)
+    away = host.moved(tensors, "cpu")
     assert [name for name, tensor in away.items() if not tensor.is_pinned()] == []
 
 

@@ -58,7 +58,7 @@ class Course:
 
 def run(setting: Setting, report: Report) -> None:
     """One rank, three updates, a random model; then its state to the host and back."""
-    sizes = {"hidden_size": 64} if setting.toy else {"hidden_size": 512, "layers": 8, "vocab_size": 8192}
+    sizes = {"hidden_size": 64} if setting.toy else {"hidden_size": 256, "layers": 4, "vocab_size": 2048}
     lengths = (9, 4, 12, 9, 2, 7, 9, 5) if setting.toy else (300, 200, 512, 64, 700, 128, 33, 33)
     with tempfile.TemporaryDirectory() as folder:
         path = save_tiny_model(Path(folder), "qwen3", **sizes)
