@@ -76,8 +76,8 @@ def test_tokens_are_the_cpus_but_for_the_rounding_of_sums(truncation: str) -> No
         exact = (given.double() / temperatures).log_softmax(-1).gather(1, got.ids.unsqueeze(1)).squeeze(1)
         assert float((got.full_logprobs - exact).abs().max()) < 2e-5
         alike.append((got.ids.to(CPU) == wanted.ids) & near)
-    # Sums of 152,000 probabilities differ by about 1e-7: seldom, a number or a threshold falls in between. vLLM's kernel
-    # ends its search for a threshold after 18 rounds, which leaves more in between.
+    # Sums of 152,000 probabilities differ by about 1e-7: seldom, a number or a threshold falls in between.
+    # vLLM's kernel ends its search for a threshold after 18 rounds, which leaves more in between.
     assert torch.cat(alike).float().mean() >= (0.995 if mask is None else 0.98)
 
 
