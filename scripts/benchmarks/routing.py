@@ -53,7 +53,7 @@ async def sample(model: str, dtype: str) -> TrainBatch:
     groups = []
     for prompt, completion in zip(prompts, completions, strict=True):
         row = Prompt(completion.request_id, [], "none")
-        ledger = Ledger(item := Trajectory(row, 0, [], [], [], [], [], 0.0, "stop", 1.0))
+        ledger = Ledger(item := Trajectory.empty(row, 0, 1.0))
         ledger.open(list(prompt))
         ledger.sample(completion)
         groups.append(TrajectoryGroup(row, [item]))
@@ -63,7 +63,7 @@ async def sample(model: str, dtype: str) -> TrainBatch:
 def score(scorer: TokenScorer, batch: TrainBatch, replay: bool) -> tuple[Tensor, Tensor]:
     """Log-probs [T], and the experts that the router chose."""
     scorer.routers.keeps_choices = True
-    tensors = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+    tensors = (batch.input_ids.long(), batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
     with torch.no_grad():
         logprobs = scorer(*tensors, routing=batch.routing if replay else None).logprobs
     assert scorer.choices is not None

@@ -185,7 +185,6 @@ def training_batch(
     advantages = torch.repeat_interleave(torch.randn(rows, generator=generator), lengths)
     return TrainBatch(
         input_ids=torch.cat(ids),
-        position_ids=positions,
         loss_mask=mask,
         offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
         prompt_lengths=torch.full((rows,), prompt_tokens),

@@ -13,6 +13,7 @@ import random
 import sys
 from typing import Any
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiments.base import Experiment, run_experiment
@@ -41,9 +42,14 @@ class FullLength:
         for sample in range(self._samples):
             ids, reward = made.choices(self._ids, k=count), float(sample % 2)
             turns = [Turn(0, count, reward, "length", 0, 0)]
-            items.append(
-                Trajectory(prompt, sample, prompt_ids, ids, [1] * count, [], turns, reward, "length", self._temperature)
+            item = Trajectory.empty(prompt, sample, self._temperature)
+            item.prompt_ids, item.response_ids, item.loss_spans = (
+                token_array(prompt_ids),
+                token_array(ids),
+                [(0, count)],
             )
+            item.turns, item.reward, item.stop_reason = turns, reward, "length"
+            items.append(item)
         return TrajectoryGroup(prompt, items)
 
 

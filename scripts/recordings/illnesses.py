@@ -83,7 +83,7 @@ class MisreportedLogprobs(WithAlteredGroups):
 
     def alter(self, group: TrajectoryGroup, position: int) -> None:
         for item in group.trajectories:
-            item.logprobs = [1.5 * logprob for logprob in item.logprobs]
+            item.logprobs = 1.5 * item.logprobs
 
 
 class Outliers(WithAlteredGroups):

@@ -11,15 +11,18 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from skyrl_train.data.arrays import LogProbs, Span, Tokens
 from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
 
 TOKEN_FIELDS = (
     "input_ids",
-    "position_ids",
     "loss_mask",
     "rollout_logprobs",
     "old_logprobs",
@@ -49,14 +52,12 @@ SEQUENCE_FIELDS = (
 class TrainBatch:
     """Token-level tensors are [T], sequence-level ones [B]; optional tensors are None until they are computed.
 
-    Example: sequences (5 6 | 7 2) and (5 6 | 8): input_ids=[5,6,7,2,5,6,8], position_ids=[0,1,2,3,0,1,2],
-    loss_mask=[0,0,1,1,0,0,1], offsets=[0,4,7], prompt_lengths=[2,2].
+    Example: sequences (5 6 | 7 2) and (5 6 | 8): input_ids=[5,6,7,2,5,6,8], loss_mask=[0,0,1,1,0,0,1],
+    offsets=[0,4,7], prompt_lengths=[2,2].
     """
 
     input_ids: Tensor
-    """[T] int64"""
-    position_ids: Tensor
-    """[T] int64, restarting at 0 in every sequence."""
+    """[T] int32"""
     loss_mask: Tensor
     """[T] bool: sampled tokens of sequences that did not fail."""
     offsets: Tensor
@@ -116,6 +117,11 @@ class TrainBatch:
         return torch.repeat_interleave(torch.arange(len(self), device=self.offsets.device), self.lengths)
 
     @property
+    def position_ids(self) -> Tensor:
+        """[T] int64, restarting at 0 in every sequence."""
+        return torch.arange(len(self.input_ids), device=self.offsets.device) - self.per_token(self.offsets[:-1])
+
+    @property
     def episodes(self) -> EpisodeIndex:
         """The samples of this batch: its sequences, or groups of sequences that belong to one episode."""
         if self.episode_ids is None:
@@ -137,12 +143,12 @@ class TrainBatch:
         rows = torch.as_tensor(rows, dtype=torch.int64)
         lengths = self.lengths[rows]
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        starts = torch.repeat_interleave(self.offsets[:-1][rows] - offsets[:-1], lengths)
-        tokens = starts + torch.arange(int(offsets[-1]))
+        stretches = _stretches(self.offsets.tolist(), rows.tolist())
         picked: dict[str, Tensor | None] = {"offsets": offsets}
         for name in TOKEN_FIELDS:
             value = getattr(self, name)
-            picked[name] = None if value is None else value[tokens]
+            parts = None if value is None else [value[start:stop] for start, stop in stretches]
+            picked[name] = value[:0] if parts == [] else None if parts is None else torch.cat(parts)
         for name in SEQUENCE_FIELDS:
             value = getattr(self, name)
             picked[name] = None if value is None else value[rows]
@@ -261,55 +267,96 @@ def cat(batches: Sequence[TrainBatch]) -> TrainBatch:
     return TrainBatch(**joined)  # type: ignore[arg-type]
 
 
+def _stretches(offsets: Sequence[int], rows: Sequence[int]) -> list[Span]:
+    """The tokens of these rows; those of consecutive rows are one stretch."""
+    found: list[Span] = []
+    for row in rows:
+        start, stop = offsets[row], offsets[row + 1]
+        if found and found[-1][1] == start:
+            start, _ = found.pop()
+        found.append((start, stop))
+    return found
+
+
 def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
     """Collate groups into one ragged batch on the CPU, in group order; group_ids number the groups.
 
     Failed trajectories keep their place with an all-zero loss mask, so that row counts and groups do not change. An
     episode with restarts becomes several adjacent rows with the same `episode_ids` and the whole reward in each.
+
+    Tokens are held once: trajectories of one sequence have views of the batch's tensors afterwards. A trajectory whose
+    log-probs are not known (`logprobs` is empty) leaves the batch without `rollout_logprobs`.
     """
     trajectories = [(index, item) for index, group in enumerate(groups) for item in group.trajectories]
     rows = [
-        (index, episode, item, *sequence)
+        _Row(index, episode, item, *one)
         for episode, (index, item) in enumerate(trajectories)
-        for sequence in item.sequences()
+        for one in item.sequences()
     ]
     assert rows, "a batch needs at least one trajectory"
-    ids: list[int] = []
-    positions: list[int] = []
-    mask: list[bool] = []
-    logprobs: list[float] = []
-    rewards: list[float] = []
-    offsets = [0]
-    for _, _, item, prompt_ids, start, stop in rows:
-        counts = item.status == OK
-        prompt_length, length = len(prompt_ids), stop - start
-        ids += prompt_ids + item.response_ids[start:stop]
-        positions += range(prompt_length + length)
-        mask += [False] * prompt_length + [bool(m) and counts for m in item.loss_mask[start:stop]]
-        logprobs += [0.0] * prompt_length + (item.logprobs[start:stop] or [0.0] * length)
-        rewards += [0.0] * prompt_length + (token_rewards(item)[start:stop] if counts else [0.0] * length)
-        offsets.append(len(ids))
-        same = len(mask) == len(logprobs) == len(rewards) == len(ids)
-        assert same, f"prompt {item.prompt.uid}: token fields differ in length"
-    items = [item for _, _, item, *_ in rows]
-    known = all(len(item.logprobs) == len(item.response_ids) for item in items)
+    offsets = np.concatenate(([0], np.cumsum([row.length for row in rows])))
+    known = all(len(item.logprobs) == len(item.response_ids) for _, item in trajectories)
+    ids, mask = np.empty(offsets[-1], np.int32), np.zeros(offsets[-1], bool)
+    logprobs, rewards = (np.zeros(offsets[-1], np.float32) for _ in range(2))
+    for row, begin in zip(rows, offsets.tolist(), strict=False):
+        row.write(begin, ids, mask, logprobs if known else None, rewards)
+    items = [row.item for row in rows]
     return TrainBatch(
-        input_ids=torch.tensor(ids, dtype=torch.int64),
-        position_ids=torch.tensor(positions, dtype=torch.int64),
-        loss_mask=torch.tensor(mask, dtype=torch.bool),
-        offsets=torch.tensor(offsets, dtype=torch.int64),
-        prompt_lengths=torch.tensor([len(prompt_ids) for *_, prompt_ids, _, _ in rows], dtype=torch.int64),
-        group_ids=torch.tensor([index for index, *_ in rows], dtype=torch.int64),
+        input_ids=torch.from_numpy(ids),
+        loss_mask=torch.from_numpy(mask),
+        offsets=torch.from_numpy(offsets),
+        prompt_lengths=torch.tensor([len(row.prompt_ids) for row in rows], dtype=torch.int64),
+        group_ids=torch.tensor([row.group for row in rows], dtype=torch.int64),
         rewards=torch.tensor([item.reward for item in items], dtype=torch.float32),
         temperature=torch.tensor([item.temperature for item in items], dtype=torch.float32),
         status=torch.tensor([item.status == OK for item in items], dtype=torch.bool),
         min_versions=torch.tensor([item.min_version for item in items], dtype=torch.int64),
         max_versions=torch.tensor([item.max_version for item in items], dtype=torch.int64),
-        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32) if known else None,
-        token_rewards=torch.tensor(rewards, dtype=torch.float32),
-        episode_ids=torch.tensor([row[1] for row in rows]) if len(rows) > len(trajectories) else None,
-        routing=_routing(trajectories, offsets),
+        rollout_logprobs=torch.from_numpy(logprobs) if known else None,
+        token_rewards=torch.from_numpy(rewards),
+        episode_ids=torch.tensor([row.episode for row in rows]) if len(rows) > len(trajectories) else None,
+        routing=_routing(trajectories, offsets.tolist()),
     )
+
+
+class _Row(NamedTuple):
+    """One sequence of a trajectory: response tokens [start, stop) after this prompt."""
+
+    group: int
+    episode: int
+    item: Trajectory
+    prompt_ids: Tokens
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + self.stop - self.start
+
+    def write(
+        self, begin: int, ids: Tokens, mask: NDArray[np.bool_], logprobs: LogProbs | None, rewards: NDArray[np.float32]
+    ) -> None:
+        """Write what it has of each token to these arrays, from `begin` on."""
+        item, start, stop = self.item, self.start, self.stop
+        sampled = max((other for _, other in item.loss_spans), default=0)
+        same = len(item.logprobs) in (0, len(item.response_ids)) and sampled <= len(item.response_ids)
+        assert same, f"prompt {item.prompt.uid}: token fields differ in length"
+        response, end = begin + len(self.prompt_ids), begin + self.length
+        ids[begin:response], ids[response:end] = self.prompt_ids, item.response_ids[start:stop]
+        if logprobs is not None:
+            logprobs[response:end] = item.logprobs[start:stop]
+        if item.status == OK:
+            for one, other in item.loss_spans:
+                first, last = max(one, start), min(other, stop)
+                if first < last:
+                    mask[response + first - start : response + last - start] = True
+            for place, reward in rewards_by_token(item).items():
+                if start <= place < stop:
+                    rewards[response + place - start] = reward
+        if not item.restarts:
+            item.prompt_ids, item.response_ids = ids[begin:response], ids[response:end]
+            if logprobs is not None:
+                item.logprobs = logprobs[response:end]
 
 
 def _routing(trajectories: Sequence[tuple[int, Trajectory]], offsets: Sequence[int]) -> Tensor | None:
@@ -329,14 +376,20 @@ def _routing(trajectories: Sequence[tuple[int, Trajectory]], offsets: Sequence[i
 
 
 def token_rewards(item: Trajectory) -> list[float]:
-    """[L] each turn's reward on the last token sampled up to its end; any remaining reward on the very last one.
+    """[L] `rewards_by_token`, 0 on all other tokens."""
+    places = rewards_by_token(item)
+    return [places.get(index, 0.0) for index in range(len(item.response_ids))]
+
+
+def rewards_by_token(item: Trajectory) -> dict[int, float]:
+    """Each turn's reward on the last token sampled up to its end; any remaining reward on the very last one.
 
     A trajectory that says which tokens its rewards belong to has them there, or on the last one sampled before.
     """
-    sampled = [index for index, counts in enumerate(item.loss_mask) if counts]
-    rewards = [0.0] * len(item.response_ids)
-    if not sampled:
+    rewards: dict[int, float] = {}
+    if not item.loss_spans:
         return rewards
+    starts = [start for start, _ in item.loss_spans]
     places = (
         [(turn.stop, turn.reward) for turn in item.turns]
         if item.token_rewards is None
@@ -344,10 +397,12 @@ def token_rewards(item: Trajectory) -> list[float]:
     )
     rest = item.reward
     for stop, reward in places:
-        place = bisect_left(sampled, stop) - 1
-        if place >= 0:
-            rewards[sampled[place]] += reward
+        span = bisect_left(starts, stop) - 1
+        if span >= 0:
+            place = min(stop, item.loss_spans[span][1]) - 1
+            rewards[place] = rewards.get(place, 0.0) + reward
             rest -= reward
     if item.token_rewards is None or abs(rest) > _ROUNDING * abs(item.reward):
-        rewards[sampled[-1]] += rest
+        place = item.loss_spans[-1][1] - 1
+        rewards[place] = rewards.get(place, 0.0) + rest
     return rewards

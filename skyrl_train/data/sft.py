@@ -27,8 +27,7 @@ def demonstration_batch(rows: Sequence[Demonstration]) -> TrainBatch:
     first = [row.loss_mask.index(True) if any(row.loss_mask) else len(row.loss_mask) for row in rows]
     zeros = torch.zeros(count, dtype=torch.int64)
     return TrainBatch(
-        input_ids=torch.tensor([token for row in rows for token in row.input_ids]),
-        position_ids=torch.cat([torch.arange(int(length)) for length in lengths]),
+        input_ids=torch.tensor([token for row in rows for token in row.input_ids], dtype=torch.int32),
         loss_mask=torch.tensor([learn for row in rows for learn in row.loss_mask], dtype=torch.bool),
         offsets=torch.cat([zeros[:1], lengths.cumsum(0)]),
         prompt_lengths=torch.tensor(first),

@@ -1,10 +1,16 @@
-"""The parts of an episode. Plain Python: environments and tools need no torch."""
+"""The parts of an episode. Processes of environments read prompts, and need neither torch nor numpy for that."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from skyrl_train.data.arrays import LogProbs, Span, Tokens
 
 Message = dict[str, Any]
 """A chat message: {"role": "user", "content": "..."}, and any other keys that the chat template reads."""
@@ -59,26 +65,31 @@ class Restart:
     """
 
     start: int
-    prompt_ids: list[int]
+    prompt_ids: Tokens
+
+    def __eq__(self, other: object) -> bool:
+        from skyrl_train.data.arrays import same_fields
+
+        return same_fields(self, other)
 
 
 @dataclass(slots=True)
 class Trajectory:
     """One episode as tokens. L is the number of response tokens, including environment turns.
 
-    Example, one turn: prompt_ids=[5, 6], response_ids=[7, 2], loss_mask=[1, 1], logprobs=[-0.1, -0.3],
+    Example, one turn: prompt_ids=[5, 6], response_ids=[7, 2], loss_spans=[(0, 2)], logprobs=[-0.1, -0.3],
     turns=[Turn(0, 2, reward=1.0, stop_reason="stop", min_version=3, max_version=3)], reward=1.0
     """
 
     prompt: Prompt
     sample: int
     """Index among the group's n samples."""
-    prompt_ids: list[int]
-    response_ids: list[int]
+    prompt_ids: Tokens
+    response_ids: Tokens
     """[L], the sampled tokens and those rendered between turns, verbatim; never re-tokenised."""
-    loss_mask: list[int]
-    """[L], 1 on sampled tokens; all 0 if a sampler keeps the response out of the loss."""
-    logprobs: list[float]
+    loss_spans: list[Span]
+    """The stretches of sampled tokens, in order; none if a sampler keeps the response out of the loss."""
+    logprobs: LogProbs
     """[L], nats, temperature-scaled, before top-p and top-k (`Completion.full_logprobs`); 0.0 on other tokens. Empty if
     whoever sampled did not tell."""
     turns: list[Turn]
@@ -106,7 +117,33 @@ class Trajectory:
     """numpy [tokens, layers, k] of every sequence, from its prompt's first token on: the experts that tokens went to in
     the engine. It may end before the sequence does; empty if engines do not tell."""
 
-    def sequences(self) -> Iterator[tuple[list[int], int, int]]:
+    def __post_init__(self) -> None:
+        from skyrl_train.data.arrays import logprob_array, token_array
+
+        self.prompt_ids, self.response_ids = token_array(self.prompt_ids), token_array(self.response_ids)
+        self.logprobs = logprob_array(self.logprobs)
+
+    def __eq__(self, other: object) -> bool:
+        from skyrl_train.data.arrays import same_fields
+
+        return same_fields(self, other)
+
+    @classmethod
+    def empty(cls, prompt: Prompt, sample: int, temperature: float) -> Trajectory:
+        """An episode before its first token."""
+        from skyrl_train.data.arrays import logprob_array, token_array
+
+        nothing = token_array([])
+        return cls(prompt, sample, nothing, nothing, [], logprob_array([]), [], 0.0, "abort", temperature)
+
+    @property
+    def loss_mask(self) -> NDArray[np.bool_]:
+        """[L], true on the tokens of `loss_spans`."""
+        from skyrl_train.data.arrays import mask_of
+
+        return mask_of(self.loss_spans, len(self.response_ids))
+
+    def sequences(self) -> Iterator[tuple[Tokens, int, int]]:
         """(prompt ids, start, stop) of every sequence: response tokens [start, stop) follow this prompt."""
         begins = [Restart(0, self.prompt_ids), *self.restarts]
         for one, after in zip(begins, [*begins[1:], None], strict=True):

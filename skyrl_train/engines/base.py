@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
+from skyrl_train.data.arrays import LogProbs, Tokens, logprob_array, same_fields, token_array
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 
@@ -71,13 +72,16 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A sampled continuation. All lists are [L] for L sampled tokens, a final end-of-sequence token included."""
+    """A sampled continuation. Arrays are [L] for L sampled tokens, a final end-of-sequence token included.
+
+    Whatever numpy makes arrays of may be given for them.
+    """
 
     request_id: str
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: Tokens
+    logprobs: LogProbs
     """nats, of the distribution sampled from: after temperature, top-p, top-k, min-p (0.0 if greedy)."""
-    full_logprobs: list[float]
+    full_logprobs: LogProbs
     """nats, temperature-scaled but before truncation (at temperature 1 if greedy); for importance ratios."""
     stop_reason: str
     """stop (end of sequence, stop token or string) | length | abort"""
@@ -89,6 +93,13 @@ class Completion:
     routing: Any = field(default=None, compare=False)
     """numpy [tokens, layers, k]: the experts that prompt and sampled tokens went to; not the last token, which has not
     been read. Layers are those with experts, or all. None from engines that do not keep it, and over HTTP."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", token_array(self.token_ids))
+        for name in ("logprobs", "full_logprobs"):
+            object.__setattr__(self, name, logprob_array(getattr(self, name)))
+
+    __eq__ = same_fields
 
 
 @dataclass(frozen=True, slots=True)

@@ -453,7 +453,7 @@ class LearnerWorker:
 
     def _scored(self, batch: TrainBatch, repeated: Tensor | None, wants_entropy: bool) -> tuple[Tensor, Tensor | None]:
         return self.scorer(
-            input_ids=batch.input_ids,
+            input_ids=batch.input_ids.long(),
             position_ids=batch.position_ids,
             offsets=batch.offsets,
             temperature=batch.temperature,
@@ -487,7 +487,6 @@ def filler() -> TrainBatch:
     one = torch.zeros(1, dtype=torch.int64)
     return TrainBatch(
         input_ids=one,
-        position_ids=one,
         loss_mask=torch.zeros(1, dtype=torch.bool),
         offsets=torch.tensor([0, 1]),
         prompt_lengths=one + 1,

@@ -184,7 +184,7 @@ class ConversationGenerator:
         assert state.session is not None
         item = state.trajectory
         state.ledger.sample(completion)
-        text = decode_answer(self._tokenizer, completion.token_ids)
+        text = decode_answer(self._tokenizer, completion.token_ids.tolist())
         state.answers.append(len(item.messages))
         item.messages.append({"role": "assistant", "content": text})
         item.text = text if len(state.answers) == 1 else _transcript(item.messages[state.answers[0] :])
@@ -267,7 +267,7 @@ class ConversationGenerator:
         session = f"{space}{position}.{uid}.{item.sample}"
         return SampleRequest(
             request_id=f"{session}.{turn}" if turn else session,
-            token_ids=tuple(state.ledger.context),
+            token_ids=tuple(state.ledger.context.tolist()),
             sampling=self._settings.sampling,
             seed=request_seed(self._settings.seed, uid, item.sample, turn, position),
             session=session,
@@ -294,7 +294,7 @@ class _EpisodeState:
     @classmethod
     def empty(cls, prompt: Prompt, sample: int, temperature: float) -> _EpisodeState:
         # Greedy rollouts are scored at temperature 1: there is no such thing as a log-prob at 0.
-        trajectory = Trajectory(prompt, sample, [], [], [], [], [], 0.0, "abort", temperature or 1.0)
+        trajectory = Trajectory.empty(prompt, sample, temperature or 1.0)
         return cls(trajectory, Ledger(trajectory))
 
     async def close(self) -> None:

@@ -88,10 +88,10 @@ def mask_truncated(valid: Sequence[Trajectory]) -> None:
     """
     for item in valid:
         if item.stop_reason == "length":
-            item.loss_mask = [0] * len(item.loss_mask)
+            item.loss_spans = []
 
 
 def mask_group(group: TrajectoryGroup) -> None:
     """Take all responses of the group out of the loss; rewards and statuses stay as they are."""
     for item in group.trajectories:
-        item.loss_mask = [0] * len(item.loss_mask)
+        item.loss_spans = []

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import count, pairwise
 
+import numpy as np
+
 from skyrl_train.clock import now
 from skyrl_train.engines.base import (
     PAUSE_MODES,
@@ -244,10 +246,10 @@ class SimulatedEngine:
         sampled = 0 if one.began < 0 else min(one.tokens, round(self._steps - one.began))
         if reason == "stop" and sampled >= one.request.sampling.max_tokens:
             reason = "length"
-        logprobs = [-1.0] * sampled
+        ids, logprobs = np.zeros(sampled, np.int32), np.full(sampled, -1.0, np.float32)
         spans = self._spans(one.began, sampled)
         ran_s = 0.0 if one.began < 0 else now() - one.began_s
-        one.done = Completion(one.request.request_id, [0] * sampled, logprobs, logprobs, reason, spans, running_s=ran_s)
+        one.done = Completion(one.request.request_id, ids, logprobs, logprobs, reason, spans, running_s=ran_s)
         self._generated += sampled * self._unit
         one.call.missing -= 1
         if not one.call.missing and not one.call.answer.done():

@@ -38,7 +38,7 @@ class SimulatedConversations:
         self._prompt = [0] * prompt_units(timings, unit)
 
     async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
-        items = [Trajectory(prompt, n, [], [], [], [], [], 0.0, "abort", 1.0) for n in range(self._samples)]
+        items = [Trajectory.empty(prompt, n, 1.0) for n in range(self._samples)]
         ledgers = [Ledger(item) for item in items]
         for ledger in ledgers:
             ledger.open(self._prompt)

@@ -134,14 +134,14 @@ def training_input(
 ) -> TrainingInputBatch:
     """SkyRL's batch of a scored TrainBatch, before advantages. `samples`: uid and number, of each of its sequences."""
     assert len(samples) == len(batch)
-    of_response = torch.ones_like(batch.input_ids)
+    of_response = torch.ones(len(batch.input_ids), dtype=torch.int64)
 
     def known(flat: Tensor | None) -> Tensor | None:
         return None if flat is None else rectangles.responses(flat)
 
     assert batch.token_rewards is not None
     data = TrainingInputBatch(
-        sequences=rectangles.whole(batch.input_ids, pad_token_id),
+        sequences=rectangles.whole(batch.input_ids.long(), pad_token_id),
         attention_mask=rectangles.whole(of_response),
         response_mask=rectangles.responses(of_response),
         loss_mask=rectangles.responses(batch.loss_mask.long()),

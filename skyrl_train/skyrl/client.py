@@ -60,10 +60,10 @@ class InferenceEngineClient:
         ]
         completions = await self._client.generate(requests)
         return InferenceEngineOutput(
-            responses=[self.tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in completions],
-            response_ids=[list(one.token_ids) for one in completions],
+            responses=[self.tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=True) for one in completions],
+            response_ids=[one.token_ids.tolist() for one in completions],
             stop_reasons=[one.stop_reason for one in completions],
-            response_logprobs=[list(one.full_logprobs) for one in completions],
+            response_logprobs=[one.full_logprobs.tolist() for one in completions],
         )
 
     def _sampling(self, given: Mapping[str, Any] | None) -> SamplingParams:

@@ -8,6 +8,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from skyrl_train.data.trajectory import OK, Prompt, Trajectory, TrajectoryGroup
 from skyrl_train.skyrl.interface import GeneratorInput, GeneratorInterface, GeneratorOutput, TrainingPhase
 from skyrl_train.skyrl.metrics import get_rollout_metrics
@@ -138,10 +140,10 @@ def restore(item: Trajectory, played: Trajectory) -> None:
     item.env_metrics, item.text, item.messages = played.env_metrics, played.text, played.messages
     if item.reward != played.reward and item.token_rewards is None:  # else its turns' rewards would be the old ones
         item.token_rewards = [0.0] * (len(item.response_ids) - 1) + [item.reward]
-    if item.response_ids == played.response_ids:
+    if np.array_equal(item.response_ids, played.response_ids):
         item.turns, item.routing, item.restarts = played.turns, played.routing, played.restarts
     if played.status != OK:
-        item.response_ids, item.loss_mask, item.logprobs = played.response_ids, played.loss_mask, played.logprobs
+        item.response_ids, item.loss_spans, item.logprobs = played.response_ids, played.loss_spans, played.logprobs
         item.prompt_ids, item.turns, item.restarts = played.prompt_ids, played.turns, played.restarts
         item.token_rewards = None
         item.fail(str(played.error), played.detail)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from skyrl_train.data.arrays import joined, logprob_array, spans_of, token_array
 from skyrl_train.data.trajectory import OK, Prompt, Restart, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.errors import RolloutsFailed
 from skyrl_train.skyrl.interface import GeneratorOutput, TrajectoryID
@@ -129,18 +130,17 @@ def _trajectory(
 ) -> Trajectory:
     """One sample of one step, or of several, each of which is a sequence of its own."""
     logprobs = output.get("rollout_logprobs")
-    item = Trajectory(
-        prompt, sample, list(output["prompt_token_ids"][steps[0]]), [], [], [], [], 0.0, "stop", temperature
-    )
+    item = Trajectory.empty(prompt, sample, temperature)
+    item.prompt_ids = token_array(output["prompt_token_ids"][steps[0]])
     rewards = output["rewards"]
     for step in steps:
         if step != steps[0]:
-            item.restarts.append(Restart(len(item.response_ids), list(output["prompt_token_ids"][step])))
+            item.restarts.append(Restart(len(item.response_ids), token_array(output["prompt_token_ids"][step])))
         start = len(item.response_ids)
-        item.response_ids += output["response_ids"][step]
-        item.loss_mask += [int(bool(one)) for one in output["loss_masks"][step]]
+        item.response_ids = joined(item.response_ids, token_array(output["response_ids"][step]))
+        item.loss_spans += [(start + one, start + other) for one, other in spans_of(output["loss_masks"][step])]
         if logprobs is not None:
-            item.logprobs += map(float, logprobs[step])
+            item.logprobs = joined(item.logprobs, logprob_array(logprobs[step]))
         reward = _total(rewards[step]) if step == steps[-1] else 0.0
         reasons = output.get("stop_reasons")
         item.stop_reason = "stop" if reasons is None else str(reasons[step])
@@ -169,15 +169,15 @@ def output_of(groups: Sequence[TrajectoryGroup], token: int) -> tuple[GeneratorO
     uids: list[str] = []
     lasts: list[bool] = []
     for item in items:
-        rewards = token_rewards_of(item)
+        rewards, mask = token_rewards_of(item), item.loss_mask
         sequences = list(item.sequences())
         for number, (prompt_ids, start, stop) in enumerate(sequences, 1):
-            output["prompt_token_ids"].append(list(prompt_ids))
-            output["response_ids"].append(item.response_ids[start:stop])
-            output["loss_masks"].append([mask * (item.status == OK) for mask in item.loss_mask[start:stop]])
+            output["prompt_token_ids"].append(prompt_ids.tolist())
+            output["response_ids"].append(item.response_ids[start:stop].tolist())
+            output["loss_masks"].append((mask[start:stop] * (item.status == OK)).astype(int).tolist())
             output["rewards"].append(item.reward if simple else rewards[start:stop])
             output["stop_reasons"].append(item.stop_reason)
-            output["rollout_logprobs"].append(item.logprobs[start:stop])
+            output["rollout_logprobs"].append(item.logprobs[start:stop].tolist())
             output["trajectory_ids"].append(TrajectoryID(item.prompt.uid, item.sample))
             uids.append(item.prompt.uid)
             lasts.append(number == len(sequences))
@@ -189,16 +189,18 @@ def output_of(groups: Sequence[TrajectoryGroup], token: int) -> tuple[GeneratorO
 
 
 def _with_a_token(item: Trajectory, token: int) -> Trajectory:
-    if item.response_ids:
+    if len(item.response_ids):
         return item
-    return replace(item, prompt_ids=item.prompt_ids or [token], response_ids=[token], loss_mask=[0], logprobs=[0.0])
+    one = token_array([token])
+    prompt = item.prompt_ids if len(item.prompt_ids) else one
+    return replace(item, prompt_ids=prompt, response_ids=one, loss_spans=[], logprobs=logprob_array([0.0]))
 
 
 def token_rewards_of(item: Trajectory) -> list[float]:
     """[L] on which token its rewards lie: the last sampled one of each turn, unless it says so itself."""
     from skyrl_train.data.batch import token_rewards
 
-    if item.status == OK and any(item.loss_mask):
+    if item.status == OK and item.loss_spans:
         return token_rewards(item)
     return [0.0] * (len(item.response_ids) - 1) + [item.reward]  # 0 of a failed one
 
@@ -217,8 +219,8 @@ def take_over(groups: Sequence[TrajectoryGroup], output: GeneratorOutput) -> Non
             masks += [int(bool(one)) for one in output["loss_masks"][entry]]
             rewards += map(float, given)
             entry += 1
-        if item.status == OK and item.response_ids:
+        if item.status == OK and len(item.response_ids):
             if rewards != token_rewards_of(item):
                 item.raw_reward = item.outcome
                 item.reward, item.token_rewards = math.fsum(rewards), rewards
-            item.loss_mask = masks
+            item.loss_spans = spans_of(masks)

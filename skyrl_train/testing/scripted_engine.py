@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
+
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import (
     Capabilities,
     Completion,
@@ -90,10 +93,10 @@ class ScriptedEngine:
         ids = list(self._answer(request))[: request.sampling.max_tokens] if finished else []
         reason = "abort" if not finished else "length" if len(ids) == request.sampling.max_tokens else "stop"
         self._generated_tokens += len(ids)
-        logprobs = [-1.0] * len(ids)
+        logprobs = np.full(len(ids), -1.0, np.float32)
         spans = [VersionSpan(0, len(ids), self.version)] if ids else []
         running_s = time.monotonic() - begun
-        return Completion(request.request_id, ids, logprobs, list(logprobs), reason, spans, running_s=running_s)
+        return Completion(request.request_id, token_array(ids), logprobs, logprobs, reason, spans, running_s=running_s)
 
     async def _work(self, delay: float) -> None:
         await asyncio.sleep(delay)

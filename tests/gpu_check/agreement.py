@@ -105,7 +105,7 @@ def sample(where: str, path: str, device: str, invariant: bool, count: int, new:
         ([*request.token_ids, *found.token_ids], len(request.token_ids), list(found.full_logprobs))
         for request, found in zip(asked, together, strict=True)
     ]
-    same = sum(one.token_ids == other.token_ids for one, other in zip(alone, together, strict=False))
+    same = sum(one.token_ids.tolist() == other.token_ids.tolist() for one, other in zip(alone, together, strict=False))
     return Sampled(rows, gaps, same, count * new / seconds)
 
 

@@ -132,8 +132,8 @@ class Conformance:
         requests = self.requests(top_k=20, temperature=0.8)
         gaps: dict[str, list[float]] = {"log-probs": [], "full log-probs": [], "score": []}
         for request, completion in zip(requests, bench.generate(*requests), strict=True):
-            wanted = reference.logprobs(request.token_ids, completion.token_ids, request.sampling)
-            found = completion.logprobs, completion.full_logprobs
+            wanted = reference.logprobs(request.token_ids, completion.token_ids.tolist(), request.sampling)
+            found = completion.logprobs.tolist(), completion.full_logprobs.tolist()
             for name, got, right in zip(gaps, found, wanted, strict=False):
                 gaps[name] += [abs(a - b) for a, b in zip(got, right, strict=True)]
         scored = bench.run(bench.engine.score(PROMPTS))
@@ -188,4 +188,4 @@ def largest(values: list[float]) -> float:
 
 
 def tokens(completions: list[Completion]) -> list[list[int]]:
-    return [completion.token_ids for completion in completions]
+    return [completion.token_ids.tolist() for completion in completions]

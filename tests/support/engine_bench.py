@@ -11,7 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from transformers import PreTrainedModel
 
 from skyrl_train.engines.base import Completion, InferenceEngine, SampleRequest, SamplingParams, VersionSpan
@@ -244,23 +246,25 @@ def assert_spans(completion: Completion, allowed: Sequence[int]) -> list[Version
     return spans
 
 
-def largest_gap(got: Sequence[float], wanted: Sequence[float]) -> float:
-    """In nats; lists of one length."""
-    return max((abs(a - b) for a, b in zip(got, wanted, strict=True)), default=0.0)
+def largest_gap(got: ArrayLike, wanted: ArrayLike) -> float:
+    """In nats; of one length."""
+    one, other = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+    assert one.shape == other.shape
+    return float(np.abs(one - other).max(initial=0.0))
 
 
 def assert_logprobs(
     reference: Reference, request: SampleRequest, completion: Completion, *, tolerance: float = TOLERANCE
 ) -> None:
     """Both log-probs of every token are the reference's."""
-    prompt, sampled, sampling = request.token_ids, completion.token_ids, request.sampling
+    prompt, sampled, sampling = request.token_ids, completion.token_ids.tolist(), request.sampling
     truncated, full = reference.logprobs(prompt, sampled, sampling)
-    assert largest_gap(completion.full_logprobs, full) <= tolerance
+    assert largest_gap(completion.full_logprobs.tolist(), full) <= tolerance
     allowed = [truncated]
     if sampling.temperature and (sampling.top_p < 1 or sampling.min_p):
         # Rounding decides whether a token that lies at a threshold is kept, and with it the share of all others.
         for more in (1 - tolerance, 1 + tolerance):
             moved = replace(sampling, top_p=min(1.0, sampling.top_p * more), min_p=sampling.min_p / more)
             allowed.append(reference.logprobs(prompt, sampled, moved)[0])
-    for got, *wanted in zip(completion.logprobs, *allowed, strict=True):
+    for got, *wanted in zip(completion.logprobs.tolist(), *allowed, strict=True):
         assert min(abs(got - one) for one in wanted) <= tolerance

@@ -49,7 +49,6 @@ def hard_batch(shape: str, seed: int = 0) -> TrainBatch:
     versions = torch.zeros(len(sizes), dtype=torch.int64)
     batch = TrainBatch(
         input_ids=torch.arange(tokens),
-        position_ids=positions,
         loss_mask=mask,
         offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
         prompt_lengths=prompts,
@@ -99,7 +98,7 @@ def as_rectangle(batch: TrainBatch, garbage: float) -> TrainBatch:
     """
     width = int(batch.lengths.max())
     fills: dict[str, float] = {"input_ids": -1, "loss_mask": False, "selected": True}
-    changed: dict[str, Any] = {"position_ids": torch.arange(width).repeat(len(batch))}
+    changed: dict[str, Any] = {}
     for name in TOKEN_FIELDS:
         value = getattr(batch, name)
         if value is not None and name not in changed:

@@ -24,7 +24,6 @@ def ragged_batch(
     rows = len(lengths)
     return TrainBatch(
         input_ids=torch.randint(3, vocab_size, (int(sizes.sum()),), generator=generator),
-        position_ids=positions,
         loss_mask=positions >= torch.repeat_interleave(prompts, sizes),
         offsets=offsets,
         prompt_lengths=prompts,

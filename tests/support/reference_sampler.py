@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
@@ -16,6 +17,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from skyrl_train.data.arrays import Tokens
 from skyrl_train.engines.base import SamplingParams
 from tests.support.weight_targets import score
 
@@ -41,12 +43,13 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(
-        self, prompt: Sequence[int], sampled: Sequence[int], sampling: SamplingParams
+        self, prompt: Sequence[int], sampled: Sequence[int] | Tokens, sampling: SamplingParams
     ) -> tuple[list[float], list[float]]:
         """Log-probs (nats) of `sampled`: of the distribution sampled from, and of the one before truncation.
 
         The order is Hugging Face's: repetition penalty, temperature, top_k, top_p, min_p.
         """
+        sampled = np.asarray(sampled).tolist()
         tokens = torch.tensor([[*prompt, *sampled]])
         logits = self._logits(tokens[0].tolist())[len(prompt) - 1 : -1]
         temperature = sampling.temperature or 1.0
@@ -59,13 +62,13 @@ class Reference:
 
     @torch.no_grad()
     def full_logprobs_after(
-        self, old: Reference, prompt: Sequence[int], sampled: Sequence[int], change: int
+        self, old: Reference, prompt: Sequence[int], sampled: Sequence[int] | Tokens, change: int
     ) -> list[float]:
         """Of sampled[change:] (nats, temperature 1) where weights changed from `old` under a running request.
 
         Keys and values of all that was read before stay those of `old`; the newest token was sampled, not yet read.
         """
-        ids = torch.tensor([[*prompt, *sampled]])
+        ids = torch.tensor([[*prompt, *np.asarray(sampled).tolist()]])
         read = len(prompt) + change - 1
         before = old.model(ids[:, :read], use_cache=True)
         logits = self.model(ids[:, read:-1], past_key_values=before.past_key_values, use_cache=True).logits[0]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.data.sft import Demonstration
-from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup, Turn
+from skyrl_train.data.trajectory import Prompt, TrajectoryGroup, Turn
 from skyrl_train.errors import DeadlineExceeded, WeightSyncError
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.rollouts.collector import RolloutCollector
@@ -16,6 +16,7 @@ from skyrl_train.trainer.run_state import SkippedUpdates, Unfinished
 from skyrl_train.trainer.schedule import StepSchedule
 from skyrl_train.trainer.sft_trainer import SFTTrainer
 from skyrl_train.trainer.trainer import Trainer
+from tests.support.trajectories import trajectory_from
 
 
 class Fakes:
@@ -39,7 +40,7 @@ class Fakes:
 
     async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
         turn = Turn(0, 1, 1.0, "stop", self.version, self.version)
-        rows = [Trajectory(prompt, n, [1], [2], [1], [-1.0], [turn], float(n), "stop", 1.0) for n in range(2)]
+        rows = [trajectory_from(prompt, n, [1], [2], [1], [-1.0], [turn], float(n), "stop", 1.0) for n in range(2)]
         return TrajectoryGroup(prompt, rows)
 
     async def score(self, batch: Any) -> Any:

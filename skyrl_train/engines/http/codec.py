@@ -15,6 +15,8 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
+
 
 class Malformed(Exception):
     """Received data is invalid; `param` is the path of the faulty member, empty for the whole body."""
@@ -56,6 +58,8 @@ def encode(value: Any) -> Any:
         return float(value) if math.isfinite(value) else None
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, np.ndarray):
+        return encode(value.tolist())
     if isinstance(value, list | tuple):
         kinds = set(map(type, value))
         if kinds <= {int, str} or (kinds == {float} and all(map(math.isfinite, value))):
@@ -89,6 +93,9 @@ def decode(kind: Any, value: Any, param: str = "") -> Any:
     if origin in (list, tuple, frozenset, Sequence):
         items = _items(get_args(kind)[0], value, param)
         return items if origin in (list, Sequence) else origin(items)
+    if origin is np.ndarray:
+        (scalar,) = get_args(get_args(kind)[1])
+        return np.array(_items(int if issubclass(scalar, np.integer) else float, value, param), scalar)
     if origin in (dict, Mapping):
         if type(value) is not dict:
             _wrong(dict, value, param)
@@ -198,7 +205,7 @@ def _name(kind: Any) -> str:
     plain = get_origin(kind) or kind
     if is_dataclass(plain) or plain is Mapping:
         plain = dict
-    elif plain in (tuple, frozenset, Sequence):
+    elif plain in (tuple, frozenset, Sequence, np.ndarray):
         plain = list
     if plain is list and get_args(kind):
         return f"a list of {_name(get_args(kind)[0]).removeprefix('a ').removeprefix('an ')}s"

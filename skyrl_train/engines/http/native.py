@@ -21,6 +21,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from skyrl_train.data.arrays import logprob_array, token_array
 from skyrl_train.engines.base import PAUSE_MODES, Capabilities, Completion, EngineHealth, SampleRequest, VersionSpan
 from skyrl_train.engines.checks import SLEEPING, Checks, check_new_ids
 from skyrl_train.engines.http.native_server import NativeServer, Sampled
@@ -280,9 +281,9 @@ class NativeEngine:
         greedy = entry.request.sampling.temperature == 0
         return Completion(
             request_id=entry.request.request_id,
-            token_ids=entry.token_ids,
-            logprobs=[0.0] * len(entry.logprobs) if greedy else entry.logprobs,
-            full_logprobs=entry.logprobs,
+            token_ids=token_array(entry.token_ids),
+            logprobs=logprob_array([0.0] * len(entry.logprobs) if greedy else entry.logprobs),
+            full_logprobs=logprob_array(entry.logprobs),
             stop_reason=reason,
             versions=entry.versions,
             stop_text=text,

@@ -267,7 +267,7 @@ class Translator:
                 f"The completion ended as {completion.stop_reason!r} after {len(completion.token_ids)} tokens: its "
                 f"deadline of {self._deadline_s:g} s passed, or the engine was paused or put to sleep."
             )
-        text = decode_answer(self._tokenizer, completion.token_ids)
+        text = decode_answer(self._tokenizer, completion.token_ids.tolist())
         if completion.stop_text in request.sampling.stop:
             at = text.rfind(completion.stop_text)
             text = text[:at] if at >= 0 else text
@@ -278,7 +278,7 @@ class Translator:
         if isinstance(call.body, TextBody) and call.body.logprobs is not None:
             choice["logprobs"] = self._text_logprobs(completion)
         if call.body.return_token_ids:
-            choice["token_ids"] = completion.token_ids
+            choice["token_ids"] = completion.token_ids.tolist()
             choice["weight_versions"] = [[span.start, span.stop, span.version] for span in completion.versions]
             if not call.chat:
                 choice["prompt_token_ids"] = list(request.token_ids)
@@ -287,7 +287,7 @@ class Translator:
     def _chat_logprobs(self, completion: Completion) -> list[dict[str, Any]]:
         return [
             {"token": token, "logprob": logprob, "bytes": _bytes(token), "top_logprobs": []}
-            for token, logprob in zip(self._tokens(completion), completion.logprobs, strict=True)
+            for token, logprob in zip(self._tokens(completion), completion.logprobs.tolist(), strict=True)
         ]
 
     def _text_logprobs(self, completion: Completion) -> dict[str, Any]:
@@ -295,13 +295,13 @@ class Translator:
         offsets = list(accumulate(map(len, tokens), initial=0))[:-1]
         return {
             "tokens": tokens,
-            "token_logprobs": completion.logprobs,
+            "token_logprobs": completion.logprobs.tolist(),
             "top_logprobs": None,
             "text_offset": offsets,
         }
 
     def _tokens(self, completion: Completion) -> list[str]:
-        return [self._tokenizer.decode([token], skip_special_tokens=False) for token in completion.token_ids]
+        return [self._tokenizer.decode([token], skip_special_tokens=False) for token in completion.token_ids.tolist()]
 
 
 def _stripped(raw: Any, messages: bool = False) -> Any:

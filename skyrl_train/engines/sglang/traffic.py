@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from skyrl_train.data.arrays import logprob_array, token_array
 from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
 from skyrl_train.engines.checks import check_logprobs, check_new_ids
 from skyrl_train.engines.run_clock import RunClock
@@ -220,9 +221,9 @@ class Traffic:
         matched = end.get("matched")
         return Completion(
             request_id=request.request_id,
-            token_ids=ids,
-            logprobs=logprobs,
-            full_logprobs=full,
+            token_ids=token_array(ids),
+            logprobs=logprob_array(logprobs),
+            full_logprobs=logprob_array(full),
             stop_reason=end["type"],
             versions=[span for span in spans if span.stop > span.start],
             stop_text=self._tokenizer.decode([matched]) if isinstance(matched, int) else matched,
@@ -432,4 +433,4 @@ class Traffic:
 
 def _nothing(request: SampleRequest) -> Completion:
     """The completion of a request that was aborted before it was sent to SGLang."""
-    return Completion(request.request_id, [], [], [], "abort", [])
+    return Completion(request.request_id, token_array([]), logprob_array([]), logprob_array([]), "abort", [])

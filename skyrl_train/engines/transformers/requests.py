@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from skyrl_train.data.arrays import LogProbs, Tokens
 from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
 from skyrl_train.engines.stop_strings import StopStrings
 from skyrl_train.engines.transformers.cache import Key
@@ -83,10 +84,10 @@ class TrackedRequest:
     def retract(self, transcript: Transcript) -> None:
         """Prepare for the queue, keeping the tokens sampled so far."""
         sampled, _, _ = transcript.read(self.page, self.generated)
-        self.key = self.key._replace(token_ids=(*self.request.token_ids, *sampled))
+        self.key = self.key._replace(token_ids=(*self.request.token_ids, *sampled.tolist()))
 
     def finish(self, transcript: Transcript, reason: str, running_s: float) -> None:
-        ids, logprobs, full = transcript.read(self.page, self.generated) if self.page >= 0 else ([], [], [])
+        ids, logprobs, full = transcript.read(max(self.page, 0), self.generated if self.page >= 0 else 0)
         starts = [start for start, _ in self.changes[1:]] + [self.generated]
         spans = [
             VersionSpan(start, stop, version)
@@ -101,7 +102,7 @@ class TrackedRequest:
 
 
 class Transcript:
-    """Sampled tokens and log-probs of all running requests as arrays; lists are made only when a request is done."""
+    """Sampled tokens and log-probs of all running requests, in arrays that they share."""
 
     def __init__(self) -> None:
         self._ids = np.zeros((0, 64), dtype=np.int64)
@@ -126,9 +127,10 @@ class Transcript:
         self._ids[pages, at] = ids
         self._logprobs[:, pages, at] = logprobs
 
-    def read(self, page: int, count: int) -> tuple[list[int], list[float], list[float]]:
-        ids, (logprobs, full) = self._ids[page, :count], self._logprobs[:, page, :count]
-        return ids.tolist(), logprobs.tolist(), full.tolist()
+    def read(self, page: int, count: int) -> tuple[Tokens, LogProbs, LogProbs]:
+        """Copies of a request's first tokens and of their log-probs: sampled from, and full."""
+        logprobs, full = self._logprobs[:, page, :count].copy()
+        return self._ids[page, :count].astype(np.int32), logprobs, full
 
     def at(self, pages: np.ndarray, at: np.ndarray) -> np.ndarray:
         return self._ids[pages, at]

@@ -9,6 +9,7 @@ from typing import Any
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine import EngineCoreRequest
 
+from skyrl_train.data.arrays import logprob_array, token_array
 from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
 from skyrl_train.engines.checks import check_logprobs
 
@@ -62,9 +63,9 @@ class VLLMRequest:
             stop_text = ended_by if isinstance(ended_by, str) else decode(sampled.token_ids[-1])
         return Completion(
             request_id=self.id,
-            token_ids=list(sampled.token_ids),
-            logprobs=behaviour,
-            full_logprobs=full,
+            token_ids=token_array(sampled.token_ids),
+            logprobs=logprob_array(behaviour),
+            full_logprobs=logprob_array(full),
             stop_reason=sampled.finish_reason or "abort",
             versions=[VersionSpan(span.start, span.end, int(span.version)) for span in sampled.weight_versions or ()],
             stop_text=stop_text,

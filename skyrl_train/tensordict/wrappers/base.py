@@ -182,7 +182,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         requests = sample_requests([row.ids for row in rows], generation, self.engine.capabilities, copies)
         count = generation.num_samples or 1
         done = call(self.engine.generate(requests), f"{what}.generate", self.timeout)
-        answers = [Answer(c.token_ids, c.full_logprobs, c.stop_reason == "stop") for c in done]
+        answers = [Answer(c.token_ids.tolist(), c.full_logprobs.tolist(), c.stop_reason == "stop") for c in done]
         return [answers[start : start + count] for start in range(0, len(answers), count)]
 
     def _containers(

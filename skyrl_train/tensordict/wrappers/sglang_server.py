@@ -164,10 +164,11 @@ class AsyncSGLang(EngineView):
             "weight_version": str(done.versions[-1].version) if done.versions else None,
         }
         if logprobs:
-            pairs = zip(done.full_logprobs, done.token_ids, strict=True)
+            pairs = zip(done.full_logprobs.tolist(), done.token_ids.tolist(), strict=True)
             meta["output_token_logprobs"] = [(logprob, token, None) for logprob, token in pairs]
-        text = self.tokenizer.decode(done.token_ids, skip_special_tokens=generation.skip_special_tokens)
-        return {"text": text, "output_ids": list(done.token_ids), "meta_info": meta}
+        ids = done.token_ids.tolist()
+        text = self.tokenizer.decode(ids, skip_special_tokens=generation.skip_special_tokens)
+        return {"text": text, "output_ids": ids, "meta_info": meta}
 
 
 def _reach(

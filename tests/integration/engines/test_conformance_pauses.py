@@ -58,7 +58,7 @@ def refuses_mode(bench: Bench, mode: str) -> bool:
 
 def assert_new_weights(bench: Bench, late: Any, version: int) -> None:
     new = Reference(bench.model)
-    assert late.token_ids == new.greedy(PROMPT, 12)
+    assert late.token_ids.tolist() == new.greedy(PROMPT, 12)
     assert_spans(late, [version])
     assert late.versions[0].version == version
 
@@ -162,7 +162,9 @@ def test_of_64_requests_that_a_sync_finds_under_way_none_is_lost(bench: Bench, r
                 for request, (completion, start) in zip(requests, rest, strict=True)
             )
         )
-        assert [completion.token_ids[start:] for completion, start in rest] == [one.token_ids for one in fresh]
+        assert [completion.token_ids[start:].tolist() for completion, start in rest] == [
+            one.token_ids.tolist() for one in fresh
+        ]
 
 
 def test_a_request_in_the_queue_does_not_build_on_old_weights(bench: Bench, reference: Reference):

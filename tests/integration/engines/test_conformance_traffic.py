@@ -38,7 +38,7 @@ def test_64_concurrent_requests_each_get_their_own_answer(bench: Bench, referenc
 
     for request, (completion,) in zip(requests, bench.run(together()), strict=True):
         assert completion.request_id == request.request_id
-        assert completion.token_ids == reference.greedy(request.token_ids, request.sampling.max_tokens)
+        assert completion.token_ids.tolist() == reference.greedy(request.token_ids, request.sampling.max_tokens)
 
 
 def test_nothing_is_under_way_when_all_answers_came(bench: Bench, reference: Reference):
@@ -92,7 +92,7 @@ def test_a_deadline_passes_while_paused_too(bench: Bench, reference: Reference):
             await bench.engine.resume()
 
     (completion,) = bench.run(run(), timeout_s=30)
-    assert (completion.stop_reason, completion.token_ids) == ("abort", [])
+    assert (completion.stop_reason, completion.token_ids.tolist()) == ("abort", [])
 
 
 @pytest.mark.defect("long-answers-cut-for-having-waited")
@@ -244,7 +244,7 @@ def test_an_engine_sleeps_refuses_requests_and_wakes_by_tags(bench: Bench, refer
     health = bench.run(bench.engine.health())
     assert not (health.asleep or health.paused)
     (completion,) = bench.generate(bench.request(PROMPT, temperature=0.0))
-    assert completion.token_ids == new.greedy(PROMPT, 16)
+    assert completion.token_ids.tolist() == new.greedy(PROMPT, 16)
 
 
 def test_wake_up_without_tags_takes_everything_back(bench: Bench, reference: Reference):
@@ -290,7 +290,7 @@ def test_a_prompt_read_with_old_weights_is_read_again_with_new_ones(bench: Bench
         for _ in range(2):
             request = bench.request(LONG_PROMPT, temperature=0.0)
             (completion,) = bench.generate(request)
-            assert completion.token_ids == reference.greedy(LONG_PROMPT, 16)
+            assert completion.token_ids.tolist() == reference.greedy(LONG_PROMPT, 16)
             assert_logprobs(reference, request, completion)
 
 

@@ -43,7 +43,7 @@ def assert_serves(bench: Bench, reference: Reference) -> None:
         (completion,) = bench.generate(request)
         assert_logprobs(reference, request, completion)
         if temperature == 0.0:
-            assert completion.token_ids == reference.greedy(PROMPT, 16)
+            assert completion.token_ids.tolist() == reference.greedy(PROMPT, 16)
         assert {span.version for span in completion.versions} == {bench.run(bench.engine.health()).version}
 
 

@@ -82,11 +82,13 @@ def test_openai_completes_a_chat_with_the_log_probs_of_the_engine(served: Served
     own: list[Completion] = served.loop.run(served.engine.generate(requests))
     assert len({tuple(one.token_ids) for one in own}) == 3
     for choice, completion in zip(answer.choices, own, strict=True):
-        assert choice.token_ids == completion.token_ids  # type: ignore[attr-defined]
-        assert choice.message.content == byte_tokenizer().decode(completion.token_ids, skip_special_tokens=True)
+        assert choice.token_ids == completion.token_ids.tolist()  # type: ignore[attr-defined]
+        assert choice.message.content == byte_tokenizer().decode(
+            completion.token_ids.tolist(), skip_special_tokens=True
+        )
         assert choice.logprobs is not None and choice.logprobs.content is not None
         got = [row.logprob for row in choice.logprobs.content]
-        assert got == pytest.approx(completion.logprobs, abs=1e-5)
+        assert got == pytest.approx(completion.logprobs.tolist(), abs=1e-5)
         assert choice.finish_reason == ("stop" if completion.stop_reason == "stop" else "length")
     assert answer.usage is not None and answer.usage.prompt_tokens == len(prompt)
     assert answer.usage.completion_tokens == sum(len(one.token_ids) for one in own)

@@ -264,7 +264,7 @@ def test_it_samples_the_very_tokens_of_the_transformers_engine(running: Running)
             await other.close()
 
     for ours, theirs in zip(*running.run(both()), strict=True):
-        assert ours.token_ids == theirs.token_ids
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         assert (ours.stop_reason, ours.stop_text) == (theirs.stop_reason, theirs.stop_text)
         assert largest_gap(ours.logprobs, theirs.logprobs) < TOLERANCE
         assert largest_gap(ours.full_logprobs, theirs.full_logprobs) < TOLERANCE
@@ -331,7 +331,7 @@ def test_scores_beside_paused_requests_change_nothing_about_them(running: Runnin
         return scores, expected, (await call)[0]
 
     scores, expected, completion = running.run(run())
-    assert completion.token_ids == expected.token_ids
+    assert completion.token_ids.tolist() == expected.token_ids.tolist()
     for got, wanted in zip(scores, Reference(running.model).score(sequences), strict=True):
         assert largest_gap(got, wanted) < TOLERANCE
 
@@ -352,7 +352,7 @@ def test_scores_for_which_paused_requests_leave_no_room_are_given_and_the_reques
         return scores, expected, [completion for call in calls for completion in await call]
 
     (score,), expected, completions = running.run(run())
-    assert [one.token_ids for one in completions] == [one.token_ids for one in expected]
+    assert [one.token_ids.tolist() for one in completions] == [one.token_ids.tolist() for one in expected]
     assert largest_gap(score, Reference(running.model).score([scored])[0]) < TOLERANCE
 
 

@@ -366,7 +366,7 @@ def test_an_adapter_outlives_its_folder_and_its_unloading_while_a_request_uses_i
     bench.run(engine.unload_adapter("first"))
     assert not list(private.iterdir())
     alone, under_way, innocent = bench.run(run())
-    assert under_way.token_ids == alone.token_ids != innocent.token_ids
+    assert under_way.token_ids.tolist() == alone.token_ids.tolist() != innocent.token_ids.tolist()
     assert largest_gap(under_way.full_logprobs, alone.full_logprobs) <= TOLERANCE
     assert_logprobs(reference, plain, innocent)
     assert not list(private.iterdir()), "nobody uses it any more"
@@ -409,7 +409,7 @@ def test_requests_that_wait_while_paused_end_when_the_engine_closes(running: Run
             return [*await began, *await waiting]
 
     began, waiting = bench.run(run())
-    assert (began.stop_reason, waiting.stop_reason, waiting.token_ids) == ("abort", "abort", [])
+    assert (began.stop_reason, waiting.stop_reason, waiting.token_ids.tolist()) == ("abort", "abort", [])
     with pytest.raises(EngineError, match="closed"):
         bench.run(engine.health())
 
@@ -476,5 +476,5 @@ def test_seeds_decide_tokens_through_pieces_of_prompts_preemptions_pauses_and_st
     wanted = one.loop.run(other.generate(requests))
     one.loop.run(other.close())
     for mine, theirs in zip(got, wanted, strict=True):
-        assert mine.token_ids == theirs.token_ids
+        assert mine.token_ids.tolist() == theirs.token_ids.tolist()
         assert len(mine.token_ids) == 140

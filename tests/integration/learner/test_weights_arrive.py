@@ -51,7 +51,7 @@ async def gap(learner: Learner, engine: TransformersEngine) -> float:
     (done,) = await engine.generate([request])
     ids = [*request.token_ids, *done.token_ids]
     (mine,) = await score_sequences(learner, learner.policy, [ids])
-    theirs = done.full_logprobs
+    theirs = done.full_logprobs.tolist()
     return max(abs(a - b) for a, b in zip(mine[len(request.token_ids) - 1 :], theirs, strict=True))
 
 

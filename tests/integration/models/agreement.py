@@ -20,7 +20,7 @@ def assert_agrees_with_the_learner(bench: Bench) -> None:
     scorer = TokenScorer(copy.deepcopy(bench.model))
     for request, completion in zip(requests, bench.generate(*requests), strict=True):
         assert len(completion.token_ids) == 24
-        gap = largest_gap(completion.full_logprobs, learners_logprobs(scorer, request, completion))
+        gap = largest_gap(completion.full_logprobs.tolist(), learners_logprobs(scorer, request, completion))
         assert gap <= TOLERANCE, f"{gap:.2g} nats"
 
 

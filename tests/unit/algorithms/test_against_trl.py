@@ -102,7 +102,6 @@ def random_batch(seed: int, groups: int = 4) -> TrainBatch:
     status = torch.ones(rows, dtype=torch.bool)
     batch = TrainBatch(
         input_ids=torch.randint(3, 99, (total,), generator=generator),
-        position_ids=torch.cat([torch.arange(int(length)) for length in lengths]),
         loss_mask=mask,
         offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
         prompt_lengths=torch.zeros(rows, dtype=torch.int64),

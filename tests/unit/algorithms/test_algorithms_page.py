@@ -37,7 +37,6 @@ def small_batch() -> TrainBatch:
     twos, tokens = torch.tensor([2, 2]), torch.tensor([5, 6, 7, 2, 5, 6, 8])
     return TrainBatch(
         input_ids=tokens,
-        position_ids=torch.tensor([0, 1, 2, 3, 0, 1, 2]),
         loss_mask=torch.tensor([0, 0, 1, 1, 0, 0, 1], dtype=torch.bool),
         offsets=torch.tensor([0, 4, 7]),
         prompt_lengths=twos,

@@ -18,7 +18,6 @@ def make_batch() -> TrainBatch:
     rows = torch.ones(3, dtype=torch.int64)
     return TrainBatch(
         input_ids=torch.arange(9),
-        position_ids=torch.tensor([0, 1, 2, 3, 0, 1, 0, 1, 2]),
         loss_mask=torch.tensor([0, 1, 1, 1, 0, 1, 0, 0, 1], dtype=torch.bool),
         offsets=torch.tensor([0, 4, 6, 9]),
         prompt_lengths=rows,

@@ -9,11 +9,12 @@ from hypothesis import given, strategies as st
 from skyrl_train.data.batch import SEQUENCE_FIELDS, TOKEN_FIELDS, TrainBatch, cat, collate, pack
 from skyrl_train.data.trajectory import FAILED, OK, Prompt, Trajectory, TrajectoryGroup, Turn
 from tests.support.padded_reference import grouped_batch
+from tests.support.trajectories import trajectory_from
 
 
 def trajectory(prompt: Prompt, sample: int, prompt_ids: list[int], response: list[int], status: str = OK) -> Trajectory:
     length = len(response)
-    return Trajectory(
+    return trajectory_from(
         prompt=prompt,
         sample=sample,
         prompt_ids=prompt_ids,
@@ -86,7 +87,7 @@ def test_failed_trajectories_keep_their_place_and_have_no_mask():
 
 def test_token_fields_of_different_lengths_are_a_bug_named_by_prompt():
     broken = group(7, [(2, 3)])
-    broken.trajectories[0].logprobs.pop()
+    broken.trajectories[0].logprobs = broken.trajectories[0].logprobs[:-1]
     with pytest.raises(AssertionError, match="prompt 7"):
         collate([broken])
 

@@ -49,7 +49,7 @@ def test_every_method_reaches_the_engine():
     async def test(remote: RemoteEngine) -> None:
         assert remote.capabilities == replace(engine.capabilities, name="far", weight_routes=frozenset({"broadcast"}))
         done = await remote.generate([_request("a"), _request("b", session="s", group="g", deadline_s=5)])
-        assert [(one.request_id, one.token_ids, one.stop_reason) for one in done] == [
+        assert [(one.request_id, one.token_ids.tolist(), one.stop_reason) for one in done] == [
             ("a", [1, 2, 3], "stop"),
             ("b", [1, 2, 3], "stop"),
         ]
@@ -276,7 +276,7 @@ def test_requests_of_a_server_that_died_go_to_another_engine():
         await asyncio.sleep(0.3)
         start = time.monotonic()
         await endpoint.__aexit__(None, None, None)
-        assert [one.token_ids for one in await call] == [[1, 2, 3]] * 2
+        assert [one.token_ids.tolist() for one in await call] == [[1, 2, 3]] * 2
         assert list(client.dead) == ["far"] and url in client.dead["far"]
         await far.close()
         return time.monotonic() - start

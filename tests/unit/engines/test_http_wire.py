@@ -36,6 +36,7 @@ from skyrl_train.errors import (
 )
 from skyrl_train.testing.tiny_models import byte_tokenizer
 from skyrl_train.weight_sync.wire import Bucket, Manifest, SharedHandle, TensorSpec
+from tests.support.trajectories import completion_from
 
 LIMITS = Limits()
 TYPES: list[Any] = [
@@ -148,7 +149,7 @@ def test_what_is_written_is_read_back_to_the_bit(numbers: list[float], seed: int
         deadline_s=1.5,
     )
     ids = list(range(len(numbers)))
-    completion = Completion("r0", ids, numbers, numbers, "stop", [VersionSpan(0, len(ids), 3)], "\n")
+    completion = completion_from("r0", ids, numbers, numbers, "stop", [VersionSpan(0, len(ids), 3)], "\n")
     for value, kind in ((request, SampleRequest), (completion, Completion)):
         assert decode(kind, read_json(write_json(value))) == value
     assert _arguments("generate", read_json(write_json(Generate([request])))).requests == [request]

@@ -17,7 +17,7 @@ REQUEST = SampleRequest("r", (5, 6, 7), SamplingParams(max_tokens=2), 0)
 def test_answers_come_from_the_function_and_are_cut_at_max_tokens():
     engine: InferenceEngine = ScriptedEngine(lambda request: [9] * len(request.token_ids))
     (cut,) = asyncio.run(engine.generate([REQUEST]))
-    assert (cut.token_ids, cut.stop_reason, cut.versions) == ([9, 9], "length", [VersionSpan(0, 2, 0)])
+    assert (cut.token_ids.tolist(), cut.stop_reason, cut.versions) == ([9, 9], "length", [VersionSpan(0, 2, 0)])
     (whole,) = asyncio.run(engine.generate([replace(REQUEST, sampling=SamplingParams(max_tokens=9))]))
     assert (len(whole.token_ids), whole.stop_reason) == (3, "stop")
 
@@ -33,7 +33,7 @@ def test_deadlines_and_aborts_end_slow_requests():
         return late, (await call)[0]
 
     for completion in asyncio.run(run()):
-        assert (completion.token_ids, completion.stop_reason) == ([], "abort")
+        assert (completion.token_ids.tolist(), completion.stop_reason) == ([], "abort")
 
 
 def test_paused_requests_wait_and_a_closed_engine_refuses():

@@ -279,7 +279,7 @@ def test_where_rollouts_go_on_the_first_engine_that_is_back_serves_while_others_
             record.mark_dead(EngineError("killed"))
         async with asyncio.timeout(2):
             (completion,) = await client.generate([request("r1")])
-        assert completion.token_ids and list(client.dead) == ["b"]
+        assert len(completion.token_ids) and list(client.dead) == ["b"]
         others_may_start.set()
         async with asyncio.timeout(2):
             while client.dead:

@@ -96,9 +96,9 @@ def _reference(model: PreTrainedModel, request: SampleRequest, ids: list[int]) -
 
 def _assert_logprobs_are_the_models(model, requests, completions):
     for request, completion in zip(requests, completions, strict=True):
-        logprobs, full = _reference(model, request, completion.token_ids)
-        assert completion.logprobs == pytest.approx(logprobs, abs=1e-4)
-        assert completion.full_logprobs == pytest.approx(full, abs=1e-4)
+        logprobs, full = _reference(model, request, completion.token_ids.tolist())
+        assert completion.logprobs.tolist() == pytest.approx(logprobs, abs=1e-4)
+        assert completion.full_logprobs.tolist() == pytest.approx(full, abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,8 +134,8 @@ def test_greedy_equals_hugging_faces_greedy(kind):
         ids = torch.tensor([request.token_ids])
         mask = torch.ones_like(ids)
         wanted = reference.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0)
-        assert completion.token_ids == wanted[0, ids.shape[1] :].tolist()
-        assert completion.logprobs == [0.0] * 20
+        assert completion.token_ids.tolist() == wanted[0, ids.shape[1] :].tolist()
+        assert completion.logprobs.tolist() == [0.0] * 20
 
 
 @pytest.mark.parametrize("kind", WINDOWED)
@@ -204,9 +204,11 @@ def test_results_do_not_depend_on_batch_composition_or_order():
     together = {c.request_id: c for c in _generate(model, requests)}
     backwards = {c.request_id: c for c in _generate(model, requests[::-1], max_num_seqs=5)}
     alone = [_generate(model, [request])[0] for request in requests[::3]]
-    assert {i: c.token_ids for i, c in together.items()} == {i: c.token_ids for i, c in backwards.items()}
+    assert {i: c.token_ids.tolist() for i, c in together.items()} == {
+        i: c.token_ids.tolist() for i, c in backwards.items()
+    }
     for completion in alone:
-        assert completion.token_ids == together[completion.request_id].token_ids
+        assert completion.token_ids.tolist() == together[completion.request_id].token_ids.tolist()
 
 
 def test_the_same_call_gives_the_same_bits_whatever_the_engine_did_before():
@@ -246,7 +248,8 @@ def test_half_precision_is_served(dtype):
     model = _model().to(dtype)
     requests = _requests(_prompts([6, 9]), 2, SamplingParams(max_tokens=8))
     for request, completion in zip(requests, _generate(model, requests), strict=True):
-        assert completion.full_logprobs == pytest.approx(_reference(model, request, completion.token_ids)[1], abs=0.15)
+        wanted = _reference(model, request, completion.token_ids.tolist())[1]
+        assert completion.full_logprobs.tolist() == pytest.approx(wanted, abs=0.15)
 
 
 @pytest.mark.parametrize("kind", KINDS)

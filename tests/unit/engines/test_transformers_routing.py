@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from skyrl_train.data.batch import collate
-from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.data.trajectory import Prompt, TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError
 from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.rollouts.ledger import Ledger
 from skyrl_train.testing.tiny_models import tiny_model
+from tests.support.trajectories import completion_from, trajectory_from
 
 PROMPTS = [(5, 6, 7, 8, 9, 10, 11), (20, 21, 22), (5, 6, 7, 8, 9, 10, 11), (30,)]
 
@@ -89,11 +90,11 @@ def routing(*rows: int) -> np.ndarray:
 
 
 def completion(ids: list[int], told: Any) -> Completion:
-    return Completion("r", ids, [-1.0] * len(ids), [-1.0] * len(ids), "stop", [], routing=told)
+    return completion_from("r", ids, [-1.0] * len(ids), [-1.0] * len(ids), "stop", [], routing=told)
 
 
 def test_tokens_of_earlier_turns_stay_where_they_were_when_they_were_sampled() -> None:
-    item = Trajectory(Prompt("0", [], "none"), 0, [], [], [], [], [], 0.0, "stop", 1.0)
+    item = trajectory_from(Prompt("0", [], "none"), 0, [], [], [], [], [], 0.0, "stop", 1.0)
     ledger = Ledger(item)
     ledger.open([5, 6])
     ledger.sample(completion([7, 2], routing(0, 1, 2)))
@@ -101,7 +102,7 @@ def test_tokens_of_earlier_turns_stay_where_they_were_when_they_were_sampled() -
     ledger.sample(completion([8], routing(3, 3, 3, 4, 5)))
     ledger.restart([5, 9])
     ledger.sample(completion([4, 2], routing(6, 7, 8)))
-    plain = Trajectory(Prompt("1", [], "none"), 1, [5], [6], [1], [-1.0], [], 0.0, "stop", 1.0)
+    plain = trajectory_from(Prompt("1", [], "none"), 1, [5], [6], [1], [-1.0], [], 0.0, "stop", 1.0)
     batch = collate([TrajectoryGroup(item.prompt, [item, plain])])
     assert batch.routing is not None
     assert batch.routing.flatten().tolist() == [0, 1, 2, 4, 5, -1, 6, 7, 8, -1, -1, -1]

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.data.trajectory import FAILED, Prompt, Trajectory, TrajectoryGroup, Turn
+from skyrl_train.data.trajectory import FAILED, Prompt, TrajectoryGroup, Turn
 from skyrl_train.errors import RolloutsFailed, StaleRollout
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.admission import RolloutQueue
 from skyrl_train.rollouts.collector import RolloutCollector
+from tests.support.trajectories import trajectory_from
 
 STEPS, PER_STEP = 12, 4
 
@@ -18,7 +19,7 @@ STEPS, PER_STEP = 12, 4
 def group_of(prompt: Prompt, version: int = 0, failed: int = 0, samples: int = 2) -> TrajectoryGroup:
     rows = []
     for sample in range(samples):
-        row = Trajectory(
+        row = trajectory_from(
             prompt, sample, [1], [2], [1], [-0.5], [Turn(0, 1, 1.0, "stop", version, version)], 1.0, "stop", 1.0
         )
         if sample < failed:

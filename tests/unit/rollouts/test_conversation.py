@@ -72,10 +72,10 @@ def test_ids_trained_on_are_the_ids_sampled_with_the_engine_s_log_probs():
     rendered = TOKENIZER.apply_chat_template(PROMPT.messages, add_generation_prompt=True, return_dict=False)
     for number, row in enumerate(group.trajectories):
         assert (row.status, row.sample, row.text) == (OK, number, "ab")
-        assert row.prompt_ids == rendered
-        assert row.response_ids == answer(None)  # type: ignore[arg-type]
-        assert row.loss_mask == [1, 1, 1]
-        assert row.logprobs == [-1.0, -1.0, -1.0]
+        assert row.prompt_ids.tolist() == rendered
+        assert row.response_ids.tolist() == answer(None)  # type: ignore[arg-type]
+        assert row.loss_mask.tolist() == [1, 1, 1]
+        assert row.logprobs.tolist() == [-1.0, -1.0, -1.0]
         assert row.reward == 2.0
         assert row.env_metrics == {"length": 2.0}
         assert row.temperature == 0.7
@@ -112,7 +112,7 @@ def test_a_failed_episode_is_masked_by_status_and_leaves_the_others_alone():
         (FAILED, "ValueError"),
     ]
     assert group.trajectories[1].reward == 0.0
-    assert group.trajectories[1].response_ids == answer(None)  # type: ignore[arg-type]
+    assert group.trajectories[1].response_ids.tolist() == answer(None)  # type: ignore[arg-type]
 
 
 def test_a_dead_engine_fails_the_group_instead_of_the_run():
@@ -162,5 +162,5 @@ def test_greedy_rollouts_are_scored_at_temperature_one():
 @pytest.mark.fault("F15")
 def test_an_empty_completion_is_a_trajectory_without_tokens_to_learn_from():
     group = generate(ScriptedEngine(lambda request: []), ToyEnvironments([]))
-    assert group.trajectories[0].loss_mask == []
+    assert group.trajectories[0].loss_mask.tolist() == []
     assert group.trajectories[0].status == OK

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.data.order import PromptOrder
-from skyrl_train.data.trajectory import FAILED, Prompt, Trajectory, TrajectoryGroup, Turn
+from skyrl_train.data.trajectory import FAILED, Prompt, TrajectoryGroup, Turn
 from skyrl_train.errors import RolloutsFailed
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.collector import RolloutCollector, Samplers
 from skyrl_train.rollouts.dynamic_sampling import Curriculum, DynamicSampling, is_useful
 from skyrl_train.rollouts.reward_shaping import RewardShaping
 from skyrl_train.trainer.rollout_metrics import add_rollout_metrics
+from tests.support.trajectories import trajectory_from
 
 MIXED, RIGHT, WRONG = (0.0, 1.0), (1.0, 1.0), (0.0, 0.0)
 Rewards = Callable[[int], Sequence[float | None]]
@@ -32,7 +34,7 @@ def group_of(prompt: Prompt, rewards: Sequence[float | None], version: int = NEW
     rows = []
     for sample, reward in enumerate(rewards):
         turn = Turn(0, 2, reward or 0.0, "stop", version, version)
-        rows.append(Trajectory(prompt, sample, [1], [2, 3], [1, 1], [-0.5] * 2, [turn], turn.reward, "stop", 1.0))
+        rows.append(trajectory_from(prompt, sample, [1], [2, 3], [1, 1], [-0.5] * 2, [turn], turn.reward, "stop", 1.0))
         if reward is None:
             rows[-1].status, rows[-1].error = FAILED, "timeout"
     return TrajectoryGroup(prompt, rows)
@@ -103,7 +105,7 @@ def test_a_group_is_useful_when_its_valid_answers_differ():
 
 def test_groups_that_differ_in_length_alone_are_not_useful_and_are_trained_on_without_filter():
     group = group_of(prompt_at(0), WRONG)
-    group.trajectories[1].response_ids = [2] * 9
+    group.trajectories[1].response_ids = token_array([2] * 9)
     group.trajectories[1].turns = [Turn(0, 9, 0.0, "stop", 0, 0)]
     RewardShaping(overlong_buffer_tokens=5, max_generate_tokens=10)(group)
     assert [item.reward for item in group.trajectories] == [0.0, -0.8]

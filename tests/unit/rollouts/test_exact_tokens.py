@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -109,7 +110,7 @@ class Model(ScriptedEngine):
         self.read.append(list(request.token_ids))
         (done,) = await super().generate(requests)
         ending = self.script[self._turn(request)].ending
-        logprobs = [-1.0 - place for place in range(len(done.token_ids))]
+        logprobs = -1.0 - np.arange(len(done.token_ids), dtype=np.float32)
         by = STOP if ending == "stop" else None
         reason = "length" if ending == "cut" else "stop"
         return [replace(done, stop_text=by, stop_reason=reason, full_logprobs=logprobs)]
@@ -155,9 +156,11 @@ def test_ids_trained_on_are_the_ids_sampled_in_the_context_that_was_read(
 
     assert item.status == OK and len(item.turns) == len(script)
     spans = {place for turn in item.turns for place in range(turn.start, turn.stop)}
-    assert sampled == [item.response_ids[turn.start : turn.stop] for turn in item.turns]
-    assert item.loss_mask == [int(place in spans) for place in range(len(item.response_ids))]
-    assert item.logprobs == [-1.0 - (_place(item, i)) if i in spans else 0.0 for i in range(len(item.response_ids))]
+    assert sampled == [item.response_ids[turn.start : turn.stop].tolist() for turn in item.turns]
+    assert item.loss_mask.tolist() == [int(place in spans) for place in range(len(item.response_ids))]
+    assert item.logprobs.tolist() == [
+        -1.0 - (_place(item, i)) if i in spans else 0.0 for i in range(len(item.response_ids))
+    ]
     # every turn stands, in the batch, after exactly what the model had read
     batch = collate_one(item)
     for turn, read, said in zip(item.turns, model.read, sampled, strict=True):
@@ -165,7 +168,7 @@ def test_ids_trained_on_are_the_ids_sampled_in_the_context_that_was_read(
             continue
         row, place = _row(item, turn.start)
         assert batch[row][: place + len(said)] == read + said
-    assert item.loss_mask[-1:] in ([1], []) or not sampled[-1]
+    assert item.loss_mask[-1:].tolist() in ([1], []) or not sampled[-1]
 
 
 def _place(item: Trajectory, index: int) -> int:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
-from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.data.trajectory import Prompt, TrajectoryGroup
 from skyrl_train.rollouts.first_rollout import FirstRollout
+from tests.support.trajectories import trajectory_from
 
 
 def group(uid: str, *statuses: str) -> TrajectoryGroup:
     prompt = Prompt(uid, [{"role": "user", "content": uid}], "none", {})
     items = []
     for sample, status in enumerate(statuses):
-        items.append(Trajectory(prompt, sample, [1], [2], [1], [-0.5], [], 0.0, "stop", 1.0))
+        items.append(trajectory_from(prompt, sample, [1], [2], [1], [-0.5], [], 0.0, "stop", 1.0))
         if status != "ok":
             items[-1].fail(status, "")
     return TrajectoryGroup(prompt, items)

@@ -8,13 +8,14 @@ import pytest
 from skyrl_train.data.trajectory import FAILED, OK, Message, Prompt, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 from skyrl_train.rollouts.reward_model import JudgedRollout
+from tests.support.trajectories import trajectory_from
 
 PROMPT = Prompt("7", [{"role": "user", "content": "hi"}], "chat")
 
 
 def trajectory(text: str, reward: float = 1.0) -> Trajectory:
     turns = [Turn(0, 1, 0.25, "stop", 0, 0), Turn(1, 2, reward - 0.25, "stop", 0, 0)]
-    row = Trajectory(PROMPT, 0, [1], [2, 3], [1, 1], [-0.5, -0.5], turns, reward, "stop", 1.0, {"length": 4.0})
+    row = trajectory_from(PROMPT, 0, [1], [2, 3], [1, 1], [-0.5, -0.5], turns, reward, "stop", 1.0, {"length": 4.0})
     row.text = text
     row.messages = [*PROMPT.messages, {"role": "assistant", "content": text}]
     return row

@@ -6,6 +6,7 @@ from hypothesis import given, strategies as st
 from skyrl_train.data.batch import collate
 from skyrl_train.data.trajectory import FAILED, OK, Prompt, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.rollouts.reward_shaping import RewardShaping, mask_group, overlong_penalty
+from tests.support.trajectories import trajectory_from
 
 LIMIT = 20
 PROMPT = Prompt("0", [], "none")
@@ -15,7 +16,7 @@ def response(reward: float, length: int = 5, stop_reason: str = "stop", before: 
     start = before[-1].stop if before else 0
     turns = [*before, Turn(start, start + length, reward, stop_reason, 0, 0)]
     total = start + length
-    return Trajectory(
+    return trajectory_from(
         PROMPT,
         *(0, [1], [2] * total, [1] * total, [-0.5] * total, turns),
         reward=sum(turn.reward for turn in turns),
@@ -32,7 +33,7 @@ def shaped(*items: Trajectory, **settings: object) -> list[float]:
 def test_nothing_is_changed_by_default():
     cut = response(1.0, LIMIT, "length")
     assert shaped(cut, response(-1.0)) == [1.0, -1.0]
-    assert cut.loss_mask == [1] * LIMIT
+    assert cut.loss_mask.tolist() == [1] * LIMIT
     assert cut.raw_reward is None
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from skyrl_train.data.batch import collate
-from skyrl_train.data.trajectory import Prompt, TrajectoryGroup
+from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup
 from skyrl_train.errors import ConfigError, RolloutsFailed
 from skyrl_train.metrics import Metrics
 from skyrl_train.skyrl.batches import Rectangles, training_input
@@ -145,14 +145,16 @@ def test_what_is_changed_in_an_output_reaches_the_trajectories_and_nothing_else_
 def test_a_sample_that_failed_before_its_first_token_keeps_its_row_in_outputs_and_batches():
     groups = groups_of(output())
     silent = groups[1].trajectories[1]  # the batch's last
-    silent.prompt_ids, silent.response_ids, silent.loss_mask, silent.logprobs, silent.turns = [], [], [], [], []
+    empty = Trajectory.empty(silent.prompt, silent.sample, 1.0)
+    silent.prompt_ids, silent.response_ids, silent.logprobs = empty.prompt_ids, empty.response_ids, empty.logprobs
+    silent.loss_spans, silent.turns = [], []
     silent.fail("start", "no such file")
     told, uids = output_of(groups, 99)
     assert uids == ["a", "a", "b", "b"] and told["response_ids"][3] == [99] and told["loss_masks"][3] == [0]
     told["rewards"] = [7.0, 0.0, 0.5, 8.0]
     take_over(groups, told)
     batch = collate(groups)
-    assert batch.rewards.tolist() == [7.0, 0.0, 0.5, 0.0] and silent.response_ids == []
+    assert batch.rewards.tolist() == [7.0, 0.0, 0.5, 0.0] and not len(silent.response_ids)
     rectangles = Rectangles(batch)
     data = training_input(batch, rectangles, [("a", 0), ("a", 1), ("b", 0), ("b", 1)], 99)
     assert len(data) == 4 and data["rewards"].sum(1).tolist() == [7.0, 0.0, 0.5, 0.0]

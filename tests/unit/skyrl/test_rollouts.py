@@ -19,6 +19,7 @@ from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator
 from skyrl_train.skyrl.interface import GeneratorInput, GeneratorInterface, GeneratorOutput
 from skyrl_train.skyrl.rollouts import GeneratorRollouts, batch_settings
 from skyrl_train.testing.tiny_models import byte_tokenizer
+from tests.support.trajectories import completion_from
 
 TOKENIZER = byte_tokenizer()
 SYNCHRONOUS = ["generator.n_samples_per_prompt=2", "trainer.seed=7", "device=cpu"]
@@ -36,7 +37,7 @@ class Engines:
     async def generate(self, requests: list[SampleRequest]) -> list[Completion]:
         self.asked += requests
         return [
-            Completion(one.request_id, [65 + one.seed % 20, 66], [-1.0, -1.0], [-1.0, -1.0], "stop", [])
+            completion_from(one.request_id, [65 + one.seed % 20, 66], [-1.0, -1.0], [-1.0, -1.0], "stop", [])
             for one in requests
         ]
 
@@ -134,7 +135,7 @@ def test_seeds_do_not_depend_on_what_else_is_under_way(keys: list[str]):
             await client.generate({"prompt_token_ids": [[9]]})
         groups = await training
         assert len({one.request_id for one in engines.asked}) == len(engines.asked)
-        return [item.response_ids for group in groups for item in group.trajectories]
+        return [item.response_ids.tolist() for group in groups for item in group.trajectories]
 
     alone, beside = asyncio.run(sampled(False)), asyncio.run(sampled(True))
     assert alone == beside
@@ -172,7 +173,7 @@ def test_log_probs_that_the_algorithm_reads_must_be_there():
     with pytest.raises(RolloutsFailed, match="no rollout_logprobs, which the configured"):
         asyncio.run(all_of(rollouts(Plain(logprobs=False), SYNCHRONOUS, needs=True), 1))
     (group,) = asyncio.run(all_of(rollouts(Plain(logprobs=False), SYNCHRONOUS), 1))
-    assert group.trajectories[0].logprobs == []
+    assert group.trajectories[0].logprobs.tolist() == []
 
 
 def test_the_client_takes_both_engines_names_and_sessions():

@@ -134,7 +134,6 @@ def test_rewards_of_episodes_of_several_sequences_count_once():
     """Masked episodes have no token for a reward, and one whose last sequence is masked has it in an earlier one."""
     batch = TrainBatch(
         input_ids=torch.arange(10),
-        position_ids=torch.tensor([0, 1] * 5),
         loss_mask=torch.tensor([0, 0, 0, 0, 0, 1, 0, 0, 0, 1]).bool(),
         offsets=torch.tensor([0, 2, 4, 6, 8, 10]),
         prompt_lengths=torch.ones(5, dtype=torch.int64),

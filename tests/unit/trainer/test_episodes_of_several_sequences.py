@@ -22,25 +22,27 @@ from skyrl_train.algorithms.reductions import (
     weigh,
 )
 from skyrl_train.config.algorithm import OffPolicyCorrectionConfig
+from skyrl_train.data.arrays import logprob_array, token_array
 from skyrl_train.data.batch import TrainBatch, collate
 from skyrl_train.data.trajectory import Prompt, Restart, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.metrics import Metrics
+from tests.support.trajectories import trajectory_from
 
 
 def episode(sample: int, lengths: list[int], rewards: list[float], *, cut: bool, failed: bool = False) -> Trajectory:
     """Turns of so many tokens, all sampled; `cut`: from the second on each is a sequence of its own."""
     total = sum(lengths)
     starts = [sum(lengths[:turn]) for turn in range(len(lengths))]
-    item = Trajectory(
+    item = trajectory_from(
         Prompt("0", [], "toy"), sample, [5, 6], list(range(10, 10 + total)), [1] * total, [], [], 0, "stop", 1.0
     )
-    item.logprobs = [-0.1 * (sample + 1) - 0.01 * place for place in range(total)]
+    item.logprobs = logprob_array([-0.1 * (sample + 1) - 0.01 * place for place in range(total)])
     item.turns = [Turn(s, s + n, r, "stop", 0, 0) for s, n, r in zip(starts, lengths, rewards, strict=True)]
     item.reward = sum(rewards)
     if failed:
         item.fail("timeout", "")
     if cut:
-        item.restarts = [Restart(start, [5, 6, 7, turn]) for turn, start in enumerate(starts) if turn]
+        item.restarts = [Restart(start, token_array([5, 6, 7, turn])) for turn, start in enumerate(starts) if turn]
     return item
 
 

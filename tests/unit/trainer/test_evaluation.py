@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.data.trajectory import FAILED, Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.data.trajectory import FAILED, Prompt, TrajectoryGroup
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.errors import EnginesLost, RolloutsFailed
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.trainer.evaluation import Evaluator
+from tests.support.trajectories import trajectory_from
 
 
 def rollout_of(rewards: dict[str, list[float | None]], error: str = "timeout"):  # type: ignore[no-untyped-def]
@@ -21,7 +22,7 @@ def rollout_of(rewards: dict[str, list[float | None]], error: str = "timeout"): 
     async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
         rows = []
         for sample, reward in enumerate(rewards[prompt.uid]):
-            row = Trajectory(prompt, sample, [1], [2], [1], [0.0], [], reward or 0.0, "stop", 1.0, text="\x1b[31m")
+            row = trajectory_from(prompt, sample, [1], [2], [1], [0.0], [], reward or 0.0, "stop", 1.0, text="\x1b[31m")
             if reward is None:
                 row.status, row.error = FAILED, error
             rows.append(row)
@@ -55,8 +56,10 @@ def test_dumped_texts_have_no_secret_that_a_tool_has_shown(tmp_path: Path, monke
     prompt = Prompt("a", [{"role": "user", "content": f"print {secret}"}, {"role": "user", "content": parts}], "x")
 
     async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
-        shown = Trajectory(prompt, 0, [1], [2], [1], [0.0], [], 1.0, "stop", 1.0, text=f"tool: HF_TOKEN={secret}\n")
-        failed = Trajectory(prompt, 1, [1], [2], [1], [0.0], [], 1.0, "stop", 1.0)
+        shown = trajectory_from(
+            prompt, 0, [1], [2], [1], [0.0], [], 1.0, "stop", 1.0, text=f"tool: HF_TOKEN={secret}\n"
+        )
+        failed = trajectory_from(prompt, 1, [1], [2], [1], [0.0], [], 1.0, "stop", 1.0)
         failed.fail("tool", f"no access with {secret}")
         return TrajectoryGroup(prompt, [shown, failed])
 
@@ -119,7 +122,8 @@ def test_an_evaluation_leaves_no_trace_in_what_engines_measure_next():
     async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
         request = SampleRequest(prompt.uid, (1, 2, 3), SamplingParams(max_tokens=4), 0)
         (completion,) = await client.generate([request])
-        row = Trajectory(prompt, 0, [1], completion.token_ids, [1], [0.0], [], 1.0, "stop", 1.0)
+        ids = completion.token_ids.tolist()
+        row = trajectory_from(prompt, 0, [1], ids, [1] * len(ids), [0.0] * len(ids), [], 1.0, "stop", 1.0)
         return TrajectoryGroup(prompt, [row])
 
     async def run(after: Callable[[], Awaitable[None]] | None = None) -> float:
@@ -142,7 +146,7 @@ def test_at_most_a_batch_of_prompts_is_in_flight():
         most = max(most, running)
         await asyncio.sleep(0)
         running -= 1
-        return TrajectoryGroup(prompt, [Trajectory(prompt, 0, [1], [2], [1], [0.0], [], 1.0, "stop", 1.0)])
+        return TrajectoryGroup(prompt, [trajectory_from(prompt, 0, [1], [2], [1], [0.0], [], 1.0, "stop", 1.0)])
 
     prompts = [Prompt(str(i), [], "x") for i in range(7)]
     asyncio.run(Evaluator(rollout, prompts, batch_size=3, dump_to=None).run(0))

@@ -1,0 +1,54 @@
+"""How tokens and their numbers are held from an engine's answer to the batch: as arrays of numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Tokens = NDArray[np.int32]
+"""Token ids."""
+LogProbs = NDArray[np.float32]
+"""nats"""
+Span = tuple[int, int]
+"""[start, stop) of tokens."""
+
+
+def token_array(ids: ArrayLike) -> Tokens:
+    """These ids; an array of the right type is not copied."""
+    return np.asarray(ids, np.int32)
+
+
+def logprob_array(values: ArrayLike) -> LogProbs:
+    """These numbers; an array of the right type is not copied."""
+    return np.asarray(values, np.float32)
+
+
+def joined(one: NDArray[Any], other: NDArray[Any]) -> NDArray[Any]:
+    """One after the other, which is not copied if the first is empty. Nobody writes into either."""
+    return np.concatenate((one, other)) if len(one) else other
+
+
+def spans_of(mask: Sequence[object] | NDArray[Any]) -> list[Span]:
+    """The stretches in which a mask is true: [0, 1, 1, 0, 1] -> [(1, 3), (4, 5)]."""
+    edges = np.flatnonzero(np.diff(np.asarray(mask, bool), prepend=False, append=False))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def mask_of(spans: Iterable[Span], length: int) -> NDArray[np.bool_]:
+    """[length] the mask that is true in these stretches."""
+    mask = np.zeros(length, bool)
+    for start, stop in spans:
+        mask[start:stop] = True
+    return mask
+
+
+def same_fields(one: Any, other: Any) -> bool:
+    """Whether two dataclasses of one type are equal; arrays in their fields are if all of their elements are."""
+    if type(one) is not type(other):
+        return False
+    pairs = ((getattr(one, f.name), getattr(other, f.name)) for f in fields(one) if f.compare)
+    return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
