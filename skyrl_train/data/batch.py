@@ -138,8 +138,12 @@ class TrainBatch:
         zeros = torch.zeros(len(self), dtype=per_token.dtype, device=per_token.device)
         return zeros.index_add(0, self.sequence_ids, per_token)
 
-    def select(self, rows: Sequence[int] | Tensor) -> TrainBatch:
-        """The given sequences in the given order."""
+    def select(self, rows: Sequence[int] | Tensor, *, copy: bool = True) -> TrainBatch:
+        """The given sequences in the given order.
+
+        Without `copy`, tokens of consecutive ones are views, for use in this process: sent to another, a view takes all
+        of its batch along.
+        """
         rows = torch.as_tensor(rows, dtype=torch.int64)
         lengths = self.lengths[rows]
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
@@ -147,8 +151,7 @@ class TrainBatch:
         picked: dict[str, Tensor | None] = {"offsets": offsets}
         for name in TOKEN_FIELDS:
             value = getattr(self, name)
-            parts = None if value is None else [value[start:stop] for start, stop in stretches]
-            picked[name] = value[:0] if parts == [] else None if parts is None else torch.cat(parts)
+            picked[name] = None if value is None else _taken(value, stretches, copy)
         for name in SEQUENCE_FIELDS:
             value = getattr(self, name)
             picked[name] = None if value is None else value[rows]
@@ -159,6 +162,11 @@ class TrainBatch:
         for name, tensor in tensors.items():
             assert name in TOKEN_FIELDS and (tensor is None or len(tensor) == len(self.input_ids)), name
         return replace(self, **tensors)  # type: ignore[arg-type]
+
+    def to_score(self) -> TrainBatch:
+        """The same sequences without what nobody reads who runs a model over their tokens."""
+        kept = {"input_ids", "loss_mask", "routing"}
+        return self.with_tokens(**{name: None for name in TOKEN_FIELDS if name not in kept})
 
     def to(self, device: torch.device | str) -> TrainBatch:
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -265,6 +273,11 @@ def cat(batches: Sequence[TrainBatch]) -> TrainBatch:
     lengths = torch.cat([batch.lengths for batch in batches])
     joined["offsets"] = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     return TrainBatch(**joined)  # type: ignore[arg-type]
+
+
+def _taken(tokens: Tensor, stretches: Sequence[Span], copy: bool) -> Tensor:
+    parts = [tokens[start:stop] for start, stop in stretches] or [tokens[:0]]
+    return parts[0] if len(parts) == 1 and not copy else torch.cat(parts)
 
 
 def _stretches(offsets: Sequence[int], rows: Sequence[int]) -> list[Span]:

@@ -11,6 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike
+
+from skyrl_train.data.arrays import token_array
 from skyrl_train.data.control_tokens import ANSWER, MarkingTemplate, marking_template
 from skyrl_train.data.trajectory import Message
 from skyrl_train.errors import DataError
@@ -72,10 +76,10 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     return marking_template(tokenizer).controls.encode(tokenizer, text)
 
 
-def decode_answer(tokenizer: Any, ids: Sequence[int]) -> str:
+def decode_answer(tokenizer: Any, ids: ArrayLike) -> str:
     """The text of a model's answer, without control tokens; `skip_special_tokens` alone keeps some role markers."""
-    controls = marking_template(tokenizer).controls.ids
-    return str(tokenizer.decode([id for id in ids if id not in controls], skip_special_tokens=True))
+    tokens, controls = token_array(ids), marking_template(tokenizer).controls.ids
+    return str(tokenizer.decode(tokens[~np.isin(tokens, list(controls))], skip_special_tokens=True))
 
 
 def plain_text(message: Message) -> str:

@@ -106,6 +106,10 @@ class EngineClient:
         return [record.engine for record in self._all if record.cause is None]
 
     @property
+    def _any_lives(self) -> bool:
+        return any(record.cause is None for record in self._all)
+
+    @property
     def dead(self) -> dict[str, str]:
         """Name -> cause of death, of dead engines."""
         return {record.name: record.cause for record in self._all if record.cause is not None}
@@ -152,7 +156,7 @@ class EngineClient:
         lost_at: set[_EngineRecord] = set()
         while missing:
             await self._until_serving()
-            if not self.engines and self.revive is not None:
+            if not self._any_lives and self.revive is not None:
                 await self.revived()
             before, aborts = self._interruptions, self._aborts
             failed = await self._dispatch(missing, completions, avoid=lost_at)
@@ -165,7 +169,7 @@ class EngineClient:
                     record.mark_dead(error)
                     if self.revives_at_once and self.revive is not None:
                         self._reviving_now()
-            if died and (lost_at or not (self.engines or self.revive)):
+            if died and (lost_at or not (self._any_lives or self.revive)):
                 record, error = next(iter(died.items()))
                 raise EngineError(self._lost(record, error)) from error
             lost_at |= died.keys()
@@ -295,7 +299,7 @@ class EngineClient:
                 await asyncio.wait({reviving, back}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 back.cancel()
-            if self.engines:
+            if self._any_lives:
                 return
         await asyncio.shield(reviving)
 
@@ -463,7 +467,7 @@ class EngineClient:
                 record.mark_dead(result)
         for result in results:
             fatal = not isinstance(result, _DEATHS) or isinstance(result, UnsupportedParameter)
-            if isinstance(result, BaseException) and (fatal or not (self.engines or self.revive)):
+            if isinstance(result, BaseException) and (fatal or not (self._any_lives or self.revive)):
                 raise result
         return [result for result in results if not isinstance(result, BaseException)]
 

@@ -18,6 +18,7 @@ from skyrl_train.config.presence import Uses, slots_of
 from skyrl_train.config.run_folder import identity
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ClusterLost, Stopped
+from skyrl_train.experiments.collecting import collecting_seldom
 from skyrl_train.experiments.stopping import signals_leave, until_told
 from skyrl_train.messages import to_stderr
 from skyrl_train.report.metrics_server import check_metrics_address
@@ -142,7 +143,8 @@ class Experiment:
 
     def _until_told(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine of this experiment. A signal or the death of the cluster ends it in good order."""
-        return asyncio.run(until_told(work, self.cluster.lost()))
+        with collecting_seldom():
+            return asyncio.run(until_told(work, self.cluster.lost()))
 
     async def _run(self) -> None:
         async with self.session() as running:

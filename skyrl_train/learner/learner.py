@@ -224,7 +224,7 @@ class Learner:
 
         Sequences without tokens to score have 0, or -1 in a tensor of integers.
         """
-        batch = self._for(group, batch)
+        batch = self._for(group, batch).to_score()
         limits = self._limits(self.sizes.micro_forward_sequences)
         share = shares_prompts(batch, limits)
         shards = micro_batches(batch, group.num_parts, limits, share)
@@ -281,7 +281,7 @@ class Learner:
             _log.warning("No token of this step's batch counts: nothing was learnt from it.")
         for index, rows in enumerate(mini_batches):
             self.progress = index, len(mini_batches)
-            mini_batch = weigh(batch.select(rows), self.reduction)
+            mini_batch = weigh(batch.select(rows, copy=False), self.reduction)
             if self.choose is not None:
                 mini_batch = await self._with_selected_tokens(mini_batch, self.choose, first=index == 0)
             await self._step(self.policy, mini_batch, metrics)
@@ -299,7 +299,7 @@ class Learner:
         if explained is not None:
             metrics.add("critic/explained_variance", explained)
         for rows in self._mini_batch_rows(batch, self.sizes.critic_mini_batch_groups):
-            mini_batch = weigh(batch.select(rows), partial(token_mean, max_seq_len=1))
+            mini_batch = weigh(batch.select(rows, copy=False), partial(token_mean, max_seq_len=1))
             await self._step(critic, mini_batch, metrics)
 
     async def _step(self, group: WorkerGroup, mini_batch: TrainBatch, metrics: Metrics) -> None:

@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from skyrl_train.data.arrays import Tokens, token_array
 from skyrl_train.data.chat import decode_answer, encode_text, is_control, plain_text, render_continuation, render_prompt
 from skyrl_train.data.dataset import max_turns_of
 from skyrl_train.data.trajectory import OK, Message, Prompt, Trajectory, TrajectoryGroup
@@ -121,7 +122,8 @@ class ConversationGenerator:
         tasks: list[asyncio.Task[None]] = []
         try:
             async with self._sampler.episode():
-                tasks += [asyncio.create_task(self._start(state)) for state in states]
+                rendered: list[tuple[list[Message], Tokens]] = []
+                tasks += [asyncio.create_task(self._start(state, rendered)) for state in states]
                 await asyncio.gather(*tasks)
                 first = await self._sample([state for state in states if state.session is not None], position)
                 tasks += [asyncio.create_task(self._play(state, done, position)) for state, done in first]
@@ -138,7 +140,8 @@ class ConversationGenerator:
                 self._limiter.release(len(states))
         return TrajectoryGroup(prompt, [state.trajectory for state in states])
 
-    async def _start(self, state: _EpisodeState) -> None:
+    async def _start(self, state: _EpisodeState, rendered: list[tuple[list[Message], Tokens]]) -> None:
+        """`rendered`: the openings of this group so far, and their tokens; most samples have the same one."""
         prompt = state.trajectory.prompt
         try:
             state.max_turns = _max_turns(prompt, self._settings.max_turns)
@@ -150,10 +153,14 @@ class ConversationGenerator:
         except EnvironmentFailure as failure:
             state.trajectory.fail(failure.kind, failure.detail)
             return
-        state.trajectory.messages = list(state.session.messages)
-        kwargs = self._settings.chat_template_kwargs
+        opening = state.session.messages
+        state.trajectory.messages = list(opening)
         try:
-            state.ledger.open(render_prompt(self._tokenizer, state.session.messages, kwargs))
+            ids = next((ids for messages, ids in rendered if messages == opening), None)
+            if ids is None:
+                ids = token_array(render_prompt(self._tokenizer, opening, self._settings.chat_template_kwargs))
+                rendered.append((opening, ids))
+            state.ledger.open(ids)
         except DataError as error:  # the row's own messages were rendered when it was loaded
             state.trajectory.fail("chat_template", str(error))
             await state.close()
@@ -184,7 +191,7 @@ class ConversationGenerator:
         assert state.session is not None
         item = state.trajectory
         state.ledger.sample(completion)
-        text = decode_answer(self._tokenizer, completion.token_ids.tolist())
+        text = decode_answer(self._tokenizer, completion.token_ids)
         state.answers.append(len(item.messages))
         item.messages.append({"role": "assistant", "content": text})
         item.text = text if len(state.answers) == 1 else _transcript(item.messages[state.answers[0] :])

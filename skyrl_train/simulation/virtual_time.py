@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from skyrl_train.errors import SkyRLError
@@ -37,7 +37,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """`time()` begins at 0. Work in threads takes no time of it, and should have none: it would race with timers."""
+    """`time()` begins at 0. Work for threads is done at once, and takes no time of it: it would race with timers."""
 
     def __init__(self) -> None:
         self._virtual = _Selector()
@@ -46,6 +46,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._virtual.now
+
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

@@ -136,7 +136,7 @@ class GeneratorRollouts:
         versions = step, self._step()
         items = trajectories_of(output, prompts, ids, temperature=self._settings.temperature, versions=versions)
         for item in items:
-            item.text = decode_answer(self._tokenizer, item.response_ids.tolist())
+            item.text = decode_answer(self._tokenizer, item.response_ids)
             item.messages = [*item.prompt.messages, {"role": "assistant", "content": item.text}]
         if len(played) == len(items):
             for item, episode in zip(items, played, strict=True):

@@ -113,7 +113,7 @@ class Trainer(TrainingLoop):
         self.samples_of_rows = [
             (group.prompt.uid, item.sample) for group in groups for item in group.trajectories for _ in item.sequences()
         ]
-        batch = collate(groups)
+        batch = await asyncio.to_thread(collate, groups)
         with self.metrics.timed("score"):
             batch = await to_its_end(self.learner.score(batch))
         for add in self.batch_steps:

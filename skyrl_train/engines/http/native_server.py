@@ -99,7 +99,7 @@ class NativeServer(ABC):
         The call is repeated if the connection breaks, unless `once`: then repeating is up to the caller
         (`Connection.attempts`).
         """
-        body = b"" if payload is None else json.dumps(payload).encode()
+        body = b"" if payload is None else json.dumps(payload, default=int).encode()
 
         async def attempt(_: int) -> tuple[int, bytes]:
             return await self.connection.once(verb, route, body, params)

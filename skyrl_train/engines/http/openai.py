@@ -267,7 +267,7 @@ class Translator:
                 f"The completion ended as {completion.stop_reason!r} after {len(completion.token_ids)} tokens: its "
                 f"deadline of {self._deadline_s:g} s passed, or the engine was paused or put to sleep."
             )
-        text = decode_answer(self._tokenizer, completion.token_ids.tolist())
+        text = decode_answer(self._tokenizer, completion.token_ids)
         if completion.stop_text in request.sampling.stop:
             at = text.rfind(completion.stop_text)
             text = text[:at] if at >= 0 else text

@@ -23,7 +23,8 @@ async def main(path):
     ]
     completions = await engine.generate(requests)
     await engine.close()
-    print(json.dumps([dataclasses.asdict(one) | {"running_s": 0} for one in completions]))
+    answers = [dataclasses.asdict(one) | {"running_s": 0} for one in completions]
+    print(json.dumps(answers, default=lambda array: array.tolist()))
 
 asyncio.run(main(sys.argv[1]))
 """

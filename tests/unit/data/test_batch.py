@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -59,6 +60,45 @@ def assert_same(left: TrainBatch, right: TrainBatch) -> None:
 
 def test_every_field_is_either_per_token_or_per_sequence():
     assert {field.name for field in fields(TrainBatch)} == {*TOKEN_FIELDS, *SEQUENCE_FIELDS, "offsets"}
+
+
+def test_tokens_are_held_once():
+    groups = [group(0, [(2, 3), (2, 4)]), group(1, [(3, 1)])]
+    before = [
+        (item.prompt_ids.tolist(), item.response_ids.tolist(), item.logprobs.tolist()) for item in items_of(groups)
+    ]
+    batch = collate(groups)
+    assert batch.input_ids.dtype == torch.int32
+    assert [(x.prompt_ids.tolist(), x.response_ids.tolist(), x.logprobs.tolist()) for x in items_of(groups)] == before
+    assert batch.rollout_logprobs is not None
+    for item in items_of(groups):
+        assert np.shares_memory(item.response_ids, batch.input_ids.numpy())
+        assert np.shares_memory(item.prompt_ids, batch.input_ids.numpy())
+        assert np.shares_memory(item.logprobs, batch.rollout_logprobs.numpy())
+    assert_same(collate(groups), batch)  # once more, of the views
+
+
+def items_of(groups: list[TrajectoryGroup]) -> list[Trajectory]:
+    return [item for one in groups for item in one.trajectories]
+
+
+def test_consecutive_sequences_are_views_if_no_copy_is_asked_for():
+    batch = batch_of([[(2, 3), (1, 4)], [(3, 1), (2, 2)]])
+    for rows in ([1, 2], [0, 1, 2, 3], [2, 0], [0, 2, 3], []):
+        assert_same(batch.select(rows, copy=False), batch.select(rows))
+    assert batch.advantages is not None
+    for copy, shares in ((False, True), (True, False)):
+        found = batch.select([1, 2], copy=copy)
+        assert found.advantages is not None
+        assert np.shares_memory(found.advantages.numpy(), batch.advantages.numpy()) == shares
+        # what is sent to another process takes no more along than its own tokens
+        assert (found.advantages.untyped_storage().nbytes() == found.advantages.nbytes) == copy
+
+
+def test_only_what_a_model_reads_is_sent_to_be_scored():
+    batch = batch_of([[(2, 3), (1, 4)]])
+    kept = {name for name in TOKEN_FIELDS if getattr(batch.to_score(), name) is not None}
+    assert kept == {"input_ids", "loss_mask"}
 
 
 def test_the_example_of_the_docstring():

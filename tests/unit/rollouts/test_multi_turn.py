@@ -108,6 +108,22 @@ def trained(item: Trajectory) -> list[int]:
     return [token for token, counts in zip(item.response_ids.tolist(), item.loss_mask, strict=True) if counts]
 
 
+def test_the_samples_of_a_prompt_share_its_tokens_unless_their_environments_open_otherwise():
+    group, _ = play(says("ab"), Talks(until(1)), samples=3)
+    first, *others = group.trajectories
+    assert all(item.prompt_ids is first.prompt_ids for item in others)
+
+    class Numbered(Talks):
+        async def start(self, env_class: str, prompt: Prompt) -> Talk:
+            talk = await super().start(env_class, prompt)
+            talk.messages = [{"role": "user", "content": f"{len(self.episodes) // 2}"}]
+            return talk
+
+    group, engine = play(says("ab"), Numbered(until(1)), samples=3)
+    wanted = [render_prompt(TOKENIZER, [{"role": "user", "content": text}]) for text in "011"]
+    assert [item.prompt_ids.tolist() for item in group.trajectories] == wanted == contexts(engine)
+
+
 def test_three_turns_are_one_growing_sequence_whose_sampled_tokens_alone_count():
     environments = Talks(until(3))
     group, engine = play(says("ab"), environments)

@@ -1,0 +1,257 @@
+"""What the driver takes for a step: rollouts to a batch to the parts of ranks, and many conversations at once.
+
+    python scripts/benchmarks/control_plane.py [--against COMMIT] [--json FILE]
+    python scripts/benchmarks/control_plane.py --sizes 2048x4096 1024x16384 --conversations 16384x64 16384x1000
+
+Engines are scripted and answer at once; no model is run. Ledger, batches, `ConversationGenerator`, `EngineClient` and
+`EnvironmentHost` are a run's own. Every measurement is a process of its own.
+
+- batch: SEQUENCESxTOKENS, 8 of a prompt: bytes a token that the rollouts hold, that are held at most until advantages
+  are there, and million tokens a CPU-second of `collate` and of the copies for 8 ranks; the longest time for which the
+  event loop stood still meanwhile.
+- conversations: NUMBERxTOKENS of each of 3 turns, all at once over 256 engines: turns a CPU-second of the driver (what
+  the environments' processes take is not in it), and the driver's memory at its peak.
+
+`--against` measures another commit too, in a worktree, by turns with this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measure import HERE, about
+
+SIZES, CONVERSATIONS = ("2048x4096", "1024x16384"), ("16384x64", "16384x1000")
+SAMPLES, RANKS, PROMPT_TOKENS = 8, 8, 128
+ENGINES, TURNS = 256, 3
+
+
+# -- one measurement, in a process of its own ------------------------------------------------------------------------
+
+
+def batch(sequences: int, tokens: int) -> dict[str, float]:
+    from skyrl_train.data import batch as module
+
+    with_arrays = hasattr(module, "rewards_by_token")
+    gc.collect()
+    at_first = resident()
+    groups = rollouts(sequences, tokens, with_arrays)
+    total = sequences * tokens
+    held = resident() - at_first
+    reset_peak()
+    spent = time.process_time()
+    found, stood_still = asyncio.run(collated(groups, module, with_arrays))
+    spent = time.process_time() - spent
+    groups.clear()
+    import torch
+
+    found = found.with_tokens(advantages=torch.zeros(total))
+    most = peak() - at_first
+    copied = time.process_time()
+    for rows in found.shard(RANKS):
+        found.select(rows)
+    copied = time.process_time() - copied
+    return {
+        "rollouts, bytes a token": held / total,
+        "at most, bytes a token": most / total,
+        "collate, million tokens a CPU-s": total / spent / 1e6,
+        "parts, million tokens a CPU-s": total / copied / 1e6,
+        "event loop stood still, ms": 1000 * stood_still,
+    }
+
+
+def rollouts(sequences: int, tokens: int, with_arrays: bool) -> list[Any]:
+    """Groups as a ledger writes them, of one turn each."""
+    from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup
+    from skyrl_train.engines.base import Completion, VersionSpan
+    from skyrl_train.rollouts.ledger import Ledger
+
+    generator = np.random.default_rng(0)
+    groups = []
+    for index in range(sequences // SAMPLES):
+        prompt = Prompt(str(index), [], "none")
+        items = []
+        for sample in range(SAMPLES):
+            ids: Any = generator.integers(0, 150_000, tokens - PROMPT_TOKENS, dtype=np.int32)
+            logprobs: Any = generator.standard_normal(tokens - PROMPT_TOKENS, dtype=np.float32)
+            if not with_arrays:
+                ids, logprobs = ids.tolist(), logprobs.tolist()
+            spans = [VersionSpan(0, len(ids), 0)]
+            item: Any = Trajectory(prompt, sample, [], [], [], [], [], 0.0, "abort", 1.0)  # type: ignore[arg-type]
+            ledger = Ledger(item)
+            ledger.open(list(range(1000, 1000 + PROMPT_TOKENS)))
+            ledger.sample(Completion(str(sample), ids, logprobs, logprobs, "stop", spans))
+            item.reward = float(sample % 2)
+            items.append(item)
+        groups.append(TrajectoryGroup(prompt, items))
+    return groups
+
+
+async def collated(groups: list[Any], module: Any, in_thread: bool) -> tuple[Any, float]:
+    """The batch, made as a run makes it, and how long the event loop stood still at most."""
+    longest = 0.0
+
+    async def tick() -> None:
+        nonlocal longest
+        while True:
+            due = time.perf_counter() + 0.001
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.perf_counter() - due)
+
+    ticking = asyncio.create_task(tick())
+    await asyncio.sleep(0.01)
+    found = await asyncio.to_thread(module.collate, groups) if in_thread else module.collate(groups)
+    await asyncio.sleep(0.01)
+    ticking.cancel()
+    return found, longest
+
+
+def conversations(number: int, tokens: int) -> dict[str, float]:
+    from skyrl_train.data.trajectory import Prompt
+    from skyrl_train.engines.base import SamplingParams
+    from skyrl_train.engines.client import EngineClient
+    from skyrl_train.environments.host import EnvironmentHost
+    from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
+    from skyrl_train.testing.scripted_engine import ScriptedEngine
+    from skyrl_train.testing.tiny_models import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    answer = [*tokenizer.encode("a" * (tokens - 1), add_special_tokens=False), tokenizer.eos_token_id]
+    settings = RolloutSettings(SamplingParams(max_tokens=tokens + 1), SAMPLES, 0, 1 << 20, 3600.0, max_turns=TURNS)
+
+    async def run() -> float:
+        engines = [ScriptedEngine(lambda request: answer, name=f"engine {index}") for index in range(ENGINES)]
+        client = EngineClient(engines, deadline_s=3600.0)
+        async with EnvironmentHost({}, 2, 3600.0) as host:
+            generator = ConversationGenerator(client, host, tokenizer, settings)
+            row = {"reward_spec": {"method": "rule", "ground_truth": "5"}, "max_turns": TURNS}
+            messages = [{"role": "user", "content": "2 + 3 = ?"}]
+            prompts = [
+                Prompt(str(index), messages, "gsm8k_multi_turn", dict(row)) for index in range(number // SAMPLES)
+            ]
+            await generator.rollout(prompts[0], 0)  # starts processes
+            for engine in engines:
+                engine.batches.clear()
+            reset_peak()
+            start = time.process_time()
+            found = await asyncio.gather(*(generator.rollout(one, at) for at, one in enumerate(prompts)))
+            spent = time.process_time() - start
+        items = [item for group in found for item in group.trajectories]
+        failed = {item.error for item in items if item.error}
+        assert not failed and all(len(item.turns) == TURNS for item in items), failed
+        return number * TURNS / spent
+
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError):  # as a run does since then
+            from skyrl_train.experiments.collecting import collecting_seldom
+
+            stack.enter_context(collecting_seldom())
+        turns = asyncio.run(run())
+    return {"turns a CPU-s": turns, "driver's memory at its peak, GiB": peak() / 2**30}
+
+
+def resident() -> int:
+    return status("VmRSS")
+
+
+def peak() -> int:
+    return status("VmHWM")
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def status(name: str) -> int:
+    """Bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+
+# -- all of them -----------------------------------------------------------------------------------------------------
+
+
+def measured(tree: Path, kind: str, size: str) -> dict[str, float]:
+    path = os.pathsep.join([str(tree), str(HERE)])
+    command = [sys.executable, __file__, "--only", kind, size]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{kind} {size} in {tree}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def trees(against: str | None) -> Iterator[dict[str, Path]]:
+    """Name -> source tree."""
+    here = HERE.parents[1]
+    if against is None:
+        yield {"now": here}
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        subprocess.run(["git", "-C", str(here), "worktree", "add", "--detach", str(tree), against], check=True)
+        try:
+            yield {against: tree, "now": here}
+        finally:
+            subprocess.run(["git", "-C", str(here), "worktree", "remove", "--force", str(tree)], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="*", default=SIZES, metavar="SEQUENCESxTOKENS")
+    parser.add_argument("--conversations", nargs="*", default=CONVERSATIONS, metavar="NUMBERxTOKENS")
+    parser.add_argument("--against", metavar="COMMIT")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.only:
+        kind, size = given.only
+        print(json.dumps({"batch": batch, "conversations": conversations}[kind](*map(int, size.split("x")))))
+        return
+    print(json.dumps(about()))
+    rows: list[dict[str, Any]] = []
+    with trees(given.against) as found:
+        for kind, sizes in (("batch", given.sizes), ("conversations", given.conversations)):
+            for size in sizes:
+                for name, tree in found.items():
+                    rows.append({"kind": kind, "size": size, "commit": name, **measured(tree, kind, size)})
+                    print(json.dumps(rows[-1]), flush=True)
+    print(table(rows))
+    if given.json is not None:
+        given.json.write_text(json.dumps({"about": about(), "rows": rows}, indent=1))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a line a figure, a column a commit."""
+    commits = list(dict.fromkeys(row["commit"] for row in rows))
+    lines = [f"| size | what | {' | '.join(commits)} |", "| --- " * (2 + len(commits)) + "|"]
+    for kind, size in dict.fromkeys((row["kind"], row["size"]) for row in rows):
+        these = {row["commit"]: row for row in rows if (row["kind"], row["size"]) == (kind, size)}
+        for what in next(iter(these.values())):
+            if what not in ("kind", "size", "commit"):
+                values = (f"{these[commit][what]:,.4g}" for commit in commits)
+                lines.append(f"| {kind} {size} | {what} | {' | '.join(values)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
