@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,6 +17,9 @@ LogProbs = NDArray[np.float32]
 """nats"""
 Span = tuple[int, int]
 """[start, stop) of tokens."""
+Scalar = TypeVar("Scalar", bound=np.generic)
+_LARGE = 1 << 20
+"""Bytes from which on an array is worth pages of its own."""
 
 
 def token_array(ids: ArrayLike) -> Tokens:
@@ -25,6 +30,26 @@ def token_array(ids: ArrayLike) -> Tokens:
 def logprob_array(values: ArrayLike) -> LogProbs:
     """These numbers; an array of the right type is not copied."""
     return np.asarray(values, np.float32)
+
+
+def fresh(length: int, dtype: type[Scalar]) -> NDArray[Scalar]:
+    """[length] zeros, in pages that are there once they are written.
+
+    numpy and torch ask for huge pages, for which the kernel moves other memory away first: that takes several times as
+    long as to write them, and a single number makes 2 MiB of one.
+    """
+    size = length * np.dtype(dtype).itemsize
+    if size < _LARGE:
+        return np.zeros(length, dtype)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(pages, dtype)
+
+
+def give_back() -> None:
+    """Return freed memory to the system: glibc keeps what was many small arrays."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def joined(one: NDArray[Any], other: NDArray[Any]) -> NDArray[Any]:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from skyrl_train.data.arrays import LogProbs, Span, Tokens
+from skyrl_train.data.arrays import LogProbs, Span, Tokens, fresh, give_back
 from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
 
 TOKEN_FIELDS = (
@@ -232,6 +232,8 @@ class EpisodeIndex:
 
 _ROUNDING = 1e-9
 """Relative difference between a reward and the sum of its parts."""
+_MANY = 1_000_000
+"""Tokens of a batch for which it is worth to give back the memory that they had before."""
 MAX_REACH = 4
 """Bounds the keys and values of attention, which are kept for all tokens of a row, including shared ones."""
 
@@ -309,10 +311,13 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
     assert rows, "a batch needs at least one trajectory"
     offsets = np.concatenate(([0], np.cumsum([row.length for row in rows])))
     known = all(len(item.logprobs) == len(item.response_ids) for _, item in trajectories)
-    ids, mask = np.empty(offsets[-1], np.int32), np.zeros(offsets[-1], bool)
-    logprobs, rewards = (np.zeros(offsets[-1], np.float32) for _ in range(2))
+    total = int(offsets[-1])
+    ids, mask = fresh(total, np.int32), fresh(total, np.bool_)
+    logprobs, rewards = (fresh(total, np.float32) for _ in range(2))
     for row, begin in zip(rows, offsets.tolist(), strict=False):
         row.write(begin, ids, mask, logprobs if known else None, rewards)
+    if total > _MANY:
+        give_back()
     items = [row.item for row in rows]
     return TrainBatch(
         input_ids=torch.from_numpy(ids),

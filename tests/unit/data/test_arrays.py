@@ -4,9 +4,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given, strategies as st
 
-from skyrl_train.data.arrays import joined, mask_of, spans_of, token_array
+from skyrl_train.data.arrays import fresh, give_back, joined, mask_of, spans_of, token_array
 from skyrl_train.data.trajectory import Prompt
 from tests.support.trajectories import completion_from, trajectory_from
 
@@ -32,3 +33,12 @@ def test_trajectories_and_completions_are_equal_by_their_elements():
     done = completion_from("a", [1], [-1.0], [-1.0], "stop", [])
     assert done == completion_from("a", [1], [-1.0], [-1.0], "stop", [])
     assert done != completion_from("a", [1], [-1.0], [-2.0], "stop", [])
+
+
+@pytest.mark.parametrize("length", [0, 5, 1 << 20])
+def test_fresh_arrays_are_zeros_to_write_to(length: int):
+    found = fresh(length, np.float32)
+    assert found.shape == (length,) and found.dtype == np.float32 and not found.any()
+    found[:] = 2.0
+    give_back()
+    assert (found == 2.0).all()
