@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +120,8 @@ async def collated(groups: list[Any], module: Any, in_thread: bool) -> tuple[Any
 
 
 def conversations(number: int, tokens: int) -> dict[str, float]:
-    from skyrl_train.data.trajectory import Prompt
-    from skyrl_train.engines.base import SamplingParams
+    from skyrl_train.data.trajectory import Prompt, Trajectory
+    from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, VersionSpan
     from skyrl_train.engines.client import EngineClient
     from skyrl_train.environments.host import EnvironmentHost
     from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
@@ -129,11 +129,21 @@ def conversations(number: int, tokens: int) -> dict[str, float]:
     from skyrl_train.testing.tiny_models import byte_tokenizer
 
     tokenizer = byte_tokenizer()
-    answer = [*tokenizer.encode("a" * (tokens - 1), add_special_tokens=False), tokenizer.eos_token_id]
+    ids: Any = [*tokenizer.encode("a" * (tokens - 1), add_special_tokens=False), tokenizer.eos_token_id]
+    logprobs: Any = [-1.0] * tokens
+    if hasattr(Trajectory, "empty"):
+        ids, logprobs = np.array(ids, np.int32), np.array(logprobs, np.float32)
+
+    class Answers(ScriptedEngine):
+        async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+            await asyncio.sleep(0)
+            spans = [VersionSpan(0, tokens, 0)]
+            return [Completion(one.request_id, ids, logprobs, logprobs, "stop", spans) for one in requests]
+
     settings = RolloutSettings(SamplingParams(max_tokens=tokens + 1), SAMPLES, 0, 1 << 20, 3600.0, max_turns=TURNS)
 
     async def run() -> float:
-        engines = [ScriptedEngine(lambda request: answer, name=f"engine {index}") for index in range(ENGINES)]
+        engines = [Answers(name=f"engine {index}") for index in range(ENGINES)]
         client = EngineClient(engines, deadline_s=3600.0)
         async with EnvironmentHost({}, 2, 3600.0) as host:
             generator = ConversationGenerator(client, host, tokenizer, settings)
@@ -143,8 +153,6 @@ def conversations(number: int, tokens: int) -> dict[str, float]:
                 Prompt(str(index), messages, "gsm8k_multi_turn", dict(row)) for index in range(number // SAMPLES)
             ]
             await generator.rollout(prompts[0], 0)  # starts processes
-            for engine in engines:
-                engine.batches.clear()
             reset_peak()
             start = time.process_time()
             found = await asyncio.gather(*(generator.rollout(one, at) for at, one in enumerate(prompts)))
