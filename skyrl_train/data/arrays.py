@@ -52,9 +52,16 @@ def give_back() -> None:
         trim(0)
 
 
+def plain_ids(ids: Sequence[int] | Tokens) -> tuple[int, ...]:
+    """These ids as Python's own integers: some of what reads them knows no others."""
+    return tuple(ids) if {*map(type, ids)} <= {int} else tuple(np.asarray(ids).tolist())
+
+
 def joined(one: NDArray[Any], other: NDArray[Any]) -> NDArray[Any]:
-    """One after the other, which is not copied if the first is empty. Nobody writes into either."""
-    return np.concatenate((one, other)) if len(one) else other
+    """One after the other. It is not copied if the first is empty, unless it is a part of something larger."""
+    if len(one):
+        return np.concatenate((one, other))
+    return other if other.flags.owndata else other.copy()
 
 
 def spans_of(mask: Sequence[object] | NDArray[Any]) -> list[Span]:

@@ -57,7 +57,7 @@ class TrainBatch:
     """
 
     input_ids: Tensor
-    """[T] int32"""
+    """[T] int32; torch indexes with `.long()`."""
     loss_mask: Tensor
     """[T] bool: sampled tokens of sequences that did not fail."""
     offsets: Tensor

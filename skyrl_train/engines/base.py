@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
-from skyrl_train.data.arrays import LogProbs, Tokens, logprob_array, same_fields, token_array
+from skyrl_train.data.arrays import LogProbs, Tokens, logprob_array, plain_ids, same_fields, token_array
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 
@@ -59,6 +59,9 @@ class SampleRequest:
     room for it does not count (see run_clock.py), unless a server of another project does not tell."""
     adapter: str | None = None
     """A name given to `load_adapter`. None: the weights of the last sync, including the adapter that came with it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", plain_ids(self.token_ids))
 
 
 @dataclass(frozen=True, slots=True)

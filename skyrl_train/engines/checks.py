@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from skyrl_train.data.arrays import plain_ids
 from skyrl_train.engines.base import Capabilities, SampleRequest, SamplingParams
 from skyrl_train.engines.sampling import check_supported
 from skyrl_train.errors import EngineError, UnsupportedParameter
@@ -57,15 +58,17 @@ class Checks:
                 "sample. Shorten the prompt or raise max_model_len",
             )
 
-    def score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> None:
-        """Check the arguments of `score`."""
+    def score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[tuple[int, ...]]:
+        """Check the arguments of `score`; returns the ids as Python's integers."""
         if temperature != 1.0 and not self.engine.score_temperature:
             raise self._refusal(f"score(temperature={temperature})", self.engine.refusals["score.temperature"])
-        for ids in token_ids:
+        plain = [plain_ids(ids) for ids in token_ids]
+        for ids in plain:
             self._ids("score", ids)
             if len(ids) > self.max_score_len:
                 allowed = f"at most {self.max_score_len} tokens, got {len(ids)}. Shorten it or raise max_model_len"
                 raise self._refusal("score", allowed)
+        return plain
 
     def pause(self, mode: str) -> None:
         """Check the mode of `pause`."""

@@ -18,6 +18,7 @@ def collecting_seldom() -> Iterator[None]:
     none of them in cycles: with Python's defaults the collector took more than half of its time.
     """
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    gc.collect()  # or what is garbage now would stay
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
     try:

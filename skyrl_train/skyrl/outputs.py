@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from skyrl_train.data.arrays import joined, logprob_array, spans_of, token_array
+import numpy as np
+
+from skyrl_train.data.arrays import Tokens, joined, logprob_array, spans_of, token_array
 from skyrl_train.data.trajectory import OK, Prompt, Restart, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.errors import RolloutsFailed
 from skyrl_train.skyrl.interface import GeneratorOutput, TrajectoryID
@@ -68,6 +70,9 @@ def _entry_problems(output: Mapping[str, Any], count: int) -> Iterator[str]:
             if not isinstance(value, list | tuple) or len(value) != length:
                 have = f"{len(value)}" if isinstance(value, list | tuple) else repr(value)
                 yield f"{name}[{entry}] with {have} instead of {length} values, one for each token of the response"
+        logprobs = output["rollout_logprobs"][entry] if "rollout_logprobs" in fields else []
+        if isinstance(logprobs, list | tuple) and not all(map(_is_finite, logprobs)):
+            yield f"rollout_logprobs[{entry}]={logprobs!r:.80}, which must be finite: 0.0 on tokens that nobody sampled"
         reward = output["rewards"][entry]
         if not all(map(_is_finite, reward if by_token and isinstance(reward, list | tuple) else [reward])):
             yield f"rewards[{entry}]={reward!r:.80}, which must be finite, {'per token' if by_token else 'one number'}"
@@ -131,13 +136,13 @@ def _trajectory(
     """One sample of one step, or of several, each of which is a sequence of its own."""
     logprobs = output.get("rollout_logprobs")
     item = Trajectory.empty(prompt, sample, temperature)
-    item.prompt_ids = token_array(output["prompt_token_ids"][steps[0]])
+    item.prompt_ids = _own_tokens(output["prompt_token_ids"][steps[0]])
     rewards = output["rewards"]
     for step in steps:
         if step != steps[0]:
-            item.restarts.append(Restart(len(item.response_ids), token_array(output["prompt_token_ids"][step])))
+            item.restarts.append(Restart(len(item.response_ids), _own_tokens(output["prompt_token_ids"][step])))
         start = len(item.response_ids)
-        item.response_ids = joined(item.response_ids, token_array(output["response_ids"][step]))
+        item.response_ids = joined(item.response_ids, _own_tokens(output["response_ids"][step]))
         item.loss_spans += [(start + one, start + other) for one, other in spans_of(output["loss_masks"][step])]
         if logprobs is not None:
             item.logprobs = joined(item.logprobs, logprob_array(logprobs[step]))
@@ -151,6 +156,11 @@ def _trajectory(
     if isinstance(last, list | tuple):
         item.token_rewards = [0.0] * (len(item.response_ids) - len(last)) + list(map(float, last))
     return item
+
+
+def _own_tokens(ids: Sequence[int]) -> Tokens:
+    """A copy: generators may use their memory again."""
+    return np.array(ids, np.int32)
 
 
 def _total(reward: Any) -> float:

@@ -44,4 +44,5 @@ def read_batch(file: Path | str) -> tuple[TrainBatch, list[str]]:
     """Read a file of `BatchDump`: the batch, and the uid of each sequence's prompt [B]."""
     with safe_open(file, framework="pt") as opened:
         uids: list[str] = json.loads(opened.metadata()["uids"])
-    return TrainBatch(**load_file(file)), uids
+    known = {field.name for field in fields(TrainBatch)}  # position_ids was one
+    return TrainBatch(**{name: tensor for name, tensor in load_file(file).items() if name in known}), uids

@@ -169,11 +169,11 @@ class NativeEngine:
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """See InferenceEngine."""
-        self._checks.score(token_ids, temperature)
+        plain = self._checks.score(token_ids, temperature)
         self._check_serving()
         async with self._reading:
             self._check_serving()
-            return list(await asyncio.gather(*(self._server.score(ids) for ids in token_ids)))
+            return list(await asyncio.gather(*(self._server.score(ids) for ids in plain)))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See InferenceEngine."""

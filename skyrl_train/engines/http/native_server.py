@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class NativeServer(ABC):
         The call is repeated if the connection breaks, unless `once`: then repeating is up to the caller
         (`Connection.attempts`).
         """
-        body = b"" if payload is None else json.dumps(payload, default=int).encode()
+        body = b"" if payload is None else json.dumps(payload, default=operator.index).encode()
 
         async def attempt(_: int) -> tuple[int, bytes]:
             return await self.connection.once(verb, route, body, params)

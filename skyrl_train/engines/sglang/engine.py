@@ -136,8 +136,8 @@ class SGLangEngine:
 
         If the cache has no room besides paused requests, these are prefilled again later, as after a retraction.
         """
-        self._checks.score(token_ids, temperature)
-        return await self._ask(self._traffic.score(token_ids), shielded=True)
+        plain = self._checks.score(token_ids, temperature)
+        return await self._ask(self._traffic.score(plain), shielded=True)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See InferenceEngine."""

@@ -139,12 +139,12 @@ class TransformersEngine:
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """See InferenceEngine. Works while paused, and with only the weights awake: it needs no cache."""
-        self._checks.score(token_ids, temperature)
+        plain = self._checks.score(token_ids, temperature)
 
         def score() -> list[list[float]]:
             self._check_serving(only_weights=True)
             with torch.inference_mode():
-                return self._served.score(token_ids, temperature)
+                return self._served.score(plain, temperature)
 
         return await self._ask(score)  # type: ignore[no-any-return]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from skyrl_train.data.arrays import LogProbs, Tokens
+from skyrl_train.data.arrays import LogProbs, Tokens, logprob_array, token_array
 from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
 from skyrl_train.engines.stop_strings import StopStrings
 from skyrl_train.engines.transformers.cache import Key
@@ -87,7 +87,9 @@ class TrackedRequest:
         self.key = self.key._replace(token_ids=(*self.request.token_ids, *sampled.tolist()))
 
     def finish(self, transcript: Transcript, reason: str, running_s: float) -> None:
-        ids, logprobs, full = transcript.read(max(self.page, 0), self.generated if self.page >= 0 else 0)
+        ids, logprobs, full = token_array([]), logprob_array([]), logprob_array([])
+        if self.page >= 0:
+            ids, logprobs, full = transcript.read(self.page, self.generated)
         starts = [start for start, _ in self.changes[1:]] + [self.generated]
         spans = [
             VersionSpan(start, stop, version)
@@ -129,7 +131,7 @@ class Transcript:
 
     def read(self, page: int, count: int) -> tuple[Tokens, LogProbs, LogProbs]:
         """Copies of a request's first tokens and of their log-probs: sampled from, and full."""
-        logprobs, full = self._logprobs[:, page, :count].copy()
+        logprobs, full = (row[page, :count].copy() for row in self._logprobs)
         return self._ids[page, :count].astype(np.int32), logprobs, full
 
     def at(self, pages: np.ndarray, at: np.ndarray) -> np.ndarray:

@@ -147,8 +147,8 @@ class VLLMEngine:
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """See InferenceEngine. Running requests, paused or not, make no progress meanwhile."""
-        self._checks.score(token_ids, temperature)
-        return await self._ask_between_steps(lambda: self._score(token_ids))  # type: ignore[no-any-return]
+        plain = self._checks.score(token_ids, temperature)
+        return await self._ask_between_steps(lambda: self._score(plain))  # type: ignore[no-any-return]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See InferenceEngine."""

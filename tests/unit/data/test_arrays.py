@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import given, strategies as st
 
 from skyrl_train.data.arrays import fresh, give_back, joined, mask_of, spans_of, token_array
 from skyrl_train.data.trajectory import Prompt
+from skyrl_train.engines.base import Capabilities, SampleRequest, SamplingParams
+from skyrl_train.engines.checks import Checks
 from tests.support.trajectories import completion_from, trajectory_from
 
 
@@ -24,6 +27,20 @@ def test_an_array_of_the_right_type_is_not_copied():
     ids = np.arange(3, dtype=np.int32)
     assert token_array(ids) is ids and joined(token_array([]), ids) is ids
     assert token_array([1, 2]).dtype == np.int32
+
+
+def test_a_part_of_something_larger_does_not_keep_it():
+    answers = np.arange(100, dtype=np.int32)
+    kept = joined(token_array([]), answers[:3])
+    assert kept.tolist() == [0, 1, 2] and not np.shares_memory(kept, answers)
+
+
+@pytest.mark.parametrize("ids", [[1, 2, 3], (1, 2, 3), np.arange(1, 4, dtype=np.int32), (1, *np.arange(2, 4))])
+def test_requests_have_python_s_own_integers(ids: Any):
+    request = SampleRequest("a", ids, SamplingParams(max_tokens=1), 0)
+    assert request.token_ids == (1, 2, 3) and {*map(type, request.token_ids)} == {int}
+    scored = Checks(Capabilities("any"), vocab_size=4, max_model_len=9, max_score_len=9).score([ids], 1.0)
+    assert scored == [(1, 2, 3)] and {*map(type, scored[0])} == {int}
 
 
 def test_trajectories_and_completions_are_equal_by_their_elements():

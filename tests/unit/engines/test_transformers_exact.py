@@ -300,3 +300,20 @@ def test_a_rope_that_depends_on_the_batch_is_refused():
     model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     with pytest.raises(EngineError, match="rope"):
         TransformersEngine(model)
+
+
+def test_what_waits_for_an_engine_that_never_sampled_is_aborted():
+    async def run():
+        engine = TransformersEngine(_model(), max_num_seqs=1)
+        await engine.pause()
+        waiting = asyncio.ensure_future(engine.generate(_requests(_prompts([4]), 1, SamplingParams(max_tokens=8))))
+        while not (await engine.health()).queued:
+            await asyncio.sleep(0.01)
+        await engine.pause("abort")
+        try:
+            return (await asyncio.wait_for(waiting, 30))[0]
+        finally:
+            await engine.close()
+
+    done = asyncio.run(run())
+    assert (done.token_ids.tolist(), done.logprobs.tolist(), done.stop_reason) == ([], [], "abort")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -63,6 +64,10 @@ def groups_of(given: dict[str, Any]) -> list[TrajectoryGroup]:
             lambda one: one | {"is_last_step": [True] * 4, "trajectory_ids": [IDS[1], IDS[0], IDS[2], IDS[3]]},
             "in another order than the input",
         ),
+        (
+            lambda one: one | {"rollout_logprobs": [[-0.1, None], *one["rollout_logprobs"][1:]]},
+            r"rollout_logprobs\[0\]=\[-0.1, None\], which must be finite",
+        ),
     ],
 )
 def test_a_bad_output_is_refused_by_field_and_entry(changed: Callable[[Any], Any], said: str):
@@ -83,6 +88,14 @@ def test_an_output_becomes_the_batch_that_it_says():
     )
     assert (batch.min_versions.tolist(), batch.max_versions.tolist()) == ([3] * 4, [4] * 4)
     assert batch.group_ids.tolist() == [0, 0, 1, 1] and batch.temperature[0] == pytest.approx(0.7)
+
+
+def test_a_generator_may_use_its_memory_again():
+    given = output()
+    ids = np.array(given["response_ids"][0], np.int32)
+    groups = groups_of(given | {"response_ids": [ids, *given["response_ids"][1:]]})
+    ids[:] = 0
+    assert groups[0].trajectories[0].response_ids.tolist() == [5, 6]
 
 
 def test_without_log_probs_the_batch_has_none():
