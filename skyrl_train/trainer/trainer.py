@@ -58,6 +58,7 @@ class Trainer(TrainingLoop):
         """Of the batch under way, by its group_ids."""
 
     async def _step(self) -> None:
+        self.residency.moves_s()  # those of an evaluation, or of the start, are not this step's
         with self.metrics.timed("step"):
             async with self.residency.generating(before_sync=True):
                 groups = await self._collect()
@@ -65,6 +66,8 @@ class Trainer(TrainingLoop):
                 await self._learn(groups)
                 await self._publish()
             self.collector.weights_live(self.step)
+        if moved := self.residency.moves_s():
+            self.metrics.count("timing/move_s", moved)
         if "evaluate" in self._to_do:
             await self._evaluate()
         self._log_step()
