@@ -120,11 +120,12 @@ class Trainer(TrainingLoop):
         with self.metrics.timed("score"):
             batch = await to_its_end(self.learner.score(batch))
         for add in self.batch_steps:
-            batch = add(batch, self.metrics)
+            batch = await asyncio.to_thread(add, batch, self.metrics)
         if self.batch_dump is not None:
             uids = [uid for uid, _ in self.samples_of_rows]
             await asyncio.to_thread(self.batch_dump.write, self.step + 1, batch, uids)
         self._samples = sample_rows(groups)
+        batch = batch.with_tokens(token_rewards=None)  # no update reads them
         await self._update(batch)
 
     def _due(self) -> list[str]:
