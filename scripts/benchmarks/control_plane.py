@@ -6,9 +6,10 @@
 Engines are scripted and answer at once; no model is run. Ledger, batches, `ConversationGenerator`, `EngineClient` and
 `EnvironmentHost` are a run's own. Every measurement is a process of its own.
 
-- batch: SEQUENCESxTOKENS, 8 of a prompt: bytes a token that the rollouts hold, that are held at most until advantages
-  are there, and million tokens a CPU-second of `collate` and of the copies for 8 ranks; the longest time for which the
-  event loop stood still meanwhile.
+- batch: SEQUENCESxTOKENS, 8 of a prompt: bytes a token that the rollouts hold, and that are held at most, of the
+  process's own memory, until GRPO's advantages are there and through an update by 8 ranks, Ray actors that do
+  nothing; million tokens a CPU-second of `collate` and of the whole way from rollouts to ranks; the longest time for
+  which the event loop stood still.
 - conversations: NUMBERxTOKENS of each of 3 turns, all at once over 256 engines: turns a CPU-second of the driver (what
   the environments' processes take is not in it), and the driver's memory at its peak.
 
@@ -26,8 +27,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,34 +46,98 @@ ENGINES, TURNS = 256, 3
 
 
 def batch(sequences: int, tokens: int) -> dict[str, float]:
+    from skyrl_train.cluster.runtime import Cluster
     from skyrl_train.data import batch as module
 
     with_arrays = hasattr(module, "rewards_by_token")
-    gc.collect()
-    at_first = resident()
-    groups = rollouts(sequences, tokens, with_arrays)
     total = sequences * tokens
-    held = resident() - at_first
-    reset_peak()
-    spent = time.process_time()
-    found, stood_still = asyncio.run(collated(groups, module, with_arrays))
-    spent = time.process_time() - spent
-    groups.clear()
-    import torch
-
-    found = found.with_tokens(advantages=torch.zeros(total))
-    most = peak() - at_first
-    copied = time.process_time()
-    for rows in found.shard(RANKS):
-        found.select(rows)
-    copied = time.process_time() - copied
+    with Cluster(workers=RANKS, preload=["torch"]) as cluster:
+        learner = idle_learner(cluster)
+        asyncio.run(
+            learned(learner, rollouts(8, 2 * PROMPT_TOKENS, with_arrays), with_arrays)
+        )  # starts threads, imports
+        gc.collect()
+        with Watch() as watch:
+            groups = rollouts(sequences, tokens, with_arrays)
+            held = own_memory() - watch.at_first
+            watch.begin()
+            spent = time.process_time()
+            found, collated_for, stood_still = asyncio.run(learned(learner, groups, with_arrays, watch))
+            spent = time.process_time() - spent
     return {
         "rollouts, bytes a token": held / total,
-        "at most, bytes a token": most / total,
-        "collate, million tokens a CPU-s": total / spent / 1e6,
-        "parts, million tokens a CPU-s": total / copied / 1e6,
+        "at most until advantages, bytes a token": found / total,
+        "at most in all, bytes a token": watch.most / total,
+        "collate, million tokens a CPU-s": total / collated_for / 1e6,
+        "rollouts to ranks, million tokens a CPU-s": total / spent / 1e6,
         "event loop stood still, ms": 1000 * stood_still,
     }
+
+
+def idle_learner(cluster: Any) -> Any:
+    from idle_rank import IdleRank
+
+    from skyrl_train.cluster.actors import spawn
+    from skyrl_train.cluster.placement import reserve
+    from skyrl_train.learner.learner import BatchSizes, Learner, WorkerGroup
+
+    # Beyond the machine's cores: they have nothing to do.
+    slots = reserve(cluster, count=1, tenants=RANKS, device="cpu", total_slots=1, deadline_s=60, key="ranks")
+    ranks = [
+        spawn(
+            cluster,
+            f"{IdleRank.__module__}:{IdleRank.__name__}",
+            {},
+            slots=slots,
+            index=0,
+            name=f"rank {rank}",
+            concurrent=False,
+            deadline_s=600.0,
+        )
+        for rank in range(RANKS)
+    ]
+    return Learner(WorkerGroup(ranks), None, BatchSizes(1 << 30, max_tokens=16_384))
+
+
+async def learned(
+    learner: Any, groups: list[Any], with_arrays: bool, watch: Watch | None = None
+) -> tuple[int, float, float]:
+    """From rollouts to an update, as a run does it: the most memory until advantages are there (bytes), CPU-seconds of
+    `collate`, and how long the event loop stood still at most."""
+    from skyrl_train.algorithms.advantage_step import AdvantageStep
+    from skyrl_train.algorithms.advantages import grpo
+    from skyrl_train.data import batch as module
+    from skyrl_train.metrics import Metrics
+
+    step = AdvantageStep(partial(grpo, norm_by_std=True))
+    in_thread = asyncio.to_thread if with_arrays else at_once
+    longest = 0.0
+
+    async def tick() -> None:
+        nonlocal longest
+        while True:
+            due = time.perf_counter() + 0.001
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.perf_counter() - due)
+
+    ticking = asyncio.create_task(tick())
+    await asyncio.sleep(0.01)
+    spent = time.process_time()
+    found = await in_thread(module.collate, groups)
+    spent = time.process_time() - spent
+    if not with_arrays:
+        groups.clear()  # lists do not go on as views of the batch
+    found = await in_thread(step, found, Metrics())
+    until_then = watch.most if watch else 0
+    await learner.update(found.with_tokens(token_rewards=None) if with_arrays else found)
+    await asyncio.sleep(0.01)
+    ticking.cancel()
+    return until_then, spent, longest
+
+
+async def at_once(function: Any, *args: Any) -> Any:
+    """As it was before."""
+    return function(*args)
 
 
 def rollouts(sequences: int, tokens: int, with_arrays: bool) -> list[Any]:
@@ -98,25 +165,6 @@ def rollouts(sequences: int, tokens: int, with_arrays: bool) -> list[Any]:
             items.append(item)
         groups.append(TrajectoryGroup(prompt, items))
     return groups
-
-
-async def collated(groups: list[Any], module: Any, in_thread: bool) -> tuple[Any, float]:
-    """The batch, made as a run makes it, and how long the event loop stood still at most."""
-    longest = 0.0
-
-    async def tick() -> None:
-        nonlocal longest
-        while True:
-            due = time.perf_counter() + 0.001
-            await asyncio.sleep(0.001)
-            longest = max(longest, time.perf_counter() - due)
-
-    ticking = asyncio.create_task(tick())
-    await asyncio.sleep(0.01)
-    found = await asyncio.to_thread(module.collate, groups) if in_thread else module.collate(groups)
-    await asyncio.sleep(0.01)
-    ticking.cancel()
-    return found, longest
 
 
 def conversations(number: int, tokens: int) -> dict[str, float]:
@@ -171,8 +219,33 @@ def conversations(number: int, tokens: int) -> dict[str, float]:
     return {"turns a CPU-s": turns, "driver's memory at its peak, GiB": peak() / 2**30}
 
 
-def resident() -> int:
-    return status("VmRSS")
+class Watch:
+    """Looks at this process's own memory every few milliseconds: what it shares with Ray's other processes is apart."""
+
+    def __init__(self) -> None:
+        self.at_first, self.most = own_memory(), 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def begin(self) -> None:
+        """From here on the most counts."""
+        self.most = 0
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._ended.wait(0.002):
+            self.most = max(self.most, own_memory() - self.at_first)
+
+
+def own_memory() -> int:
+    return status("RssAnon")
 
 
 def peak() -> int:

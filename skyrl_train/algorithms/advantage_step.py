@@ -26,6 +26,8 @@ TENSORS = frozenset(
     }
 )
 """The tensors that estimators may take as keywords."""
+_AT_ONCE = 1 << 20
+"""Tokens whose statistics are summed at a time: they are float64 then."""
 
 
 @dataclass
@@ -57,21 +59,23 @@ class AdvantageStep:
             rewards = rewards - episodes.sums(penalty).to(rewards.dtype)
             token_rewards = None if token_rewards is None else token_rewards - penalty.to(token_rewards.dtype)
         tensors = {
-            "mask": batch.loss_mask,
-            "sequence_ids": episodes.of_token,
-            "token_rewards": token_rewards,
-            "response_lengths": episodes.sums(batch.loss_mask.long()),
-            "values": batch.values,
-            "old_logprobs": batch.old_logprobs,
-            "ref_logprobs": batch.ref_logprobs,
-            "rollout_logprobs": batch.rollout_logprobs,
+            "mask": lambda: batch.loss_mask,
+            "sequence_ids": lambda: episodes.of_token,
+            "token_rewards": lambda: token_rewards,
+            "response_lengths": lambda: episodes.loss_tokens,
+            "values": lambda: batch.values,
+            "old_logprobs": lambda: batch.old_logprobs,
+            "ref_logprobs": lambda: batch.ref_logprobs,
+            "rollout_logprobs": lambda: batch.rollout_logprobs,
         }
         groups, valid = episodes.first(batch.group_ids), episodes.first(batch.status)
-        result = self.estimator(rewards, groups, valid, **asked_for(self.estimator, tensors))
+        wanted = {name: tensor() for name, tensor in asked_for(self.estimator, tensors).items()}
+        result = self.estimator(rewards, groups, valid, **wanted)
         if isinstance(result, TokenAdvantages):
             advantages, returns = result
         else:
-            advantages, returns = torch.where(batch.loss_mask, result[episodes.of_token], 0.0), None
+            of_tokens = batch.per_token(result[episodes.of_sequence])
+            advantages, returns = of_tokens.masked_fill_(~batch.loss_mask, 0.0), None
         if self.normalise_batch:
             advantages = batch_normalised(advantages, batch.loss_mask)
         describe(advantages, batch.loss_mask, metrics)
@@ -107,7 +111,11 @@ class AdvantageStep:
 
 def describe(advantages: Tensor, mask: Tensor, metrics: Metrics) -> None:
     """advantages/*: statistics over the tokens that count."""
-    chosen = advantages[mask].double()
+    for values, counts in zip(advantages.split(_AT_ONCE), mask.split(_AT_ONCE), strict=True):
+        _describe(values[counts].double(), metrics)
+
+
+def _describe(chosen: Tensor, metrics: Metrics) -> None:
     if len(chosen):
         metrics.add_sum("advantages/mean", float(chosen.sum()), weight=len(chosen))
         metrics.add_sum("advantages/abs_mean", float(chosen.abs().sum()), weight=len(chosen))

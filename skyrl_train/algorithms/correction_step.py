@@ -105,7 +105,7 @@ def token_bounds(settings: OffPolicyCorrectionConfig) -> tuple[float | None, flo
 
 def _counting(batch: TrainBatch) -> Tensor:
     """[E] bool: samples with at least one token that counts."""
-    return batch.episodes.sums(batch.loss_mask.long()) > 0
+    return batch.episodes.loss_tokens > 0
 
 
 def _count(metrics: Metrics, name: str, hits: Tensor) -> None:

@@ -11,6 +11,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -135,8 +136,9 @@ class TrainBatch:
     @property
     def loss_tokens(self) -> Tensor:
         """[B] int64: how many tokens of each sequence are in the loss mask."""
-        ends = torch.cat([self.offsets.new_zeros(1), self.loss_mask.cumsum(0, dtype=torch.int32)])[self.offsets]
-        return (ends[1:] - ends[:-1]).long()
+        mask = self.loss_mask.cpu().numpy()
+        counts = [np.count_nonzero(mask[start:stop]) for start, stop in pairwise(self.offsets.tolist())]
+        return torch.tensor(counts, dtype=torch.int64, device=self.offsets.device)
 
     @property
     def token_weights(self) -> Tensor | None:
@@ -158,10 +160,12 @@ class TrainBatch:
         """The samples of this batch, and which of its tokens are theirs."""
         of_sequence = self.episodes_of_sequences
         count = len(self) if self.episode_ids is None else int(of_sequence.max()) + 1 if len(self) else 0
-        return EpisodeIndex(of_sequence, of_sequence[self.sequence_ids], count)
+        return EpisodeIndex(of_sequence, count, self)
 
     def per_token(self, per_sequence: Tensor) -> Tensor:
         """[B] -> [T], each sequence's value on all of its tokens."""
+        if per_sequence.device.type == "cpu" and not per_sequence.requires_grad:  # torch makes an index of all tokens
+            return torch.from_numpy(np.repeat(per_sequence.numpy(), self.lengths.numpy()))
         return torch.repeat_interleave(per_sequence, self.lengths)
 
     def per_sequence_sum(self, per_token: Tensor) -> Tensor:
@@ -265,9 +269,18 @@ class EpisodeIndex:
 
     of_sequence: Tensor
     """[B] int64, 0..E-1"""
-    of_token: Tensor
-    """[T] int64, 0..E-1"""
     count: int
+    batch: TrainBatch
+
+    @cached_property
+    def of_token(self) -> Tensor:
+        """[T] int64, 0..E-1"""
+        return self.batch.per_token(self.of_sequence)
+
+    @property
+    def loss_tokens(self) -> Tensor:
+        """[E] int64: how many tokens of each sample are in the loss mask."""
+        return self.of_sequence.new_zeros(self.count).index_add(0, self.of_sequence, self.batch.loss_tokens)
 
     def first(self, per_sequence: Tensor) -> Tensor:
         """[B] -> [E], for a value that all sequences of an episode share."""
