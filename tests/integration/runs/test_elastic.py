@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -51,8 +52,11 @@ class Elastic(Experiment):
 
 
 def engine_processes() -> int:
-    every = psutil.Process().children(recursive=True)
-    return sum("_AsyncShell" in " ".join(process.cmdline()) for process in every if process.is_running())
+    found = 0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            found += "_AsyncShell" in " ".join(process.cmdline())
+    return found
 
 
 def batches(folder: Path) -> list[tuple[Any, list[str]]]:
