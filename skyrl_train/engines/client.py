@@ -170,7 +170,7 @@ class EngineClient:
     def retire(self, name: str) -> asyncio.Event:
         """Send the engine called `name` no more requests; the event is set once it has none left.
 
-        Until `remove` it takes part in syncs, as what it still samples must not be of older weights than allowed.
+        Until `remove` it takes part in pauses and syncs: what it still samples is of the newest weights, too.
         """
         record = self._named(name)
         record.empty = asyncio.Event()

@@ -23,32 +23,48 @@ APART = ["trainer.placement.colocate_all=false", f"trainer.max_steps={STEPS}", "
 
 
 class Elastic(Experiment):
-    """Asks for an engine more after its first step, and for one fewer later; both are done two steps after that."""
+    """Asks for an engine more after its first step, for one fewer two steps later, and for one more after the fifth.
+
+    The step after each begins once that is done.
+    """
 
     seen: ClassVar[dict[int, list[str]]]
-    """Step -> the names of engines that take requests when its weights are live."""
+    """Step -> the names of its engines when its weights are live."""
     sampled: ClassVar[list[int]]
     """Tokens that each engine has sampled when the newcomer is about to leave."""
+    asks: ClassVar[dict[int, str]]
+    newcomer_dies: ClassVar[bool]
 
     def build_trainer(self, running: Any, schedule: Any = None) -> Any:
         trainer = super().build_trainer(running, schedule)
         publish, client, folder = trainer.publish, running.client, str(self.config.trainer.ckpt_path)
 
         async def steered(version: int) -> dict[str, float]:
-            if version in (2, 4):
-                async with asyncio.timeout(60):
-                    while not len(client.names) == engine_processes() == (2 if version == 2 else 1):
-                        await asyncio.sleep(0.05)
+            if version - 1 in self.asks:
+                await until(lambda: len(client.names) == engine_processes() == read_wanted(Path(folder)))
+            if version == 2 and self.newcomer_dies:
+                client.engines[1].kill()
+                await until(lambda: engine_processes() == 1)
+                await client.health()
+                assert list(client.dead) == ["engine 1"]
+                client.revive_dead()
+                await until(lambda: len(client.engines) == 2)
             if version == 3:
                 type(self).sampled = [one.generated_tokens for one in await client.health()]
-            if version in (1, 3):
-                await asyncio.to_thread(engines, ["add" if version == 1 else "remove", "1", folder])
             values = await publish(version)
+            if version in self.asks:
+                await asyncio.to_thread(engines, [self.asks[version], "1", folder])
             self.seen[version] = list(client.names)
             return values  # type: ignore[no-any-return]
 
         trainer.publish = steered
         return trainer
+
+
+async def until(done: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not done():
+            await asyncio.sleep(0.05)
 
 
 def engine_processes() -> int:
@@ -64,9 +80,10 @@ def batches(folder: Path) -> list[tuple[Any, list[str]]]:
     return [read_batch(dumped / f"global_step_{step}_training_input.safetensors") for step in range(1, STEPS + 1)]
 
 
-def elastic(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Run, and what it said."""
-    Elastic.seen = {}
+def elastic(overrides: list[str], capsys: pytest.CaptureFixture[str], *, once: bool, dies: bool = False) -> str:
+    """Run, and what it said. `once`: the last engine is not asked for."""
+    Elastic.seen, Elastic.newcomer_dies = {}, dies
+    Elastic.asks = {1: "add", 3: "remove"} | ({} if once else {5: "add"})
     start(Elastic, overrides)
     return capsys.readouterr().out
 
@@ -77,7 +94,7 @@ def test_a_run_whose_engines_come_and_go_learns_the_same_bits(
     options = [*APART, "trainer.dump_data_batch=true", "generator.weight_sync_check=probe"]
     plain, changing = tmp_path / "plain", tmp_path / "changing"
     run("main_base", *easy(plain), *options)
-    said = elastic([*easy(changing), *options], capsys)
+    said = elastic([*easy(changing), *options], capsys, once=True)
     assert [len(Elastic.seen[step]) for step in range(STEPS + 1)] == [1, 1, 2, 2, 1, 1, 1]
     assert "engine 1 joined with the current weights in" in said
     assert "engine 1 left after" in said
@@ -98,18 +115,25 @@ def test_a_run_whose_engines_come_and_go_learns_the_same_bits(
 
 
 @pytest.mark.on_demand
+@pytest.mark.parametrize("dies", [False, True], ids=["lives", "dies"])
 def test_an_asynchronous_run_whose_engines_come_and_go_uses_each_prompt_once_within_the_bound(
-    ray_of_all_runs: None, easy: Callable[[Path], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dies: bool,
+    ray_of_all_runs: None,
+    easy: Callable[[Path], list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
+    """That the last newcomer finds room shows that the first one's was given back: two cores have it for one."""
     said = elastic(
         ["--config-name=async", *easy(tmp_path), *APART, "trainer.dump_data_batch=true",
          "generator.weight_sync_check=probe", "generator.sampling_params.max_generate_length=48"],
-        capsys,
+        capsys, once=False, dies=dies,
     )  # fmt: skip
-    assert [len(Elastic.seen[step]) for step in range(STEPS + 1)] == [1, 1, 2, 2, 1, 1, 1]
-    assert "engine 1 joined" in said
-    assert "engine 1 left" in said
+    assert [len(Elastic.seen[step]) for step in range(STEPS + 1)] == [1, 1, 2, 2, 1, 1, 2]
+    assert said.count("engine 1 joined") == 2
+    assert said.count("engine 1 left") == 1
     rows = metrics_of(tmp_path)
+    assert rows[STEPS]["engines/restarts"] == dies
     assert max(rows[step]["async/staleness_max"] for step in range(1, STEPS + 1)) <= 1
     assert all(rows[step]["rollouts/failed"] == 0 for step in range(1, STEPS + 1))
     uids = [uids for _, uids in batches(tmp_path)]
