@@ -21,7 +21,7 @@ TENSORS = frozenset({"frozen_logprobs", "old_logprobs", "rollout_logprobs", "seq
 class PolicyObjective:
     """loss = sum_t w_t (c_t policy_loss_t + kl_coef kl_t - entropy_coef H_t).
 
-    w are the batch's `loss_weights`, c its `importance_weights`, if any. It can be pickled and sent to workers, because
+    w are the batch's `token_weights`, c its `importance_weights`, if any. It can be pickled and sent to workers, as
     module-level functions pickle by name.
     """
 
@@ -56,7 +56,7 @@ class PolicyObjective:
         `mini_batch_tokens` is the number of tokens that count in the whole mini-batch, from which this micro-batch's
         weight in the metrics follows.
         """
-        mask, weights = batch.loss_mask, batch.loss_weights
+        mask, weights = batch.loss_mask, batch.token_weights
         assert batch.advantages is not None and weights is not None, "advantages and weights come before the update"
         frozen = logprobs.detach()
         old_logprobs = frozen if batch.old_logprobs is None else batch.old_logprobs

@@ -9,11 +9,17 @@ mask is [T] bool, sequence_ids and group_ids are [T] int64. Weights are [T] floa
 compared with the model and keeps sums precise. The sequences of one episode share a value of `sequence_ids`, so that
 their total weight equals that of an episode with a single sequence. Sequences and prompts without a token that counts
 (failed episodes) are not counted.
+
+In the reductions here all tokens of a sequence have the same weight: they are written for sequences, with tokens [B]
+(how many count), sequence_ids [B] and group_ids [B] to weights [B], and a rank spreads these over its tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial, update_wrapper
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +27,33 @@ from torch import Tensor
 from skyrl_train.data.batch import TrainBatch
 
 
+class SequenceReduction:
+    """A reduction whose weights are the same for all tokens of a sequence; called like any other."""
+
+    def __init__(self, of_sequences: Callable[..., Tensor]):
+        """`of_sequences`: (tokens [B], sequence_ids [B], group_ids [B], *, max_seq_len) to weights [B] float64."""
+        self.of_sequences = of_sequences
+        update_wrapper(self, of_sequences)
+
+    def __call__(self, mask: Tensor, sequence_ids: Tensor, group_ids: Tensor, **settings: Any) -> Tensor:
+        """[T] float64"""
+        ids = torch.stack([sequence_ids, group_ids])
+        begins = torch.cat([mask.new_ones(1), (ids[:, 1:] != ids[:, :-1]).any(0)])[: len(mask)]
+        index = begins.cumsum(0) - 1
+        tokens = torch.bincount(index[mask], minlength=int(begins.sum()))
+        return torch.where(mask, self.of_sequences(tokens, *ids[:, begins], **settings)[index], 0.0)
+
+    def __reduce__(self) -> str:
+        """By name, like a function."""
+        return self.of_sequences.__qualname__
+
+
 def weigh(mini_batch: TrainBatch, reduction: Callable[..., Tensor]) -> TrainBatch:
-    """Return the mini-batch with `loss_weights`; the `max_seq_len` of `reduction` must already be bound."""
+    """Return the mini-batch with `sequence_weights` or else `loss_weights`; `max_seq_len` must already be bound."""
+    inner, settings = (reduction.func, reduction.keywords) if isinstance(reduction, partial) else (reduction, {})
+    if isinstance(inner, SequenceReduction):
+        ids = mini_batch.episodes_of_sequences, mini_batch.group_ids
+        return replace(mini_batch, sequence_weights=inner.of_sequences(mini_batch.loss_tokens, *ids, **settings))
     return mini_batch.with_tokens(
         loss_weights=reduction(
             mini_batch.loss_mask, mini_batch.episodes.of_token, mini_batch.per_token(mini_batch.group_ids)
@@ -30,28 +61,32 @@ def weigh(mini_batch: TrainBatch, reduction: Callable[..., Tensor]) -> TrainBatc
     )
 
 
-def token_mean(mask: Tensor, sequence_ids: Tensor, group_ids: Tensor, *, max_seq_len: int) -> Tensor:
+@SequenceReduction
+def token_mean(tokens: Tensor, sequence_ids: Tensor, group_ids: Tensor, *, max_seq_len: int) -> Tensor:
     """Every token has the same weight: 1 / tokens (DAPO, arXiv:2503.14476, eq. 12)."""
-    return mask.double() / mask.sum().clamp(min=1)
+    return (tokens > 0).double() / tokens.sum().clamp(min=1)
 
 
-def sequence_mean(mask: Tensor, sequence_ids: Tensor, group_ids: Tensor, *, max_seq_len: int) -> Tensor:
+@SequenceReduction
+def sequence_mean(tokens: Tensor, sequence_ids: Tensor, group_ids: Tensor, *, max_seq_len: int) -> Tensor:
     """Every sequence has the same weight: 1 / (its tokens * sequences) (GRPO, arXiv:2402.03300, eq. 3)."""
-    return _mean_of_means(mask, sequence_ids)
+    return _mean_of_means(tokens, sequence_ids)
 
 
-def seq_mean_token_sum_norm(mask: Tensor, sequence_ids: Tensor, group_ids: Tensor, *, max_seq_len: int) -> Tensor:
+@SequenceReduction
+def seq_mean_token_sum_norm(tokens: Tensor, sequence_ids: Tensor, group_ids: Tensor, *, max_seq_len: int) -> Tensor:
     """A token's weight is 1 / (max_seq_len * sequences), however long its sequence (Dr. GRPO, arXiv:2503.20783)."""
-    return mask.double() / (max_seq_len * max(sequence_ids[mask].unique().numel(), 1))
+    return (tokens > 0).double() / (max_seq_len * max(sequence_ids[tokens > 0].unique().numel(), 1))
 
 
-def prompt_mean(mask: Tensor, sequence_ids: Tensor, group_ids: Tensor, *, max_seq_len: int) -> Tensor:
+@SequenceReduction
+def prompt_mean(tokens: Tensor, sequence_ids: Tensor, group_ids: Tensor, *, max_seq_len: int) -> Tensor:
     """Every prompt has the same weight: 1 / (tokens of all its responses * prompts) (ScaleRL, arXiv:2510.13786)."""
-    return _mean_of_means(mask, group_ids)
+    return _mean_of_means(tokens, group_ids)
 
 
-def _mean_of_means(mask: Tensor, ids: Tensor) -> Tensor:
-    _, index, counts = ids[mask].unique(return_inverse=True, return_counts=True)
-    weights = torch.zeros(len(mask), dtype=torch.float64, device=mask.device)
-    weights[mask] = 1 / (counts.double()[index] * max(len(counts), 1))
-    return weights
+def _mean_of_means(tokens: Tensor, ids: Tensor) -> Tensor:
+    _, index = ids.unique(return_inverse=True)
+    sums = tokens.new_zeros(len(tokens)).index_add(0, index, tokens)
+    weights = 1 / (sums.double() * max(int((sums > 0).sum()), 1))
+    return torch.where(sums > 0, weights, 0.0)[index]

@@ -18,7 +18,7 @@ TENSORS = frozenset({"ref_logprobs", "sequence_ids"})
 
 @dataclass(frozen=True)
 class SFTObjective:
-    """loss = sum_t w_t loss_t over the tokens in loss_mask, where w are the batch's `loss_weights`."""
+    """loss = sum_t w_t loss_t over the tokens in loss_mask, where w are the batch's `token_weights`."""
 
     sft_loss: SFTLoss = sft
 
@@ -30,7 +30,7 @@ class SFTObjective:
         self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None, mini_batch_tokens: int, metrics: Metrics
     ) -> Tensor:
         """Return the scalar to backpropagate, to be summed over micro-batches and ranks. logprobs [T], nats."""
-        mask, weights = batch.loss_mask, batch.loss_weights
+        mask, weights = batch.loss_mask, batch.token_weights
         assert weights is not None, "weights come before the update"
         tensors = {"ref_logprobs": batch.ref_logprobs, "sequence_ids": batch.sequence_ids}
         values = self.sft_loss(logprobs, mask, **asked_for(self.sft_loss, tensors))

@@ -14,7 +14,7 @@ from skyrl_train.metrics import Metrics
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """loss = sum_t w_t value_loss_t over the tokens in loss_mask, where w are the batch's `loss_weights`."""
+    """loss = sum_t w_t value_loss_t over the tokens in loss_mask, where w are the batch's `token_weights`."""
 
     value_clip: float
     """Maximum distance of values from those that were used for the advantages; beyond it, the loss is clipped."""
@@ -30,7 +30,7 @@ class ValueObjective:
 
         Values outside loss_mask are not read. `mini_batch_tokens` is the token count of the whole mini-batch.
         """
-        mask, weights = batch.loss_mask, batch.loss_weights
+        mask, weights = batch.loss_mask, batch.token_weights
         assert batch.values is not None and batch.returns is not None and weights is not None, "set before the update"
         losses, clipped = clipped_value_loss(values, batch.values, batch.returns, mask, value_clip=self.value_clip)
         loss = (losses * weights).sum()

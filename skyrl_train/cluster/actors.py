@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -138,6 +139,17 @@ class Remote:
         """Call a method with a given deadline."""
         return await self._call(deadline_s, method, args, kwargs)
 
+    def store(self, args: Sequence[Any]) -> ObjectRef[Any]:
+        """Put the arguments of a call into shared memory, where all actors of this machine read their arrays.
+
+        It blocks, for large ones for a while: to be called in a thread.
+        """
+        return ray.put(tuple(args))
+
+    async def call_stored(self, method: str, stored: ObjectRef[Any]) -> Any:
+        """Call a method with arguments that `store` has stored."""
+        return await self._call(self._deadlines.get(method, self._deadline_s), method, stored, {})
+
     async def read(self, attribute: str, deadline_s: float) -> Any:
         """Read an attribute; the first call waits for the constructor."""
         return await self._wait(self._handle.read.remote(attribute), "start", deadline_s)
@@ -151,7 +163,9 @@ class Remote:
         """Kill the process."""
         ray.kill(self._handle, no_restart=True)
 
-    async def _call(self, deadline_s: float, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    async def _call(
+        self, deadline_s: float, method: str, args: Sequence[Any] | ObjectRef[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         if not trace.on():
             return await self._wait(self._handle.call.remote(method, args, kwargs), method, deadline_s)
         reference: Any = self._handle.call_traced.remote(method, args, kwargs)

@@ -7,11 +7,12 @@ given the preceding tokens of its own sequence; a sequence's first token has non
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,7 +46,14 @@ SEQUENCE_FIELDS = (
     "min_versions",
     "max_versions",
     "episode_ids",
+    "sequence_weights",
 )
+_READ_BY = {
+    "policy": {"input_ids", "loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages"}
+    | {"loss_weights", "importance_weights", "selected", "routing"},
+    "critic": {"input_ids", "loss_mask", "values", "returns", "loss_weights"},
+}
+"""The token fields that the updates of a model read."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,8 @@ class TrainBatch:
     token_rewards: Tensor | None = None
     """[T] float32: a turn's reward on the last token sampled in it; sums to `rewards` over a sequence."""
     loss_weights: Tensor | None = None
-    """[T] float64: a token's weight in the loss of its mini-batch (see algorithms/reductions.py)."""
+    """[T] float64: a token's weight in the loss of its mini-batch, of a reduction that tells one for each token (see
+    algorithms/reductions.py)."""
     importance_weights: Tensor | None = None
     """[T] float32: factor of an off-policy correction on the policy loss."""
     selected: Tensor | None = None
@@ -102,6 +111,8 @@ class TrainBatch:
     episode_ids: Tensor | None = None
     """[B] int64: equal for the sequences of one episode. Such an episode is a single sample: rewards, advantages,
     statistics and reductions count it once. None: every sequence is an episode."""
+    sequence_weights: Tensor | None = None
+    """[B] float64: the weight in the loss of its mini-batch that all tokens of a sequence have which count."""
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
@@ -122,12 +133,32 @@ class TrainBatch:
         return torch.arange(len(self.input_ids), device=self.offsets.device) - self.per_token(self.offsets[:-1])
 
     @property
-    def episodes(self) -> EpisodeIndex:
-        """The samples of this batch: its sequences, or groups of sequences that belong to one episode."""
+    def loss_tokens(self) -> Tensor:
+        """[B] int64: how many tokens of each sequence are in the loss mask."""
+        ends = torch.cat([self.offsets.new_zeros(1), self.loss_mask.cumsum(0, dtype=torch.int32)])[self.offsets]
+        return (ends[1:] - ends[:-1]).long()
+
+    @property
+    def token_weights(self) -> Tensor | None:
+        """[T] float64: the weight of each token in the loss of its mini-batch; None before they are known."""
+        if self.loss_weights is not None or self.sequence_weights is None:
+            return self.loss_weights
+        return torch.where(self.loss_mask, self.per_token(self.sequence_weights), 0.0)
+
+    @property
+    def episodes_of_sequences(self) -> Tensor:
+        """[B] int64, 0..E-1: the samples of this batch, its sequences or groups of them that belong to one episode."""
         if self.episode_ids is None:
-            return EpisodeIndex(torch.arange(len(self), device=self.offsets.device), self.sequence_ids, len(self))
-        ids, of_sequence = self.episode_ids.unique(return_inverse=True)
-        return EpisodeIndex(of_sequence, of_sequence[self.sequence_ids], len(ids))
+            return torch.arange(len(self), device=self.offsets.device)
+        found: Tensor = self.episode_ids.unique(return_inverse=True)[1]
+        return found
+
+    @property
+    def episodes(self) -> EpisodeIndex:
+        """The samples of this batch, and which of its tokens are theirs."""
+        of_sequence = self.episodes_of_sequences
+        count = len(self) if self.episode_ids is None else int(of_sequence.max()) + 1 if len(self) else 0
+        return EpisodeIndex(of_sequence, of_sequence[self.sequence_ids], count)
 
     def per_token(self, per_sequence: Tensor) -> Tensor:
         """[B] -> [T], each sequence's value on all of its tokens."""
@@ -168,9 +199,22 @@ class TrainBatch:
         kept = {"input_ids", "loss_mask", "routing"}
         return self.with_tokens(**{name: None for name in TOKEN_FIELDS if name not in kept})
 
+    def to_update(self, role: str) -> TrainBatch:
+        """The same sequences without what the updates of that model, "policy" or "critic", do not read."""
+        return self.with_tokens(**{name: None for name in TOKEN_FIELDS if name not in _READ_BY[role]})
+
     def to(self, device: torch.device | str) -> TrainBatch:
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return TrainBatch(**{name: value if value is None else value.to(device) for name, value in moved.items()})  # type: ignore[arg-type]
+        """A copy on that device, also if they are there already: what another process sent may be read-only memory."""
+        there = {name: value.to(device, copy=True) for name, value in self._tensors().items()}
+        return TrainBatch(**there)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As arrays: Ray puts those of a whole batch into shared memory as they are, where a rank reads them."""
+        return _of_arrays, ({name: value.numpy() for name, value in self._tensors().items()},)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """By name, those that there are."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
 
     def repeated_prompts(self) -> Tensor:
         """[B] length of the prompt that a sequence shares with the sequence before it, or 0 if their prompts differ.
@@ -207,6 +251,12 @@ class TrainBatch:
         rectangle = per_token.new_full((len(self), width), fill)
         rectangle[self.sequence_ids, self.position_ids] = per_token
         return rectangle
+
+
+def _of_arrays(arrays: dict[str, NDArray[Any]]) -> TrainBatch:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes to a batch
+        return TrainBatch(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
 @dataclass(frozen=True)

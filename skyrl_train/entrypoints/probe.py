@@ -321,7 +321,7 @@ def answer_lengths(batch: TrainBatch) -> list[int]:
     """The tokens of each answer that count; of one that is masked, all after the prompt."""
     import torch
 
-    counted = batch.per_sequence_sum(batch.loss_mask.long())
+    counted = batch.loss_tokens
     return torch.where(counted > 0, counted, batch.lengths - batch.prompt_lengths).tolist()
 
 

@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 Choose = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logprobs, old_logprobs, advantages, mask), all [T] -> [T] bool; see algorithms/selections.py."""
+Arguments = Sequence[Any] | Callable[[], Sequence[Any]]
 _DEATH_S = 5.0
 """How much sooner its peers may know that a rank died than the driver does."""
 
@@ -59,20 +60,27 @@ class WorkerGroup:
         """Make the same call on every rank."""
         return await self.scatter(method, [args] * len(self))
 
-    async def scatter(self, method: str, args_of_part: Sequence[Sequence[Any]]) -> list[Any]:
+    async def scatter(self, method: str, args_of_part: Sequence[Arguments]) -> list[Any]:
         """Call `method` on every rank, with a part's own arguments on each of its ranks.
 
-        The number of ranks is a multiple of the number of parts; a part goes to equally many neighbouring ranks. Raises
-        the first failure without waiting for the other ranks; but if a rank has lost a peer, the death of that one.
+        Large arguments are given as a function that returns them: it runs in a thread, a part at a time, and what it
+        returns is stored once for all ranks of the part. The number of ranks is a multiple of the number of parts; a
+        part goes to equally many neighbouring ranks. Raises the first failure without waiting for the other ranks; but
+        if a rank has lost a peer, the death of that one.
         """
         neighbours, rest = divmod(len(self), len(args_of_part))
         assert rest == 0, f"{len(args_of_part)} parts for {len(self)} ranks"
-        calls = [
-            asyncio.ensure_future(getattr(worker, method)(*args_of_part[rank // neighbours]))
-            for rank, worker in enumerate(self.workers)
-        ]
+        calls: list[asyncio.Future[Any]] = []
         self.calls += 1
         try:
+            for part, args in enumerate(args_of_part):
+                workers = self.workers[part * neighbours : (part + 1) * neighbours]
+                if callable(args):
+                    stored = await asyncio.to_thread(_stored, workers[0], args)
+                    started = [worker.call_stored(method, stored) for worker in workers]
+                else:
+                    started = [getattr(worker, method)(*args) for worker in workers]
+                calls += map(asyncio.ensure_future, started)
             return await asyncio.gather(*calls)
         except RuntimeError as error:
             if _is_of_a_collective(error):
@@ -92,6 +100,10 @@ class WorkerGroup:
         return int((await self.all("setup", address, port))[0])
 
 
+def _stored(worker: Any, make: Callable[[], Sequence[Any]]) -> Any:
+    return worker.store(make())
+
+
 def _is_of_a_collective(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
 
@@ -105,6 +117,13 @@ class LocalWorker:
 
     def __init__(self, worker: LearnerWorker):
         self.worker = worker
+
+    def store(self, args: Sequence[Any]) -> Sequence[Any]:
+        """See Remote.store; here they are where they are read."""
+        return args
+
+    async def call_stored(self, method: str, stored: Sequence[Any]) -> Any:
+        return await asyncio.to_thread(getattr(self.worker, method), *stored)
 
     def __getattr__(self, method: str) -> Any:
         async def call(*args: Any) -> Any:
@@ -203,7 +222,7 @@ class Learner:
         if self.routing_replay == "old_policy":
             old_logprobs, routing = await self._token_results(self.policy, batch, "score_and_route")
             scored = scored.with_tokens(old_logprobs=old_logprobs, routing=routing)
-        elif len(self._mini_batch_rows(batch)) > 1 if needs_old is None else needs_old:
+        elif len(await asyncio.to_thread(self._mini_batch_rows, batch)) > 1 if needs_old is None else needs_old:
             scored = scored.with_tokens(old_logprobs=await self.token_scores(self.policy, batch))
         if self.critic is not None:
             scored = scored.with_tokens(values=await self.token_scores(self.critic, batch))
@@ -225,22 +244,23 @@ class Learner:
         Sequences without tokens to score have 0, or -1 in a tensor of integers.
         """
         batch = self._for(group, batch).to_score()
-        limits = self._limits(self.sizes.micro_forward_sequences)
-        share = shares_prompts(batch, limits)
-        shards = micro_batches(batch, group.num_parts, limits, share)
+        share, shards = await asyncio.to_thread(self._shards, group, batch, self.sizes.micro_forward_sequences)
         count = max(len(rows) for rows in shards)
-        parts = await group.scatter(method, [([batch.select(r) for r in rows], count, share) for rows in shards])
+
+        def arguments(rows: list[list[int]]) -> tuple[list[TrainBatch], int, bool]:
+            return [batch.select(one) for one in rows], count, share
+
+        parts = await group.scatter(method, [partial(arguments, rows) for rows in shards])
         found = [part if isinstance(part, tuple) else (part,) for part in parts[:: group.parallel_size]]
-        results = [
-            part.new_full((len(batch.input_ids), *part.shape[1:]), 0 if part.is_floating_point() else -1)
-            for part in found[0]
-        ]
-        for rows, part in zip(shards, found, strict=True):
-            order = [row for micro in rows for row in micro]
-            if order:
-                for result, values in zip(results, part, strict=True):
-                    result[_token_indices(batch, order)] = values
-        return results
+        return await asyncio.to_thread(_in_place, batch, shards, found)
+
+    def _shards(
+        self, group: WorkerGroup, batch: TrainBatch, sequences: int | None
+    ) -> tuple[bool, list[list[list[int]]]]:
+        """Whether repeated prompts are run once, and the rows of every pass of each part."""
+        limits = self._limits(sequences)
+        share = shares_prompts(batch, limits)
+        return share, micro_batches(batch, group.num_parts, limits, share)
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """Take all optimizer steps of a training step; returns metrics averaged exactly over tokens and ranks.
@@ -275,16 +295,16 @@ class Learner:
         metrics = Metrics()
         if self.critic is not None:
             await self._update_critic(self.critic, batch, metrics)
-        mini_batches = self._mini_batch_rows(batch)
+        mini_batches = await asyncio.to_thread(self._mini_batch_rows, batch)
         metrics.count("policy/optimizer_steps", len(mini_batches))
         if not mini_batches:
             _log.warning("No token of this step's batch counts: nothing was learnt from it.")
         for index, rows in enumerate(mini_batches):
             self.progress = index, len(mini_batches)
-            mini_batch = weigh(batch.select(rows, copy=False), self.reduction)
+            mini_batch = await asyncio.to_thread(_mini_batch, batch, rows, self.reduction)
             if self.choose is not None:
                 mini_batch = await self._with_selected_tokens(mini_batch, self.choose, first=index == 0)
-            await self._step(self.policy, mini_batch, metrics)
+            await self._step(self.policy, mini_batch.to_update("policy"), metrics)
         return metrics
 
     async def _update_critic(self, critic: WorkerGroup, batch: TrainBatch, metrics: Metrics) -> None:
@@ -298,20 +318,21 @@ class Learner:
         explained = explained_variance(batch.values, batch.returns, batch.loss_mask)
         if explained is not None:
             metrics.add("critic/explained_variance", explained)
-        for rows in self._mini_batch_rows(batch, self.sizes.critic_mini_batch_groups):
-            mini_batch = weigh(batch.select(rows, copy=False), partial(token_mean, max_seq_len=1))
-            await self._step(critic, mini_batch, metrics)
+        for rows in await asyncio.to_thread(self._mini_batch_rows, batch, self.sizes.critic_mini_batch_groups):
+            mini_batch = await asyncio.to_thread(_mini_batch, batch, rows, partial(token_mean, max_seq_len=1))
+            await self._step(critic, mini_batch.to_update("critic"), metrics)
 
     async def _step(self, group: WorkerGroup, mini_batch: TrainBatch, metrics: Metrics) -> None:
         """Take one optimizer step of a model, on all of its ranks."""
         mini_batch = self._for(group, mini_batch)
         tokens = int(mini_batch.loss_mask.sum())
-        limits = self._limits(self.sizes.micro_train_sequences)
-        share = shares_prompts(mini_batch, limits)
-        shards = micro_batches(mini_batch, group.num_parts, limits, share)
-        count = max(len(micro) for micro in shards)
-        parts = [(MiniBatch([mini_batch.select(rows) for rows in micro], count, tokens, share),) for micro in shards]
-        for state in await group.scatter("update", parts):
+        share, shards = await asyncio.to_thread(self._shards, group, mini_batch, self.sizes.micro_train_sequences)
+        count = max(len(rows) for rows in shards)
+
+        def arguments(rows: list[list[int]]) -> tuple[MiniBatch]:
+            return (MiniBatch([mini_batch.select(one) for one in rows], count, tokens, share),)
+
+        for state in await group.scatter("update", [partial(arguments, rows) for rows in shards]):
             metrics.merge(state)
 
     async def _with_selected_tokens(self, mini_batch: TrainBatch, choose: Choose, *, first: bool) -> TrainBatch:
@@ -319,7 +340,8 @@ class Learner:
         old = mini_batch.old_logprobs
         assert old is not None and mini_batch.advantages is not None, "a choice of tokens needs old log-probs"
         current = old if first else await self.token_scores(self.policy, mini_batch)
-        return mini_batch.with_tokens(selected=choose(current, old, mini_batch.advantages, mini_batch.loss_mask))
+        chosen = await asyncio.to_thread(choose, current, old, mini_batch.advantages, mini_batch.loss_mask)
+        return mini_batch.with_tokens(selected=chosen)
 
     def loaded(self, version: int) -> None:
         """Note that all ranks have loaded the weights of this version."""
@@ -376,7 +398,7 @@ class Learner:
         """
         groups = batch.group_ids.unique_consecutive()
         assert len(groups) == len(groups.unique()), "the samples of a prompt lie together, or they would be used twice"
-        learns = batch.per_sequence_sum(batch.loss_mask.long()) > 0
+        learns = batch.loss_tokens > 0
         chosen = []
         for ids in groups.split(num_groups or self.sizes.mini_batch_groups):
             rows = torch.isin(batch.group_ids, ids)
@@ -389,6 +411,24 @@ class Learner:
         return PassLimits(sequences, sizes.max_tokens, sizes.attention_tokens, sizes.share_prompt)
 
 
-def _token_indices(batch: TrainBatch, rows: Sequence[int]) -> Tensor:
+def _mini_batch(batch: TrainBatch, rows: Sequence[int], reduction: Callable[..., Tensor]) -> TrainBatch:
+    return weigh(batch.select(rows, copy=False), reduction)
+
+
+def _in_place(
+    batch: TrainBatch, shards: Sequence[Sequence[Sequence[int]]], parts: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
+    """What the parts say of the tokens of their rows, in the order of the batch's tokens."""
+    results = [
+        part.new_full((len(batch.input_ids), *part.shape[1:]), 0 if part.is_floating_point() else -1)
+        for part in parts[0]
+    ]
     offsets = batch.offsets.tolist()
-    return torch.cat([torch.arange(offsets[row], offsets[row + 1]) for row in rows])
+    for passes, part in zip(shards, parts, strict=True):
+        at = 0
+        for row in (row for rows in passes for row in rows):
+            start, stop = offsets[row], offsets[row + 1]
+            for result, values in zip(results, part, strict=True):
+                result[start:stop] = values[at : at + stop - start]
+            at += stop - start
+    return results

@@ -42,7 +42,7 @@ def micro_batches(batch: TrainBatch, ranks: int, limits: PassLimits, share: bool
 
     With `share`, sequences of one prompt are put into the same pass if possible: each pass runs a prompt once.
     """
-    wanted = (batch.per_sequence_sum(batch.loss_mask.long()) > 0).nonzero().flatten().tolist()
+    wanted = batch.loss_tokens.nonzero().flatten().tolist()
     sequences = None if limits.tokens else limits.sequences
     costs = _Costs(batch, limits.attention_tokens, share, sequences)
     result = []

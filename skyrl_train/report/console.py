@@ -36,7 +36,7 @@ RECENT_STEPS = 20
 _CHECKPOINT = re.compile(r"global_step_(\d+)")
 _LOUD = {"rollouts/failed": "FAILED {}", "policy/skipped": "SKIPPED {}", "critic/skipped": "critic SKIPPED {}"}
 """Shown only where they are not 0."""
-_PHASES = ("generate", "score", "update", "publish", "evaluate")
+_PHASES = ("generate", "score", "update", "publish", "move", "evaluate")
 
 
 class ConsoleTracker:

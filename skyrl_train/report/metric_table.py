@@ -153,6 +153,7 @@ METRICS = (
     Metric("timing/score_s", SECONDS, "log-probs of policy, reference and critic"),
     Metric("timing/update_s", SECONDS, "optimizer steps"),
     Metric("timing/publish_s", SECONDS, "sending weights to the engines"),
+    Metric("timing/move_s", SECONDS, "engines and trainer on and off an accelerator that they share"),
     Metric("timing/evaluate_s", SECONDS, "an evaluation"),
     Metric("memory/learner_peak_rss_gib", GIB, "host memory of the rank that needed most, since its start"),
     Metric("memory/learner_peak_gib", GIB, "on accelerators: what torch had allocated there"),

@@ -6,10 +6,11 @@ The phases are async context managers, so that an exception never leaves the wro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from typing import Any, Protocol
 
+from skyrl_train.clock import now
 from skyrl_train.errors import SkyRLError
 from skyrl_train.learner.learner import Learner
 
@@ -29,6 +30,9 @@ class Residency(Protocol):
     def syncing(self) -> AbstractAsyncContextManager[None]:
         """While inside, the engines can receive weights; to be entered within `training`."""
 
+    def moves_s(self) -> float:
+        """Seconds that moving has taken since the last call, apart from what `syncing` moves: that is a sync's time."""
+
 
 class AlwaysResident:
     """Engines and learner have dedicated slots; nothing moves."""
@@ -39,6 +43,9 @@ class AlwaysResident:
 
     training = syncing = generating
 
+    def moves_s(self) -> float:
+        return 0.0
+
 
 class TimeShared:
     """Engines and learner take turns on the same slots; at first the learner holds them and the engines are asleep."""
@@ -48,12 +55,15 @@ class TimeShared:
         self._engines = engines
         self._learner = learner
         self._level_before_sync = level_before_sync
+        self._moves_s = 0.0
 
     @asynccontextmanager
     async def generating(self, before_sync: bool = False) -> AsyncIterator[None]:
-        await self._learner.offload()
+        with self._moving():
+            await self._learner.offload()
         try:
-            await self._engines.wake_up()
+            with self._moving():
+                await self._engines.wake_up()
             yield
         except BaseException:
             # The run ends: an engine that hangs must not keep it from saving, which needs no accelerator.
@@ -61,11 +71,13 @@ class TimeShared:
                 async with asyncio.timeout(_LEAVING_S):
                     await self._engines.sleep()
             raise
-        await self._engines.sleep(self._level_before_sync if before_sync else 1)
+        with self._moving():
+            await self._engines.sleep(self._level_before_sync if before_sync else 1)
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        await self._learner.onload()
+        with self._moving():
+            await self._learner.onload()
         yield
 
     @asynccontextmanager
@@ -73,3 +85,15 @@ class TimeShared:
         await self._learner.keep_weights()  # first: the engines' weights take the room that the rest had
         await self._engines.wake_up(["weights"])
         yield
+
+    def moves_s(self) -> float:
+        taken, self._moves_s = self._moves_s, 0.0
+        return taken
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        start = now()
+        try:
+            yield
+        finally:
+            self._moves_s += now() - start

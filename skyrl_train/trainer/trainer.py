@@ -58,6 +58,7 @@ class Trainer(TrainingLoop):
         """Of the batch under way, by its group_ids."""
 
     async def _step(self) -> None:
+        self.residency.moves_s()  # those of an evaluation, or of the start, are not this step's
         with self.metrics.timed("step"):
             async with self.residency.generating(before_sync=True):
                 groups = await self._collect()
@@ -65,6 +66,8 @@ class Trainer(TrainingLoop):
                 await self._learn(groups)
                 await self._publish()
             self.collector.weights_live(self.step)
+        if moved := self.residency.moves_s():
+            self.metrics.count("timing/move_s", moved)
         if "evaluate" in self._to_do:
             await self._evaluate()
         self._log_step()
@@ -117,11 +120,12 @@ class Trainer(TrainingLoop):
         with self.metrics.timed("score"):
             batch = await to_its_end(self.learner.score(batch))
         for add in self.batch_steps:
-            batch = add(batch, self.metrics)
+            batch = await asyncio.to_thread(add, batch, self.metrics)
         if self.batch_dump is not None:
             uids = [uid for uid, _ in self.samples_of_rows]
             await asyncio.to_thread(self.batch_dump.write, self.step + 1, batch, uids)
         self._samples = sample_rows(groups)
+        batch = batch.with_tokens(token_rewards=None)  # no update reads them
         await self._update(batch)
 
     def _due(self) -> list[str]:

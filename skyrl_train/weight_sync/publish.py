@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from skyrl_train.errors import DeadlineExceeded, EngineError, NonFiniteWeights, WeightSyncError
 from skyrl_train.tasks import gather_all
 from skyrl_train.weight_sync.buckets import buckets, num_bytes
@@ -71,7 +73,7 @@ class Probe:
     trainer_score: Callable[[Sequence[Sequence[int]]], Awaitable[list[list[float]]]]
     """Log-probs (nats) of all tokens but the first of each sequence, at temperature 1."""
     tolerance: float = PROBE_TOLERANCE
-    """Allowed of the largest difference, in nats."""
+    """Allowed of a token's difference: in nats of a token whose log-prob is above -1, else as a share of that."""
     mean_tolerance: float = math.inf
     """Allowed of the mean difference, in nats."""
     every_sync: bool = True
@@ -85,6 +87,9 @@ class _Gap(NamedTuple):
 
     largest: float
     mean: float
+    relative: float
+    """The largest as a share of the token's own log-prob where that is below -1: a token of log-prob -20 has a logit
+    20 below the others', which bfloat16 rounds to a multiple of 1/8."""
 
 
 class WeightPublisher:
@@ -224,7 +229,7 @@ class WeightPublisher:
         for name, gap in gaps.items():
             _check_gap(name, gap, probe, version)
         self._compared = True
-        return _Gap(max(gap.largest for gap in gaps.values()), max(gap.mean for gap in gaps.values()))
+        return _Gap(*(max(found) for found in zip(*gaps.values(), strict=True)))
 
     async def _transfer(
         self, version: int, engines: list[WeightTarget], rehearsal: bool = False
@@ -352,19 +357,20 @@ async def _lost(engines: Sequence[WeightTarget]) -> str | None:
 
 def _gap(wanted: list[list[float]], got: list[list[float]]) -> _Gap:
     """A NaN anywhere makes both NaN, which no tolerance allows."""
-    differences = [
-        abs(a - b) for mine, theirs in zip(wanted, got, strict=True) for a, b in zip(mine, theirs, strict=True)
-    ]
-    largest = math.nan if any(map(math.isnan, differences)) else max(differences)
-    return _Gap(largest, math.fsum(differences) / len(differences))
+    pairs = [pair for mine, theirs in zip(wanted, got, strict=True) for pair in zip(mine, theirs, strict=True)]
+    trainers, engines = np.array(pairs).T
+    differences = np.abs(trainers - engines)
+    relative = differences / np.maximum(np.abs(trainers), 1)
+    return _Gap(float(differences.max()), float(differences.mean()), float(relative.max()))
 
 
 def _check_gap(name: str, gap: _Gap, probe: Probe, version: int) -> None:
     """Raises WeightSyncError for a gap that the probe does not allow."""
-    if not gap.largest <= probe.tolerance:
+    if not gap.relative <= probe.tolerance:
         raise WeightSyncError(
-            f"engine {name}: log-probs of the probe's tokens differ from the trainer's by {gap.largest:.3g} nats "
-            f"(allowed: {probe.tolerance:g}) at version {version}: its weights are stale or altered."
+            f"engine {name}: log-probs of the probe's tokens differ from the trainer's by {gap.largest:.3g} nats, and "
+            f"by {gap.relative:.3g} of a token's log-prob or of 1 nat, whichever is more (allowed: "
+            f"{probe.tolerance:g}) at version {version}: its weights are stale or altered."
         )
     if not gap.mean <= probe.mean_tolerance:
         raise WeightSyncError(

@@ -72,9 +72,11 @@ VLLM = {
         vllm.v1.engine.output_processor.OutputProcessor.add_request(self, request, prompt, queue=_)
         vllm.v1.engine.output_processor.OutputProcessor.request_states
         vllm.v1.engine.output_processor.RequestState.detokenizer
+        vllm.v1.engine.output_processor.RequestState.logprobs_processor
         vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer.min_tokens
         vllm.v1.engine.EngineCoreRequest.request_id
         vllm.v1.engine.EngineCoreRequest.sampling_params
+        vllm.SamplingParams.prompt_logprobs
         vllm.v1.engine.EngineCoreRequest.cache_salt
         vllm.v1.engine.EngineCoreRequest.lora_request
         vllm.v1.request.Request.request_id
@@ -97,8 +99,9 @@ VLLM = {
         vllm.outputs.WeightVersionSpan.version
         vllm.outputs.RequestOutput(request_id, prompt, prompt_token_ids, prompt_logprobs, outputs, finished=_)
         vllm.outputs.RequestOutput.prompt_logprobs
-        vllm.logprobs.FlatLogprobs.start_indices
-        vllm.logprobs.FlatLogprobs.logprobs
+        vllm.v1.engine.logprobs.LogprobsProcessor.update_from_output(self, output)
+        vllm.v1.engine.EngineCoreOutput.new_logprobs
+        vllm.v1.outputs.LogprobsLists.logprobs
     """,
     "engines/vllm/adapters.py": """
         vllm.lora.request.LoRARequest(lora_name, lora_int_id, lora_path, load_inplace=_)

@@ -7,8 +7,9 @@ with a seed for every request, as a run does; the bare one with and without seed
 from __future__ import annotations
 
 import asyncio
-import importlib
+import importlib.util
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -153,6 +154,8 @@ def bare_in_our_process(path: str, device: str, sizes: Sequence[int], new: int) 
 
 
 def bare(path: str, device: str, sizes: Sequence[int], new: int, *, seeded: bool) -> list[float]:
+    if importlib.util.find_spec("flashinfer") is None:  # vLLM's own sampler imports it without looking
+        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     import vllm
 
     from skyrl_train.engines.vllm.arguments import bind_threads, engine_arguments

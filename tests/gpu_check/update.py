@@ -26,6 +26,8 @@ from tests.gpu_check.report import Report, Setting
 from tests.support.learner_specs import policy_batch, tiny_spec
 
 UPDATES = 3
+CPU_THREADS = 4
+"""All of a machine's, beside another program's, wait for one another at every operation."""
 ROWS = 3
 """Sequences of a micro-batch."""
 WAYS = {
@@ -87,7 +89,7 @@ def course(
     way: str = "once",
     report: Report | None = None,
 ) -> Course:
-    threads = os.cpu_count() if device == "cpu" else None
+    threads = min(CPU_THREADS, os.cpu_count() or 1) if device == "cpu" else None
     spec = tiny_spec(path, strategy=STRATEGIES[strategy], device=device, dtype=dtype, threads=threads, fsdp=WAYS[way])
     worker = LearnerWorker(spec, 0, 1)
     try:

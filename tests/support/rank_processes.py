@@ -96,6 +96,12 @@ class RankProcess:
 
         return call
 
+    def store(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return args
+
+    async def call_stored(self, method: str, stored: tuple[Any, ...]) -> Any:
+        return await asyncio.to_thread(self._call, method, stored)
+
     def end(self) -> None:
         """At once."""
         self._process.kill()

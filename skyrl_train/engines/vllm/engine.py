@@ -55,7 +55,7 @@ from vllm.v1.request import Request
 from skyrl_train.engines.vllm.adapters import VLLMAdapters
 from skyrl_train.engines.vllm.arguments import bind_threads, engine_arguments, sampling_params, started
 from skyrl_train.engines.vllm.capabilities import vllm_capabilities
-from skyrl_train.engines.vllm.requests import ScoreSink, VLLMCall, VLLMRequest
+from skyrl_train.engines.vllm.requests import SampledLogProbs, ScoreSink, VLLMCall, VLLMRequest
 from skyrl_train.tasks import unwatched
 
 _ANSWER_S = 30.0
@@ -410,10 +410,12 @@ class VLLMEngine:
     def _add(self, request: EngineCoreRequest, sink: Any) -> None:
         self._engine.input_processor.assign_request_id(request)
         self._engine.output_processor.add_request(request, None, queue=sink)
-        params = request.sampling_params
+        params, state = request.sampling_params, self._engine.output_processor.request_states[request.request_id]
+        if params is not None and params.prompt_logprobs is None:
+            state.logprobs_processor = SampledLogProbs()
         if params is not None and params.stop and params.min_tokens:
             # vLLM searches for stop strings from token min_tokens + 1 on, the other engines from token min_tokens on.
-            self._engine.output_processor.request_states[request.request_id].detokenizer.min_tokens -= 1
+            state.detokenizer.min_tokens -= 1
         self._engine.engine_core.add_request(request)
 
     def _abort(self, request_ids: Sequence[str]) -> None:

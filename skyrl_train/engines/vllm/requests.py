@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
-from skyrl_train.data.arrays import logprob_array, token_array
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
 from skyrl_train.engines.checks import check_logprobs
 
@@ -53,9 +54,8 @@ class VLLMRequest:
         """vLLM's output as a Completion. Raises EngineError if a log-prob is not finite."""
         assert self.output is not None
         sampled = self.output.outputs[0]
-        logprobs: Any = sampled.logprobs
-        starts = logprobs.start_indices[: len(sampled.token_ids)] if sampled.token_ids else []
-        behaviour, full = ([logprobs.logprobs[start + column] for start in starts] for column in (0, 1))
+        both: Any = sampled.logprobs
+        behaviour, full = np.frombuffer(both or b"", np.float32).reshape(-1, 2)[: len(sampled.token_ids)].T.copy()
         check_logprobs(engine, behaviour, full)
         stop_text = None
         if sampled.finish_reason == "stop":
@@ -64,13 +64,31 @@ class VLLMRequest:
         return Completion(
             request_id=self.id,
             token_ids=token_array(sampled.token_ids),
-            logprobs=logprob_array(behaviour),
-            full_logprobs=logprob_array(full),
+            logprobs=behaviour,
+            full_logprobs=full,
             stop_reason=sampled.finish_reason or "abort",
             versions=[VersionSpan(span.start, span.end, int(span.version)) for span in sampled.weight_versions or ()],
             stop_text=stop_text,
             running_s=self.running_s,
         )
+
+
+class SampledLogProbs:
+    """Collects a request's log-probs in place of vLLM's LogprobsProcessor, which makes a list's items of each token.
+
+    That is a tenth of the processor time of a step with hundreds of requests.
+    """
+
+    prompt_logprobs = prompt_token_id_logprobs = cumulative_logprob = None
+
+    def __init__(self) -> None:
+        self.logprobs = bytearray()
+        """float32 [tokens, 2]: the sampler's two columns."""
+
+    def update_from_output(self, output: EngineCoreOutput) -> None:
+        """Called by vLLM with what a step brought."""
+        if output.new_logprobs is not None:
+            self.logprobs += output.new_logprobs.logprobs.tobytes()
 
 
 class ScoreSink:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import time
+from typing import Any
 
 from skyrl_train.cluster.sockets import GROUP_ADDRESS, LOOPBACK, NODE_ADDRESS, free_address
 from skyrl_train.errors import ConfigError
@@ -60,6 +61,13 @@ class Subject:
 
     def raise_config_error(self) -> None:
         raise ConfigError("key=3 is wrong")
+
+    def overwrites(self, batches: list[Any]) -> tuple[list[int], bool]:
+        """What is in their ids, and whether a copy of the first can be changed."""
+        ids = [int(number) for batch in batches for number in batch.input_ids]
+        copy = batches[0].to("cpu")
+        copy.input_ids.zero_()
+        return ids, bool((batches[0].input_ids != 0).any())
 
     def hang(self) -> None:
         time.sleep(600)

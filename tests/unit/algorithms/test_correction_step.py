@@ -215,4 +215,4 @@ def test_a_masked_sequence_gives_the_update_of_a_batch_without_it():
     assert 0 < len(rows) < len(batch)
     one = weigh(kept, partial(token_mean, max_seq_len=1)).select(rows)
     other = weigh(replace(batch).select(rows), partial(token_mean, max_seq_len=1))
-    torch.testing.assert_close(one.loss_weights, other.loss_weights, rtol=1e-15, atol=0)
+    torch.testing.assert_close(one.token_weights, other.token_weights, rtol=1e-15, atol=0)

@@ -104,7 +104,7 @@ def test_nothing_outside_the_mask_has_a_gradient_even_where_it_is_not_a_number(g
 def test_what_stands_under_a_stop_gradient_has_none():
     """CISPO's weight and GSPO's sequence ratio are numbers, though they are made of the policy's own log-probs."""
     batch = weighed()
-    mask, weights = batch.loss_mask, batch.loss_weights
+    mask, weights = batch.loss_mask, batch.token_weights
     assert batch.advantages is not None and batch.old_logprobs is not None and weights is not None
     log_ratio = (current_logprobs(batch).detach() - batch.old_logprobs) * mask
     plain = PolicyObjective(partial(cispo, cispo_eps_low=10.0, cispo_eps_high=10.0))
@@ -127,8 +127,8 @@ def test_on_policy_every_loss_is_the_policy_gradient(name: str):
     batch = batch.with_tokens(advantages=advantages, rollout_logprobs=current, old_logprobs=None, selected=unselected)
     metrics = Metrics()
     _, gradient = gradients(PolicyObjective(loss), batch, metrics)
-    assert batch.loss_weights is not None
-    torch.testing.assert_close(gradient, -advantages * batch.loss_weights)
+    assert batch.token_weights is not None
+    torch.testing.assert_close(gradient, -advantages * batch.token_weights)
     report = metrics.flush()
     ratios = {key: value for key, value in report.items() if key.startswith("policy/ratio")}
     reads = "old_logprobs" in registry.keywords_of(loss)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import pickle
+from functools import partial
+
 import pytest
 import torch
 
@@ -32,7 +35,7 @@ def by_hand(name: str, batch: TrainBatch, per_token: torch.Tensor) -> float:
 
 def weights_of(name: str, batch: TrainBatch) -> torch.Tensor:
     bound = registry.bind(registry.reductions.get(name), name, {"max_seq_len": LONGEST}, frozenset())
-    weights = weigh(batch, bound).loss_weights
+    weights = weigh(batch, bound).token_weights
     assert weights is not None
     return weights
 
@@ -45,6 +48,30 @@ def test_a_reduction_is_the_mean_of_its_name_over_what_counts(name: str):
         values = torch.randn(len(weights), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         assert (weights * values).sum().item() == pytest.approx(by_hand(name, batch, values), rel=1e-12)
         assert (weights[~batch.loss_mask] == 0).all()
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_weights_are_told_by_sequence_and_a_call_spreads_them_over_tokens(name: str):
+    for shape in SHAPES:
+        batch = hard_batch(shape)
+        reduction = registry.reductions.get(name)
+        weighed = weigh(batch, partial(reduction, max_seq_len=LONGEST))
+        assert weighed.loss_weights is None
+        ids = batch.episodes.of_token, batch.per_token(batch.group_ids)
+        called = reduction(batch.loss_mask, *ids, max_seq_len=LONGEST)
+        assert torch.equal(weighed.token_weights, called)
+        assert pickle.loads(pickle.dumps(reduction)) is reduction
+
+
+def test_a_reduction_of_tokens_may_give_each_its_own_weight():
+    batch = hard_batch("failed rows")
+
+    def first_half(mask: torch.Tensor, sequence_ids: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+        return mask.double() * (torch.arange(len(mask)) < len(mask) // 2)
+
+    weighed = weigh(batch, first_half)
+    assert weighed.sequence_weights is None
+    assert torch.equal(weighed.token_weights, first_half(batch.loss_mask, batch.loss_mask, batch.loss_mask))
 
 
 @pytest.mark.fault("F12")

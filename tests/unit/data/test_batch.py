@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+import warnings
 from dataclasses import fields
 
 import numpy as np
@@ -101,6 +103,34 @@ def test_only_what_a_model_reads_is_sent_to_be_scored():
     assert kept == {"input_ids", "loss_mask"}
 
 
+def test_only_what_its_update_reads_is_sent_to_a_model():
+    batch = batch_of([[(2, 3), (1, 4)]])
+    batch = batch.with_tokens(values=batch.advantages, returns=batch.advantages, old_logprobs=batch.advantages)
+    for role, wanted in (
+        ("policy", {"input_ids", "loss_mask", "rollout_logprobs", "old_logprobs", "advantages"}),
+        ("critic", {"input_ids", "loss_mask", "values", "returns"}),
+    ):
+        sent = batch.to_update(role)
+        assert {name for name in TOKEN_FIELDS if getattr(sent, name) is not None} == wanted
+
+
+@given(shapes)
+def test_a_batch_is_sent_as_its_arrays_and_a_part_of_one_without_the_rest(groups: list[list[tuple[int, int]]]):
+    batch = batch_of(groups)
+    part = batch.select([0], copy=False)
+    for one in (batch, part):
+        buffers: list[pickle.PickleBuffer] = []
+        text = pickle.dumps(one, protocol=5, buffer_callback=buffers.append)
+        held = {f.name: getattr(one, f.name) for f in fields(one) if getattr(one, f.name) is not None}
+        assert sum(buffer.raw().nbytes for buffer in buffers) == sum(value.nbytes for value in held.values())
+        with warnings.catch_warnings(action="error"):
+            arrived = pickle.loads(text, buffers=[bytes(buffer) for buffer in buffers])  # which is read-only
+        for name, value in held.items():
+            assert torch.equal(getattr(arrived, name), value)
+            assert getattr(arrived, name).dtype == value.dtype
+        arrived.to("cpu").input_ids.zero_()  # a copy may be written to
+
+
 def test_the_example_of_the_docstring():
     prompt = Prompt(uid="0", messages=[], env_class="none")
     items = [trajectory(prompt, 0, [5, 6], [7, 2]), trajectory(prompt, 1, [5, 6], [8])]
@@ -123,6 +153,7 @@ def test_failed_trajectories_keep_their_place_and_have_no_mask():
     assert batch.group_ids.tolist() == [0, 1, 2]
     assert batch.status.tolist() == [True, False, True]
     assert batch.per_sequence_sum(batch.loss_mask.float()).tolist() == [3, 0, 1]
+    assert batch.loss_tokens.tolist() == [3, 0, 1]
 
 
 def test_token_fields_of_different_lengths_are_a_bug_named_by_prompt():

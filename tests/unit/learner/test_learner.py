@@ -119,7 +119,7 @@ def test_a_later_mini_batch_s_choice_is_made_under_the_policy_as_it_is_then(tiny
         objective=PolicyObjective(SELECTING["kl_cov"][0]),
         optimizer=OptimizerConfig(lr=1e-2),
     )
-    unscored = policy_batch().with_tokens(old_logprobs=None, loss_weights=None)
+    unscored = policy_batch().with_tokens(old_logprobs=None)
 
     async def run() -> None:
         await learner.setup()
@@ -272,12 +272,12 @@ def test_ranks_of_a_parallel_group_are_given_the_same_part_and_scores_are_taken_
         def __init__(self) -> None:
             self.given: list[int] = []
 
-        async def score(self, micro_batches: list[TrainBatch], count: int, share: bool) -> Tensor:
+        def score(self, micro_batches: list[TrainBatch], count: int, share: bool) -> Tensor:
             self.given = [int(row) for batch in micro_batches for row in batch.rewards]
             return torch.cat([batch.input_ids.float() for batch in micro_batches])
 
     ranks = [Rank() for _ in range(4)]
-    group = WorkerGroup(ranks, parallel_size=2)
+    group = WorkerGroup([LocalWorker(rank) for rank in ranks], parallel_size=2)  # type: ignore[arg-type]
     batch = policy_batch()
     batch = replace(batch, rewards=torch.arange(len(batch)).float())
     scores = asyncio.run(Learner(group, None, BatchSizes(4)).token_scores(group, batch))

@@ -101,7 +101,7 @@ def test_advantages_are_of_the_episode(estimator: object, kl: bool):
 
 @pytest.mark.parametrize("reduction", [token_mean, sequence_mean, seq_mean_token_sum_norm, prompt_mean])
 def test_weights_are_of_the_episode(reduction: Callable[..., Any]):
-    whole, cut = (weigh(one, partial(reduction, max_seq_len=16)).loss_weights for one in (WHOLE, CUT))
+    whole, cut = (weigh(one, partial(reduction, max_seq_len=16)).token_weights for one in (WHOLE, CUT))
     assert torch.equal(cut[CUT.loss_mask], whole[WHOLE.loss_mask])  # type: ignore[index]
 
 

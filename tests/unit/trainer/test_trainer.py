@@ -78,6 +78,36 @@ def test_engines_sleep_while_the_learner_works_and_take_weights_awake():
     assert "sleep onload score update 4 keep wake weights publish 1 offload wake all sleep" in text
 
 
+def test_a_step_says_how_long_moves_took_apart_from_those_of_its_sync_and_of_evaluations(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A clock that only moves tell: an offload is a second, a wake-up 10, a sleep 100, an onload 1,000."""
+
+    class Timed(Fakes):
+        seconds = 0.0
+
+        async def _take(self, name: str, seconds: float, *given: Any) -> Any:
+            self.seconds += seconds
+            return await getattr(super(), name)(*given)
+
+        async def offload(self) -> Any:
+            return await self._take("offload", 1)
+
+        async def wake_up(self, *tags: Any) -> Any:
+            return await self._take("wake_up", 10, *tags)
+
+        async def sleep(self, *level: Any) -> Any:
+            return await self._take("sleep", 100, *level)
+
+        async def onload(self) -> Any:
+            return await self._take("onload", 1000)
+
+    fakes = Timed()
+    monkeypatch.setattr("skyrl_train.trainer.residency.now", lambda: fakes.seconds)
+    asyncio.run(trainer_of(fakes, residency=TimeShared(fakes, fakes)).fit())  # type: ignore[arg-type]
+    assert [fakes.logged[step]["timing/move_s"] for step in (1, 2, 3)] == [1111, 1111, 1111]
+
+
 def test_engines_give_up_their_weights_only_if_a_sync_brings_new_ones_before_they_generate():
     fakes = Fakes()
     trainer = trainer_of(fakes, residency=TimeShared(fakes, fakes, level_before_sync=2))  # type: ignore[arg-type]

@@ -123,6 +123,23 @@ def test_one_nan_among_the_probes_answers_does_not_pass():
         asyncio.run(publisher.publish(1))
 
 
+def test_an_unlikely_token_may_be_off_by_a_share_of_its_log_prob():
+    """Random models give their 64 tokens log-probs near -4: 0.25 of that is 1 nat."""
+
+    class Rounded(ModelTarget):
+        share = 0.2
+
+        async def score(self, token_ids, temperature: float = 1.0) -> list[list[float]]:
+            return [[value * (1 + self.share) for value in row] for row in await super().score(token_ids, temperature)]
+
+    engine = Rounded(tiny_model(seed=2, **SMALL), "rounded")
+    _, publisher = in_process(engine, probed=True, tolerance=0.25)
+    assert asyncio.run(publisher.publish(1))["weights/probe_gap"] > 0.5
+    engine.share = 0.3
+    with pytest.raises(WeightSyncError, match=r"by 1\.\d+ nats, and by 0\.3 of a token's log-prob .*allowed: 0\.25"):
+        asyncio.run(publisher.publish(2))
+
+
 def test_a_rehearsal_ends_with_the_true_weights_as_the_same_version():
     engines = [engine_named("left"), engine_named("right")]
     trainer, publisher = in_process(*engines, probed=True)
