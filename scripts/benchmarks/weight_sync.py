@@ -1,9 +1,13 @@
 """GB per second of a weight sync by each route, beside a plain memory copy and a bare gloo broadcast of the same bytes.
 
     python scripts/benchmarks/weight_sync.py [--gb 0.1 1] [--threads N] [--bucket-gb 0.25] [--repeats N] [--json FILE]
+    python scripts/benchmarks/weight_sync.py --engines 1 2 4 8 [--gb 0.1] [--routes broadcast ipc checkpoint] ...
 
 Trainer and engine are two processes, as in a run; the engine holds plain tensors. Per route the median of the repeats
 counts, with everything a sync does: manifest, both fingerprints, transfer, load, commit.
+
+With --engines, seconds and CPU-seconds of a sync to so many engines, each a process that receives and nothing else;
+what the first sync takes more, which connects them all; and how many times the bytes of the model the trainer sends.
 """
 
 from __future__ import annotations
@@ -13,16 +17,20 @@ import asyncio
 import json
 import multiprocessing
 import multiprocessing.pool
+import os
 import socket
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -34,6 +42,7 @@ from skyrl_train.weight_sync.store import InPlace
 from skyrl_train.weight_sync.transport import BroadcastGroup
 
 ROUTES = ("broadcast", "ipc", "checkpoint")
+Row = dict[str, Any]
 
 
 def tensors(gb: float, count: int, seed: int) -> dict[str, Tensor]:
@@ -57,7 +66,11 @@ def serve(connection: Connection, gb: float, count: int, threads: int) -> None:
     def bare_receive() -> None:
         groups[0].broadcast(buffer)
 
-    calls: dict[str, Callable[..., Any]] = {"bare_connect": bare_connect, "bare_receive": bare_receive}
+    calls: dict[str, Callable[..., Any]] = {
+        "bare_connect": bare_connect,
+        "bare_receive": bare_receive,
+        "ready": lambda: None,
+    }
     while (call := connection.recv()) is not None:
         method, arguments = call
         try:
@@ -75,7 +88,7 @@ class Engine:
         self._process = context.Process(target=serve, args=(there, gb, count, threads), daemon=True)
         self._process.start()
         self.capabilities = Capabilities("engine")
-        self._version = 0
+        self.version = 0
 
     def call(self, method: str, *arguments: Any) -> Any:
         self._here.send((method, arguments))
@@ -83,6 +96,10 @@ class Engine:
         if error is not None:
             raise RuntimeError(error)
         return answer
+
+    @property
+    def cpu_s(self) -> float:
+        return cpu_s(self._process.pid)
 
     async def connect_weights(self, *arguments: Any) -> None:
         await asyncio.to_thread(self.call, "connect", *arguments)
@@ -95,13 +112,13 @@ class Engine:
 
     async def commit_weights(self, version: int) -> None:
         await asyncio.to_thread(self.call, "commit", version)
-        self._version = version
+        self.version = version
 
     async def score(self, token_ids: Any, temperature: float = 1.0) -> list[list[float]]:
         return []
 
     async def health(self) -> EngineHealth:
-        return EngineHealth("engine", self._version)
+        return EngineHealth("engine", self.version)
 
     def close(self) -> None:
         self._here.send(None)
@@ -133,6 +150,23 @@ def free_address() -> tuple[str, int]:
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         return "127.0.0.1", int(probe.getsockname()[1])
+
+
+def cpu_s(pid: int | None) -> float:
+    """CPU-seconds of a process."""
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
+def sent_bytes() -> int:
+    """What this process has sent over the TCP connections that it has now (Linux: tcpi_bytes_sent of TCP_INFO)."""
+    total = 0
+    for one in psutil.Process().net_connections("tcp"):
+        if one.raddr:
+            with socket.socket(fileno=os.dup(one.fd)) as connection:
+                told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
+                total += int.from_bytes(told[200:208], sys.byteorder)
+    return total
 
 
 def timed(work: Callable[[], Any], repeats: int) -> float:
@@ -184,6 +218,62 @@ def measure(gb: float, count: int, options: argparse.Namespace) -> dict[str, Any
     return {"tensors": count, "bytes": size, "seconds": seconds}
 
 
+def measure_engines(engines: list[Engine], held: dict[str, Tensor], route: str, options: argparse.Namespace) -> Row:
+    """One route, to all of these engines."""
+    size = sum(tensor.nbytes for tensor in held.values())
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
+        # Each waits in a thread of its own: in the default pool few would, and the others' parts would never begin.
+        runner.get_loop().set_default_executor(ThreadPoolExecutor(len(engines) + 4))
+        trainer = Trainer(held, int(options.bucket_gb * 1e9))
+        publisher = WeightPublisher(trainer, lambda: engines, route=route, deadline_s=600.0, folder=folder)
+        seconds, trainers, others, sent = [], [], [], 0
+        for _ in range(options.repeats + 1):
+            version = engines[0].version + 1
+            start, own, theirs = time.perf_counter(), cpu_s(None), sum(one.cpu_s for one in engines)
+            before = sent_bytes()
+            runner.run(publisher.publish(version))
+            seconds.append(time.perf_counter() - start)
+            trainers.append(cpu_s(None) - own)
+            others.append(sum(one.cpu_s for one in engines) - theirs)
+            sent = sent_bytes() - before
+        trainer.sender.disconnect()
+    usual = statistics.median(seconds[1:])
+    return {
+        "engines": len(engines),
+        "route": route,
+        "bytes": size,
+        "s": usual,
+        "first_more_s": seconds[0] - usual,
+        "trainer_cpu_s": statistics.median(trainers[1:]),
+        "engine_cpu_s": statistics.median(others[1:]) / len(engines),
+        "sent": sent / size,
+    }
+
+
+def to_many(options: argparse.Namespace) -> list[Row]:
+    """Every number of engines and route; prints a line each."""
+    rows = []
+    for gb in options.gb:
+        held = tensors(gb, 100, seed=0)
+        engines = [Engine(gb, 100, options.threads) for _ in range(max(options.engines))]
+        for engine in engines:
+            engine.call("ready")
+        print(f"{gb:g} GB in 100 tensors; CPU-s of the trainer, and of each engine")
+        print(f"  {'route':12}engines        s  CPU-s trainer  CPU-s engine  first sync, more s  sent / model")
+        for route in options.routes:
+            for number in options.engines:
+                row = measure_engines(engines[:number], held, route, options)
+                rows.append(row)
+                print(
+                    f"  {route:12}{number:7d} {row['s']:8.3f} {row['trainer_cpu_s']:14.3f} {row['engine_cpu_s']:13.3f} "
+                    f"{row['first_more_s']:19.3f} {row['sent']:13.2f}",
+                    flush=True,
+                )
+        for engine in engines:
+            engine.close()
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, nargs="+", default=[0.1, 1.0])
@@ -192,9 +282,16 @@ def main() -> None:
     )
     parser.add_argument("--bucket-gb", type=float, default=0.25)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--engines", type=int, nargs="+", help="numbers of engines, each to be synced together")
+    parser.add_argument("--routes", nargs="+", choices=ROUTES, default=ROUTES, help="of --engines")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.engines:
+        found = to_many(options)
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1))
+        return
     cases = [(gb, 100) for gb in options.gb] + [(0.1, 1), (0.1, 1000)]
     results = []
     for gb, count in cases:

@@ -61,9 +61,14 @@ async def build_engine(
     timeouts: TimeoutsConfig,
     role_slots: RoleSlots,
     device: str,
+    *,
+    place: int | None = None,
 ) -> Remote:
-    """Start engine `index` in its slots and wait until it has loaded its weights."""
-    first = index * role_slots.stride
+    """Start engine `index` in its slots and wait until it has loaded its weights.
+
+    `place`: which member of `role_slots` it is; None for the `index`-th.
+    """
+    first = (index if place is None else place) * role_slots.stride
     devices = None
     if device == "cuda" and role_slots.stride > 1:  # its ranks are processes of its own
         places = await places_of(role_slots.slots, range(first, first + role_slots.stride), timeouts.engine_start_s)
@@ -73,7 +78,7 @@ async def build_engine(
         cluster,
         ENGINES[generator.backend],
         engine_kwargs(generator, device, f"{generator.backend} {index}")
-        | {"threads": threads_per_process(cluster, role_slots, device), "slot": first},
+        | {"threads": threads_per_process(cluster, role_slots, device), "slot": index * role_slots.stride},
         slots=role_slots.slots,
         index=first,
         name=engine_name(index),
@@ -144,6 +149,11 @@ def server_urls(generator: GeneratorConfig) -> list[str]:
 
 def engine_name(index: int) -> str:
     return f"engine {index}"
+
+
+def engine_index(name: str) -> int:
+    """The index of the engine with this `engine_name`."""
+    return int(name.removeprefix("engine "))
 
 
 def engine_kwargs(generator: GeneratorConfig, device: str, name: str) -> dict[str, Any]:

@@ -35,6 +35,12 @@ class Layout:
     time_shared: bool
     """Engines and learner take turns on the same slots."""
 
+    @property
+    def num_slots(self) -> int:
+        """Of the whole run."""
+        roles = (self.policy, self.reference, self.critic, self.reward, self.engines)
+        return sum({id(role.slots): role.slots.count for role in roles if role is not None}.values())
+
 
 def place(
     cluster: Cluster,

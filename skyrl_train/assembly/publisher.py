@@ -12,13 +12,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from skyrl_train.assembly.engines import (
-    build_engine,
-    connect_engine,
-    engine_name,
-    engine_settings,
-    weight_folder,
-)
+from skyrl_train.assembly.elastic import EngineSeats
+from skyrl_train.assembly.engines import connect_engine, weight_folder
 from skyrl_train.assembly.services import Services
 from skyrl_train.assembly.sync_choices import shares_memory, wants_adapter
 from skyrl_train.config.schema import Config
@@ -220,22 +215,21 @@ def supervised_publish(
     return publish
 
 
-def build_supervisor(base: Services, client: EngineClient, publisher: WeightPublisher) -> EngineSupervisor:
-    """Restarts the run's own engines in their slots, and reconnects to engines that run elsewhere."""
-    cfg, learner, role_slots = base.cfg, base.learner, base.layout.engines
+def build_supervisor(
+    base: Services, client: EngineClient, publisher: WeightPublisher, seats: EngineSeats | None
+) -> EngineSupervisor:
+    """Restarts the run's own engines in their `seats`, and reconnects to engines that run elsewhere (None)."""
+    cfg, learner = base.cfg, base.learner
     assert learner is not None
     one_memory = shares_memory(cfg)
 
     async def start(name: str) -> Any:
         client.kill(name)
-        if role_slots is None:
+        if seats is None:
             return await connect_engine(name, cfg)  # restarting a server is up to its operator
         if one_memory:
             await learner.offload()
-        index = next(i for i in range(role_slots.count) if engine_name(i) == name)
-        return await build_engine(
-            index, base.cluster, engine_settings(cfg), cfg.trainer.timeouts, role_slots, cfg.device
-        )
+        return await seats.start(name)
 
     async def sync(engine: Any) -> None:
         if one_memory:
@@ -245,7 +239,7 @@ def build_supervisor(base: Services, client: EngineClient, publisher: WeightPubl
         await send_whole_version(learner, publisher, engine)
 
     async def stop(engine: Any) -> None:
-        await (engine.close() if role_slots is None else asyncio.to_thread(engine.kill))
+        await (engine.close() if seats is None else asyncio.to_thread(engine.kill))
 
     return EngineSupervisor(
         client,

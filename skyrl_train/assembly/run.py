@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from skyrl_train.assembly.algorithm import (
     policy_learning,
 )
 from skyrl_train.assembly.collector import build_collector
+from skyrl_train.assembly.elastic import EngineSeats, announce_number, build_watch
 from skyrl_train.assembly.engines import build_engines, connect_engine, engine_settings, require_installed, server_urls
 from skyrl_train.assembly.environments import build_environments
 from skyrl_train.assembly.memory_fit import announce_fit
@@ -60,7 +61,8 @@ from skyrl_train.trainer.guards import Guards
 from skyrl_train.trainer.residency import AlwaysResident, Residency, TimeShared
 from skyrl_train.trainer.rollout_metrics import sample_row
 from skyrl_train.trainer.schedule import StepSchedule
-from skyrl_train.trainer.trainer import Trainer
+from skyrl_train.trainer.trainer import Publish, Trainer
+from skyrl_train.weight_sync.publish import WeightPublisher
 
 PROBE_SEQUENCES = 4
 PROBE_TOKENS = 64
@@ -112,6 +114,8 @@ async def services(
                 build_tracker=build_tracker,
             )
         )
+        if train_dataset is not None:
+            announce_number(cfg, base.directory)
         environments = await stack.enter_async_context(build_environments(cfg, log_of_environments(base.directory)))
         reward_model = build_reward_model(base)
         # An engine measures free memory when it starts: whatever stays on its accelerator must be there before that.
@@ -223,20 +227,14 @@ def build_trainer(
         for prompt in train_dataset.prompts[:PROBE_SEQUENCES]
     ]
     publisher = build_publisher(cfg, base.learner, running.client, probe_ids)
+    publish, release = _publishing(base, running.client, publisher)
     return Trainer(
         schedule=schedule,
         intervals=intervals(trainer, schedule),
         collector=collector,
         learner=base.learner,
         batch_steps=[advantage_step, *build_correction_steps(trainer.algorithm)],
-        publish=supervised_publish(
-            base.learner,
-            running.client,
-            publisher,
-            build_supervisor(base, running.client, publisher),
-            mode=pause_mode(cfg, running.client.engines),
-            time_shared=base.layout.time_shared,
-        ),
+        publish=publish,
         residency=residency,
         evaluator=build_evaluator(cfg, running, eval_generator, eval_dataset, first) if eval_dataset else None,
         state=build_state(
@@ -246,11 +244,32 @@ def build_trainer(
         ),
         trackers=base.trackers,
         guards=guards,
-        release=running.client.stop_reviving,
+        release=release,
         phases=Said(),
         profiles=build_profiles(base, profiled_engines(cfg, running.client)),
         batch_dump=build_batch_dump(trainer),
     )
+
+
+def _publishing(
+    base: Services, client: EngineClient, publisher: WeightPublisher
+) -> tuple[Publish, Callable[[], Awaitable[None]]]:
+    """What syncs the engines, restarts them and changes their number; and what gives that up."""
+    assert base.learner is not None
+    seats = EngineSeats(base) if base.layout.engines is not None else None
+    supervisor = build_supervisor(base, client, publisher, seats)
+    wanted = build_watch(base, client, supervisor, seats)
+    client.on_close(wanted.end)
+    mode = pause_mode(base.cfg, client.engines)
+    publish = supervised_publish(
+        base.learner, client, publisher, supervisor, mode=mode, time_shared=base.layout.time_shared
+    )
+
+    async def release() -> None:
+        await wanted.end()
+        await client.stop_reviving()
+
+    return wanted.after(publish), release
 
 
 def first_rollout() -> FirstRollout:

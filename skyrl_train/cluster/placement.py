@@ -78,6 +78,35 @@ def reserve(
     return Slots(group, count, cpus, gpus, tenants, _cores(group))
 
 
+async def reserve_beside(cluster: Cluster, like: Slots, *, count: int, total_slots: int, deadline_s: float) -> Slots:
+    """Reserve `count` slots more for a run under way, in a group of their own: `cluster.gives_back` ends it.
+
+    On CPUs a slot is no larger than it would be had the run begun with `total_slots`, those that it asks for included.
+    A group that waits for room is what makes an autoscaler add nodes. Raises ConfigError if there is none within
+    `deadline_s` seconds.
+    """
+    cpus = like.cpus if like.gpus else min(like.cpus, cpus_per_slot(cluster.cpus, total_slots))
+    bundle = {"CPU": cpus} | ({"GPU": like.gpus} if like.gpus else {})
+    group = placement_group([bundle] * count, strategy="PACK")
+    cluster.owns_group(group)
+    try:
+        async with asyncio.timeout(deadline_s):
+            while not await asyncio.to_thread(group.wait, 1):
+                pass
+        return Slots(group, count, cpus, like.gpus, 1, await asyncio.to_thread(_cores, group))
+    except TimeoutError:
+        cluster.gives_back(group)
+        free = await asyncio.to_thread(ray.available_resources)
+        raise ConfigError(
+            f"{count} slots more of {cpus:g} CPU" + (f" and {like.gpus:g} GPU" if like.gpus else "") + " were not free "
+            f"within {deadline_s:g} s ({free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are now). Add "
+            "nodes to the Ray cluster, or end what uses them, and ask again."
+        ) from None
+    except BaseException:
+        cluster.gives_back(group)
+        raise
+
+
 def _placed(group: PlacementGroup, within_s: float) -> bool:
     deadline = time.monotonic() + within_s
     # group.ready() would be a task, which holds a worker that could be an actor; a wait hears no Ctrl-C before its end.

@@ -475,6 +475,12 @@ class Cluster:
         self._use()
         self._groups.append(group)
 
+    def gives_back(self, group: PlacementGroup) -> None:
+        """Remove a placement group before the run ends; Ray kills the actors in it."""
+        if group in self._groups and self.death() is None:
+            self._groups.remove(group)
+            remove_placement_group(group)
+
     def _use(self) -> None:
         if _users:
             _users.add(self)

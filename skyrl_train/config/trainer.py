@@ -126,6 +126,8 @@ class TimeoutsConfig(Section):
     """For one call of an environment; its process is killed afterwards."""
     weight_sync_s: float = key(600.0, range=POSITIVE)
     """For the trainer's weights to reach all engines."""
+    drain_s: float = key(300.0, range=POSITIVE)
+    """For an engine that leaves a run under way to answer the requests that it has; then others get them."""
     update_s: float = key(3600.0, range=POSITIVE)
     """For one call of the trainer's ranks, which scores a batch or learns from it."""
     checkpoint_s: float = key(1800.0, range=POSITIVE)

@@ -6,7 +6,7 @@ import asyncio
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -53,9 +53,18 @@ class _EngineRecord:
     """Tokens of running requests: their prompts and max_tokens."""
     cause: str | None = None
     """The first error, after which it gets no more requests; None while it is alive."""
+    since: float = field(default_factory=now)
+    empty: asyncio.Event | None = None
+    """Of one that is to leave, and gets no more requests: set when it has none left."""
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.cause is None and self.empty is None
 
     def unload(self, tokens: int, _: object = None) -> None:
         self.load -= tokens
+        if self.empty is not None and not self.load:
+            self.empty.set()
 
     def mark_dead(self, error: BaseException) -> None:
         self.cause = self.cause or f"{type(error).__name__}: {error}"
@@ -78,14 +87,15 @@ class EngineClient:
         self._homes: OrderedDict[tuple[str, str], int] = OrderedDict()
         """("session" or "group", its name) -> index of its engine."""
         self._background: set[asyncio.Task[Any]] = set()
+        self._ended_first: list[Callable[[], Awaitable[None]]] = []
         self._reviving: asyncio.Task[None] | None = None
         self._came_back = asyncio.Event()
         """Set by `replace`."""
         self._busy = _BusyClock()
         """Of all engines: runs while one of them does."""
-        self._replaced_busy_s = 0.0
-        """Of engines that are gone."""
-        self._measured: dict[str, float] = defaultdict(float, now=now())
+        self._gone_busy_s = self._gone_s = 0.0
+        """Of engines that are gone: in which they had requests, and in which they were there."""
+        self._measured: dict[str, float] = defaultdict(float)
         """The counters at the last call of `metrics`."""
         self._asleep = False
         self._holds = 0
@@ -102,22 +112,38 @@ class EngineClient:
 
     @property
     def engines(self) -> list[Any]:
-        """The living engines, in order: those that must get weights."""
+        """The living engines, in order: those that must get weights, also while they are leaving."""
         return [record.engine for record in self._all if record.cause is None]
 
     @property
+    def names(self) -> list[str]:
+        """Of all engines, dead or leaving ones included."""
+        return [record.name for record in self._all]
+
+    @property
+    def leaving(self) -> list[str]:
+        """The names of those that get no more requests, as they are to leave."""
+        return [record.name for record in self._all if record.empty is not None]
+
+    @property
     def _any_lives(self) -> bool:
-        return any(record.cause is None for record in self._all)
+        """Whether there is one that takes requests."""
+        return any(record.takes_requests for record in self._all)
 
     @property
     def dead(self) -> dict[str, str]:
-        """Name -> cause of death, of dead engines."""
-        return {record.name: record.cause for record in self._all if record.cause is not None}
+        """Name -> cause of death, of dead engines that are to be restarted: none that was leaving."""
+        return {one.name: one.cause for one in self._all if one.cause is not None and one.empty is None}
 
     @property
     def busy_s(self) -> float:
         """Seconds in which engines had requests, added up over engines."""
-        return self._replaced_busy_s + sum(record.busy.seconds for record in self._all)
+        return self._gone_busy_s + sum(record.busy.seconds for record in self._all)
+
+    @property
+    def _there_s(self) -> float:
+        """Seconds in which engines were there, added up over engines."""
+        return self._gone_s + sum(now() - record.since for record in self._all)
 
     def kill(self, name: str) -> None:
         """End the dead engine called `name`: one that hangs still occupies its slot, or its connections."""
@@ -130,9 +156,45 @@ class EngineClient:
     def replace(self, name: str, engine: Any) -> None:
         """Replace the engine called `name` by a new one, which must already have the current weights."""
         old = self._named(name)
-        self._replaced_busy_s += old.busy.seconds
-        self._all[self._all.index(old)] = self._record(engine, name)
+        self._count_gone(old)
+        new = self._all[self._all.index(old)] = self._record(engine, name)
+        new.empty = old.empty
         self._came_back.set()
+
+    def add(self, name: str, engine: Any) -> None:
+        """Add an engine, which must already have the current weights; from now on it gets requests."""
+        assert name not in self.names, f"there is an engine called {name} already"
+        self._all.append(self._record(engine, name))
+        self._came_back.set()
+
+    def retire(self, name: str) -> asyncio.Event:
+        """Send the engine called `name` no more requests; the event is set once it has none left.
+
+        Until `remove` it takes part in pauses and syncs: what it still samples is of the newest weights, too.
+        """
+        record = self._named(name)
+        record.empty = asyncio.Event()
+        if record.cause is not None or not record.load:
+            record.empty.set()
+        return record.empty
+
+    def keep(self, name: str) -> None:
+        """Send requests again to an engine that was to leave."""
+        self._named(name).empty = None
+
+    def remove(self, name: str) -> Any:
+        """Forget a retired engine, and return it. What it still has goes to the others as soon as its calls fail."""
+        record = self._named(name)
+        index = self._all.index(record)
+        self._count_gone(record)
+        del self._all[index]
+        homes = self._homes.items()
+        self._homes = OrderedDict((key, home - (home > index)) for key, home in homes if home != index)
+        return record.engine
+
+    def _count_gone(self, record: _EngineRecord) -> None:
+        self._gone_busy_s += record.busy.seconds
+        self._gone_s += now() - record.since
 
     def _record(self, engine: Any, name: str) -> _EngineRecord:
         progress = Progress(name, lambda: engine.health(), self._looks_every_s)
@@ -147,9 +209,9 @@ class EngineClient:
         """Completions in request order; every engine gets its share of the requests in one call.
 
         If an engine dies, its requests are sent once more: to the others or, if none is left, to those that `revive`
-        restarts. Requests wait while engines sleep or take weights; so do requests that an engine refused because they
-        arrived just as that began. Raises EngineError naming the engines if none is left, and the engine's own
-        UnsupportedParameter.
+        restarts; if it was to leave, that does not count. Requests wait while engines sleep or take weights; so do
+        requests that an engine refused because they arrived just as that began. Raises EngineError naming the engines
+        if none is left, and the engine's own UnsupportedParameter.
         """
         completions: dict[int, Completion] = {}
         missing = dict(enumerate(requests))
@@ -169,6 +231,7 @@ class EngineClient:
                     record.mark_dead(error)
                     if self.revives_at_once and self.revive is not None:
                         self._reviving_now()
+            died = {record: error for record, error in died.items() if record.empty is None}
             if died and (lost_at or not (self._any_lives or self.revive)):
                 record, error = next(iter(died.items()))
                 raise EngineError(self._lost(record, error)) from error
@@ -243,7 +306,7 @@ class EngineClient:
     def _route(self, request: SampleRequest, avoid: Collection[_EngineRecord]) -> _EngineRecord:
         keys = [(kind, name) for kind, name in (("session", request.session), ("group", request.group)) if name]
         homes = [self._homes[key] for key in keys if key in self._homes]
-        index = next((home for home in homes if self._all[home].cause is None and self._all[home] not in avoid), None)
+        index = next((home for home in homes if self._all[home].takes_requests and self._all[home] not in avoid), None)
         if index is None:  # only then is there a look at all of them
             index = self._least_loaded(homes, avoid)
         for key in keys:
@@ -255,7 +318,7 @@ class EngineClient:
 
     def _least_loaded(self, homes: Sequence[int], avoid: Collection[_EngineRecord]) -> int:
         """The living engine with the least load that is not to be avoided; if all are, one of `homes` first."""
-        alive = [index for index, record in enumerate(self._all) if record.cause is None]
+        alive = [index for index, one in enumerate(self._all) if one.cause is None and one.empty is None]
         if not alive:
             raise EngineError(f"There is no inference engine left. {self._causes()}")
         welcome = [index for index in alive if self._all[index] not in avoid] or alive
@@ -403,8 +466,14 @@ class EngineClient:
         if self._reviving is not None:
             await self._given_up([self._reviving])
 
+    def on_close(self, end: Callable[[], Awaitable[None]]) -> None:
+        """Have `close` first end what adds engines and removes them."""
+        self._ended_first.append(end)
+
     async def close(self) -> None:
         """Close every living engine; raises the first error after it has tried all."""
+        for end in self._ended_first:
+            await end()
         await self._given_up(self._background)
         await self._each("close")
 
@@ -420,24 +489,30 @@ class EngineClient:
 
         Since the last call: generated tokens per second in which requests were running, the share of time in which an
         engine had none, the share of prompt tokens that needed no prefill, and the tokens that were sampled for
-        nothing, as a pause ended their requests. Current values: running and queued requests, the number of dead
-        engines, and the memory of the engine that needed most.
+        nothing, as a pause ended their requests. Current values: running and queued requests, the numbers of engines
+        that take requests and of dead ones, and the memory of the engine that needed most.
         """
         every = await self.health()
         kinds = ("generated_tokens", "prefilled_tokens", "cached_tokens")
         counted = {kind: float(sum(getattr(one, kind) for one in every)) for kind in kinds}
-        counted |= {"busy_s": self._busy.seconds, "each_s": self.busy_s, "now": now(), "wasted": float(self._wasted)}
+        counted |= {
+            "busy_s": self._busy.seconds,
+            "each_s": self.busy_s,
+            "there_s": self._there_s,
+            "wasted": float(self._wasted),
+        }
         # A restarted engine counts from 0 again.
         since = {kind: max(0.0, count - self._measured[kind]) for kind, count in counted.items()}
         self._measured = defaultdict(float, counted)
         prompts = since["prefilled_tokens"] + since["cached_tokens"]
         return {
             "engines/tokens_per_s": since["generated_tokens"] / max(since["busy_s"], 1e-9),
-            "engines/idle": 1.0 - min(1.0, since["each_s"] / max(since["now"] * len(self._all), 1e-9)),
+            "engines/idle": 1.0 - min(1.0, since["each_s"] / max(since["there_s"], 1e-9)),
             "engines/wasted_tokens": since["wasted"],
             "engines/prefix_cache_hit_rate": since["cached_tokens"] / max(prompts, 1.0),
             "engines/running": float(sum(one.running for one in every)),
             "engines/queued": float(sum(one.queued for one in every)),
+            "engines/count": float(sum(record.takes_requests for record in self._all)),
             "engines/dead": float(len(self.dead)),
             **_peaks(every),
         }

@@ -1,4 +1,4 @@
-"""Restarts engines that died, with the current weights, until the budget of restarts is spent."""
+"""Restarts engines that died, with the current weights, until a budget is spent; lets others in and out."""
 
 from __future__ import annotations
 
@@ -55,6 +55,17 @@ class EngineSupervisor:
         """To be held while weights change: an engine may be started meanwhile, but gets its weights afterwards."""
         async with self._weights:
             yield
+
+    async def bring_in(self, name: str, engine: Any) -> None:
+        """Give a newcomer the current weights, and from then on requests. Raises what its `sync` raised."""
+        async with self._weights:
+            await self._sync(engine)
+            self._client.add(name, engine)
+
+    async def take_out(self, name: str) -> Any:
+        """Return an engine that was retired, which no sync and no restart has to do with any more."""
+        async with self._restarting, self._weights:
+            return self._client.remove(name)
 
     async def _restart_within_budget(self, name: str, cause: str) -> None:
         if self.restarts >= self._budget:

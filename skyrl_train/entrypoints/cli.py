@@ -27,6 +27,11 @@ def environments() -> None:
     pass
 
 
+@main.group(help="Engines of a run under way.", name="engines")
+def engines() -> None:
+    pass
+
+
 def _command(group: click.Group, name: str, module: str, what: str, *first: str) -> None:
     """Add a command that is the `main` of a module of this package; `first`: arguments that it always gets."""
 
@@ -48,6 +53,8 @@ _command(main, "check-config", "check_config", "The same as check.")
 _command(main, "plan", "check_config", "What a run needs: memory, tokens, steps; with --probe also seconds.", "--plan")
 _command(main, "simulate", "simulate", "What a run takes by engines, trainers and staleness; starts nothing.")
 _command(main, "doctor", "doctor", "What this machine has for a run, and what is missing.")
+_command(engines, "add", "engines", "N FOLDER: N engines more for the run in FOLDER.", "add")
+_command(engines, "remove", "engines", "N FOLDER: N engines fewer.", "remove")
 _command(environments, "try", "env_try", "Show a row's prompt and score completions, without a model.")
 
 if __name__ == "__main__":

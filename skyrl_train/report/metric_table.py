@@ -137,6 +137,7 @@ METRICS = (
     Metric("engines/prefix_cache_hit_rate", SHARE, "prompt tokens that needed no prefill", "high for groups and turns"),
     Metric("engines/running", COUNT, "requests in the engines when the step's numbers were taken"),
     Metric("engines/queued", COUNT, "requests that wait for an engine then"),
+    Metric("engines/count", COUNT, "engines that take requests: neither dead nor about to leave", "as many as wanted"),
     Metric("engines/dead", COUNT, "engines that are dead", "0"),
     Metric("engines/restarts", COUNT, "restarts of engines since the run began", "0"),
     Metric("weights/version", STEPS, "the step whose weights the engines hold"),

@@ -15,6 +15,7 @@ from skyrl_train.config.schema import Config
 from skyrl_train.data.trajectory import Prompt
 from skyrl_train.engines.base import SampleRequest
 from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.scaling import EngineScaler
 from skyrl_train.engines.supervisor import EngineSupervisor
 from skyrl_train.rollouts.collector import RolloutCollector
 from skyrl_train.simulation import virtual_time
@@ -72,6 +73,7 @@ class SimulatedRun:
     trainer: Trainer
     collector: RolloutCollector
     client: EngineClient
+    scaler: EngineScaler
     publisher: Any
     state: SimulatedState
     learner: SimulatedLearner
@@ -114,19 +116,20 @@ def build_run(
     begun = asyncio.get_running_loop().time()
     trackers: Any = Rows(lambda row: moments.append(Moment(now() - begun, client.busy_s, row)))
     state: Any = SimulatedState(learner, {"collector": collector}, saved)
+    publish, scaler = _publish(cfg, timings, split, client, learner, publisher, engine)
     trainer = Trainer(
         schedule=schedule,
         intervals=Intervals(0, 0, 0, False, schedule.total_steps),
         collector=collector,
         learner=learner,
         batch_steps=[],
-        publish=_publish(cfg, timings, split, client, learner, publisher, engine),
+        publish=publish,
         residency=AlwaysResident(),
         evaluator=None,
         state=state,
         trackers=trackers,
     )
-    return SimulatedRun(trainer, collector, client, publisher, state, learner, engines, moments)
+    return SimulatedRun(trainer, collector, client, scaler, publisher, state, learner, engines, moments)
 
 
 def _publish(
@@ -137,17 +140,25 @@ def _publish(
     learner: Any,
     publisher: Any,
     engine: Callable[[str], SimulatedEngine],
-) -> Callable[[int], Awaitable[dict[str, float]]]:
+) -> tuple[Callable[[int], Awaitable[dict[str, float]]], EngineScaler]:
+    """How weights get to the engines, and what changes their number."""
+
     async def start(name: str) -> SimulatedEngine:
         await asyncio.sleep(timings.engine.start_s)
         return engine(name)
+
+    async def stop(name: str, one: SimulatedEngine) -> None:
+        await one.close()
 
     async def sync(one: SimulatedEngine) -> None:
         await send_whole_version(learner, publisher, one)
 
     supervisor = EngineSupervisor(client, start=start, sync=sync, stop=SimulatedEngine.close, budget=_ANY)
+    scaler = EngineScaler(
+        client, supervisor, start=start, stop=stop, drain_s=cfg.trainer.timeouts.drain_s, tell=lambda line: None
+    )
     mode = PAUSES[cfg.trainer.fully_async.on_sync] if split.staleness else None
-    return supervised_publish(learner, client, publisher, supervisor, mode=mode)
+    return supervised_publish(learner, client, publisher, supervisor, mode=mode), scaler
 
 
 def _engines(cfg: Config, timings: Timings, unit: int, made: list[SimulatedEngine]) -> Callable[[str], SimulatedEngine]:

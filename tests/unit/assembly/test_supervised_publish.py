@@ -61,7 +61,7 @@ def test_the_row_of_a_sync_that_was_repeated_says_what_was_synced(dying: int, mo
     monkeypatch.setattr(assembly, "connect_engine", connect)
 
     async def run() -> tuple[dict[str, float], dict[str, float]]:
-        supervisor = assembly.build_supervisor(base, client, publisher)
+        supervisor = assembly.build_supervisor(base, client, publisher, None)
         publish = assembly.supervised_publish(base.learner, client, publisher, supervisor)
         first = await publish(1)
         for engine in engines[:dying]:

@@ -1,5 +1,5 @@
-"""Random schedules in virtual time: engines die, come back and stall, rollouts and syncs fail, samplers drop groups and
-over-provisioning cuts them, evaluations run in between, runs are resumed.
+"""Random schedules in virtual time: engines die, come back, stall, join and leave, rollouts and syncs fail, samplers
+drop groups and over-provisioning cuts them, evaluations run in between, runs are resumed.
 
 Whatever happens, a step trains on no token beyond the bound, on prompts in their order, each once, an evaluation is of
 one version, and the run ends.
@@ -63,6 +63,14 @@ class Schedule:
     killed_at: float | None
     """Virtual seconds after which the run is cancelled, and resumed from its last checkpoint."""
     seed: int
+    wanted: tuple[tuple[float, int], ...] = ()
+    """Virtual seconds, and the number of engines that is asked for then."""
+    drain_s: float = 300.0
+
+    @property
+    def fewest(self) -> int:
+        """Engines that take requests."""
+        return min([self.engines, *(number for _, number in self.wanted)])
 
 
 SCHEDULES = st.builds(
@@ -87,6 +95,8 @@ SCHEDULES = st.builds(
     cuts=st.booleans(),
     killed_at=st.none() | st.floats(0.0, 200.0),
     seed=st.integers(0, 2**16),
+    wanted=st.lists(st.tuples(st.floats(0.0, 150.0), st.integers(1, 4)), max_size=4).map(tuple),
+    drain_s=st.sampled_from([0.5, 5.0, 300.0]),
 )
 
 
@@ -94,6 +104,7 @@ def configured(schedule: Schedule) -> tuple[Config, Timings, Split]:
     cfg = Config()
     cfg.trainer.seed = schedule.seed
     cfg.trainer.train_batch_size = BATCH
+    cfg.trainer.timeouts.drain_s = schedule.drain_s
     cfg.trainer.fully_async.on_sync = schedule.on_sync
     cfg.trainer.fully_async.num_parallel_generation_workers = schedule.in_flight
     cfg.trainer.algorithm.dynamic_sampling.type = "filter" if schedule.filters else None
@@ -156,6 +167,18 @@ class Watched:
         collector.next_groups = watched  # type: ignore[method-assign]
         self._fail_a_sync(schedule.failing_sync)
         self._whole_versions_alone()
+        for at, number in schedule.wanted:
+            asyncio.get_running_loop().call_later(at, self._want, number)
+        self.wanted = schedule.engines
+
+    def _want(self, number: int) -> None:
+        self.wanted = number
+        self.run.scaler.set(number)
+
+    async def close(self) -> None:
+        await self.run.scaler.end()
+        await self.run.collector.close()
+        await self.run.client.close()
 
     async def _evaluate(self, prompt: Prompt, position: int) -> TrajectoryGroup:
         """With requests of its own names, beside those of rollouts that go on."""
@@ -234,6 +257,7 @@ async def played(schedule: Schedule) -> tuple[list[Watched], dict[int, list[Traj
         saved = first.run.state.saved
         fit.cancel()
         await asyncio.gather(fit, return_exceptions=True)
+        await first.run.scaler.end()
         await first.run.collector.close()
         again = Watched(schedule, saved)
         async with asyncio.timeout(ENDS_WITHIN_S):
@@ -243,9 +267,16 @@ async def played(schedule: Schedule) -> tuple[list[Watched], dict[int, list[Traj
         attempts.append(again)
     else:
         fit.result()
+    last = attempts[-1].run
+    async with asyncio.timeout(ENDS_WITHIN_S):
+        await last.scaler.settled()
+    if not schedule.failures_per_hour:
+        assert len(last.client.names) == attempts[-1].wanted
+        living = sum(not engine.dead for engine in last.engines)
+        stalled = schedule.stalls_at is not None  # one that was given up is not killed here
+        assert living - stalled <= len(last.client.engines) <= living, "one that left goes on"
     for one in attempts:
-        await one.run.collector.close()
-        await one.run.client.close()
+        await one.close()
     return attempts, trained
 
 
@@ -261,8 +292,8 @@ def test_the_bound_holds_prompts_are_used_once_in_order_and_the_run_ends(schedul
     for step, groups in trained.items():
         assert len(groups) == BATCH
         kinds = {item.error for group in groups for item in group.trajectories}
-        if not schedule.failures_per_hour and (schedule.engines > 1 or schedule.stalls_at is None):
-            assert kinds <= {None, "ZeroDivisionError"}, "one engine's death or stall costs no rollout"
+        if not schedule.failures_per_hour and (schedule.fewest > 1 or schedule.stalls_at is None):
+            assert kinds <= {None, "ZeroDivisionError"}, "one engine's death, stall or leave costs no rollout"
         turns = [turn for group in groups for item in group.trajectories if item.status == OK for turn in item.turns]
         assert all(step - schedule.staleness <= turn.min_version <= turn.max_version <= step for turn in turns)
     assert not any(one.torn for one in attempts), "an engine was sent weights that an update was changing"

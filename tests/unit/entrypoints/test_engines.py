@@ -1,0 +1,125 @@
+"""skyrl-train engines: what it asks of a run, and what it refuses by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.assembly.elastic import announce_number
+from skyrl_train.config.hydra import save_resolved
+from skyrl_train.config.schema import Config
+from skyrl_train.engines.wanted import ENGINES_FILE, read_wanted, stamp, write_wanted
+from skyrl_train.entrypoints.engines import main
+from skyrl_train.errors import ConfigError
+from skyrl_train.trainer.run_directory import RunDirectory
+
+
+@contextmanager
+def under_way(folder: Path, *, apart: bool = True, engines: int = 2, local: bool = True) -> Iterator[None]:
+    cfg = Config()
+    cfg.trainer.placement.colocate_all = not apart
+    cfg.generator.num_inference_engines = engines
+    cfg.generator.run_engines_locally = local
+    with RunDirectory(folder, {}, resuming=True):
+        save_resolved(cfg, folder / "config.yaml")
+        announce_number(cfg, folder)
+        yield
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_number_is_asked_for_in_the_folder_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with under_way(tmp_path):
+        before = stamp(tmp_path)
+        main(["add", "3", str(tmp_path)])
+        assert read_wanted(tmp_path) == 5
+        assert stamp(tmp_path) != before
+        main(["remove", "1", str(tmp_path)])
+    assert read_wanted(tmp_path) == 4
+    assert capsys.readouterr().out.splitlines()[1].startswith("5 -> 4 engines are wanted")
+    with under_way(tmp_path):
+        assert read_wanted(tmp_path) == 2, "a run that is resumed has the number of its configuration"
+
+
+def test_who_ask_at_the_same_time_are_all_heard(tmp_path: Path):
+    command = [sys.executable, "-m", "skyrl_train.entrypoints.cli", "engines", "add", "1", str(tmp_path)]
+    with under_way(tmp_path):
+        asking = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(4)]
+        assert [one.wait(60) for one in asking] == [0] * 4
+    assert read_wanted(tmp_path) == 6
+
+
+def test_the_last_engine_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with under_way(tmp_path):
+        said = refused(capsys, "remove", "2", str(tmp_path))
+    assert "remove 2: 2 are wanted now, and a run has at least one. Remove at most 1." in said
+    assert read_wanted(tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"apart": False}, "(trainer.placement.colocate_all=true). End the run and start it again"),
+        (
+            {"local": False},
+            "(generator.run_engines_locally=false), which it neither starts nor ends. End the run, change",
+        ),
+    ],
+)
+def test_a_run_whose_engines_are_fixed_says_why_and_what_to_do(
+    options: dict[str, bool], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write_wanted(tmp_path, 7)  # an earlier attempt's
+    with under_way(tmp_path, **options):  # type: ignore[arg-type]
+        assert not (tmp_path / ENGINES_FILE).exists()
+        assert says in refused(capsys, "add", "1", str(tmp_path))
+
+
+def test_what_is_no_run_or_none_under_way_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert "is no run's folder: it has no config.yaml" in refused(capsys, "add", "1", str(tmp_path))
+    with under_way(tmp_path):
+        pass
+    assert "no run is under way in" in refused(capsys, "add", "1", str(tmp_path))
+    with under_way(tmp_path):
+        (tmp_path / ENGINES_FILE).unlink()
+        assert f"has no {ENGINES_FILE}: it is only starting" in refused(capsys, "add", "1", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("add", "0", "f"), ("add", "-1", "f"), ("add", "two", "f"), ("set", "2", "f")]
+)
+def test_what_it_does_not_understand_is_said(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
+    assert "It takes add N FOLDER or remove N FOLDER" in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "3", "[]", "{", '{"num_inference_engines": 0}', '{"num_inference_engines": true}']
+)
+def test_a_file_that_says_no_number_is_refused_with_what_to_write(text: str, tmp_path: Path):
+    (tmp_path / ENGINES_FILE).write_text(text)
+    with pytest.raises(ConfigError, match=r'Write \{"num_inference_engines": N\}, with a whole N of at least 1\.'):
+        read_wanted(tmp_path)
+
+
+@pytest.fixture
+def by_hand() -> Callable[[Path, int], None]:
+    def write(folder: Path, number: int) -> None:
+        (folder / ENGINES_FILE).write_text(json.dumps({"num_inference_engines": number}))
+
+    return write
+
+
+def test_the_file_may_be_written_by_hand(by_hand: Callable[[Path, int], None], tmp_path: Path):
+    by_hand(tmp_path, 3)
+    assert read_wanted(tmp_path) == 3
