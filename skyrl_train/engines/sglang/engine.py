@@ -42,6 +42,7 @@ from skyrl_train.engines.sglang.traffic import Traffic
 from skyrl_train.engines.sglang.weight_store import SGLangWeights, check_names
 from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.models.loading import load_config, load_tokenizer, meta_model
+from skyrl_train.storage.copies import local_copy
 from skyrl_train.tasks import unwatched
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, dtype_of
@@ -86,6 +87,7 @@ class SGLangEngine:
         SGLang refuses, and for a model that cannot be loaded.
         """
         self.name = name
+        model = local_copy(model)
         config = load_config(model).get_text_config()
         longest: int = max_model_len or config.max_position_embeddings
         capabilities = _capabilities(name, on_cpu=device == "cpu", lora=max_lora_rank > 0)
