@@ -35,6 +35,8 @@ RECORDS_EVERY_S = 30.0
 """How often files that have changed are uploaded while no folder is."""
 LONGEST_PAUSE_S = 60.0
 """Between two attempts."""
+_LAST_FILE_S = 10.0
+"""For the file that is on its way when nothing more shall be uploaded."""
 SAID_ANEW_AFTER = 5
 """Attempts of one upload after which its failure is said again."""
 LATEST_FILE = "latest_ckpt_global_step.txt"
@@ -127,7 +129,13 @@ class Mirror:
         with self._turn:
             self._closing = True
             self._turn.notify_all()
-        if not self._done.wait(deadline_s):
+        in_time = self._done.wait(deadline_s)
+        if taker := self._lease.lost_to:
+            raise StorageError(
+                f"{self.store.address} is in use by {taker}, as this process was silent for too long: nothing was "
+                f"uploaded since. What this run wrote is in {self.local}."
+            )
+        if not in_time:
             with self._turn:
                 missing = [path for path in (self._current, *(path for path, _ in self._pending)) if path is not None]
             names = [path.relative_to(self.local).as_posix() for path in missing] or ["metrics and logs"]
@@ -138,10 +146,12 @@ class Mirror:
             )
 
     def stop(self) -> None:
-        """Upload nothing more; what is being uploaded is not waited for."""
+        """Upload nothing more; a file that is on its way may still arrive, but no manifest will."""
         with self._turn:
             self._given_up = True
             self._turn.notify_all()
+        if self._worker.is_alive():
+            self._worker.join(_LAST_FILE_S)
 
     def give_up(self) -> None:
         """Leave the address to others."""
@@ -155,7 +165,7 @@ class Mirror:
 
     def _work(self) -> None:
         failed = 0
-        while not self._given_up:
+        while not self._given_up and not self._lease.lost_to:
             with self._turn:
                 if failed:
                     self._turn.wait(min(LONGEST_PAUSE_S, 2.0**failed / 2))
@@ -168,14 +178,16 @@ class Mirror:
                 self._upload(folder, fresh)
                 failed, self._failure = 0, ""
             except Exception as error:  # of the network, of the disk: this thread goes on whatever it is
+                if self._given_up:
+                    break
                 failed += 1
                 self._note(folder, fresh, failed, error)
                 continue
             finally:
                 self._current = None
             if folder is None and closing and not self._pending:
-                self._done.set()
-                return
+                break
+        self._done.set()
 
     def _note(self, folder: Path | None, fresh: bool, failed: int, error: Exception) -> None:
         self._failure = f"{error}" if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
@@ -189,8 +201,6 @@ class Mirror:
                     self._pending.insert(0, (folder, fresh))
 
     def _upload(self, folder: Path | None, fresh: bool) -> None:
-        if self._lease.lost_to:
-            raise StorageError(f"{self.store.address} is in use by {self._lease.lost_to} now; end one of the two runs.")
         if folder is None:
             self._put_records()
             return
@@ -226,6 +236,8 @@ class Mirror:
 
     def _put_records(self) -> None:
         for path in self._record_files():
+            if self._given_up:
+                raise StorageError(f"{self.store.address}: the run has ended.")
             name = path.relative_to(self.local).as_posix()
             try:
                 state = path.stat()

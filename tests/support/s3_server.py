@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ class S3Server:
 
     port: int
     refused: str = ""
-    """Requests whose "METHOD /path" matches it are answered with 503."""
+    """Requests whose "METHOD /path" matches it are answered with 403, as with a token that has expired."""
     held: str = ""
     """Those that match it wait until `let_go`."""
     holding: threading.Event = field(default_factory=threading.Event)
@@ -53,6 +54,17 @@ class S3Server:
         self.held = ""
         self._let_go.set()
 
+    def empty(self) -> None:
+        """Forget all objects, and what was asked of it."""
+        import s3fs
+
+        self.held = self.refused = ""
+        bucket = s3fs.S3FileSystem(use_listings_cache=False)
+        for key in self.objects():
+            bucket.rm_file(f"{BUCKET}/{key}")
+        self.seen.clear()
+        self.holding, self._let_go = threading.Event(), threading.Event()
+
     def pass_through(self, request: str) -> bool:
         """Note a request, and hold it up if that was asked for; whether the server shall answer it."""
         self.seen.append(request)
@@ -70,12 +82,13 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     from werkzeug.serving import make_server
 
     state = S3Server(0)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     application = DomainDispatcherApplication(create_backend_app)
 
     def gate(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
         if state.pass_through(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}"):
             return application(environ, start_response)
-        start_response("503 Service Unavailable", [("Content-Length", "0")])
+        start_response("403 Forbidden", [("Content-Length", "0")])
         return []
 
     server = make_server("127.0.0.1", 0, gate, threaded=True)

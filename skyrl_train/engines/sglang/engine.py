@@ -86,8 +86,7 @@ class SGLangEngine:
         Blocks until the model is loaded. Adapters need `max_lora_rank` above 0. Raises ConfigError for arguments that
         SGLang refuses, and for a model that cannot be loaded.
         """
-        self.name = name
-        model = local_copy(model)
+        self.name, model = name, local_copy(model)
         config = load_config(model).get_text_config()
         longest: int = max_model_len or config.max_position_embeddings
         capabilities = _capabilities(name, on_cpu=device == "cpu", lora=max_lora_rank > 0)
