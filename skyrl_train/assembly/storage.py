@@ -55,6 +55,9 @@ class Mirrors:
                 if ended_well:
                     raise
                 _log.error("%s", error)
+            except asyncio.CancelledError:
+                _log.warning("The last uploads were not waited for: the same command finishes them.")
+                raise
             finally:
                 for mirror in mirrors:
                     mirror.stop()

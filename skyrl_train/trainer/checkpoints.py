@@ -101,7 +101,7 @@ class Checkpoints:
         if missing := sorted(known.keys() - {name for name, _ in _files(folder)}):
             raise CheckpointError(
                 f"{folder} does not contain {missing[0]}, which a rank has written there: trainer.ckpt_path must be on "
-                "a disk that all nodes share."
+                "a disk that all nodes share (SKYRL_CACHE, if it is an address)."
             )
         found = {name: known.get(name) or describe(path, sync=True) for name, path in sorted(_files(folder))}
         entries = {name: {"bytes": one.size, "sha256": one.sha256} for name, one in found.items()}
