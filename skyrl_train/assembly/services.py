@@ -14,7 +14,7 @@ from skyrl_train.assembly.algorithm import Learning, compared_rewards
 from skyrl_train.assembly.capacity import capacity_of
 from skyrl_train.assembly.layout import Layout, place
 from skyrl_train.assembly.learner import build_learner
-from skyrl_train.assembly.storage import Mirrors, mirrors_of
+from skyrl_train.assembly.storage import NO_MIRRORS, Mirrors, mirrors_of
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.hydra import CONFIG_FILE, plain, save_resolved
 from skyrl_train.config.problems import Problem, raise_all
@@ -47,7 +47,7 @@ class Services:
     layout: Layout
     learner: Learner | None
     trackers: Trackers
-    mirrors: Mirrors
+    mirrors: Mirrors = NO_MIRRORS
 
 
 def schedule_of(trainer: TrainerConfig, num_prompts: int) -> StepSchedule:
@@ -79,12 +79,18 @@ def rules_of(cfg: Config) -> list[Rule]:
     return [*rules, *RULES]
 
 
-def run_directory(cfg: Config, fingerprints: Mapping[str, str]) -> tuple[RunDirectory, Mirrors]:
-    """The run directory for trainer.ckpt_path, with this run's identity; and what of it is mirrored."""
-    # An evaluation-only run has a subfolder, so that it does not mix its records with those of a training run.
-    path = working_folder(cfg.trainer.ckpt_path) / ("" if fingerprints else "evaluation")
-    mirrors, resuming = mirrors_of(cfg, path), cfg.trainer.resume_mode != "none"
-    return RunDirectory(path, identity(cfg) | dict(redact(fingerprints)), resuming, mirrors.run), mirrors
+def run_directory(cfg: Config, fingerprints: Mapping[str, str], mirrors: Mirrors = NO_MIRRORS) -> RunDirectory:
+    """The run directory for trainer.ckpt_path, with this run's identity."""
+    path, resuming = folder_of(cfg, fingerprints), cfg.trainer.resume_mode != "none"
+    return RunDirectory(path, identity(cfg) | dict(redact(fingerprints)), resuming, mirrors.run)
+
+
+def folder_of(cfg: Config, fingerprints: Mapping[str, str]) -> Path:
+    """The folder of this run on this machine.
+
+    An evaluation-only run has a subfolder, so that it does not mix its records with those of a training run.
+    """
+    return working_folder(cfg.trainer.ckpt_path) / ("" if fingerprints else "evaluation")
 
 
 @asynccontextmanager
@@ -109,8 +115,8 @@ async def learner_services(
     if schedule is not None:
         check_profiled_steps(trainer, schedule)
     async with AsyncExitStack() as stack:
-        folder, mirrors = run_directory(cfg, fingerprints)
-        directory = stack.enter_context(folder)
+        mirrors = mirrors_of(cfg, folder_of(cfg, fingerprints))
+        directory = stack.enter_context(run_directory(cfg, fingerprints, mirrors))
         await stack.enter_async_context(mirrors.kept(trainer.timeouts.upload_s))
         save_resolved(cfg, directory.path / CONFIG_FILE)
         logs = stack.enter_context(run_logs(directory.path))

@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 class Mirrors:
     """The mirrors of a run's two folders, for those that are at addresses."""
 
-    run: Mirror | None
-    exports: Mirror | None
+    run: Mirror | None = None
+    exports: Mirror | None = None
 
     @asynccontextmanager
     async def kept(self, deadline_s: float) -> AsyncIterator[None]:
@@ -63,6 +63,9 @@ class Mirrors:
                     mirror.stop()
 
 
+NO_MIRRORS = Mirrors()
+
+
 def mirrors_of(cfg: Config, run_folder: Path) -> Mirrors:
     """Those of a run that works in `run_folder`, which is that of trainer.ckpt_path or below it."""
     trainer = cfg.trainer
@@ -93,4 +96,5 @@ def check_addresses(cfg: Config, uses: Uses) -> None:
     raise_all(problems)
     if uses.learner and is_address(cfg.trainer.ckpt_path):
         stored = StoredFolder(cfg.trainer.ckpt_path).read(IDENTITY_FILE)
-        refuse_other_run(working_folder(cfg.trainer.ckpt_path), identity(cfg), stored)
+        if stored is not None:
+            refuse_other_run(cfg.trainer.ckpt_path, identity(cfg), stored)

@@ -61,12 +61,13 @@ class Experiment:
             folder = working_folder(trainer.ckpt_path)
             uploaded = f", uploaded to {trainer.ckpt_path}" if is_address(trainer.ckpt_path) else ""
             say("run", f"{trainer.run_name}, in {folder.absolute()}{uploaded}")
-            refuse_other_run(folder, identity(config))
         if any(addresses(config)):
             from skyrl_train.assembly.storage import check_addresses
 
             with phase("storage", "files at addresses that the run needs"):
                 check_addresses(config, self.uses)
+        if self.uses.learner:
+            refuse_other_run(working_folder(trainer.ckpt_path), identity(config))
         from skyrl_train.cluster.runtime import Cluster, importing  # takes a second
 
         self.config = config

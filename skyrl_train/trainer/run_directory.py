@@ -111,17 +111,17 @@ class RunDirectory:
             )
 
 
-def refuse_other_run(path: Path, known: Mapping[str, Any], stored: bytes | None = None) -> None:
+def refuse_other_run(path: Path | str, known: Mapping[str, Any], stored: bytes | None = None) -> None:
     """Raises RunDirectoryError for a folder of a run that differs in what is `known` before anything is started.
 
-    `stored`: the run.json of its mirror, if there is one.
+    `stored`: its run.json, if `path` is an address.
     """
-    kept = _kept_identity(path) if stored is None else _identity_in(stored, f"the stored {IDENTITY_FILE}")
+    kept = _kept_identity(Path(path)) if stored is None else _identity_in(stored, f"{path}/{IDENTITY_FILE}")
     if kept is not None:
         _refuse_differences(path, kept, json.loads(json.dumps(known)), {*known, *({"adapters"} & kept.keys())})
 
 
-def _refuse_differences(path: Path, kept: Mapping[str, Any], now: Mapping[str, Any], keys: Set[str]) -> None:
+def _refuse_differences(path: Path | str, kept: Mapping[str, Any], now: Mapping[str, Any], keys: Set[str]) -> None:
     different = [_difference(key, kept.get(key), now.get(key)) for key in sorted(keys) if kept.get(key) != now.get(key)]
     if different:
         raise RunDirectoryError(

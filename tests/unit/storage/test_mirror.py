@@ -71,7 +71,7 @@ class Machine:
 
     def loaded(self) -> tuple[int, str] | None:
         found = self.checkpoints.load_path("latest")
-        return found and (found.step, (found.path / "policy" / "rank_0").read_text())
+        return (found.step, (found.path / "policy" / "rank_0").read_text()) if found is not None else None
 
 
 def until(condition: object, seconds: float = 20.0) -> None:
