@@ -11,6 +11,7 @@ where), so that at any moment one of the two is whole.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -25,6 +26,7 @@ FINISHED_FILE = ".finished"
 """In a folder of this machine that is finished and has no manifest yet."""
 SET_ASIDE_FILE = "manifest.set_aside.json"
 """What the manifest of a folder is called that is kept, but that nobody reads any more."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def upload(store: StoredFolder, name: str, local: Path, before_manifest: Callable[[], None] = lambda: None) -> bool:
-    """Upload the folder `local`, which has a manifest, as `name`; False if it changed or went away meanwhile.
+    """Upload the folder `local`, which has a manifest, as `name`; False if it changed or went away, or is damaged.
 
     Files that are there already, by the manifest there, are not sent again. What the new manifest does not list is
     deleted afterwards. Raises StorageError; what was whole before then still is.
@@ -69,6 +71,10 @@ def upload(store: StoredFolder, name: str, local: Path, before_manifest: Callabl
     try:
         manifest = (local / MANIFEST_FILE).read_bytes()
     except FileNotFoundError:
+        return False
+    if (problem := _damage(local, manifest)) is not None:
+        if _is_still(local, manifest):
+            _log.error("%s IS DAMAGED: %s. It is not uploaded.", local, problem)
         return False
     wanted, old = listed_in(manifest), _known(store, name)
     taken = {one.key for one in old.values()}
@@ -145,6 +151,19 @@ def _known(store: StoredFolder, name: str) -> dict[str, Listed]:
         return listed_in(manifest) if manifest is not None else {}
     except ValueError:
         return {}
+
+
+def _damage(local: Path, manifest: bytes) -> str | None:
+    """What is wrong with a folder at first sight: whoever loads it checks all of its bytes."""
+    try:
+        listed = listed_in(manifest)
+    except ValueError as error:
+        return f"{MANIFEST_FILE} cannot be read ({error})"
+    for name, one in listed.items():
+        file = local / name
+        if not file.is_file() or file.stat().st_size != one.held.size:
+            return f"{name} is not the {one.held.size} bytes that {MANIFEST_FILE} says"
+    return None
 
 
 def _is_still(local: Path, manifest: bytes) -> bool:

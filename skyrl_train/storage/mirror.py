@@ -168,7 +168,7 @@ class Mirror:
         while not self._given_up and not self._lease.lost_to:
             with self._turn:
                 if failed:
-                    self._turn.wait(min(LONGEST_PAUSE_S, 2.0**failed / 2))
+                    self._turn.wait(min(LONGEST_PAUSE_S, 2.0 ** min(failed, 10) / 2))
                 elif not self._pending and not self._closing:
                     self._turn.wait(RECORDS_EVERY_S)
                 closing = self._closing

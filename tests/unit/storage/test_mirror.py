@@ -132,6 +132,19 @@ def test_what_an_interrupted_upload_left_is_deleted_and_the_checkpoint_uploaded_
     assert Machine(tmp_path / "b").loaded() == (10, "weights of step 10")
 
 
+def test_a_damaged_checkpoint_is_not_uploaded_and_holds_up_no_other(
+    server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    before = Machine(tmp_path / "a")
+    (before.save(10) / "policy" / "rank_0").unlink()
+    (before.save(20) / "manifest.json").write_text("{")
+    with Machine(tmp_path / "a") as again:
+        again.save(30)
+        again.mirror.finish(20)
+        assert again.mirror.steps() == [30]
+    assert "policy/rank_0 is not the 18 bytes" in caplog.text and "manifest.json cannot be read" in caplog.text
+
+
 def test_a_step_that_is_saved_once_more_is_whole_at_every_moment(server: S3Server, tmp_path: Path):
     with Machine(tmp_path / "a") as here:
         here.save(10, "first")
