@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.assembly.storage import Mirrors
 from skyrl_train.errors import RunDirectoryError, StorageError
 from skyrl_train.storage import lease, mirror as mirrors
 from skyrl_train.storage.mirror import Mirror
@@ -283,3 +285,17 @@ def test_a_dead_runs_claim_ends_and_one_that_was_only_silent_uploads_nothing_mor
             silent.mirror.finish(20)
         assert other.mirror.steps() == []
     silent.mirror.give_up()
+
+
+def test_the_end_of_a_run_waits_for_its_uploads_and_says_what_is_missing(server: S3Server, tmp_path: Path):
+    here = Machine(tmp_path / "a")
+
+    async def run() -> None:
+        async with Mirrors(here.mirror).kept(0.5):
+            server.held = "PUT .*/global_step_10/policy/"
+            here.save(10)
+            threading.Timer(1.0, server.let_go).start()
+
+    with pytest.raises(StorageError, match="lacks global_step_10"):
+        asyncio.run(run())
+    assert here.mirror.steps() == [], "no manifest comes after the end"
