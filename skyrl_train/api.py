@@ -45,7 +45,8 @@ class TrainingResult:
     """What `train` leaves."""
 
     directory: Path
-    """The run's folder (trainer.ckpt_path): checkpoints, metrics.jsonl, samples.jsonl, config.yaml."""
+    """The run's folder on this machine (trainer.ckpt_path, if that is no address): checkpoints, metrics.jsonl,
+    samples.jsonl, config.yaml."""
     step: int
     """Finished training steps, those of earlier starts of the same run included."""
 

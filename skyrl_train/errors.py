@@ -19,6 +19,7 @@
     ├── NonFiniteUpdate        loss or gradient was not finite too many times in a row
     ├── Unhealthy              a guard of trainer.guards stopped the run; names it
     ├── CheckpointError        a checkpoint is corrupt and nothing older can replace it, or saving failed too often
+    ├── StorageError           an address could not be read or written; names address and file, and why
     ├── ClusterLost            a node of the cluster, or one of Ray's own processes, died; names it
     └── Stopped                a person or a scheduler asked the run to end, by SIGINT or SIGTERM
 
@@ -123,6 +124,10 @@ class Unhealthy(SkyRLError):
 
 class CheckpointError(SkyRLError):
     """No checkpoint of the run can be loaded, or none can be written any more."""
+
+
+class StorageError(SkyRLError):
+    """Storage at an address refuses, does not answer, or lacks something; the message names address and file."""
 
 
 class ClusterLost(SkyRLError):

@@ -28,6 +28,7 @@ from skyrl_train.engines.http.remote import RemoteEngine, has_our_routes
 from skyrl_train.engines.sampling import check_supported, normalise
 from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.listening import API_KEY
+from skyrl_train.storage.places import working_folder
 from skyrl_train.tasks import gather_all
 
 _NATIVE_SERVERS = {"vllm": VLLMServer, "sglang": SGLangServer}
@@ -139,7 +140,7 @@ def engine_settings(cfg: Config) -> GeneratorConfig:
 
 def weight_folder(cfg: Config) -> str:
     """The folder for weights on the "checkpoint" route."""
-    return cfg.generator.weight_sync_folder or str(Path(cfg.trainer.ckpt_path) / "weight_sync")
+    return cfg.generator.weight_sync_folder or str(working_folder(cfg.trainer.ckpt_path) / "weight_sync")
 
 
 def server_urls(generator: GeneratorConfig) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from skyrl_train.assembly.algorithm import Learning
@@ -16,6 +15,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.learner.learner import BatchSizes, Learner, WorkerGroup
 from skyrl_train.learner.worker import LearnerSpec
 from skyrl_train.models.loading import has_tokenizer, load_tokenizer
+from skyrl_train.storage.places import working_folder
 from skyrl_train.trainer.schedule import StepSchedule
 
 WORKER = "skyrl_train.learner.worker:LearnerWorker"
@@ -89,7 +89,7 @@ def build_learner(
         choose=learning.choose,
         needs_old_logprobs=learning.needs_old_logprobs,
         routing_replay=trainer.moe_routing_replay,
-        stacks_file=Path(trainer.ckpt_path) / "stacks.txt",
+        stacks_file=working_folder(trainer.ckpt_path) / "stacks.txt",
     )
 
 
@@ -191,7 +191,7 @@ def _parallel_sizes(section: PolicyConfig | RefConfig | CriticConfig) -> dict[st
 
 
 def _memory_folder(trainer: TrainerConfig) -> str | None:
-    return str(Path(trainer.export_path) / "memory_snapshots") if trainer.policy.record_memory else None
+    return str(working_folder(trainer.export_path) / "memory_snapshots") if trainer.policy.record_memory else None
 
 
 def _lora(settings: LoraConfig) -> LoraConfig | None:

@@ -55,6 +55,7 @@ from skyrl_train.report.trackers import Trackers
 from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
 from skyrl_train.rollouts.first_rollout import FirstRollout
 from skyrl_train.rollouts.rate_limit import RateLimiter
+from skyrl_train.storage.places import working_folder
 from skyrl_train.tasks import gather_all
 from skyrl_train.trainer.evaluation import Evaluator
 from skyrl_train.trainer.guards import Guards
@@ -293,7 +294,7 @@ def build_evaluator(
     first: FirstRollout | None = None,
 ) -> Evaluator:
     """`first`: that of the run's training, if there is one."""
-    dump_to = Path(cfg.trainer.export_path) / "dumped_evals" if cfg.trainer.dump_eval_results else None
+    dump_to = working_folder(cfg.trainer.export_path) / "dumped_evals" if cfg.trainer.dump_eval_results else None
     watched = (first or first_rollout()).of(judged(cfg, generator, running.reward_model))
     ahead = cfg.trainer.fully_async.enabled
     return Evaluator(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from skyrl_train.assembly.algorithm import Learning, compared_rewards
 from skyrl_train.assembly.capacity import capacity_of
 from skyrl_train.assembly.layout import Layout, place
 from skyrl_train.assembly.learner import build_learner
+from skyrl_train.assembly.storage import NO_MIRRORS, Mirrors, mirrors_of
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.hydra import CONFIG_FILE, plain, save_resolved
 from skyrl_train.config.problems import Problem, raise_all
@@ -26,6 +27,7 @@ from skyrl_train.report.diagnosis import NO_DIFFERENCE, RULES, Rule, async_rules
 from skyrl_train.report.logs import run_logs
 from skyrl_train.report.phases import phase
 from skyrl_train.report.trackers import Trackers, make_trackers
+from skyrl_train.storage.places import working_folder
 from skyrl_train.trainer.batch_dump import BatchDump
 from skyrl_train.trainer.checkpoints import Checkpoints
 from skyrl_train.trainer.loop import Intervals
@@ -45,6 +47,7 @@ class Services:
     layout: Layout
     learner: Learner | None
     trackers: Trackers
+    mirrors: Mirrors = NO_MIRRORS
 
 
 def schedule_of(trainer: TrainerConfig, num_prompts: int) -> StepSchedule:
@@ -76,11 +79,18 @@ def rules_of(cfg: Config) -> list[Rule]:
     return [*rules, *RULES]
 
 
-def run_directory(cfg: Config, fingerprints: Mapping[str, str]) -> RunDirectory:
+def run_directory(cfg: Config, fingerprints: Mapping[str, str], mirrors: Mirrors = NO_MIRRORS) -> RunDirectory:
     """The run directory for trainer.ckpt_path, with this run's identity."""
-    # An evaluation-only run has a subfolder, so that it does not mix its records with those of a training run.
-    path = Path(cfg.trainer.ckpt_path) / ("" if fingerprints else "evaluation")
-    return RunDirectory(path, identity(cfg) | dict(redact(fingerprints)), resuming=cfg.trainer.resume_mode != "none")
+    path, resuming = folder_of(cfg, fingerprints), cfg.trainer.resume_mode != "none"
+    return RunDirectory(path, identity(cfg) | dict(redact(fingerprints)), resuming, mirrors.run)
+
+
+def folder_of(cfg: Config, fingerprints: Mapping[str, str]) -> Path:
+    """The folder of this run on this machine.
+
+    An evaluation-only run has a subfolder, so that it does not mix its records with those of a training run.
+    """
+    return working_folder(cfg.trainer.ckpt_path) / ("" if fingerprints else "evaluation")
 
 
 @asynccontextmanager
@@ -104,8 +114,10 @@ async def learner_services(
     trainer = cfg.trainer
     if schedule is not None:
         check_profiled_steps(trainer, schedule)
-    with ExitStack() as stack:
-        directory = stack.enter_context(run_directory(cfg, fingerprints))
+    async with AsyncExitStack() as stack:
+        mirrors = mirrors_of(cfg, folder_of(cfg, fingerprints))
+        directory = stack.enter_context(run_directory(cfg, fingerprints, mirrors))
+        await stack.enter_async_context(mirrors.kept(trainer.timeouts.upload_s))
         save_resolved(cfg, directory.path / CONFIG_FILE)
         logs = stack.enter_context(run_logs(directory.path))
         if trainer.trace:
@@ -141,7 +153,7 @@ async def learner_services(
                 bucket_bytes=int(cfg.generator.weight_transfer_threshold_cuda_ipc_GB * 2**30),
                 only_changed=cfg.generator.weight_sync_only_changed,
             )
-        yield Services(cfg, cluster, directory.path, layout, learner, trackers)
+        yield Services(cfg, cluster, directory.path, layout, learner, trackers, mirrors)
 
 
 async def start_learner(learner: Learner | None, trainer: TrainerConfig) -> None:
@@ -164,9 +176,9 @@ def build_state(base: Services, fingerprints: Mapping[str, str], controllers: Ma
     assert base.learner is not None
     trainer = base.cfg.trainer
     return RunState(
-        Checkpoints(base.directory, trainer.max_ckpts_to_keep),
+        Checkpoints(base.directory, trainer.max_ckpts_to_keep, base.mirrors.run),
         base.learner,
-        Path(trainer.export_path),
+        working_folder(trainer.export_path),
         resume_mode=trainer.resume_mode,
         resume_path=trainer.resume_path,
         fingerprints=fingerprints,
@@ -175,6 +187,8 @@ def build_state(base: Services, fingerprints: Mapping[str, str], controllers: Ma
         in_background=trainer.async_checkpoint,
         # In the background a rank is asked between two updates.
         deadline_s=trainer.timeouts.checkpoint_s + trainer.timeouts.update_s * trainer.async_checkpoint,
+        uploads=base.mirrors.run,
+        exports=base.mirrors.exports,
     )
 
 
@@ -194,7 +208,7 @@ def build_profiles(base: Services, engines: Callable[[], Sequence[Any]] = list) 
 
 
 def build_batch_dump(trainer: TrainerConfig) -> BatchDump | None:
-    return BatchDump(Path(trainer.export_path) / "dumped_data") if trainer.dump_data_batch else None
+    return BatchDump(working_folder(trainer.export_path) / "dumped_data") if trainer.dump_data_batch else None
 
 
 def intervals(trainer: TrainerConfig, schedule: StepSchedule) -> Intervals:

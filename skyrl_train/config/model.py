@@ -65,7 +65,8 @@ class ModelConfig(Section):
     """The model that is trained."""
 
     path: str = "Qwen/Qwen2.5-1.5B-Instruct"
-    """Folder or hub name of a Hugging Face causal language model. Reference and engines use it too by default."""
+    """Folder, address of a folder (docs/storage.md), or hub name of a Hugging Face causal language model. Reference and
+    engines use it too by default."""
     lora: PolicyLoraConfig = key(factory=PolicyLoraConfig, needs=only_above("trainer.policy.model.lora.rank", 0))
 
 

@@ -16,13 +16,24 @@ from skyrl_train.config.problems import Problem
 from skyrl_train.config.reference import ESTIMATORS, SFT_LOSSES, measures_kl
 from skyrl_train.config.schema import Config
 from skyrl_train.config.slots import SlotCounts, count_slots
-from skyrl_train.config.sources import OTHER_FILES, SUFFIXES, is_file_of_rows, may_be_on_hub, split_of
+from skyrl_train.config.sources import (
+    OTHER_FILES,
+    SUFFIXES,
+    addresses,
+    is_address,
+    is_file_of_rows,
+    local_path,
+    may_be_on_hub,
+    split_of,
+)
 
 INSTALL = {
     "vllm": "`uv run --extra vllm ...` on GPUs, `scripts/cpu_engines` on CPUs",
     "sglang": "`uv run --extra sglang ...` on GPUs, `scripts/cpu_engines` on CPUs",
 }
 """Engines that are packages of their own -> how to get them."""
+S3 = "s3fs"
+"""The package that reads and writes s3:// addresses."""
 LEAST_CPU_SHARE = 0.1
 """Share of a CPU that every slot needs: with less, ranks only wait for each other."""
 
@@ -44,6 +55,11 @@ def missing(config: Config, uses: Uses) -> Iterator[Problem]:
     yield from _data(config, uses)
     yield from _models(config, uses)
     yield from _other_files(config, uses)
+    if importlib.util.find_spec(S3) is None:
+        for key, address in addresses(config):
+            if address.startswith("s3://"):
+                allowed, advice = "a path where s3fs is not installed", "Install it: `uv run --extra s3 ...`."
+                yield Problem(key, address, allowed, advice)
     backend = config.generator.backend
     local_engines = uses.engines and config.generator.run_engines_locally
     if local_engines and backend in INSTALL and importlib.util.find_spec(backend) is None:
@@ -74,27 +90,30 @@ def slots_of(config: Config, uses: Uses) -> SlotCounts:
     )
 
 
-def _data(config: Config, uses: Uses) -> Iterator[Problem]:
+def data_sources(config: Config, uses: Uses) -> Iterator[tuple[str, str]]:
+    """(key, value) of all data that is read."""
     evaluates = config.trainer.eval_before_train or config.trainer.eval_interval > 0
     for name, used in (("train_data", uses.train_data), ("val_data", uses.val_data and evaluates)):
-        for source in getattr(config.data, name) if used else ():
-            path = os.path.expanduser(split_of(source)[0])
-            if os.path.splitext(path)[1].lower() in OTHER_FILES:
-                allowed = f"a file that ends in {', '.join(SUFFIXES)}"
-                advice = (
-                    "Convert it, for instance with datasets.load_dataset('csv', data_files=...) and its to_parquet."
-                )
-                yield Problem(f"data.{name}", source, allowed, advice)
-            elif is_file_of_rows(source) and not os.path.isfile(path):
-                yield Problem(f"data.{name}", source, "a file that exists", _instead(path))
-            elif not os.path.exists(path) and not may_be_on_hub(path):
-                yield Problem(f"data.{name}", source, "a file, a folder or a dataset's name on the hub", _instead(path))
+        yield from ((f"data.{name}", source) for source in getattr(config.data, name) if used)
+
+
+def _data(config: Config, uses: Uses) -> Iterator[Problem]:
+    for key, source in data_sources(config, uses):
+        path = os.path.expanduser(split_of(local_path(source))[0])
+        if os.path.splitext(path)[1].lower() in OTHER_FILES:
+            allowed = f"a file that ends in {', '.join(SUFFIXES)}"
+            advice = "Convert it, for instance with datasets.load_dataset('csv', data_files=...) and its to_parquet."
+            yield Problem(key, source, allowed, advice)
+        elif is_address(path):
+            continue  # looked at by whoever starts the run
+        elif is_file_of_rows(path) and not os.path.isfile(path):
+            yield Problem(key, source, "a file that exists", _instead(path))
+        elif not os.path.exists(path) and not may_be_on_hub(path):
+            yield Problem(key, source, "a file, a folder or a dataset's name on the hub", _instead(path))
 
 
 def _instead(path: str) -> str:
     """What exists, for a path that does not."""
-    if "://" in path:
-        return "Addresses are not read: download it, and name the file or folder."
     folder = os.path.abspath(os.path.dirname(path))
     try:
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))[:6]
@@ -105,7 +124,8 @@ def _instead(path: str) -> str:
     return f"In {folder} there is {', '.join(names) or 'nothing'}."
 
 
-def _models(config: Config, uses: Uses) -> Iterator[Problem]:
+def model_paths(config: Config, uses: Uses) -> Iterator[tuple[str, str]]:
+    """(key, value) of all models that are loaded."""
     trainer, slots = config.trainer, slots_of(config, uses)
     used = {
         "policy": True,
@@ -116,15 +136,24 @@ def _models(config: Config, uses: Uses) -> Iterator[Problem]:
     for role in (name for name, is_used in used.items() if is_used):
         path = getattr(trainer, role).model.path
         follows = role == "ref" and path == trainer.policy.model.path
-        if path is not None and not follows and (problem := _model_problem(f"trainer.{role}.model.path", path)):
+        if path is not None and not follows:
+            yield f"trainer.{role}.model.path", path
+
+
+def _models(config: Config, uses: Uses) -> Iterator[Problem]:
+    for key, path in model_paths(config, uses):
+        if (problem := _model_problem(key, path)) is not None:
             yield problem
 
 
-def _model_problem(key: str, path: str) -> Problem | None:
+def _model_problem(key: str, named: str) -> Problem | None:
+    path = local_path(named)
+    if is_address(path):
+        return None  # looked at by whoever starts the run
     if os.path.isdir(path):
         advice = "It has no config.json, which every model's folder has."
         there = os.path.isfile(os.path.join(path, "config.json"))
-        return None if there else Problem(key, path, "a model's folder", advice)
+        return None if there else Problem(key, named, "a model's folder", advice)
     if path.startswith("~"):
         return Problem(key, path, "written out", "The shell leaves ~ as it is behind a =; write $HOME.")
     allowed = "a model's folder or its name on the hub"
@@ -137,7 +166,7 @@ def _other_files(config: Config, uses: Uses) -> Iterator[Problem]:
         key = "generator.chat_template.name_or_path"
         yield Problem(key, template.name_or_path, "a file with source=file", _instead(template.name_or_path))
     resumes = uses.learner and trainer.resume_mode == "from_path" and trainer.resume_path
-    if resumes and not os.path.isdir(str(trainer.resume_path)):
+    if resumes and not is_address(trainer.resume_path) and not os.path.isdir(str(trainer.resume_path)):
         allowed, advice = "a checkpoint's folder", _instead(str(trainer.resume_path))
         yield Problem("trainer.resume_path", trainer.resume_path, allowed, advice)
 

@@ -118,7 +118,8 @@ class CurriculumConfig(Section):
 
 @dataclass
 class DataConfig(Section):
-    """Where prompts are drawn from: parquet or jsonl files, or names of hub datasets."""
+    """Where prompts are drawn from: parquet or jsonl files, folders, or names of hub datasets. Files and folders may be
+    at addresses, s3://bucket/file or file:///file: see docs/storage.md."""
 
     train_data: list[str] = key(factory=lambda: ["${oc.env:HOME}/data/gsm8k/train.parquet"])
     """Training data."""

@@ -1,14 +1,69 @@
-"""What an entry of data.train_data or data.val_data names: a file of rows, a folder, or a dataset on the hub."""
+"""What paths of a configuration name: files, folders, names on the hub, and addresses of storage."""
 
 from __future__ import annotations
 
 import os.path
 import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeGuard
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from skyrl_train.config.schema import Config
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 SUFFIXES = (".parquet", ".json", ".jsonl")
 OTHER_FILES = frozenset({".csv", ".tsv", ".txt", ".xlsx", ".arrow", ".gz", ".zip", ".pkl"})
 """Endings of files that hold data and cannot be read: no dataset on the hub is called so."""
+
+SCHEMES = ("s3", "file")
+"""Of addresses of storage."""
+_ROLES = ("policy", "ref", "critic", "reward")
+
+
+def is_address(path: object) -> TypeGuard[str]:
+    """Whether it is written like one of storage, good or bad; everything else is a path or a name on the hub."""
+    return isinstance(path, str) and "://" in path
+
+
+def addresses(config: Config) -> Iterator[tuple[str, str]]:
+    """(key, value) of all paths that are addresses."""
+    trainer, data = config.trainer, config.data
+    paths = [(f"trainer.{key}", getattr(trainer, key)) for key in ("ckpt_path", "export_path", "resume_path")]
+    paths += [(f"trainer.{role}.model.path", getattr(trainer, role).model.path) for role in _ROLES]
+    paths += [("generator.model_name", config.generator.model_name)]
+    for key in ("train_data", "val_data"):
+        sources = getattr(data, key)
+        paths += [(f"data.{key}", source) for source in (sources if isinstance(sources, (list, tuple)) else ())]
+    found = {path: key for key, path in reversed(paths) if is_address(path)}  # what follows another key is that one's
+    yield from ((key, path) for path, key in reversed(found.items()))
+
+
+def local_path(path: str) -> str:
+    """The path of a `file://` address; everything else as it is."""
+    return path.removeprefix("file://")
+
+
+def address_problem(address: str) -> tuple[str, str] | None:
+    """(what is allowed, what to do) for an address that cannot be used, without looking whether anything is there."""
+    allowed = "an address like s3://bucket/folder or file:///folder"
+    scheme, _, rest = address.partition("://")
+    if scheme not in SCHEMES:
+        return allowed, "Other addresses are not read or written."
+    if "@" in rest.partition("/")[0] or "?" in rest:
+        advice = "Credentials come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or from AWS's own configuration."
+        return f"{allowed}, without credentials or a query", advice
+    if not rest.strip("/") or rest.startswith("/") != (scheme == "file") or ".." in rest.split("/"):
+        return allowed, "A bucket, or an absolute path without `..`, follows the two slashes."
+    return None
+
+
+def without_credentials(address: str) -> str:
+    """An address as it may be shown."""
+    parts = urlsplit(address)
+    return f"{parts.scheme}://{'***@' if '@' in parts.netloc else ''}{parts.netloc.rpartition('@')[2]}{parts.path}" + (
+        "?***" if parts.query else ""
+    )
 
 
 def is_file_of_rows(source: str) -> bool:

@@ -132,6 +132,8 @@ class TimeoutsConfig(Section):
     """For one call of the trainer's ranks, which scores a batch or learns from it."""
     checkpoint_s: float = key(1800.0, range=POSITIVE)
     """For a rank to write or read its part of a checkpoint, or to export the model."""
+    upload_s: float = key(1800.0, range=POSITIVE)
+    """For a run that has ended to upload what is not at its addresses yet, see `ckpt_path`."""
 
 
 @dataclass
@@ -167,13 +169,14 @@ class TrainerConfig(Section):
     """`latest` continues from the newest checkpoint if there is one, `from_path` from `resume_path`; `none` starts
     anew."""
     resume_path: str | None = key(None, needs=only_with("trainer.resume_mode", "from_path"))
-    """Checkpoint folder for `resume_mode=from_path`."""
+    """Checkpoint folder for `resume_mode=from_path`, on this machine or at an address."""
     log_path: str = "/tmp/skyrl-logs"
     """SkyRL's folder for the logs of processes."""
     ckpt_path: str = "${oc.env:HOME}/ckpts/"
     """Folder of the run: its checkpoints are written here. If nobody sets it, a folder of this configuration's own
     below the default, PROJECT/RUN-DIGEST, which the same command finds again; the number of steps, ranks and engines
-    may change, what decides what is learnt makes another folder."""
+    may change, what decides what is learnt makes another folder. An address, `s3://bucket/folder` or `file:///folder`,
+    has a copy of the folder: the run works on this machine, see docs/storage.md."""
     max_ckpts_to_keep: int = key(-1, range=MINUS_ONE_OR_MORE, spellings=NEVER)
     """Keep only this many of the newest checkpoints; -1 keeps all."""
     ckpt_interval: int = key(10, range=MINUS_ONE_OR_MORE, spellings=NEVER)
@@ -187,7 +190,7 @@ class TrainerConfig(Section):
     the model is also exported after the last step."""
     export_path: str = "${oc.env:HOME}/exports/"
     """Exports and dumps are written here. If nobody sets it, in a folder of this configuration's own below the default,
-    as for `ckpt_path`."""
+    as for `ckpt_path`. It may be an address, too."""
     bf16: bool = True
     """Compute in bfloat16, with optimizer state in fp32; false computes in fp32."""
     epochs: int = key(1, range=AT_LEAST_ONE)

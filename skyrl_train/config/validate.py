@@ -16,6 +16,7 @@ from skyrl_train.config.problems import Problem, show
 from skyrl_train.config.ranges import LEAST_TEMPERATURE
 from skyrl_train.config.reference import ESTIMATORS, measures_kl
 from skyrl_train.config.schema import Config, DPPOConfig
+from skyrl_train.config.sources import address_problem, addresses, without_credentials
 from skyrl_train.registry import unknown
 
 OPEN_TO_PLUGINS = frozenset(name for name, key in leaves().items() if key.facts.plugins)
@@ -125,8 +126,15 @@ def _combinations(config: Config) -> Iterator[Problem]:
     if str(trainer.export_path).rstrip("/") == str(trainer.ckpt_path).rstrip("/"):
         allowed = "another folder than trainer.ckpt_path"
         yield Problem("trainer.export_path", trainer.export_path, allowed, "Both get folders called global_step_N.")
+    yield from _addresses(config)
     if not config.data.train_data:
         yield Problem("data.train_data", [], "at least one file or dataset")
+
+
+def _addresses(config: Config) -> Iterator[Problem]:
+    for key, address in addresses(config):
+        if (wrong := address_problem(address)) is not None:
+            yield Problem(key, without_credentials(address), *wrong)
 
 
 def _one_way_to_write_bounds(config: Config) -> Iterator[Problem]:

@@ -10,8 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skyrl_train.config.sources import SUFFIXES, is_file_of_rows, may_be_on_hub, split_of
+from skyrl_train.config.sources import SUFFIXES, is_address, is_file_of_rows, may_be_on_hub, split_of
 from skyrl_train.errors import DataError
+from skyrl_train.storage.copies import local_copy
 
 DatasetRow = dict[str, Any]
 WHITESPACE = b"\xef\xbb\xbf \t\r\n"
@@ -24,8 +25,12 @@ def read_rows(source: str) -> Iterator[tuple[str, DatasetRow]]:
     """(where, row) for every row of `source`; `where` names the file and the line or row, from 1, for error messages.
 
     A source is a .parquet, .json or .jsonl file, a folder that `datasets` can load, or a name on the hub; the latter
-    two may end in ":split" ("train" otherwise). Raises DataError if it is missing or cannot be read.
+    two may end in ":split" ("train" otherwise). Files and folders may be at an address, see `storage.copies`. Raises
+    DataError if it is missing or cannot be read, StorageError if the address cannot be.
     """
+    if is_address(source):
+        name, split = split_of(source)
+        source = local_copy(name) + (f":{split}" if name != source else "")
     if is_file_of_rows(source):
         path = Path(source).expanduser()
         if not path.is_file():

@@ -9,9 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from skyrl_train.config.presence import Uses
+from skyrl_train.config.sources import is_address
 from skyrl_train.experiments.base import Experiment, start
 from skyrl_train.experiments.stopping import exits_as_told
 from skyrl_train.report.phases import Said, phase
+from skyrl_train.storage.places import working_folder
 
 
 class SFTExp(Experiment):
@@ -26,7 +28,9 @@ class SFTExp(Experiment):
 
     def run(self) -> None:
         folder = self._until_told(self._train())
-        print(f"exported to {folder}")
+        export_path = self.config.trainer.export_path
+        inside = folder.relative_to(working_folder(export_path))
+        print(f"exported to {export_path.rstrip('/')}/{inside}" if is_address(export_path) else f"exported to {folder}")
 
     async def _train(self) -> Path:
         from skyrl_train.assembly.algorithm import sft_learning

@@ -17,12 +17,14 @@ from skyrl_train.config.prepare import launch
 from skyrl_train.config.presence import Uses, slots_of
 from skyrl_train.config.run_folder import identity
 from skyrl_train.config.schema import Config
+from skyrl_train.config.sources import addresses, is_address
 from skyrl_train.errors import ClusterLost, Stopped
 from skyrl_train.experiments.collecting import collecting_seldom
 from skyrl_train.experiments.stopping import signals_leave, until_told
 from skyrl_train.messages import to_stderr
 from skyrl_train.report.metrics_server import check_metrics_address
 from skyrl_train.report.phases import phase, say
+from skyrl_train.storage.places import working_folder
 from skyrl_train.trainer.run_directory import refuse_other_run
 
 if TYPE_CHECKING:
@@ -56,8 +58,16 @@ class Experiment:
         if self.uses.learner or self.uses.val_data:  # what only serves has no numbers of a run
             check_metrics_address(trainer.metrics_host, trainer.metrics_port)
         if self.uses.learner:
-            say("run", f"{trainer.run_name}, in {Path(trainer.ckpt_path).absolute()}")
-            refuse_other_run(Path(trainer.ckpt_path), identity(config))
+            folder = working_folder(trainer.ckpt_path)
+            uploaded = f", uploaded to {trainer.ckpt_path}" if is_address(trainer.ckpt_path) else ""
+            say("run", f"{trainer.run_name}, in {folder.absolute()}{uploaded}")
+        if any(addresses(config)):
+            from skyrl_train.assembly.storage import check_addresses
+
+            with phase("storage", "files at addresses that the run needs"):
+                check_addresses(config, self.uses)
+        if self.uses.learner:
+            refuse_other_run(working_folder(trainer.ckpt_path), identity(config))
         from skyrl_train.cluster.runtime import Cluster, importing  # takes a second
 
         self.config = config

@@ -25,8 +25,10 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
+from skyrl_train.config.sources import is_address
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.saved_weights import SavedWeights, make_rest_real, tie_equal
+from skyrl_train.storage.copies import local_copy
 
 POLICY_PATH = "trainer.policy.model.path"
 REWARD_PATH = "trainer.reward.model.path"
@@ -42,7 +44,7 @@ def load_config(
 ) -> Any:
     """The model's configuration with `overrides` (only of existing attributes) and rope changes. Raises ConfigError."""
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(local_copy(path, weights=False), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise _cannot_load(key, path, error) from error
     for name, value in (overrides or {}).items():
@@ -177,7 +179,7 @@ def _load(
     """
     try:
         model, info = kind.from_pretrained(
-            path,
+            local_copy(path),
             config=config,
             dtype=dtype,
             attn_implementation=attention,
@@ -220,9 +222,9 @@ def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) ->
 def checkpoint_names(path: str) -> set[str]:
     """Names of the tensors in the safetensors files of a folder or hub name; empty if it has none."""
     absent: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
-    if index := cached_file(path, "model.safetensors.index.json", **absent):
+    if index := cached_file(local_copy(path, weights=False), "model.safetensors.index.json", **absent):
         return set(json.loads(Path(index).read_text())["weight_map"])
-    if file := cached_file(path, "model.safetensors", **absent):
+    if file := cached_file(local_copy(path), "model.safetensors", **absent):
         with safe_open(file, framework="pt") as opened:
             return set(opened.keys())
     return set()
@@ -230,6 +232,7 @@ def checkpoint_names(path: str) -> set[str]:
 
 def _weight_files(path: str, config: PreTrainedConfig) -> list[str]:
     """The safetensors files of a folder or hub name, in the order in which transformers looks for them."""
+    path = local_copy(path)
     first = getattr(config, "transformers_weights", None) or "model.safetensors"
     file = cached_file(path, first, _raise_exceptions_for_missing_entries=False)
     found = Path(file or str(cached_file(path, "model.safetensors.index.json")))
@@ -242,20 +245,23 @@ def _weight_files(path: str, config: PreTrainedConfig) -> list[str]:
 def has_tokenizer(path: str) -> bool:
     """Whether a folder or hub name has files of a tokenizer."""
     absent: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    path = local_copy(path, weights=False)
     return any(cached_file(path, name, **absent) for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
 def load_tokenizer(path: str, *, use_fast: bool = True, key: str = POLICY_PATH) -> Any:
     """The tokenizer of a folder or hub name. Raises ConfigError naming `key`."""
     try:
-        return AutoTokenizer.from_pretrained(path, use_fast=use_fast, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(
+            local_copy(path, weights=False), use_fast=use_fast, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         raise _cannot_load(key, path, error) from error
 
 
 def _cannot_load(key: str, path: str, error: Exception) -> ConfigError:
     reason = str(error).strip().split("\n")[0]
-    if Path(path).is_dir():
+    if is_address(path) or Path(path).is_dir():
         kind = "sequence classification model" if key == REWARD_PATH else "causal language model"
         todo = f"The folder must hold config.json, a tokenizer and *.safetensors of a {kind}."
     elif Path(path).is_absolute() or path.startswith("."):

@@ -15,6 +15,7 @@ from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.experiments.base import Experiment, Session, used_by
 from skyrl_train.skyrl.launch import config_of, readable
 from skyrl_train.skyrl.refusals import refuse, refuse_overrides
+from skyrl_train.storage.places import working_folder
 
 if TYPE_CHECKING:
     from skyrl_train.assembly.run import RunningServices
@@ -41,7 +42,7 @@ class BasePPOExp(Experiment):
         self.cfg = readable(config)
         self.colocate_pg = self.get_colocate_pg()
         super().__init__(config)
-        os.makedirs(config.trainer.export_path, exist_ok=True)
+        os.makedirs(working_folder(config.trainer.export_path), exist_ok=True)
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 

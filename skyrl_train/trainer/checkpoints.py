@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from skyrl_train.config.sources import is_address
 from skyrl_train.durable import Written, describe, sync_folder, write_durably
 from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.storage.manifests import MANIFEST_FILE
+from skyrl_train.storage.mirror import LATEST_FILE, Mirror
+from skyrl_train.storage.places import working_folder
 
-LATEST_FILE = "latest_ckpt_global_step.txt"
-MANIFEST_FILE = "manifest.json"
 STATE_FILE = "trainer_state.json"
 RESUME_MODES = ("none", "latest", "from_path")
 
@@ -48,15 +50,19 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run. Only the `keep` newest are kept; -1 keeps all."""
+    """The checkpoints of one run. Only the `keep` newest are kept; -1 keeps all.
 
-    def __init__(self, root: Path, keep: int = -1):
+    `mirror`: of `root` at an address, where there may be checkpoints that are not here.
+    """
+
+    def __init__(self, root: Path, keep: int = -1, mirror: Mirror | None = None):
         if keep < 1 and keep != -1:
             raise ConfigError(
                 f"trainer.max_ckpts_to_keep={keep} is not allowed: -1 keeps all, 1 or more keeps so many."
             )
         self._root = Path(root)
         self._keep = keep
+        self._mirror = mirror
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, oldest first."""
@@ -95,7 +101,7 @@ class Checkpoints:
         if missing := sorted(known.keys() - {name for name, _ in _files(folder)}):
             raise CheckpointError(
                 f"{folder} does not contain {missing[0]}, which a rank has written there: trainer.ckpt_path must be on "
-                "a disk that all nodes share."
+                "a disk that all nodes share (SKYRL_CACHE, if it is an address)."
             )
         found = {name: known.get(name) or describe(path, sync=True) for name, path in sorted(_files(folder))}
         entries = {name: {"bytes": one.size, "sha256": one.sha256} for name, one in found.items()}
@@ -124,9 +130,9 @@ class Checkpoints:
             return None
         if mode not in RESUME_MODES:
             raise ConfigError(f"trainer.resume_mode={mode!r} is not one of {', '.join(RESUME_MODES)}.")
-        root, newest = self._root, None
+        root, newest, mirror = self._root, None, self._mirror
         if mode == "from_path":
-            root, newest = _parse_path(path)
+            root, newest, mirror = self._given(path)
         for torn in sorted(_steps(root, _TORN)):
             _log.warning(
                 "Checkpoint %s is torn: its save was interrupted. It is not loaded.",
@@ -134,9 +140,12 @@ class Checkpoints:
             )
         if root == self._root:
             self._bring_back()
-        candidates = _by_recorded_step(root, newest)
+        stored = [] if mirror is None else _not_set_aside(root, mirror.steps())
+        candidates = _candidates(root, stored, newest)
         for step, folder in candidates:
             problem = verify(folder)
+            if problem is not None and mirror is not None and step in stored:
+                problem = _fetched(mirror, step, folder)
             if problem is None:
                 if folder.name != f"global_step_{step}":
                     _log.warning("Checkpoint %s is of step %d: its manifest decides, not its name.", folder, step)
@@ -149,6 +158,20 @@ class Checkpoints:
                 "another trainer.ckpt_path."
             )
         return None
+
+    def _given(self, path: str | Path | None) -> tuple[Path, int, Mirror | None]:
+        """(folder with checkpoints, step, its mirror if there is one) of trainer.resume_path."""
+        if not is_address(str(path)):
+            root, step = _parse_path(path)
+            return root, step, self._mirror if root == self._root.resolve() else None
+        address, _, name = str(path).rstrip("/").rpartition("/")
+        mine = self._mirror is not None and self._mirror.store.address == address
+        mirror = self._mirror if mine else Mirror(working_folder(address), address)
+        assert mirror is not None
+        match = _COMMITTED.fullmatch(name)
+        if match is None or not (int(match[1]) in mirror.steps() or (mirror.local / name).is_dir()):
+            raise _no_checkpoint(path)
+        return mirror.local, int(match[1]), mirror
 
     def _bring_back(self) -> None:
         """A checkpoint is out of the way for a moment while its step is saved again: a kill may come just then."""
@@ -179,6 +202,8 @@ class Checkpoints:
 
     def _prune(self) -> None:
         for _, folder in _by_recorded_step(self._root, None)[self._keep :] if self._keep > 0 else ():
+            if self._mirror is not None and self._mirror.uploading(folder):
+                continue  # the next save deletes it
             with _out_of_the_way(folder):
                 pass
 
@@ -247,11 +272,44 @@ def _parse_path(path: str | Path | None) -> tuple[Path, int]:
     folder = Path(path).resolve() if path else None
     match = _COMMITTED.fullmatch(folder.name) if folder else None
     if folder is None or match is None or not folder.is_dir():
-        raise ConfigError(
-            f"trainer.resume_path={str(path)!r} is not a checkpoint: "
-            "give the folder <ckpt_path>/global_step_<number> of a finished save."
-        )
+        raise _no_checkpoint(path)
     return folder.parent, int(match.group(1))
+
+
+def _no_checkpoint(path: str | Path | None) -> ConfigError:
+    return ConfigError(
+        f"trainer.resume_path={str(path)!r} is not a checkpoint: "
+        "give the folder <ckpt_path>/global_step_<number> of a finished save."
+    )
+
+
+def _candidates(root: Path, stored: list[int], newest: int | None) -> list[tuple[int, Path]]:
+    """(step, folder) of all checkpoints up to the one named `newest`, latest first; `stored` need not be here."""
+    given = newest if newest is not None and (root / f"global_step_{newest}").is_dir() else None
+    here = _by_recorded_step(root, given)
+    names = {folder.name for _, folder in here}
+    wanted = [step for step in stored if f"global_step_{step}" not in names and (newest is None or step <= newest)]
+    absent = [(step, root / f"global_step_{step}") for step in wanted]
+    return sorted((*here, *absent), key=lambda one: one[0], reverse=True)
+
+
+def _not_set_aside(root: Path, steps: list[int]) -> list[int]:
+    """Without those that this folder has left behind, of which the address may not know yet."""
+    return [step for step in steps if not any(root.glob(f"global_step_{step}.set_aside_*"))]
+
+
+def _fetched(mirror: Mirror, step: int, folder: Path) -> str | None:
+    """Download a checkpoint that is damaged here or not here at all; what is wrong with it then."""
+    _log.warning("Checkpoint %s comes from %s.", folder.name, mirror.store.address)
+    if folder.is_dir():
+        return mirror.fetch(step, folder) or verify(folder)
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    if (problem := mirror.fetch(step, partial)) is None:
+        partial.rename(folder)
+        sync_folder(folder.parent)
+    return problem or verify(folder)
 
 
 def _steps(root: Path, pattern: re.Pattern[str]) -> Iterator[int]:

@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from skyrl_train.durable import write_durably
 from skyrl_train.errors import RunDirectoryError
+from skyrl_train.storage.mirror import Mirror
 from skyrl_train.trainer.checkpoints import Checkpoints
 
 IDENTITY_FILE = "run.json"
@@ -33,16 +34,18 @@ class RunDirectory:
     `identity` determines whether two runs are the same one (project, run name, model path, fingerprints of the data):
     plain JSON values, stored in run.json. Entering raises RunDirectoryError if the folder cannot be written, is locked
     by another process, belongs to a run with another identity, or contains checkpoints although `resuming` is false.
+    `mirror`: of the folder at an address, for which the same holds.
 
     Example:
         with RunDirectory(Path("runs/a"), {"run_name": "a"}, resuming=True) as run:
             (run.path / "config.yaml").write_text(...)
     """
 
-    def __init__(self, path: Path, identity: Mapping[str, Any], resuming: bool):
+    def __init__(self, path: Path, identity: Mapping[str, Any], resuming: bool, mirror: Mirror | None = None):
         self.path = Path(path)
         self._identity: dict[str, Any] = json.loads(json.dumps(identity))
         self._resuming = resuming
+        self._mirror = mirror
         self._lock: IO[str] | None = None
 
     def __enter__(self) -> RunDirectory:
@@ -56,16 +59,23 @@ class RunDirectory:
             ) from error
         try:
             self._take(self._lock)
+            if self._mirror is not None:
+                self._mirror.take_over()
             self._check()
             write_durably(self.path / IDENTITY_FILE, json.dumps(self._identity, indent=1))
         except BaseException:
-            self._lock.close()
+            self._release()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        if self._mirror is not None:
+            self._mirror.give_up()
         assert self._lock is not None
         self._lock.close()  # releases the lock; the system does the same when the process dies
 
@@ -84,7 +94,7 @@ class RunDirectory:
         lock.flush()
 
     def _check(self) -> None:
-        steps = Checkpoints(self.path).steps()
+        steps = sorted({*Checkpoints(self.path).steps(), *(self._mirror.steps() if self._mirror else ())})
         kept = _kept_identity(self.path)
         if kept is None:
             if steps:
@@ -101,14 +111,17 @@ class RunDirectory:
             )
 
 
-def refuse_other_run(path: Path, known: Mapping[str, Any]) -> None:
-    """Raises RunDirectoryError for a folder of a run that differs in what is `known` before anything is started."""
-    kept = _kept_identity(path)
+def refuse_other_run(path: Path | str, known: Mapping[str, Any], stored: bytes | None = None) -> None:
+    """Raises RunDirectoryError for a folder of a run that differs in what is `known` before anything is started.
+
+    `stored`: its run.json, if `path` is an address.
+    """
+    kept = _kept_identity(Path(path)) if stored is None else _identity_in(stored, f"{path}/{IDENTITY_FILE}")
     if kept is not None:
         _refuse_differences(path, kept, json.loads(json.dumps(known)), {*known, *({"adapters"} & kept.keys())})
 
 
-def _refuse_differences(path: Path, kept: Mapping[str, Any], now: Mapping[str, Any], keys: Set[str]) -> None:
+def _refuse_differences(path: Path | str, kept: Mapping[str, Any], now: Mapping[str, Any], keys: Set[str]) -> None:
     different = [_difference(key, kept.get(key), now.get(key)) for key in sorted(keys) if kept.get(key) != now.get(key)]
     if different:
         raise RunDirectoryError(
@@ -132,8 +145,16 @@ def _kept_identity(path: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
     try:
-        kept = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        content = file.read_bytes()
+    except OSError as error:
+        raise RunDirectoryError(f"{file} cannot be read ({error}); it says which run the folder belongs to.") from error
+    return _identity_in(content, str(file))
+
+
+def _identity_in(content: bytes, file: str) -> dict[str, Any]:
+    try:
+        kept = json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise RunDirectoryError(f"{file} cannot be read ({error}); it says which run the folder belongs to.") from error
     if not isinstance(kept, dict):
         raise RunDirectoryError(f"{file} does not hold a JSON object; it says which run the folder belongs to.")

@@ -14,6 +14,7 @@ from skyrl_train import trace
 from skyrl_train.durable import Written
 from skyrl_train.errors import CheckpointError, DeadlineExceeded, SkyRLError
 from skyrl_train.learner.learner import Learner, WorkerGroup
+from skyrl_train.storage.mirror import Mirror
 from skyrl_train.tasks import unwatched
 from skyrl_train.trainer.checkpoints import STATE_FILE, Checkpoint, Checkpoints
 
@@ -76,11 +77,14 @@ class RunState:
         reference_folder: Path | None = None,
         in_background: bool = False,
         deadline_s: float = 1800.0,
+        uploads: Mirror | None = None,
+        exports: Mirror | None = None,
     ):
         """`reference_folder`: used to copy the policy to the reference; None for a reference that never changes.
 
         `in_background`: the ranks write checkpoints from a copy in memory while the run goes on; `deadline_s`: for a
-        rank to have written what it has copied.
+        rank to have written what it has copied. `uploads` and `exports`: mirrors of the folders of checkpoints and of
+        exports.
         """
         self._checkpoints = checkpoints
         self._learner = learner
@@ -93,6 +97,8 @@ class RunState:
         self._reference_folder = None if learner.reference is None else reference_folder
         self.in_background = in_background
         self._deadline_s = deadline_s
+        self._uploads = uploads
+        self._exports = exports
         self._marked: dict[str, Any] = {}
         """The controllers' states at the end of the last whole step."""
         self._writing: asyncio.Task[None] | None = None
@@ -187,8 +193,12 @@ class RunState:
     async def export(self, step: int) -> Path:
         """Write the policy as a Hugging Face folder; returns its path. Raises CheckpointError, see `_to_disk`."""
         folder = self._export_path / f"global_step_{step}" / "policy"
+        if self._exports is not None:
+            self._exports.withdraw(folder)
         with trace.span("export", row="checkpoints", overlaps=True):
             await self._to_disk(f"Export of step {step}", folder)
+        if self._exports is not None:
+            self._exports.offer(folder)
         return folder
 
     async def update_reference(self) -> None:
@@ -226,7 +236,9 @@ class RunState:
         try:
             with trace.span("checkpoint", row="checkpoints"):
                 files = await self._write_files(step, copied)
-                await asyncio.to_thread(self._checkpoints.commit, step, state, files)
+                folder = await asyncio.to_thread(self._checkpoints.commit, step, state, files)
+            if self._uploads is not None:
+                self._uploads.offer(folder)
         except OSError as error:
             if isinstance(error, SkyRLError):  # a deadline is a TimeoutError, which is an OSError
                 raise

@@ -17,7 +17,7 @@ LAYERS = (
     "errors clock imports trace",
     "durable log_files messages tasks lazy registry metrics listening",
     "config",
-    "cluster",
+    "cluster storage",
     "data",
     "algorithms environments report",
     "models strategies weight_sync",
@@ -55,6 +55,7 @@ ONE_IMPORTER = (
     "math_verify",
     "pyseccomp",
     "torchrl",
+    "fsspec",
 )
 OUR_MODULE = re.compile(r"skyrl_train(\.\w+)+(:\w+)?")
 

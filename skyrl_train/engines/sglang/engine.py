@@ -42,6 +42,7 @@ from skyrl_train.engines.sglang.traffic import Traffic
 from skyrl_train.engines.sglang.weight_store import SGLangWeights, check_names
 from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.models.loading import load_config, load_tokenizer, meta_model
+from skyrl_train.storage.copies import local_copy
 from skyrl_train.tasks import unwatched
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, dtype_of
@@ -85,7 +86,7 @@ class SGLangEngine:
         Blocks until the model is loaded. Adapters need `max_lora_rank` above 0. Raises ConfigError for arguments that
         SGLang refuses, and for a model that cannot be loaded.
         """
-        self.name = name
+        self.name, model = name, local_copy(model)
         config = load_config(model).get_text_config()
         longest: int = max_model_len or config.max_position_embeddings
         capabilities = _capabilities(name, on_cpu=device == "cpu", lora=max_lora_rank > 0)

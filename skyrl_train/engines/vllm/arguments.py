@@ -17,6 +17,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from skyrl_train.engines.base import SampleRequest
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import load_config
+from skyrl_train.storage.copies import local_copy
 
 SEED = "seed"
 """A request's seed is in its `extra_args`: in vLLM's own place for it, vLLM would make a generator for each request."""
@@ -39,7 +40,7 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[s
         make_batch_invariant(on_cpu)
     rope = {name: given.pop(name, None) for name in ("rope_scaling", "rope_theta")}
     arguments: dict[str, Any] = {
-        "model": model,
+        "model": local_copy(model),
         "tensor_parallel_size": 1,
         "enable_expert_parallel": given.pop("expert_parallel_size", 1) > 1,
         "enable_lora": max_lora_rank > 0,

@@ -80,9 +80,8 @@ def test_what_is_missing_is_named_with_what_is_there(override: str, said: str, t
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("data.train_data=['s3://bucket/x.parquet']", "Addresses are not read: download it"),
-        ("data.train_data=['hf://datasets/openai/gsm8k']", "Addresses are not read: download it"),
-        ("trainer.policy.model.path=s3://bucket/model", "Addresses are not read: download it"),
+        ("data.train_data=['file:///tmp/nowhere.parquet']", "must be a file that exists. In /tmp there is"),
+        ("trainer.policy.model.path=file:///tmp", "must be a model's folder"),
         (f"data.train_data=['/tmp/{'x' * 300}.jsonl']", "must be a file that exists. In /tmp there is"),
         (f"trainer.policy.model.path=/tmp/{'x' * 300}", "must be a model's folder"),
         ("data.train_data=[x.jsonl]", "In {here} there is"),

@@ -1,0 +1,1 @@
+"""Storage at an address: what a run keeps there, and what it reads from there."""

@@ -1,0 +1,144 @@
+"""A folder at an address, by fsspec: the same few operations for a bucket and for a disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from skyrl_train.errors import StorageError
+from skyrl_train.storage.places import explained
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file that is there."""
+
+    size: int
+    """Bytes."""
+    version: str
+    """Another one whenever the content is another: the ETag of an object, the time of change of a file."""
+
+
+class StoredFolder:
+    """A folder at an address. Names are relative to it; a file appears there whole or not at all.
+
+    Every method may be called by any thread, and raises StorageError if the storage refuses or does not answer.
+    """
+
+    def __init__(self, address: str):
+        self.address = address.rstrip("/")
+        scheme, _, root = self.address.partition("://")
+        with explained(self.address):
+            import fsspec  # a second with s3fs, and only for those who have an address
+
+            options = {"use_listings_cache": False} if scheme == "s3" else {"auto_mkdir": True}
+            self._files: Any = fsspec.filesystem(scheme, **options)
+        self._on_disk = scheme == "file"
+        self._root = root
+
+    def find(self, below: str = "") -> dict[str, Found]:
+        """Name -> file, of all files below a folder; nothing where there is none."""
+        start = f"{self._root}/{below}" if below else self._root
+        with explained(f"{self.address}: its files cannot be listed"):
+            try:
+                listed = self._files.find(start, detail=True)
+            except FileNotFoundError:
+                return {}
+        prefix = f"{self._root}/"
+        return {
+            path.removeprefix(prefix): Found(int(about["size"]), _version(about))
+            for path, about in listed.items()
+            if path.startswith(prefix) and about["type"] == "file" and not path.endswith("/")
+        }
+
+    def itself(self) -> Found | None:
+        """What is at the address if that is a file."""
+        with explained(f"{self.address}: cannot be looked at"):
+            try:
+                about = self._files.info(self._root)
+            except FileNotFoundError:
+                return None
+        return Found(int(about["size"]), _version(about)) if about["type"] == "file" else None
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a small file; None if there is none."""
+        with explained(f"{self.address}/{name}: cannot be read"):
+            try:
+                return bytes(self._files.cat_file(self._path(name)))
+            except FileNotFoundError:
+                return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file."""
+        with explained(f"{self.address}/{name}: cannot be written"):
+            target = self._path(name)
+            self._files.pipe_file(self._beside(target), content)
+            self._in_place(target)
+
+    def put(self, name: str, local: Path) -> None:
+        """Upload a file. Raises FileNotFoundError if it is not there locally."""
+        size = local.stat().st_size
+        with explained(f"{self.address}/{name}: cannot be written"):
+            target = self._path(name)
+            self._files.put_file(str(local), self._beside(target))
+            self._in_place(target)
+            there = int(self._files.info(target)["size"])
+        if there < min(size, local.stat().st_size):  # a log may have grown meanwhile, or been shortened
+            raise StorageError(f"{self.address}/{name}: {there} bytes of {size} arrived.")
+
+    def get(self, name: str, local: Path) -> bool:
+        """Download a file, which appears at `local` whole; False if it is not there. "" is the address itself."""
+        local.parent.mkdir(parents=True, exist_ok=True)
+        temporary = local.with_name(f".{local.name}.{os.getpid()}.new")
+        source = self._path(name) if name else self._root
+        try:
+            with explained(f"{self.address}/{name}".rstrip("/") + ": cannot be read"):
+                try:
+                    self._files.get_file(source, str(temporary))
+                except FileNotFoundError:
+                    return False
+            temporary.replace(local)
+            return True
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete files, in this order; those that are not there are none of the caller's business."""
+        for name in names:
+            with explained(f"{self.address}/{name}: cannot be deleted"):
+                try:
+                    self._files.rm_file(self._path(name))
+                except FileNotFoundError:
+                    continue
+
+    def drop_unfinished(self) -> None:
+        """Forget parts of files whose upload was interrupted: a bucket keeps them for ever, and nobody sees them."""
+        if self._on_disk:
+            return
+        bucket, _, key = self._root.partition("/")
+        with explained(f"{self.address}: unfinished uploads cannot be listed"):
+            answer = self._files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/" if key else "")
+            for upload in answer.get("Uploads", ()):
+                named = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                self._files.call_s3("abort_multipart_upload", **named)
+
+    def _path(self, name: str) -> str:
+        parts = PurePosixPath(name)
+        assert name and not parts.is_absolute() and ".." not in parts.parts, name
+        return f"{self._root}/{name}"
+
+    def _beside(self, target: str) -> str:
+        """Where a file is written before it is in place: a bucket shows an object only once it is whole."""
+        folder, _, name = target.rpartition("/")
+        return f"{folder}/.{name}.new" if self._on_disk else target
+
+    def _in_place(self, target: str) -> None:
+        if self._on_disk:
+            Path(self._beside(target)).replace(target)
+
+
+def _version(about: dict[str, Any]) -> str:
+    return str(about.get("ETag") or about.get("mtime") or "").strip('"')

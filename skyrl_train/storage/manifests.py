@@ -1,0 +1,178 @@
+"""Folders that are whole or not there at all: manifest.json lists every file with size and SHA-256, and comes last.
+
+    global_step_40/manifest.json      {"files": {"policy/rank_0.pt": {"bytes": 1024, "sha256": "..."}, ...}, ...}
+    global_step_40/policy/rank_0.pt
+    global_step_50/policy/rank_0.pt   an upload that was interrupted: no manifest, so nobody reads it
+
+A folder that is uploaded once more, with other content, gets new files beside the old ones (`key` in the manifest says
+where), so that at any moment one of the two is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from skyrl_train.durable import Written, describe, write_durably
+from skyrl_train.errors import StorageError
+from skyrl_train.storage.folder import StoredFolder
+
+MANIFEST_FILE = "manifest.json"
+FINISHED_FILE = ".finished"
+"""In a folder of this machine that is finished and has no manifest yet."""
+SET_ASIDE_FILE = "manifest.set_aside.json"
+"""What the manifest of a folder is called that is kept, but that nobody reads any more."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A file of a manifest."""
+
+    held: Written
+    key: str
+    """Its name in storage, inside the folder."""
+
+
+def listed_in(manifest: bytes) -> dict[str, Listed]:
+    """Name -> file of a manifest. Raises ValueError for what is none, and for a name that leaves the folder."""
+    try:
+        entries: Mapping[str, Any] = json.loads(manifest)["files"]
+        found = {
+            name: Listed(Written(int(entry["bytes"]), str(entry["sha256"])), str(entry.get("key", name)))
+            for name, entry in entries.items()
+        }
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"no manifest ({type(error).__name__}: {error})") from error
+    for name in (*found, *(one.key for one in found.values())):
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            raise ValueError(f"{name!r} is not a path inside the folder")
+    return found
+
+
+def write_manifest(folder: Path) -> None:
+    """List what is in a folder that has no manifest yet. Raises OSError."""
+    held = {path.relative_to(folder).as_posix(): describe(path, sync=False) for path in _files(folder)}
+    entries = {name: {"bytes": one.size, "sha256": one.sha256} for name, one in sorted(held.items())}
+    write_durably(folder / MANIFEST_FILE, json.dumps({"files": entries}, indent=1))
+
+
+def upload(store: StoredFolder, name: str, local: Path, before_manifest: Callable[[], None] = lambda: None) -> bool:
+    """Upload the folder `local`, which has a manifest, as `name`; False if it changed or went away, or is damaged.
+
+    Files that are there already, by the manifest there, are not sent again. What the new manifest does not list is
+    deleted afterwards. Raises StorageError; what was whole before then still is.
+    """
+    try:
+        manifest = (local / MANIFEST_FILE).read_bytes()
+    except FileNotFoundError:
+        return False
+    if (problem := _damage(local, manifest)) is not None:
+        if _is_still(local, manifest):
+            _log.error("%s IS DAMAGED: %s. It is not uploaded.", local, problem)
+        return False
+    wanted, old = listed_in(manifest), _known(store, name)
+    taken = {one.key for one in old.values()}
+    keys: dict[str, str] = {}
+    for file, one in sorted(wanted.items()):
+        if file in old and old[file].held == one.held:
+            keys[file] = old[file].key
+            continue
+        keys[file] = f"{file}.{one.held.sha256[:16]}" if file in taken else file
+        try:
+            store.put(f"{name}/{keys[file]}", local / file)
+        except (StorageError, FileNotFoundError):
+            if not _is_still(local, manifest):
+                return False
+            raise
+    before_manifest()
+    if not _is_still(local, manifest):
+        return False
+    content = json.loads(manifest)
+    for file, key in keys.items():
+        content["files"][file] |= {"key": key} if key != file else {}
+    store.write(f"{name}/{MANIFEST_FILE}", json.dumps(content, indent=1).encode())
+    kept = {MANIFEST_FILE, *keys.values()}
+    store.delete(path for path in store.find(name) if path.removeprefix(f"{name}/") not in kept)
+    return True
+
+
+def fetch(store: StoredFolder, name: str, local: Path) -> str | None:
+    """Download what `local` lacks of the folder `name`, and check all of it; returns what is wrong with it there.
+
+    The manifest is written last here, too. Raises StorageError if storage refuses or does not answer.
+    """
+    manifest = store.read(f"{name}/{MANIFEST_FILE}")
+    where = f"{store.address}/{name}"
+    if manifest is None:
+        return f"{where} has no {MANIFEST_FILE}"
+    try:
+        wanted = listed_in(manifest)
+    except ValueError as error:
+        return f"{where}/{MANIFEST_FILE} cannot be read: {error}"
+    for file, one in wanted.items():
+        target = local / file
+        if target.is_file() and describe(target, sync=False) == one.held:
+            continue
+        if not store.get(f"{name}/{one.key}", target):
+            return f"{where}/{one.key} is missing"
+        if (got := describe(target, sync=True)) != one.held:
+            target.unlink()
+            return (
+                f"{where}/{one.key} has another SHA-256 than when it was saved ({got.size} bytes, {one.held.size} then)"
+            )
+    write_durably(local / MANIFEST_FILE, manifest.decode())
+    return None
+
+
+def discard(store: StoredFolder, name: str) -> None:
+    """Delete a folder: its manifest first, so that it is never half there."""
+    store.delete([f"{name}/{MANIFEST_FILE}"])
+    store.delete(store.find(name))
+
+
+def set_aside(store: StoredFolder, name: str) -> None:
+    """Keep a folder's files, but not as one that is read."""
+    manifest = store.read(f"{name}/{MANIFEST_FILE}")
+    if manifest is not None:
+        store.write(f"{name}/{SET_ASIDE_FILE}", manifest)
+        store.delete([f"{name}/{MANIFEST_FILE}"])
+
+
+def _known(store: StoredFolder, name: str) -> dict[str, Listed]:
+    """What is whole in storage; nothing if there is no manifest or none that can be read."""
+    manifest = store.read(f"{name}/{MANIFEST_FILE}")
+    try:
+        return listed_in(manifest) if manifest is not None else {}
+    except ValueError:
+        return {}
+
+
+def _damage(local: Path, manifest: bytes) -> str | None:
+    """What is wrong with a folder at first sight: whoever loads it checks all of its bytes."""
+    try:
+        listed = listed_in(manifest)
+    except ValueError as error:
+        return f"{MANIFEST_FILE} cannot be read ({error})"
+    for name, one in listed.items():
+        file = local / name
+        if not file.is_file() or file.stat().st_size != one.held.size:
+            return f"{name} is not the {one.held.size} bytes that {MANIFEST_FILE} says"
+    return None
+
+
+def _is_still(local: Path, manifest: bytes) -> bool:
+    """Whether a folder is the one whose upload was begun: a run may write it again, or delete it."""
+    try:
+        return (local / MANIFEST_FILE).read_bytes() == manifest
+    except FileNotFoundError:
+        return False
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and path.name not in (MANIFEST_FILE, FINISHED_FILE)]

@@ -1,0 +1,274 @@
+"""A folder that a run writes on this machine, and the same folder at an address, which a thread keeps up to date.
+
+    folders with a manifest     checkpoints and exports: uploaded when they are finished, whole or not at all
+    all other files             metrics, configuration, logs, dumps: uploaded again whenever they have changed
+
+The run never waits for storage, except at its end. consumes: finished folders · produces: copies of them · waits for:
+a folder, or RECORDS_EVERY_S · unblocked by: `offer`, `finish`
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from skyrl_train.durable import sync_folder
+from skyrl_train.errors import StorageError
+from skyrl_train.storage.folder import StoredFolder
+from skyrl_train.storage.lease import LEASE_FILE, Lease
+from skyrl_train.storage.manifests import (
+    FINISHED_FILE,
+    MANIFEST_FILE,
+    SET_ASIDE_FILE,
+    discard,
+    fetch,
+    set_aside,
+    upload,
+    write_manifest,
+)
+
+RECORDS_EVERY_S = 30.0
+"""How often files that have changed are uploaded while no folder is."""
+LONGEST_PAUSE_S = 60.0
+"""Between two attempts."""
+_LAST_FILE_S = 10.0
+"""For the file that is on its way when nothing more shall be uploaded."""
+SAID_ANEW_AFTER = 5
+"""Attempts of one upload after which its failure is said again."""
+LATEST_FILE = "latest_ckpt_global_step.txt"
+_STEP = re.compile(r"global_step_(\d+)")
+_NOT_RECORDS = re.compile(r"global_step_\d+(\..*)?|.*\.partial|weight_sync|evaluation|\..*")
+"""Folders with manifests, with what is not finished, or with what only processes of the run read."""
+_log = logging.getLogger(__name__)
+
+
+class Mirror:
+    """Keeps the files of `local` at an address. Any thread may call every method; `keep` is that of Checkpoints.
+
+    Call `take_over` where the folder has checkpoints, then `start`, then `offer` for each finished folder; `finish`,
+    and whatever happened `stop` and `give_up`.
+    """
+
+    def __init__(self, local: Path, address: str, keep: int = -1):
+        self.local = local
+        self.store = StoredFolder(address)
+        self._keep = keep
+        self._lease = Lease(self.store, local)
+        self._turn = threading.Condition()
+        self._pending: list[tuple[Path, bool]] = []
+        """Folders to upload, and whether later steps are of another attempt."""
+        self._current: Path | None = None
+        self._closing = self._given_up = False
+        self._failure = ""
+        self._seen: dict[str, tuple[int, int]] = {}
+        """Size and time of change of the other files, when they were uploaded."""
+        self._done = threading.Event()
+        self._worker = threading.Thread(target=self._work, name=f"upload to {address}", daemon=True)
+
+    def take_over(self) -> None:
+        """Claim the address, and bring what is only there: all files but checkpoints, if it is ahead of this folder.
+
+        `local` must be locked. Raises RunDirectoryError if another machine uses the address, StorageError.
+        """
+        self._lease.take()
+        ahead = max(self.steps(), default=0) > max(self._finished_steps(), default=0)
+        if ahead or not any(self._record_files()):
+            for name in filter(self._is_record, self.store.find()):
+                self.store.get(name, self.local / name)
+        self._clean()
+
+    def start(self) -> None:
+        """Upload from now on; first what an earlier attempt finished and did not upload."""
+        stored, here = self.steps(), self._finished_steps()
+        newest = max((*stored, *here), default=0)
+        for folder in sorted(self._finished_folders(), key=lambda path: path.stat().st_mtime):
+            step = self._step_of(folder)
+            if step is None or step == newest or step not in stored:  # the newest one may have been saved once more
+                self._pending.append((folder, False))
+        self._worker.start()
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints that are whole at the address, oldest first."""
+        names = (name.partition("/") for name in self.store.find())
+        found = (_STEP.fullmatch(folder) for folder, _, file in names if file == MANIFEST_FILE)
+        return sorted(int(match[1]) for match in found if match)
+
+    def fetch(self, step: int, folder: Path) -> str | None:
+        """Download what `folder` lacks of the checkpoint of a step; returns what is wrong with it at the address.
+
+        Raises StorageError if storage refuses or does not answer.
+        """
+        problem = fetch(self.store, f"global_step_{step}", folder)
+        sync_folder(folder)
+        return problem
+
+    def uploading(self, folder: Path) -> bool:
+        """Whether a folder is being read now, and must not be deleted."""
+        return self._current == folder
+
+    def offer(self, folder: Path) -> None:
+        """Upload a folder of `local` that is finished. Returns at once."""
+        if not (folder / MANIFEST_FILE).exists():
+            (folder / FINISHED_FILE).touch()
+        with self._turn:
+            self._pending = [one for one in self._pending if one[0] != folder]
+            self._pending.append((folder, True))
+            self._turn.notify_all()
+
+    def withdraw(self, folder: Path) -> None:
+        """A folder is about to be written again: what is being uploaded of it is not finished."""
+        for name in (MANIFEST_FILE, FINISHED_FILE):
+            (folder / name).unlink(missing_ok=True)
+
+    def finish(self, deadline_s: float) -> None:
+        """Wait until everything is uploaded. Raises StorageError that says what is missing after `deadline_s`."""
+        with self._turn:
+            self._closing = True
+            self._turn.notify_all()
+        in_time = self._done.wait(deadline_s)
+        if taker := self._lease.lost_to:
+            raise StorageError(
+                f"{self.store.address} is in use by {taker}, as this process was silent for too long: nothing was "
+                f"uploaded since. What this run wrote is in {self.local}."
+            )
+        if not in_time:
+            with self._turn:
+                missing = [path for path in (self._current, *(path for path, _ in self._pending)) if path is not None]
+            names = [path.relative_to(self.local).as_posix() for path in missing] or ["metrics and logs"]
+            raise StorageError(
+                f"{self.store.address} lacks {', '.join(names)}, which could not be uploaded in {deadline_s:g} s "
+                f"(trainer.timeouts.upload_s): {self._failure or 'storage is too slow'} Nothing is lost: it is in "
+                f"{self.local}, and the same command uploads it before anything else."
+            )
+
+    def stop(self) -> None:
+        """Upload nothing more; a file that is on its way may still arrive, but no manifest will."""
+        with self._turn:
+            self._given_up = True
+            self._turn.notify_all()
+        if self._worker.is_alive():
+            self._worker.join(_LAST_FILE_S)
+
+    def give_up(self) -> None:
+        """Leave the address to others."""
+        if self._lease.taken:
+            self._lease.give_up()
+
+    def waits_for(self) -> str:
+        """What is being uploaded."""
+        folder = self._current
+        return f"{folder.relative_to(self.local) if folder else 'metrics and logs'} to {self.store.address}"
+
+    def _work(self) -> None:
+        failed = 0
+        while not self._given_up and not self._lease.lost_to:
+            with self._turn:
+                if failed:
+                    self._turn.wait(min(LONGEST_PAUSE_S, 2.0 ** min(failed, 10) / 2))
+                elif not self._pending and not self._closing:
+                    self._turn.wait(RECORDS_EVERY_S)
+                closing = self._closing
+                folder, fresh = self._pending.pop(0) if self._pending else (None, False)
+                self._current = folder
+            try:
+                self._upload(folder, fresh)
+                failed, self._failure = 0, ""
+            except Exception as error:  # of the network, of the disk: this thread goes on whatever it is
+                if self._given_up:
+                    break
+                failed += 1
+                self._note(folder, fresh, failed, error)
+                continue
+            finally:
+                self._current = None
+            if folder is None and closing and not self._pending:
+                break
+        self._done.set()
+
+    def _note(self, folder: Path | None, fresh: bool, failed: int, error: Exception) -> None:
+        self._failure = f"{error}" if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
+        if failed == 1:
+            _log.warning("An upload failed and is tried again: %s", self._failure)
+        elif failed % SAID_ANEW_AFTER == 0:
+            _log.error("AN UPLOAD HAS FAILED %d TIMES. The run goes on. %s", failed, self._failure)
+        if folder is not None:
+            with self._turn:
+                if all(one != folder for one, _ in self._pending):  # else it was offered anew
+                    self._pending.insert(0, (folder, fresh))
+
+    def _upload(self, folder: Path | None, fresh: bool) -> None:
+        if folder is None:
+            self._put_records()
+            return
+        if (folder / FINISHED_FILE).exists() and not (folder / MANIFEST_FILE).exists():
+            write_manifest(folder)
+        # A checkpoint is worth nothing without the metrics of its steps, so they are there before it is.
+        if upload(self.store, folder.relative_to(self.local).as_posix(), folder, self._put_records):
+            step = self._step_of(folder)
+            if step is not None:
+                self._after_checkpoint(step, fresh)
+
+    def _after_checkpoint(self, step: int, fresh: bool) -> None:
+        """Checkpoints beyond `keep` are deleted, and those that a run left behind by going back are set aside."""
+        steps = self.steps()
+        if fresh:
+            for later in (one for one in steps if one > step and one not in self._finished_steps()):
+                set_aside(self.store, f"global_step_{later}")
+                _log.warning("%s/global_step_%d is from before this run went back to an earlier step: its manifest is "
+                             "now %s.", self.store.address, later, SET_ASIDE_FILE)  # fmt: skip
+            steps = self.steps()
+        self.store.write(LATEST_FILE, str(steps[-1]).encode())
+        for old in steps[: -self._keep] if self._keep > 0 else ():
+            discard(self.store, f"global_step_{old}")
+
+    def _clean(self) -> None:
+        """Delete what interrupted uploads of checkpoints left at the address: nobody can read it."""
+        names = self.store.find()
+        folders = {folder for name in names if _STEP.fullmatch(folder := name.partition("/")[0])}
+        for folder in folders:
+            if not {f"{folder}/{MANIFEST_FILE}", f"{folder}/{SET_ASIDE_FILE}"} & names.keys():
+                self.store.delete(name for name in names if name.startswith(f"{folder}/"))
+        self.store.drop_unfinished()
+
+    def _put_records(self) -> None:
+        for path in self._record_files():
+            if self._given_up:
+                raise StorageError(f"{self.store.address}: the run has ended.")
+            name = path.relative_to(self.local).as_posix()
+            try:
+                state = path.stat()
+                if self._seen.get(name) == (known := (state.st_size, state.st_mtime_ns)):
+                    continue
+                self.store.put(name, path)
+                self._seen[name] = known
+            except (FileNotFoundError, StorageError):
+                if path.exists():  # else it was a temporary one
+                    raise
+
+    def _record_files(self) -> Iterator[Path]:
+        for folder, folders, files in os.walk(self.local):
+            folders[:] = [name for name in folders if not _NOT_RECORDS.fullmatch(name)]
+            yield from (Path(folder, name) for name in sorted(files) if self._is_record(name))
+
+    def _is_record(self, name: str) -> bool:
+        *folders, file = name.split("/")
+        if file in (LEASE_FILE, LATEST_FILE) or file.startswith("."):
+            return False
+        return not any(_NOT_RECORDS.fullmatch(folder) for folder in folders)
+
+    def _finished_folders(self) -> list[Path]:
+        names = (MANIFEST_FILE, FINISHED_FILE)
+        folders = {mark.parent for name in names for mark in self.local.glob(f"global_step_*/**/{name}")}
+        return [path for path in folders if _STEP.fullmatch(path.relative_to(self.local).parts[0])]
+
+    def _finished_steps(self) -> list[int]:
+        return [step for path in self._finished_folders() if (step := self._step_of(path)) is not None]
+
+    def _step_of(self, folder: Path) -> int | None:
+        """That of a checkpoint; None for another folder."""
+        match = _STEP.fullmatch(folder.name)
+        return int(match[1]) if match and folder.parent == self.local else None

@@ -1,0 +1,155 @@
+"""Runs whose data, model, checkpoints and exports are on an S3 server, by the entrypoint in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server, s3_server
+
+from .conftest import command
+
+RUN = f"s3://{BUCKET}/team/run"
+EXPORTS = f"s3://{BUCKET}/team/exports"
+WEIGHTS = "global_step_6/policy/model.safetensors"
+CLOCKS = ("timing/", "throughput/", "time", "memory/")
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[S3Server]:
+    monkeypatch.setenv("SKYRL_CACHE", str(tmp_path / "cache"))
+    with s3_server(monkeypatch) as running:
+        yield running
+
+
+@pytest.fixture
+def inputs(tmp_path: Path, tiny_model_path: str) -> tuple[Path, Path]:
+    """A file of demonstrations, and the folder of a model."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "abc" * (1 + i % 3)}]}
+        for i in range(12)
+    ]
+    data = tmp_path / "demonstrations.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return data, Path(tiny_model_path)
+
+
+def overrides(data: object, model: object, run: object, exports: object) -> list[str]:
+    """Six steps, with a checkpoint after every second one."""
+    return [
+        f"data.train_data=['{data}']",
+        f"trainer.policy.model.path={model}",
+        f"trainer.ckpt_path={run}",
+        f"trainer.export_path={exports}",
+        "trainer.logger=console",
+        "trainer.train_batch_size=2",
+        "trainer.policy_mini_batch_size=2",
+        "trainer.epochs=1",
+        "trainer.ckpt_interval=2",
+        "trainer.max_tokens_per_microbatch=2048",
+        "trainer.policy.optimizer_config.lr=1e-3",
+    ]
+
+
+def put(server: S3Server, prefix: str, *files: Path) -> None:
+    import s3fs
+
+    bucket = s3fs.S3FileSystem(use_listings_cache=False)
+    for file in files:
+        bucket.put_file(str(file), f"{BUCKET}/{prefix}/{file.name}")
+
+
+def train(given: list[str], expect: int = 0) -> str:
+    done = subprocess.run(command("main_sft", given), capture_output=True, text=True, env=os.environ, timeout=300)
+    assert done.returncode == expect, done.stdout[-3000:] + done.stderr[-5000:]
+    return done.stdout + done.stderr
+
+
+def metrics_in(content: bytes) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in content.splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith(CLOCKS)} for row in rows]
+
+
+def test_a_run_reads_and_leaves_everything_at_addresses_and_no_credentials_anywhere(
+    server: S3Server, inputs: tuple[Path, Path], tmp_path: Path
+):
+    data, model = inputs
+    put(server, "data", data)
+    put(server, "models/tiny", *model.iterdir())
+    given = overrides(f"s3://{BUCKET}/data/{data.name}", f"s3://{BUCKET}/models/tiny", RUN, EXPORTS)
+    said = train([*given, "trainer.max_ckpts_to_keep=2", "trainer.logger=[console,tensorboard]"])
+
+    stored = server.objects()
+    steps = {key.split("/")[2] for key in stored if key.startswith("team/run/global_step_")}
+    assert steps == {"global_step_4", "global_step_6"}, "two are kept there, too"
+    assert stored["team/run/latest_ckpt_global_step.txt"] == b"6"
+    assert [row["step"] for row in metrics_in(stored["team/run/metrics.jsonl"])] == [1, 2, 3, 4, 5, 6]
+    for name in ("global_step_6/trainer_state.json", "global_step_6/manifest.json", "run.json", "logs/driver.log"):
+        assert f"team/run/{name}" in stored
+    assert {"team/exports/global_step_6/policy/manifest.json", f"team/exports/{WEIGHTS}"} <= stored.keys()
+    assert f"{RUN}".encode() in stored["team/run/config.yaml"]
+    assert "team/run/.lock" not in stored, "whoever comes next need not wait"
+
+    files = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for secret in (ACCESS_KEY, SECRET_KEY):
+        assert secret not in said
+        assert [key for key, content in {**files, **stored}.items() if secret.encode() in content] == []
+
+
+@pytest.mark.on_demand
+def test_a_run_killed_in_the_middle_of_an_upload_resumes_on_another_machine_to_the_same_bits(
+    server: S3Server, inputs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    data, model = inputs
+    train(overrides(data, model, tmp_path / "straight", tmp_path / "straight_exports"))
+
+    given = overrides(data, model, RUN, EXPORTS)
+    server.held = r"PUT /runs/team/run/global_step_4/policy/.*"
+    driver = subprocess.Popen(command("main_sft", given), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert server.holding.wait(120), "the second checkpoint is being uploaded"
+    family = psutil.Process(driver.pid).children(recursive=True)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    psutil.wait_procs(family, timeout=30)
+    server.let_go()
+    stored = server.objects()
+    assert "team/run/global_step_2/manifest.json" in stored
+    assert "team/run/global_step_4/manifest.json" not in stored
+
+    monkeypatch.setenv("SKYRL_CACHE", str(tmp_path / "another_machine"))
+    said = train(given)
+    assert "resumed at step 2 of 6" in said
+    stored = server.objects()
+    assert stored[f"team/exports/{WEIGHTS}"] == (tmp_path / "straight_exports" / WEIGHTS).read_bytes()
+    straight = (tmp_path / "straight" / "metrics.jsonl").read_bytes()
+    assert metrics_in(stored["team/run/metrics.jsonl"]) == metrics_in(straight)
+
+
+@pytest.mark.on_demand
+def test_a_run_killed_in_the_middle_of_an_upload_goes_on_from_what_is_here_and_finishes_the_upload(
+    server: S3Server, inputs: tuple[Path, Path], tmp_path: Path
+):
+    data, model = inputs
+    given = overrides(data, model, RUN, EXPORTS)
+    server.held = r"PUT /runs/team/run/global_step_4/policy/.*"
+    driver = subprocess.Popen(command("main_sft", given), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert server.holding.wait(120)
+    here = tmp_path / "cache" / "runs" / "s3" / BUCKET / "team" / "run"
+    assert (here / "global_step_4" / "manifest.json").exists()
+    family = psutil.Process(driver.pid).children(recursive=True)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    psutil.wait_procs(family, timeout=30)
+    server.let_go()
+    assert re.search(r"resumed at step [46] of 6", train(given)), "step 4 is here, though not there"
+    stored = server.objects()
+    steps = {key.split("/")[2] for key in stored if key.endswith("/manifest.json") and "/run/" in key}
+    assert steps == {"global_step_2", "global_step_4", "global_step_6"}

@@ -1,0 +1,111 @@
+"""A real S3 server (moto) on a free port of 127.0.0.1, whose uploads a test can hold up."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+pytest.importorskip("moto", reason="needs moto and flask: the extra dev")
+pytest.importorskip("s3fs", reason="needs s3fs: the extra s3")
+
+ACCESS_KEY, SECRET_KEY = "AKIASKYRLTESTONLY42", "test/only+SecretKey0123456789abcdefghijk"
+BUCKET = "runs"
+
+
+@dataclass
+class S3Server:
+    """A running server with the bucket BUCKET."""
+
+    port: int
+    refused: str = ""
+    """Requests whose "METHOD /path" matches it are answered with 403, as with a token that has expired."""
+    held: str = ""
+    """Those that match it wait until `let_go`."""
+    holding: threading.Event = field(default_factory=threading.Event)
+    """Set once a request waits."""
+    seen: list[str] = field(default_factory=list)
+    _let_go: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process needs to reach it, all of it AWS's own variables."""
+        return {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+
+    def objects(self) -> dict[str, bytes]:
+        """Key -> content of all objects of the bucket."""
+        from moto.s3.models import s3_backends
+
+        bucket = next(backend["global"] for backend in s3_backends.values()).buckets[BUCKET]
+        return {key: bucket.keys[key].value for key in bucket.keys}
+
+    def let_go(self) -> None:
+        self.held = ""
+        self._let_go.set()
+
+    def empty(self) -> None:
+        """Forget all objects, and what was asked of it."""
+        import s3fs
+
+        self.held = self.refused = ""
+        bucket = s3fs.S3FileSystem(use_listings_cache=False)
+        for key in self.objects():
+            bucket.rm_file(f"{BUCKET}/{key}")
+        self.seen.clear()
+        self.holding, self._let_go = threading.Event(), threading.Event()
+
+    def pass_through(self, request: str) -> bool:
+        """Note a request, and hold it up if that was asked for; whether the server shall answer it."""
+        self.seen.append(request)
+        if self.held and re.search(self.held, request):
+            self.holding.set()
+            self._let_go.wait()
+        return not (self.refused and re.search(self.refused, request))
+
+
+@contextmanager
+def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """Serve, with the variables of this process set so that it is reached."""
+    from moto.s3.models import s3_backends
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    state = S3Server(0)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    application = DomainDispatcherApplication(create_backend_app)
+
+    def gate(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        if state.pass_through(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}"):
+            return application(environ, start_response)
+        start_response("403 Forbidden", [("Content-Length", "0")])
+        return []
+
+    server = make_server("127.0.0.1", 0, gate, threaded=True)
+    state.port = server.server_port
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    for name, value in state.environment.items():
+        monkeypatch.setenv(name, value)
+    try:
+        import s3fs
+
+        s3fs.S3FileSystem.clear_instance_cache()
+        s3fs.S3FileSystem(use_listings_cache=False).mkdir(BUCKET)
+        yield state
+    finally:
+        state.let_go()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+        s3_backends.reset()

@@ -1,0 +1,59 @@
+"""Addresses of storage in a configuration, before anything is reached."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from skyrl_train.config.prepare import prepare
+from skyrl_train.config.presence import Uses
+from skyrl_train.errors import ConfigError
+
+SECRET = "wJalrXUtnFEMI"
+
+
+def refused(*overrides: str, uses: Uses | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        prepare(list(overrides), has_accelerator=False, uses=uses)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["trainer.ckpt_path", "trainer.export_path", "trainer.policy.model.path", "trainer.critic.model.path"],
+)
+@pytest.mark.parametrize("address", [f"s3://AKIA1:{SECRET}@bucket/run", f"s3://bucket/run?secret={SECRET}"])
+def test_credentials_in_an_address_are_refused_and_not_shown(key: str, address: str):
+    said = refused(f"{key}='{address}'")
+    assert f"{key}=s3://" in said and "AWS_ACCESS_KEY_ID" in said
+    assert SECRET not in said and "AKIA1" not in said
+
+
+@pytest.mark.parametrize(
+    ("address", "advice"),
+    [
+        ("gs://bucket/run", "Other addresses are not read or written"),
+        ("https://host/run", "Other addresses are not read or written"),
+        ("s3:///run", "A bucket, or an absolute path"),
+        ("s3://", "A bucket, or an absolute path"),
+        ("file://run", "A bucket, or an absolute path"),
+        ("s3://bucket/../other", "A bucket, or an absolute path"),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_named(address: str, advice: str):
+    said = refused(f"data.train_data=['{address}']")
+    assert f"data.train_data={address}" in said and advice in said
+
+
+def test_good_addresses_are_kept_as_they_are_written():
+    given = {"ckpt_path": "s3://bucket/a/run", "export_path": "file:///mnt/exports"}
+    trainer = prepare([f"trainer.{key}={value}" for key, value in given.items()], has_accelerator=False).config.trainer
+    assert {key: getattr(trainer, key) for key in given} == given
+
+
+def test_an_s3_address_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    said = refused("trainer.ckpt_path=s3://bucket/run", uses=Uses())
+    assert "trainer.ckpt_path=s3://bucket/run: must be a path where s3fs is not installed" in said
+    assert "--extra s3" in said

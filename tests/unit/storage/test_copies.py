@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.data.rows import read_rows
+from skyrl_train.errors import StorageError
+from skyrl_train.models.loading import load_causal_lm, load_config
+from skyrl_train.storage.copies import local_copy
+from skyrl_train.storage.folder import StoredFolder
+from skyrl_train.storage.manifests import upload, write_manifest
+from tests.support.s3_server import BUCKET, S3Server, s3_server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_server() -> Iterator[S3Server]:
+    with pytest.MonkeyPatch.context() as patch, s3_server(patch) as running:
+        yield running
+
+
+@pytest.fixture
+def server(one_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[S3Server]:
+    monkeypatch.setenv("SKYRL_CACHE", str(tmp_path / "cache"))
+    local_copy.cache_clear()
+    yield one_server
+    local_copy.cache_clear()
+    one_server.empty()
+
+
+def fetched(server: S3Server) -> list[str]:
+    """Names of the files that were downloaded so far."""
+    return [line.rpartition("/")[2] for line in server.seen if line.startswith(f"GET /{BUCKET}/")]
+
+
+def test_a_path_and_a_name_on_the_hub_stay_what_they_are_and_a_file_address_is_its_path():
+    assert local_copy("/data/model") == "/data/model"
+    assert local_copy("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+    assert local_copy("file:///data/model") == "/data/model"
+
+
+def test_rows_are_read_from_an_address_fetched_once_and_again_when_they_change(server: S3Server):
+    store = StoredFolder(f"s3://{BUCKET}/data")
+    store.write("train.jsonl", b'{"prompt": "one"}\n')
+    for _ in range(2):  # two processes
+        local_copy.cache_clear()
+        assert [row for _, row in read_rows(f"{store.address}/train.jsonl")] == [{"prompt": "one"}]
+    assert fetched(server) == ["train.jsonl"]
+    store.write("train.jsonl", b'{"prompt": "two"}\n')
+    assert [row for _, row in read_rows(f"{store.address}/train.jsonl")] == [{"prompt": "one"}], "one version a process"
+    local_copy.cache_clear()
+    assert [row for _, row in read_rows(f"{store.address}/train.jsonl")] == [{"prompt": "two"}]
+
+
+def test_a_model_is_loaded_from_an_address_and_its_weights_only_where_they_are_needed(
+    server: S3Server, tiny_model_path: str
+):
+    import torch
+
+    store = StoredFolder(f"s3://{BUCKET}/models/tiny")
+    for file in Path(tiny_model_path).iterdir():
+        store.put(file.name, file)
+    config = load_config(store.address)
+    assert config.to_dict() | {"_name_or_path": ""} == load_config(tiny_model_path).to_dict() | {"_name_or_path": ""}
+    assert "model.safetensors" not in fetched(server)
+    ours = load_causal_lm(store.address, dtype=torch.float32).state_dict()
+    theirs = load_causal_lm(tiny_model_path, dtype=torch.float32).state_dict()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    assert sorted(fetched(server)) == sorted({*fetched(server)}), "no file is fetched twice"
+
+
+def test_a_file_that_was_cut_off_here_is_fetched_again(server: S3Server):
+    StoredFolder(f"s3://{BUCKET}/m").write("config.json", b"{} ")
+    copy = Path(local_copy(f"s3://{BUCKET}/m")) / "config.json"
+    copy.write_bytes(b"{")
+    local_copy.cache_clear()
+    assert Path(local_copy(f"s3://{BUCKET}/m"), "config.json").read_bytes() == b"{} "
+
+
+def test_an_export_is_read_as_its_manifest_says_and_not_before_it_is_there(server: S3Server, tmp_path: Path):
+    store, address = StoredFolder(f"s3://{BUCKET}/exports"), f"s3://{BUCKET}/exports/global_step_3/policy"
+    export = tmp_path / "policy"
+    export.mkdir()
+    for text in ("first", "second"):
+        (export / "config.json").write_text(text)
+        (export / "manifest.json").unlink(missing_ok=True)
+        write_manifest(export)
+        assert upload(store, "global_step_3/policy", export)
+    assert {path.name for path in Path(local_copy(address)).iterdir()} == {"config.json"}
+    assert Path(local_copy(address), "config.json").read_text() == "second", "though its key is another"
+
+    (key,) = (name for name in store.find() if "config.json" in name)
+    store.write(key, b"secind")
+    local_copy.cache_clear()
+    with pytest.raises(StorageError, match=r"config\.json.* is not the 6 bytes that were listed"):
+        local_copy(address)
+
+    store.delete(["global_step_3/policy/manifest.json"])
+    local_copy.cache_clear()
+    with pytest.raises(StorageError, match="its upload is not finished"):
+        local_copy(address)
+
+
+def test_an_address_with_nothing_and_a_server_that_refuses_are_named(server: S3Server):
+    with pytest.raises(StorageError, match="s3://runs/nothing: there is nothing at this address"):
+        local_copy(f"s3://{BUCKET}/nothing")
+    server.refused = "."
+    with pytest.raises(StorageError, match=r"s3://runs/x: cannot be looked at.*come from AWS_ACCESS_KEY_ID"):
+        local_copy(f"s3://{BUCKET}/x")
