@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from skyrl_train.assembly.engines import (
-    build_engine,
+    build_engine_again,
     connect_engine,
     engine_name,
     engine_settings,
@@ -225,6 +225,8 @@ def build_supervisor(base: Services, client: EngineClient, publisher: WeightPubl
     cfg, learner, role_slots = base.cfg, base.learner, base.layout.engines
     assert learner is not None
     one_memory = shares_memory(cfg)
+    homeless: set[str] = set()
+    """Engines for which there was no room: it is looked for again after each step, and not waited for."""
 
     async def start(name: str) -> Any:
         client.kill(name)
@@ -233,9 +235,13 @@ def build_supervisor(base: Services, client: EngineClient, publisher: WeightPubl
         if one_memory:
             await learner.offload()
         index = next(i for i in range(role_slots.count) if engine_name(i) == name)
-        return await build_engine(
-            index, base.cluster, engine_settings(cfg), cfg.trainer.timeouts, role_slots, cfg.device
+        patience_s = 0.0 if name in homeless else cfg.trainer.timeouts.placement_s
+        homeless.add(name)
+        engine = await build_engine_again(
+            index, base.cluster, engine_settings(cfg), cfg.trainer.timeouts, role_slots, cfg.device, patience_s
         )
+        homeless.discard(name)
+        return engine
 
     async def sync(engine: Any) -> None:
         if one_memory:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from skyrl_train.config.presence import Uses
 from skyrl_train.experiments.base import Experiment, start
+from skyrl_train.experiments.restarts import rank_losses, with_restarts
 from skyrl_train.experiments.stopping import exits_as_told
 from skyrl_train.report.phases import Said, phase
 
@@ -25,7 +26,7 @@ class SFTExp(Experiment):
     get_eval_dataset = get_train_dataset  # type: ignore[assignment]
 
     def run(self) -> None:
-        folder = self._until_told(self._train())
+        folder = self._until_told(with_restarts(self, self._train))
         print(f"exported to {folder}")
 
     async def _train(self) -> Path:
@@ -75,7 +76,9 @@ class SFTExp(Experiment):
                 phases=Said(),
                 profiles=build_profiles(base),
             )
-            return await sft.fit_and_export()
+            sft.restarts = self.restarts
+            async with rank_losses(base.learner, trainer.restarts):
+                return await sft.fit_and_export()
 
 
 @exits_as_told()
