@@ -35,6 +35,11 @@ class Layout:
     time_shared: bool
     """Engines and learner take turns on the same slots."""
 
+    @property
+    def one_node(self) -> bool:
+        """Whether the policy and the engines have one node together, and so one memory."""
+        return len({node for role in (self.policy, self.engines) if role for node in role.slots.nodes}) <= 1
+
 
 def place(
     cluster: Cluster,

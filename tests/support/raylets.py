@@ -78,6 +78,7 @@ def raylets(
     *,
     cpus: Sequence[float] | float = 2,
     labels: Sequence[Mapping[str, str]] = (),
+    folders: Sequence[str] = (),
     system: Mapping[str, Any] | None = None,
 ) -> Iterator[Raylets]:
     """A head and one more node for each of `nodes`, which are their custom resources, in a Ray session of their own.
@@ -85,6 +86,7 @@ def raylets(
     Args:
         cpus: Of each of `nodes`, which are made up: slots are counted in them.
         labels: Of each of `nodes`.
+        folders: Working folders of the processes of each of `nodes`: /proc/self/cwd is another folder on each node.
         system: Settings of Ray's own (`_system_config`) besides how soon a node counts as lost.
     """
     folder = tempfile.mkdtemp(prefix="ray-")
@@ -97,6 +99,8 @@ def raylets(
         {"num_cpus": 0, "resources": {"driver": 1.0}},
         *({"num_cpus": count, "resources": dict(one)} for count, one in zip(counts, nodes, strict=True)),
     ]
+    for node, own_folder in zip(described[1:], folders, strict=False):
+        node["folder"] = own_folder
     for node, own_labels in zip(described[1:], labels, strict=False):
         node["labels"] = dict(own_labels)
     for node, own in zip(described, addresses, strict=True):
@@ -134,7 +138,7 @@ def raylets(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _host(folder: str, nodes: Sequence[Mapping[str, Any]], system: Mapping[str, Any]) -> None:
+def _host(folder: str, nodes: Sequence[dict[str, Any]], system: Mapping[str, Any]) -> None:
     """Start the nodes, and end them when whoever started this process closes its end of the pipe, or dies."""
     from ray.cluster_utils import Cluster
 
@@ -142,8 +146,9 @@ def _host(folder: str, nodes: Sequence[Mapping[str, Any]], system: Mapping[str, 
     cluster = Cluster()
     for index, node in enumerate(nodes):
         head = {"temp_dir": folder, "_system_config": dict(system)} if index == 0 else {}
+        os.chdir(node.pop("folder", folder))
         common = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
-        cluster.add_node(wait=False, **(common | head | dict(node)))
+        cluster.add_node(wait=False, **(common | head | node))
     cluster.wait_for_nodes(STARTS_WITHIN_S)
     print(f"CLUSTER {cluster.address}", flush=True)
     sys.stdin.read()
