@@ -131,11 +131,16 @@ def raylets(
             host.kill()
             host.wait()
         host.stdout.close()
-        for one in family:  # agents of a raylet look for it for a minute
-            with suppress(psutil.NoSuchProcess):
-                one.kill()
-        psutil.wait_procs(family, timeout=20)
+        _end(family)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(family: Sequence[psutil.Process]) -> None:
+    """Kill what is left of a cluster: agents of a raylet look for it for a minute."""
+    for one in family:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    psutil.wait_procs(family, timeout=20)
 
 
 def _host(folder: str, nodes: Sequence[dict[str, Any]], system: Mapping[str, Any]) -> None:
