@@ -70,7 +70,7 @@ def place(
     )
     policy, engines, stride = counts.policy, counts.engines, slots_per_engine(generator)
     time_shared, total = counts.time_shared, counts.total
-    where = {"strategy": placement.strategy, "labels": placement.node_labels}
+    where: dict[str, Any] = {"strategy": placement.strategy, "labels": placement.node_labels}
     take = partial(_take, cluster, device=device, total_slots=total, deadline_s=deadline_s, **where)
     tenants = 1 + counts.reference_colocated + counts.critic_colocated + counts.reward_colocated
     if time_shared:

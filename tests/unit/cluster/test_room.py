@@ -7,7 +7,8 @@ import pytest
 from skyrl_train.cluster.placement import Slots, together_by_node
 from skyrl_train.cluster.room import FreeNode, Need, fits
 
-TRAINER, ANY = {"role": "trainer"}, {}
+TRAINER = {"role": "trainer"}
+ANY: dict[str, str] = {}
 NODES = [FreeNode(8, 4, TRAINER), FreeNode(8, 2, {}), FreeNode(8, 1, {})]
 
 
