@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -70,8 +71,8 @@ def place(
     )
     policy, engines, stride = counts.policy, counts.engines, slots_per_engine(generator)
     time_shared, total = counts.time_shared, counts.total
-    where: dict[str, Any] = {"strategy": placement.strategy, "labels": placement.node_labels}
-    take = partial(_take, cluster, device=device, total_slots=total, deadline_s=deadline_s, **where)
+    where = {"strategy": placement.strategy, "labels": placement.node_labels, "deadline_s": deadline_s}
+    take: Callable[..., Slots | None] = partial(_take, cluster, device=device, total_slots=total, **where)
     tenants = 1 + counts.reference_colocated + counts.critic_colocated + counts.reward_colocated
     if time_shared:
         keys = f"policy_num_gpus_per_node={policy} generator.num_inference_engines={engines // stride}"
