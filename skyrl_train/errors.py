@@ -21,6 +21,7 @@
     ├── CheckpointError        a checkpoint is corrupt and nothing older can replace it, or saving failed too often
     ├── StorageError           an address could not be read or written; names address and file, and why
     ├── ClusterLost            a node of the cluster, or one of Ray's own processes, died; names it
+    │   └── NoRoom             the nodes that are left have no room for what a lost one had
     └── Stopped                a person or a scheduler asked the run to end, by SIGINT or SIGTERM
 
 Bugs are not here: they stay `assert`, `TypeError`, or whatever the library raised, with their traceback.
@@ -132,6 +133,10 @@ class StorageError(SkyRLError):
 
 class ClusterLost(SkyRLError):
     """A node or one of Ray's own processes died, or Ray did not start; the message says which."""
+
+
+class NoRoom(ClusterLost):
+    """A node was lost, and what ran there fits nowhere else for now."""
 
 
 class Stopped(SkyRLError):

@@ -9,12 +9,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from skyrl_train.assembly.engines import build_engine, engine_index, engine_name, engine_settings
+from skyrl_train.assembly.engines import build_engine, build_engine_again, engine_index, engine_name, engine_settings
 from skyrl_train.assembly.layout import RoleSlots
 from skyrl_train.assembly.services import Services
 from skyrl_train.cluster.actors import Remote
 from skyrl_train.cluster.placement import reserve_beside
-from skyrl_train.config.schema import Config
+from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.config.schema import Config, GeneratorConfig, TimeoutsConfig
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.scaling import EngineScaler
 from skyrl_train.engines.supervisor import EngineSupervisor
@@ -37,13 +38,17 @@ class EngineSeats:
         self._first = base.layout.engines
         self._own: dict[int, RoleSlots] = {}
 
-    async def start(self, name: str) -> Remote:
-        """Start the engine of that name in the slots that it has."""
+    async def start_again(self, name: str, patience_s: float) -> Remote:
+        """Start an engine that died where it was, or on another node: see build_engine_again."""
+        return await build_engine_again(*self._of(name), patience_s, place=self._place(name))
+
+    def _of(self, name: str) -> tuple[int, Cluster, GeneratorConfig, TimeoutsConfig, RoleSlots, str]:
         cfg, index = self._base.cfg, engine_index(name)
-        place = 0 if index in self._own else None
         slots = self._own.get(index, self._first)
-        cluster, timeouts = self._base.cluster, cfg.trainer.timeouts
-        return await build_engine(index, cluster, engine_settings(cfg), timeouts, slots, cfg.device, place=place)
+        return index, self._base.cluster, engine_settings(cfg), cfg.trainer.timeouts, slots, cfg.device
+
+    def _place(self, name: str) -> int | None:
+        return 0 if engine_index(name) in self._own else None
 
     async def start_new(self, name: str) -> Remote:
         """Find slots for an engine more, and start it there. Raises ConfigError if the cluster has no room."""
@@ -55,10 +60,11 @@ class EngineSeats:
                 count=self._first.stride,
                 total_slots=self._base.layout.num_slots + (len(self._own) + 1) * self._first.stride,
                 deadline_s=self._base.cfg.trainer.timeouts.placement_s,
+                labels=self._base.cfg.trainer.placement.engine_node_labels,
             )
             self._own[index] = replace(self._first, slots=slots)
         try:
-            return await self.start(name)
+            return await build_engine(*self._of(name), place=self._place(name))
         except BaseException:
             self.give_back(name)
             raise

@@ -14,7 +14,7 @@ from skyrl_train.assembly.layout import RoleSlots
 from skyrl_train.assembly.learner import threads_per_process
 from skyrl_train.assembly.sync_choices import wants_adapter
 from skyrl_train.cluster.actors import Remote, spawn
-from skyrl_train.cluster.placement import places_of, unless_lost, visible_devices
+from skyrl_train.cluster.placement import placed_again, places_of, unless_lost, visible_devices
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.choices import ENGINES
 from skyrl_train.config.presence import INSTALL
@@ -26,7 +26,7 @@ from skyrl_train.engines.http.native_sglang import SGLangServer
 from skyrl_train.engines.http.native_vllm import VLLMServer
 from skyrl_train.engines.http.remote import RemoteEngine, has_our_routes
 from skyrl_train.engines.sampling import check_supported, normalise
-from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.errors import ClusterLost, ConfigError, EngineError
 from skyrl_train.listening import API_KEY
 from skyrl_train.storage.places import working_folder
 from skyrl_train.tasks import gather_all
@@ -71,7 +71,7 @@ async def build_engine(
     """
     first = (index if place is None else place) * role_slots.stride
     devices = None
-    if device == "cuda" and role_slots.stride > 1:  # its ranks are processes of its own
+    if device == "cuda" and role_slots.stride > role_slots.slots.together:  # its ranks are processes of its own
         places = await places_of(role_slots.slots, range(first, first + role_slots.stride), timeouts.engine_start_s)
         ranks = generator.inference_engine_tensor_parallel_size
         devices = visible_devices(places, f"generator.inference_engine_tensor_parallel_size={ranks}")
@@ -96,6 +96,32 @@ async def build_engine(
         engine.kill()  # an engine that has not started still occupies its slot
         raise
     return engine
+
+
+async def build_engine_again(
+    index: int,
+    cluster: Cluster,
+    generator: GeneratorConfig,
+    timeouts: TimeoutsConfig,
+    role_slots: RoleSlots,
+    device: str,
+    patience_s: float,
+    *,
+    place: int | None = None,
+) -> Remote:
+    """Start an engine that died in its slots, on another node if theirs was lost. Raises NoRoom if there is none.
+
+    `patience_s`: how long a new node is waited for.
+
+    Ray may not know yet that the node is lost: then the first start ends when it does.
+    """
+    if not cluster.single_machine:
+        await placed_again(role_slots.slots, patience_s)
+    try:
+        return await build_engine(index, cluster, generator, timeouts, role_slots, device, place=place)
+    except ClusterLost:
+        await placed_again(role_slots.slots, patience_s)
+    return await build_engine(index, cluster, generator, timeouts, role_slots, device, place=place)
 
 
 async def connect_engine(url: str, cfg: Config) -> RemoteEngine | NativeEngine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,6 +42,11 @@ class Layout:
         roles = (self.policy, self.reference, self.critic, self.reward, self.engines)
         return sum({id(role.slots): role.slots.count for role in roles if role is not None}.values())
 
+    @property
+    def one_node(self) -> bool:
+        """Whether the policy and the engines have one node together, and so one memory."""
+        return len({node for role in (self.policy, self.engines) if role for node in role.slots.nodes}) <= 1
+
 
 def place(
     cluster: Cluster,
@@ -71,7 +77,8 @@ def place(
     )
     policy, engines, stride = counts.policy, counts.engines, slots_per_engine(generator)
     time_shared, total = counts.time_shared, counts.total
-    take = partial(_take, cluster, device=device, total_slots=total, deadline_s=deadline_s)
+    where = {"strategy": placement.strategy, "labels": placement.node_labels, "deadline_s": deadline_s}
+    take: Callable[..., Slots | None] = partial(_take, cluster, device=device, total_slots=total, **where)
     tenants = 1 + counts.reference_colocated + counts.critic_colocated + counts.reward_colocated
     if time_shared:
         keys = f"policy_num_gpus_per_node={policy} generator.num_inference_engines={engines // stride}"
@@ -84,7 +91,9 @@ def place(
     critic_slots = take(counts.critic, 1, "trainer.placement.critic_num_gpus_per_node")
     reward_slots = take(counts.reward, 1, "trainer.placement.reward_num_gpus_per_node")
     judged_at_engines = counts.reward_colocated and not with_policy
-    engine_slots = home if time_shared else take(engines, 1 + judged_at_engines, "generator.num_inference_engines")
+    apart = _engines_apart(placement, 1 if judged_at_engines else stride)
+    engine_tenants, key = 1 + judged_at_engines, "generator.num_inference_engines"
+    engine_slots = home if time_shared else take(engines, engine_tenants, key, **apart)
     return Layout(
         policy=policy_slots,
         reference=policy_slots
@@ -99,6 +108,15 @@ def place(
         engines=_role(engine_slots, generator.num_inference_engines, stride, beside=policy * at_once),
         time_shared=time_shared,
     )
+
+
+def _engines_apart(placement: PlacementConfig, together: int) -> dict[str, Any]:
+    """Where engines with slots of their own are. The ranks of one are processes that it starts itself, on its node."""
+    return {
+        "strategy": placement.engine_strategy,
+        "labels": placement.engine_node_labels,
+        "together": together,
+    }
 
 
 def _take(cluster: Cluster, count: int, tenants: int, key: str, **how: Any) -> Slots | None:

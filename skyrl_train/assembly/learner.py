@@ -238,4 +238,5 @@ def _group(
             for rank in range(role_slots.count)
         ],
         spec.parallel_size,
+        cluster.death_known_s,
     )

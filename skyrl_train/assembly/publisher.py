@@ -35,16 +35,23 @@ _RANKS_ANSWER_S = 30.0
 
 
 def build_publisher(
-    cfg: Config, learner: Learner, client: EngineClient, probe_ids: Sequence[Sequence[int]]
+    cfg: Config,
+    learner: Learner,
+    client: EngineClient,
+    probe_ids: Sequence[Sequence[int]],
+    *,
+    one_node: bool = True,
 ) -> WeightPublisher:
     """The publisher of weights to the engines, with the route and checks that generator.weight_sync_* configure.
+
+    `one_node`: whether policy and engines have one (see `Layout.one_node`).
 
     Raises ConfigError if adapters must be synced separately from the model and an engine cannot do that.
     """
     return WeightPublisher(
         learner.policy,
         lambda: client.engines,
-        route=weight_route(cfg, client.engines),
+        route=weight_route(cfg, client.engines, one_node=one_node),
         folder=weight_folder(cfg),
         deadline_s=cfg.trainer.timeouts.weight_sync_s,
         probe=_probe(cfg, learner, probe_ids),
@@ -103,13 +110,19 @@ def sends_adapter(cfg: Config, engines: Sequence[Any]) -> bool:
     return not unable
 
 
-def weight_route(cfg: Config, engines: Sequence[Any]) -> str:
+def weight_route(cfg: Config, engines: Sequence[Any], *, one_node: bool = True) -> str:
     """The route that is configured, or for `auto` the fastest one possible.
 
     "ipc" (shared memory) if each engine is colocated with a trainer rank, else "broadcast" (the network) if every
     engine supports it, else "checkpoint" (files).
     """
     route, placement = cfg.generator.weight_sync_route, cfg.trainer.placement
+    one_memory = cfg.device != "cpu" or one_node  # on a CPU it is rank 0's that all engines read
+    if route == "ipc" and not one_memory:
+        raise ConfigError(
+            "generator.weight_sync_route=ipc: policy and engines are on several nodes, which share no memory; use "
+            "auto, broadcast or checkpoint."
+        )
     if route != "auto":
         return route
     ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
@@ -119,7 +132,7 @@ def weight_route(cfg: Config, engines: Sequence[Any]) -> str:
     )
     # memfd is Linux's; several nodes on a CPU have only rank 0's memory to offer.
     shares = sys.platform == "linux" and (cfg.device != "cpu" or placement.policy_num_nodes == 1)
-    if colocated and shares:
+    if colocated and shares and one_memory:
         return "ipc"
     return "broadcast" if all("broadcast" in one.capabilities.weight_routes for one in engines) else "checkpoint"
 
@@ -222,6 +235,8 @@ def build_supervisor(
     cfg, learner = base.cfg, base.learner
     assert learner is not None
     one_memory = shares_memory(cfg)
+    homeless: set[str] = set()
+    """Engines for which there was no room: it is looked for again after each step, and not waited for."""
 
     async def start(name: str) -> Any:
         client.kill(name)
@@ -229,7 +244,11 @@ def build_supervisor(
             return await connect_engine(name, cfg)  # restarting a server is up to its operator
         if one_memory:
             await learner.offload()
-        return await seats.start(name)
+        patience_s = 0.0 if name in homeless else cfg.trainer.timeouts.placement_s
+        homeless.add(name)
+        engine = await seats.start_again(name, patience_s)
+        homeless.discard(name)
+        return engine
 
     async def sync(engine: Any) -> None:
         if one_memory:

@@ -227,7 +227,7 @@ def build_trainer(
         render_prompt(tokenizer, prompt.messages, dict(cfg.generator.chat_template_kwargs))[:PROBE_TOKENS]
         for prompt in train_dataset.prompts[:PROBE_SEQUENCES]
     ]
-    publisher = build_publisher(cfg, base.learner, running.client, probe_ids)
+    publisher = build_publisher(cfg, base.learner, running.client, probe_ids, one_node=base.layout.one_node)
     publish, release = _publishing(base, running.client, publisher)
     return Trainer(
         schedule=schedule,

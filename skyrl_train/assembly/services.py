@@ -14,7 +14,9 @@ from skyrl_train.assembly.algorithm import Learning, compared_rewards
 from skyrl_train.assembly.capacity import capacity_of
 from skyrl_train.assembly.layout import Layout, place
 from skyrl_train.assembly.learner import build_learner
+from skyrl_train.assembly.shared_paths import shared_paths
 from skyrl_train.assembly.storage import NO_MIRRORS, Mirrors, mirrors_of
+from skyrl_train.cluster.paths import check_paths
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.hydra import CONFIG_FILE, plain, save_resolved
 from skyrl_train.config.problems import Problem, raise_all
@@ -140,6 +142,8 @@ async def learner_services(
                 with_engines=with_engines,
                 at_once=trainer.fully_async.enabled,
             )
+            if not cluster.single_machine:
+                check_paths(shared_paths(cfg, layout), trainer.timeouts.rendezvous_s)
         learner = None
         if schedule is not None and learning is not None:
             learner = build_learner(

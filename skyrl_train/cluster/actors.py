@@ -16,11 +16,11 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_train import trace
+from skyrl_train.cluster.node_loss import lost_node
 from skyrl_train.cluster.output import append_output_to
-from skyrl_train.cluster.placement import Slots
+from skyrl_train.cluster.placement import Slots, in_slot
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.cluster.sockets import GROUP_ADDRESS, LOOPBACK, NODE_ADDRESS
 from skyrl_train.cluster.stacks import write_on_signal
@@ -105,13 +105,16 @@ class Remote:
         died: type[SkyRLError] = WorkerDied,
         deadlines: Mapping[str, float] | None = None,
         log: Path | None = None,
+        on_many_nodes: bool = False,
     ):
         """
         Args:
             deadlines: Method -> deadline (infinity for none), for methods that do not have `deadline_s`.
             log: Where the process prints to, which the error of its death names.
+            on_many_nodes: Whether its node may be lost while we live: then that error says so.
         """
         self._log = log
+        self._on_many_nodes = on_many_nodes
         self._deadlines = dict(deadlines or {})
         self._handle = handle
         self._name = name
@@ -183,7 +186,9 @@ class Remote:
             raise error.cause from error
         except RayActorError as error:
             see = "" if self._log is None else f" What it printed: {self._log}"
-            raise self._died(f"{self._name} died during {method}: {_first_cause(error)}{see}") from error
+            lost = await lost_node(self.id) if self._on_many_nodes else None
+            cause = _first_cause(error) if lost is None else lost
+            raise self._died(f"{self._name} died during {method}: {cause}{see}") from error
         except (TimeoutError, GetTimeoutError) as error:
             if isinstance(error, SkyRLError):
                 raise
@@ -227,19 +232,20 @@ def spawn(
     (placement.visible_devices), instead of only that of slot `index`. `deadlines`: see Remote.
     """
     shell = ray.remote(_AsyncShell if concurrent else _Shell)
+    share = slots.together / slots.tenants  # of a slot, or of all slots of a bundle
     environment = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
     if slots.gpus:  # for an actor that reserves no CPU Ray sets one thread, which the engines' ranks would inherit
         environment["OMP_NUM_THREADS"] = str(slots.cores)
     log = cluster.log_of(name)
     handle: Any = shell.options(
         # Ray counts in ten-thousandths and rounds up: three thirds of a slot would not fit into it.
-        num_cpus=math.floor(slots.cpus / slots.tenants * 10_000) / 10_000 if not slots.gpus else 0,
-        num_gpus=slots.gpus / slots.tenants if devices is None else 0,
+        num_cpus=math.floor(slots.cpus * share * 10_000) / 10_000 if not slots.gpus else 0,
+        num_gpus=slots.gpus * share if devices is None else 0,
         max_concurrency=1000 if concurrent else 1,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(slots.group, placement_group_bundle_index=index),
+        scheduling_strategy=in_slot(slots, index),
     ).remote(name, target, dict(kwargs), cluster.plugins, environment, cluster.single_machine, log, trace.on())
     cluster.owns_actor(handle)
-    return Remote(handle, name, deadline_s, died, deadlines, log)
+    return Remote(handle, name, deadline_s, died, deadlines, log, on_many_nodes=not cluster.single_machine)
 
 
 def spawn_anywhere(
@@ -255,4 +261,4 @@ def spawn_anywhere(
     shell: Any = ray.remote(_AsyncShell).options(**options)
     handle = shell.remote(name, target, dict(kwargs), cluster.plugins, {}, cluster.single_machine, None, trace.on())
     cluster.owns_actor(handle)
-    return Remote(handle, name, deadline_s)
+    return Remote(handle, name, deadline_s, on_many_nodes=not cluster.single_machine)

@@ -19,18 +19,20 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_train.cluster.runtime import Cluster
-from skyrl_train.errors import ClusterLost, ConfigError, DeadlineExceeded
+from skyrl_train.errors import ClusterLost, ConfigError, DeadlineExceeded, NoRoom
 
 T = TypeVar("T")
 _LOOKS_EVERY_S = 2.0
 _ANSWERS_WITHIN_S = 5.0
+_PLACED = "CREATED"
+"""Ray's word for a placement group whose bundles are reserved, all of them."""
 _GPU_SHARE = 0.001
 """Share of an accelerator for a task that only finds out which one it is; small enough to fit besides the tenants."""
 
 
 @dataclass(frozen=True)
 class Slots:
-    """`count` bundles of one placement group; `tenants` actors share each of them."""
+    """`count` slots of one placement group; `tenants` actors share each of them."""
 
     group: PlacementGroup
     count: int
@@ -40,6 +42,17 @@ class Slots:
     tenants: int
     cores: int
     """CPUs of a slot's node, divided by the slots there; the fewest of all slots. Its tenants take turns."""
+    together: int = 1
+    """Neighbouring slots of one bundle, which lie on one node."""
+    order: tuple[int, ...] = ()
+    """The bundles, those of a node together; empty if they are in order anyway."""
+    nodes: tuple[str, ...] = ()
+    """Ray's id of the node of each slot when they were reserved."""
+
+    def bundle(self, index: int) -> int:
+        """The bundle of slot `index`."""
+        bundle = index // self.together
+        return self.order[bundle] if self.order else bundle
 
 
 def cpus_per_slot(cluster_cpus: float, total_slots: int) -> float:
@@ -48,12 +61,26 @@ def cpus_per_slot(cluster_cpus: float, total_slots: int) -> float:
 
 
 def reserve(
-    cluster: Cluster, *, count: int, tenants: int, device: str, total_slots: int, deadline_s: float, key: str
+    cluster: Cluster,
+    *,
+    count: int,
+    tenants: int,
+    device: str,
+    total_slots: int,
+    deadline_s: float,
+    key: str,
+    strategy: str = "PACK",
+    labels: Mapping[str, str] | None = None,
+    together: int = 1,
 ) -> Slots:
-    """Reserve `count` slots, packed onto as few nodes as possible.
+    """Reserve `count` slots.
 
-    `total_slots`: of the whole run, so that all of its slots fit the CPUs. `key`: the configuration key that needs the
-    slots, for the error message.
+    Args:
+        total_slots: Of the whole run, so that all of its slots fit the CPUs.
+        key: The configuration key that needs the slots, for the error message.
+        strategy: PACK for as few nodes as possible, SPREAD for as many as possible.
+        labels: What a node must be labelled with.
+        together: So many neighbouring slots lie on one node, each time.
 
     Raises ConfigError if the cluster does not provide them within `deadline_s` seconds, ClusterLost if nothing else
     either: then it is not that they are too many.
@@ -61,12 +88,16 @@ def reserve(
     gpus = 1.0 if device == "cuda" else 0.0
     cpus = 1.0 if gpus else cpus_per_slot(cluster.cpus, total_slots)
     need = f"{key}: needs {count} slots" + (f" of 1 GPU, {count} GPUs" if gpus else f" of {cpus:g} CPU")
+    need += f", {together} at a time on one node" if together > 1 else ""
+    need += f", on nodes with the labels {dict(labels)}" if labels else ""
     have = f"the Ray cluster has {cluster.cpus:g} CPUs and {cluster.gpus:g} GPUs in all"
     advice = "Ask for fewer ranks or engines, colocate them (trainer.placement.colocate_all=true), or add nodes."
     if gpus * total_slots > cluster.gpus:
         raise ConfigError(f"{need} ({total_slots} in the whole run); {have}. {advice}")
-    bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
-    group = placement_group([bundle] * count, strategy="PACK")
+    bundle = {"CPU": cpus * together} | ({"GPU": gpus * together} if gpus else {})
+    bundles = count // together
+    selector = [dict(labels)] * bundles if labels else None
+    group = placement_group([bundle] * bundles, strategy=strategy, bundle_label_selector=selector)
     if not _placed(group, deadline_s):
         remove_placement_group(group)
         if not _nodes_answer():
@@ -75,25 +106,53 @@ def reserve(
         idle = f"{free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are free now"
         raise ConfigError(f"{need}; {have}, {idle}; not placed within {deadline_s:g} s. {advice}")
     cluster.owns_group(group)
-    return Slots(group, count, cpus, gpus, tenants, _cores(group))
+    return _slots_of(group, count, cpus, gpus, tenants, together)
 
 
-async def reserve_beside(cluster: Cluster, like: Slots, *, count: int, total_slots: int, deadline_s: float) -> Slots:
+def _slots_of(group: PlacementGroup, count: int, cpus: float, gpus: float, tenants: int, together: int) -> Slots:
+    """The slots of a group that has its nodes."""
+    table: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    order = together_by_node([table[index] for index in range(count // together)])
+    nodes = tuple(table[index] for index in order for _ in range(together))
+    return Slots(group, count, cpus, gpus, tenants, _cores(nodes), together, order, nodes)
+
+
+def together_by_node(nodes: Sequence[str]) -> tuple[int, ...]:
+    """The indices of `nodes`, equal ones together, in the order in which each comes first.
+
+    Ranks that are neighbours talk most: those of a tensor-parallel group above all.
+    """
+    return tuple(sorted(range(len(nodes)), key=lambda index: nodes.index(nodes[index])))
+
+
+async def reserve_beside(
+    cluster: Cluster,
+    like: Slots,
+    *,
+    count: int,
+    total_slots: int,
+    deadline_s: float,
+    labels: Mapping[str, str] | None = None,
+) -> Slots:
     """Reserve `count` slots more for a run under way, in a group of their own: `cluster.gives_back` ends it.
 
     On CPUs a slot is no larger than it would be had the run begun with `total_slots`, those that it asks for included.
-    A group that waits for room is what makes an autoscaler add nodes. Raises ConfigError if there is none within
-    `deadline_s` seconds.
+    Slots are as many on a node as those of `like`; `labels`: what a node must be labelled with. A group
+    that waits for room is what makes an autoscaler add nodes. Raises ConfigError if there is none within `deadline_s`
+    seconds.
     """
     cpus = like.cpus if like.gpus else min(like.cpus, cpus_per_slot(cluster.cpus, total_slots))
-    bundle = {"CPU": cpus} | ({"GPU": like.gpus} if like.gpus else {})
-    group = placement_group([bundle] * count, strategy="PACK")
+    together = like.together
+    bundle = {"CPU": cpus * together} | ({"GPU": like.gpus * together} if like.gpus else {})
+    bundles = count // together
+    selector = [dict(labels)] * bundles if labels else None
+    group = placement_group([bundle] * bundles, strategy="PACK", bundle_label_selector=selector)
     cluster.owns_group(group)
     try:
         async with asyncio.timeout(deadline_s):
             while not await asyncio.to_thread(group.wait, 1):
                 pass
-        return Slots(group, count, cpus, like.gpus, 1, await asyncio.to_thread(_cores, group))
+        return await asyncio.to_thread(_slots_of, group, count, cpus, like.gpus, 1, together)
     except TimeoutError:
         cluster.gives_back(group)
         free = await asyncio.to_thread(ray.available_resources)
@@ -130,9 +189,9 @@ def _nodes_answer() -> bool:
         remove_placement_group(group)
 
 
-def _cores(group: PlacementGroup) -> int:
+def _cores(nodes: Iterable[str]) -> int:
     cpus = {node["NodeID"]: node["Resources"].get("CPU", 1.0) for node in ray.nodes() if node["Alive"]}
-    return fewest_cores(placement_group_table(group)["bundles_to_node_id"].values(), cpus)
+    return fewest_cores(nodes, cpus)
 
 
 def fewest_cores(nodes: Iterable[str], cpus: Mapping[str, float]) -> int:
@@ -140,17 +199,41 @@ def fewest_cores(nodes: Iterable[str], cpus: Mapping[str, float]) -> int:
     return min(max(1, int(cpus.get(node, 1.0)) // slots) for node, slots in Counter(nodes).items())
 
 
+def in_slot(slots: Slots, index: int) -> PlacementGroupSchedulingStrategy:
+    """Where Ray puts an actor or a task that uses slot `index`."""
+    return PlacementGroupSchedulingStrategy(slots.group, placement_group_bundle_index=slots.bundle(index))
+
+
 async def unless_lost(work: Awaitable[T], slots: Slots) -> T:
     """Await `work`, which needs these slots. Raises ClusterLost once a node of theirs has died: it would never end."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait([task], timeout=_LOOKS_EVERY_S))[0]:
-            state = (await asyncio.to_thread(placement_group_table, slots.group))["state"]
-            if state != "CREATED":
+            if (state := await _state(slots)) != _PLACED:
                 raise ClusterLost(f"a node with slots of this run died (its placement group is {state.lower()}).")
         return task.result()
     finally:
         task.cancel()
+
+
+async def placed_again(slots: Slots, within_s: float) -> None:
+    """Wait until all slots have a node, those of a lost one a new one. Raises NoRoom if they have none by then.
+
+    Ray moves the bundles of a lost node by itself, and what is in the others goes on.
+    """
+    deadline = time.monotonic() + within_s
+    while (state := await _state(slots)) != _PLACED:
+        if time.monotonic() > deadline:
+            raise NoRoom(
+                f"a node with slots of this run was lost, and the others have no room for them (the placement group "
+                f"is {state.lower()})."
+            )
+        await asyncio.sleep(min(_LOOKS_EVERY_S, max(within_s, 0.1)))
+
+
+async def _state(slots: Slots) -> str:
+    """Of the placement group, as Ray says it."""
+    return str((await asyncio.to_thread(placement_group_table, slots.group))["state"])
 
 
 async def places_of(slots: Slots, indices: Sequence[int], deadline_s: float) -> list[tuple[str, str]]:
@@ -163,7 +246,7 @@ async def places_of(slots: Slots, indices: Sequence[int], deadline_s: float) -> 
         .options(
             num_cpus=0,
             num_gpus=_GPU_SHARE,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(slots.group, placement_group_bundle_index=index),
+            scheduling_strategy=in_slot(slots, index),
         )
         .remote()
         for index in indices

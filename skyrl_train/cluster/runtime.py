@@ -33,6 +33,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.cluster.guard import Guard, leave
+from skyrl_train.cluster.node_loss import KNOWN_WITHIN_S
 from skyrl_train.cluster.output import raylets_logged
 from skyrl_train.errors import ClusterLost, ConfigError, SkyRLError, Stopped
 from skyrl_train.imports import PRELOADED, import_modules
@@ -94,6 +95,11 @@ def _settle(drivers_python: bool) -> None:
 
 def _asks_for_uv_hook(default: bool = False) -> bool:
     return bool(ray_constants.env_bool("RAY_ENABLE_UV_RUN_RUNTIME_ENV", default))
+
+
+def _living_nodes() -> list[str]:
+    """Ray's ids of them."""
+    return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
 
 
 def _prefix() -> str:
@@ -355,18 +361,18 @@ class Cluster:
 
     def _check_nodes(self, address: str) -> None:
         """Start a worker on every node, as Ray would retry forever if one cannot start. Raises ConfigError."""
-        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-        asked = [
+        asked = {
             ray.remote(_prefix)
             .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-            .remote()
-            for node in nodes
-        ]
-        _, silent = ray.wait(asked, num_returns=len(asked), timeout=LONGEST_START_S)
+            .remote(): node
+            for node in _living_nodes()
+        }
+        _, silent = ray.wait(list(asked), num_returns=len(asked), timeout=LONGEST_START_S)
+        living = _living_nodes()  # one of them may have died meanwhile, which is no question of Python
         try:
-            if silent:
+            if silent := [one for one in silent if asked[one] in living]:
                 raise TimeoutError(f"{len(silent)} of {len(asked)} nodes started no worker in {LONGEST_START_S:g} s")
-            ray.get(asked)
+            ray.get([one for one, node in asked.items() if node in living])
         except (TimeoutError, RayError) as error:
             ray.shutdown()
             raise ConfigError(
@@ -446,6 +452,11 @@ class Cluster:
     def single_machine(self) -> bool:
         """Whether the driver and every node are one machine."""
         return self.nodes == 1 and not ray.util.client.ray.is_connected()
+
+    @property
+    def death_known_s(self) -> float:
+        """After so long (seconds) Ray knows of an actor's death, or of its node's."""
+        return 5.0 if self.single_machine else KNOWN_WITHIN_S + 5.0
 
     @property
     def plugins(self) -> tuple[str, ...]:

@@ -157,6 +157,11 @@ REWARD_MODEL_APART = Needs(
     "In training the reward model has the policy's slots: set trainer.placement.colocate_all to false.",
 )
 
+ENGINES_APART = Needs(
+    lambda config: not config.trainer.placement.colocate_all and config.generator.run_engines_locally,
+    "Engines have the slots of the models, or are elsewhere: set trainer.placement.colocate_all to false.",
+)
+
 FSDP = Needs(
     lambda config: config.trainer.strategy not in ("single", "deepspeed"), "It belongs to trainer.strategy=fsdp2."
 )

@@ -10,6 +10,7 @@ from skyrl_train.config.choices import STRATEGIES, TRACKERS
 from skyrl_train.config.conditions import (
     CRITIC,
     CRITIC_APART,
+    ENGINES_APART,
     REFERENCE,
     REFERENCE_APART,
     REWARD_MODEL,
@@ -23,6 +24,7 @@ from skyrl_train.config.model import CriticConfig, PolicyConfig, RefConfig, Rewa
 from skyrl_train.config.ranges import AT_LEAST_ONE, FRACTION, MINUS_ONE_OR_MORE, NOT_NEGATIVE, POSITIVE, Range
 from skyrl_train.config.section import Section
 
+PLACEMENT_STRATEGIES = ("PACK", "SPREAD")
 NEVER = {None: -1}
 """How recipes write that something never happens, and how it is written here."""
 
@@ -55,6 +57,16 @@ class PlacementConfig(Section):
     """Nodes of the reward model."""
     reward_num_gpus_per_node: int = key(1, range=NOT_NEGATIVE, needs=(REWARD_MODEL, REWARD_MODEL_APART))
     """Replicas of the reward model on each node."""
+    strategy: str = key("PACK", choices=PLACEMENT_STRATEGIES)
+    """How the ranks of a model are placed: `PACK` on as few nodes as possible, `SPREAD` on as many as possible. In
+    either case ranks on one node are neighbours."""
+    engine_strategy: str = key("PACK", choices=PLACEMENT_STRATEGIES, needs=ENGINES_APART)
+    """The same of engines that have slots of their own. All ranks of one engine are on one node."""
+    node_labels: dict[str, str] = key(factory=dict)
+    """Ray's labels of the nodes that models may be on, such as `{ray.io/accelerator-type: H100}`; with
+    `colocate_all` those of engines too. Empty: any node."""
+    engine_node_labels: dict[str, str] = key(factory=dict, needs=ENGINES_APART)
+    """The same of engines that have slots of their own."""
 
 
 @dataclass
@@ -161,6 +173,9 @@ class TrainerConfig(Section):
     """Use PyTorch's older implementation of recomputation."""
     seed: int = key(42, range=NOT_NEGATIVE)
     """Seed of the data order, of sampling and of initialisation."""
+    restarts: int = key(0, range=NOT_NEGATIVE)
+    """How often, in the whole run, the ranks are started again from the newest checkpoint when one of them was lost,
+    with its node or alone; on fewer slots if there are no more. 0: the run ends with what it saved."""
     resume_mode: str = key(
         "latest",
         choices=("latest", "from_path", "none"),

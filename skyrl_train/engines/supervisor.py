@@ -10,7 +10,7 @@ from typing import Any
 
 from skyrl_train.clock import now
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.errors import ClusterLost, EnginesLost, SkyRLError, WorkerDied
+from skyrl_train.errors import ClusterLost, EnginesLost, NoRoom, SkyRLError, WorkerDied
 
 log = logging.getLogger(__name__)
 
@@ -39,16 +39,21 @@ class EngineSupervisor:
         self._stop = stop
         self._budget = budget
         self._restarting, self._weights = asyncio.Lock(), asyncio.Lock()
+        self._homeless: set[str] = set()
+        """Dead engines that have no node for now, of which that was said."""
         self.restarts = 0
 
     async def revive(self) -> None:
-        """Restart every dead engine, those that die meanwhile too.
+        """Restart every dead engine, those that die meanwhile too, except those that have no node while others live.
 
         Raises EnginesLost with the cause of the first one left if the budget is spent.
         """
         async with self._restarting:
-            while dead := self._client.dead:
-                await self._restart_within_budget(*next(iter(dead.items())))
+            homeless: set[str] = set()
+            while left := {name: cause for name, cause in self._client.dead.items() if name not in homeless}:
+                name, cause = next(iter(left.items()))
+                if not await self._restart_within_budget(name, cause):
+                    homeless.add(name)
 
     @asynccontextmanager
     async def syncing(self) -> AsyncIterator[None]:
@@ -67,7 +72,8 @@ class EngineSupervisor:
         async with self._restarting, self._weights:
             return self._client.remove(name)
 
-    async def _restart_within_budget(self, name: str, cause: str) -> None:
+    async def _restart_within_budget(self, name: str, cause: str) -> bool:
+        """Try once. Returns False if there is no node for it and others live: it is tried again the next time."""
         if self.restarts >= self._budget:
             raise EnginesLost(
                 f"{name} died ({cause}), and the {self._budget} restarts of generator.max_engine_restarts are spent."
@@ -76,6 +82,21 @@ class EngineSupervisor:
         begun = now()
         try:
             await self._restart(name)
+        except NoRoom as error:
+            if not self._client.engines:
+                raise EnginesLost(
+                    f"{name} died ({cause}), no engine is left, and it cannot be restarted: {error}"
+                ) from error
+            self.restarts -= 1
+            told = log.debug if name in self._homeless else log.warning
+            told(
+                "%s died (%s) and stays away: %s The run goes on without it; room is looked for after each step.",
+                name,
+                cause,
+                error,
+            )
+            self._homeless.add(name)
+            return False
         except ClusterLost as error:
             raise EnginesLost(f"{name} died ({cause}) and cannot be restarted: {error}") from error
         except WorkerDied as error:
@@ -85,6 +106,7 @@ class EngineSupervisor:
         except SkyRLError as error:
             log.warning("Restart %d of engines failed for %s: %s", self.restarts, name, error)
         else:
+            self._homeless.discard(name)
             log.warning(
                 "%s died (%s) and was restarted with the current weights in %.1f s, restart %d of the %d of "
                 "generator.max_engine_restarts.",
@@ -94,6 +116,7 @@ class EngineSupervisor:
                 self.restarts,
                 self._budget,
             )
+        return True
 
     async def _restart(self, name: str) -> None:
         engine = await self._start(name)

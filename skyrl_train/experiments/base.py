@@ -20,6 +20,7 @@ from skyrl_train.config.schema import Config
 from skyrl_train.config.sources import addresses, is_address
 from skyrl_train.errors import ClusterLost, Stopped
 from skyrl_train.experiments.collecting import collecting_seldom
+from skyrl_train.experiments.restarts import rank_losses, with_restarts
 from skyrl_train.experiments.stopping import signals_leave, until_told
 from skyrl_train.messages import to_stderr
 from skyrl_train.report.metrics_server import check_metrics_address
@@ -70,7 +71,9 @@ class Experiment:
             refuse_other_run(working_folder(trainer.ckpt_path), identity(config))
         from skyrl_train.cluster.runtime import Cluster, importing  # takes a second
 
-        self.config = config
+        self.restarts = 0
+        """How often the ranks were started again (trainer.restarts)."""
+        self.adopt(config)
         processes = slots_of(config, self.uses).processes
         self.cluster = Cluster(trainer.plugins, workers=processes, preload=imports_of_workers(config, self.uses))
         with ExitStack() as stack:
@@ -82,6 +85,10 @@ class Experiment:
                 self.eval_dataset = self.as_prompts(self.get_eval_dataset())
                 self.check_environments()
             stack.pop_all()  # connected until `session` or the run ends
+
+    def adopt(self, config: Config) -> None:
+        """From now on, this is the configuration: after a restart that of what is left of the cluster."""
+        self.config = config
 
     def get_tokenizer(self) -> Any:
         """The tokenizer of prompts and completions."""
@@ -149,7 +156,7 @@ class Experiment:
 
     def run(self) -> None:
         """Start everything, train, stop everything."""
-        self._until_told(self._run())
+        self._until_told(with_restarts(self, self._run))
 
     def _until_told(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine of this experiment. A signal or the death of the cluster ends it in good order."""
@@ -157,7 +164,7 @@ class Experiment:
             return asyncio.run(until_told(work, self.cluster.lost()))
 
     async def _run(self) -> None:
-        async with self.session() as running:
+        async with self.session() as running, rank_losses(running.learner, self.config.trainer.restarts):
             await self.fit(running)
 
     async def fit(self, session: Session) -> None:
@@ -184,6 +191,7 @@ class Experiment:
             )
             await stack.enter_async_context(endpoint_of_run(self.config, running.client, self.tokenizer))
             trainer = self.build_trainer(running)
+            trainer.restarts = self.restarts
             stack.push_async_callback(trainer.collector.close)
             yield Session(
                 trainer=trainer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 Choose = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logprobs, old_logprobs, advantages, mask), all [T] -> [T] bool; see algorithms/selections.py."""
 Arguments = Sequence[Any] | Callable[[], Sequence[Any]]
-_DEATH_S = 5.0
-"""How much sooner its peers may know that a rank died than the driver does."""
+DEATH_KNOWN_S = 5.0
+"""On one machine the driver knows by then that a rank died, after its peers did."""
 
 
 class WorkerGroup:
@@ -41,8 +41,12 @@ class WorkerGroup:
     A worker is any object whose methods are coroutines: a `cluster.actors.Remote` or a `LocalWorker`.
     """
 
-    def __init__(self, workers: Sequence[Any], parallel_size: int = 1):
-        """`parallel_size`: number of neighbouring ranks that form one parallel group and share every micro-batch."""
+    def __init__(self, workers: Sequence[Any], parallel_size: int = 1, death_known_s: float = DEATH_KNOWN_S):
+        """`parallel_size`: number of neighbouring ranks that form one parallel group and share every micro-batch.
+
+        `death_known_s`: how much sooner its peers may know that a rank died than the driver does.
+        """
+        self._death_known_s = death_known_s
         self.workers = list(workers)
         self.parallel_size = parallel_size
         self.calls = 0
@@ -83,16 +87,25 @@ class WorkerGroup:
                 calls += map(asyncio.ensure_future, started)
             return await asyncio.gather(*calls)
         except RuntimeError as error:
-            if _is_of_a_collective(error):
-                await asyncio.wait(calls, timeout=_DEATH_S)
-                for failure in map(_failure, calls):
-                    if isinstance(failure, WorkerDied):
-                        raise failure from error
+            if _is_of_a_collective(error) and (death := await self._death_among(calls)) is not None:
+                raise death from error
             raise
         finally:
             self.calls -= 1
             for call in calls:
                 call.cancel()
+
+    async def _death_among(self, calls: Sequence[asyncio.Future[Any]]) -> WorkerDied | None:
+        """The first death that is known of, in time."""
+        left = set(calls)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._death_known_s):
+                while left:
+                    done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                    for failure in map(_failure, done):
+                        if isinstance(failure, WorkerDied):
+                            return failure
+        return None
 
     async def setup(self) -> int:
         """Connect the ranks to each other and load the model; returns its number of parameters."""

@@ -140,6 +140,8 @@ METRICS = (
     Metric("engines/count", COUNT, "engines that take requests: neither dead nor about to leave", "as many as wanted"),
     Metric("engines/dead", COUNT, "engines that are dead", "0"),
     Metric("engines/restarts", COUNT, "restarts of engines since the run began", "0"),
+    Metric("trainer/restarts", COUNT, "restarts of the trainer's ranks since the run began; only after one"),
+    Metric("trainer/ranks", COUNT, "the policy's ranks; only after a restart"),
     Metric("weights/version", STEPS, "the step whose weights the engines hold"),
     Metric("weights/bytes", "bytes", "bytes that a sync sent"),
     Metric("weights/buckets", COUNT, "in so many pieces"),

@@ -39,10 +39,14 @@ class BasePPOExp(Experiment):
         refuse_overrides(type(self), BasePPOExp, {"_setup_trainer"})
         receive_registered()
         config = config_of(cfg, used_by(type(self)))
-        self.cfg = readable(config)
+        self.adopt(config)
         self.colocate_pg = self.get_colocate_pg()
         super().__init__(config)
         os.makedirs(working_folder(config.trainer.export_path), exist_ok=True)
+
+    def adopt(self, config: Config) -> None:
+        super().adopt(config)
+        self.cfg = readable(config)
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 

@@ -78,6 +78,8 @@ class TrainingLoop(ABC):
         self.profiles = profiles
         self.metrics = Metrics()
         self.step = 0
+        self.restarts = 0
+        """How often the ranks were started again in this run; then each row says so, and how many ranks there are."""
         self._whole = True
         """Whether the ranks hold the weights of `step`; False during an update."""
         self._to_do: list[str] = []
@@ -177,6 +179,8 @@ class TrainingLoop(ABC):
         values = self.metrics.flush()
         values["throughput/tokens_per_s"] = self._num_tokens(values) / values["timing/step_s"]
         values |= self._derived(values)
+        if self.restarts:
+            values |= {"trainer/restarts": float(self.restarts), "trainer/ranks": float(len(self.learner.policy))}
         self._record(values)
         if self.guards is not None:
             self.guards.check(values, self.step)

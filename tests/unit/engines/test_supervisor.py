@@ -11,7 +11,7 @@ import pytest
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.supervisor import EngineSupervisor
-from skyrl_train.errors import ClusterLost, EngineError, EnginesLost, WorkerDied
+from skyrl_train.errors import ClusterLost, EngineError, EnginesLost, NoRoom, WorkerDied
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 
 
@@ -286,3 +286,42 @@ def test_where_rollouts_go_on_the_first_engine_that_is_back_serves_while_others_
                 await asyncio.sleep(0.01)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_an_engine_without_a_node_stays_away_while_others_live_and_comes_back_when_there_is_one(
+    others: bool, caplog: pytest.LogCaptureFixture
+):
+    room = False
+
+    async def start(name: str) -> Mortal:
+        if not room:
+            raise NoRoom("the others have no room.")
+        return Mortal(name, lives=True)
+
+    async def sync(engine: Mortal) -> None:
+        engine.synced = True
+
+    client = EngineClient([Mortal("a"), *([Mortal("b", lives=True)] if others else [])], deadline_s=5)
+    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=sync, budget=1)
+
+    async def run() -> None:
+        nonlocal room
+        await client.health() if others else None
+        if not others:
+            client.revive = supervisor.revive
+            with pytest.raises(EnginesLost, match=r"no engine is left, and it cannot be restarted: the others have"):
+                await client.generate([request("r1")])
+            return
+        for _ in range(3):
+            await supervisor.revive()
+        assert (list(client.dead), supervisor.restarts) == (["a"], 0), "no restart is spent on it"
+        room = True
+        await supervisor.revive()
+        assert (client.dead, supervisor.restarts) == ({}, 1)
+
+    asyncio.run(run())
+    if others:
+        away, back = [one.message for one in caplog.records if one.name == "skyrl_train.engines.supervisor"]
+        assert "a was killed) and stays away: the others have no room." in away
+        assert "was restarted" in back

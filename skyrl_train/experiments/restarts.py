@@ -1,0 +1,97 @@
+"""A run whose ranks are started again when one of them was lost, on what is left (trainer.restarts)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from skyrl_train.config.keys import with_value_at
+from skyrl_train.config.presence import slots_of
+from skyrl_train.config.schema import Config
+from skyrl_train.errors import ClusterLost, Stopped, WorkerDied
+from skyrl_train.report.phases import say
+
+if TYPE_CHECKING:
+    from skyrl_train.experiments.base import Experiment
+    from skyrl_train.learner.learner import Learner
+
+T = TypeVar("T")
+_ANSWER_S = 30.0
+"""Within this time a rank that lives answers a call that does nothing."""
+
+
+async def with_restarts(experiment: Experiment, attempt: Callable[[], Awaitable[T]]) -> T:
+    """What `attempt` returns, which is made again after a rank was lost, up to trainer.restarts times in the run.
+
+    Each further attempt resumes from the run's newest checkpoint, with as many ranks as have room. Raises what the last
+    attempt did, or NoRoom. One's own Ray that died ends the run in any case: it takes the driver with it.
+    """
+    configured = experiment.config
+    while True:
+        try:
+            return await attempt()
+        except Exception as error:
+            spent = experiment.restarts == configured.trainer.restarts
+            if spent or not _lost_a_rank(error) or experiment.cluster.death() is not None:
+                raise
+            cause = f"{type(error).__name__}: {error}"
+        experiment.restarts += 1
+        await _start_over(experiment, configured, cause)
+
+
+async def _start_over(experiment: Experiment, configured: Config, cause: str) -> None:
+    """Change the experiment's configuration to one that resumes on what is left of the cluster."""
+    from skyrl_train.assembly.fewer_slots import fit_to_nodes
+
+    count = f"RESTART {experiment.restarts} of the {configured.trainer.restarts} of trainer.restarts"
+    say("restart", f"{count}: {cause}")
+    experiment.cluster.connect()
+    config = await fit_to_nodes(resuming(configured), experiment.uses, experiment.cluster)
+    before, after = (slots_of(one, experiment.uses) for one in (configured, config))
+    fewer = "" if after.policy == before.policy else f" ({before.policy} are configured)"
+    engines = config.generator.num_inference_engines if after.engines else 0
+    missing = configured.generator.num_inference_engines - engines if after.engines else 0
+    say(
+        "restart",
+        f"{after.policy} ranks{fewer}"
+        + (f" and {engines} engines" if engines else "")
+        + (f" ({missing} fewer than configured)" if missing else "")
+        + f" on the {experiment.cluster.nodes} nodes that are left, from the newest checkpoint",
+    )
+    experiment.adopt(config)
+
+
+def resuming(config: Config) -> Config:
+    """The configuration that goes on from the run's own newest checkpoint, if there is one already."""
+    from skyrl_train.trainer.checkpoints import Checkpoints
+
+    if not Checkpoints(Path(config.trainer.ckpt_path)).steps():
+        return config
+    return with_value_at(config, "trainer.resume_mode", "latest")
+
+
+def _lost_a_rank(error: BaseException | None) -> bool:
+    return any(isinstance(one, WorkerDied | ClusterLost) for one in _causes(error))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+@asynccontextmanager
+async def rank_losses(learner: Learner, restarts: int) -> AsyncIterator[None]:
+    """Inside, an error that follows from a lost rank is raised as WorkerDied; not asked in a run without restarts.
+
+    An engine to which weights are sent, or a rank in the middle of a collective, may say first that it lost a peer.
+    """
+    try:
+        yield
+    except Exception as error:
+        asks = restarts and not isinstance(error, Stopped) and not _lost_a_rank(error)
+        if not asks or await learner.answers(_ANSWER_S):
+            raise
+        raise WorkerDied(f"a rank of the trainer does not answer, after {type(error).__name__}: {error}") from error

@@ -1,0 +1,36 @@
+"""Several Ray nodes: where slots are, who sees which files, and a node that is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import REPOSITORY
+from tests.support.raylets import raylets
+
+
+def test_slots_are_where_they_should_be_and_a_lost_node_is_named_and_replaced(tmp_path: Path):
+    folders = [tmp_path / name for name in ("a", "b", "c", "driver")]
+    for folder in folders:
+        folder.mkdir()
+    for one in (folders[0], folders[-1]):
+        (one / "one-node-lacks-it").touch()
+    roles = [{"role": "trainer"}, {"role": "trainer"}, {"role": "engine"}]
+    with raylets([{}, {}, {}], cpus=[2, 2, 2], labels=roles, folders=[str(folder) for folder in folders]) as nodes:
+        program = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.cluster.on_nodes"],
+            env=os.environ | nodes.environment | {"PYTHONPATH": str(REPOSITORY)},
+            cwd=folders[-1],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert program.stdout is not None
+        with program, program.stdout:
+            said = []
+            for line in program.stdout:
+                said.append(line)
+                if line.startswith("KILL "):
+                    nodes.kill(nodes.addresses.index(line.split()[1]))
+        assert program.returncode == 0, "".join(said)

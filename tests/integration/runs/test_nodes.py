@@ -1,0 +1,97 @@
+"""Runs over four Ray nodes: one of each kind is lost, and what docs/multi_node.md says happens."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.raylets import Raylets, raylets
+
+from .conftest import command, metrics_of
+
+TRAINER, ENGINE = {"role": "trainer"}, {"role": "engine"}
+APART = [
+    "device=cpu",
+    "trainer.epochs=4",
+    "trainer.eval_before_train=false",
+    "trainer.eval_interval=0",
+    "trainer.ckpt_interval=1",
+    "trainer.placement.colocate_all=false",
+    "trainer.placement.node_labels={role: trainer}",
+    "trainer.placement.engine_node_labels={role: engine}",
+    "trainer.placement.engine_strategy=SPREAD",
+    "generator.num_inference_engines=2",
+    "generator.weight_sync_check=probe",
+]
+"""Of a run whose trainer and engines have nodes of their own."""
+
+
+@pytest.fixture
+def nodes() -> Iterator[Raylets]:
+    """The driver's, two for the trainer (1 and 2) and two for engines (3 and 4)."""
+    with raylets([{}] * 4, cpus=2, labels=[TRAINER, TRAINER, ENGINE, ENGINE]) as running:
+        yield running
+
+
+def run_and_lose(nodes: Raylets, overrides: list[str], folder: Path, lost: int | None, expect: int = 0) -> str:
+    """A run's output; node `lost` is killed after the second step."""
+    metrics, log = folder / "ckpts" / "metrics.jsonl", folder / "run.log"
+    deadline = time.monotonic() + 500
+    with log.open("w") as output:
+        driver = subprocess.Popen(
+            command("main_base", overrides), stdout=output, stderr=output, env=os.environ | nodes.environment
+        )
+    try:
+        while driver.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+            if lost is not None and metrics.exists() and re.search(r'"step": 2,', metrics.read_text()):
+                nodes.kill(lost)
+                lost = None
+    finally:
+        driver.kill()
+        driver.wait()
+    assert driver.returncode == expect, log.read_text()[-6000:]
+    return log.read_text()
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+def test_a_lost_engine_s_node_costs_a_restart_elsewhere(small: Callable, nodes: Raylets, tmp_path: Path):  # type: ignore[type-arg]
+    overrides = [*small(tmp_path), *APART, "trainer.max_steps=5", "trainer.placement.policy_num_gpus_per_node=2"]
+    said = run_and_lose(nodes, overrides, tmp_path, lost=3)
+    assert re.search(r"engine \d died \(.*its node .* was lost.* and was restarted with the current weights", said)
+    found = metrics_of(tmp_path)
+    assert set(found) == set(range(6))
+    assert found[5]["engines/restarts"] == 1
+    assert found[5]["rollouts/failed"] == 0
+    assert found[5]["rollout/logprob_diff_max"] <= 1e-4
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_lost_trainer_s_node_ends_the_run_or_starts_it_again_on_what_is_left(
+    small: Callable[[Path], list[str]],
+    nodes: Raylets,
+    tmp_path: Path,
+    restarts: int,
+):
+    overrides = [*small(tmp_path), *APART, "trainer.max_steps=5", "trainer.placement.policy_num_gpus_per_node=4"]
+    overrides.append(f"trainer.restarts={restarts}")
+    said = run_and_lose(nodes, overrides, tmp_path, lost=2, expect=1 - restarts)
+    assert re.search(rf"learner \d died during \w+: its node {nodes.addresses[2]} \(Ray's id \w+\) was lost", said)
+    assert not list((tmp_path / "ckpts").glob("*.partial"))
+    if restarts:
+        assert "RESTART 1 of the 1 of trainer.restarts" in said
+        assert "2 ranks (4 are configured) and 2 engines on the 4 nodes that are left" in said
+        found = metrics_of(tmp_path)
+        assert set(found) == set(range(6))
+        assert (found[5]["trainer/restarts"], found[5]["trainer/ranks"]) == (1, 2)
+    else:
+        assert int((tmp_path / "ckpts" / "latest_ckpt_global_step.txt").read_text()) >= 1

@@ -1,0 +1,47 @@
+"""What a run asks for when there is no room for all that it was configured with."""
+
+from __future__ import annotations
+
+from skyrl_train.assembly.fewer_slots import candidates
+from skyrl_train.config.hydra import load
+from skyrl_train.config.presence import Uses, slots_of
+from skyrl_train.config.schema import Config
+
+
+def configured(*overrides: str) -> Config:
+    """Four ranks and two engines, apart."""
+    return load(
+        [
+            "device=cpu",
+            "data.train_data=[rows.jsonl]",
+            "generator.backend=transformers",
+            "generator.model_dtype=float32",
+            "generator.weight_sync_backend=gloo",
+            "trainer.bf16=false",
+            "trainer.flash_attn=false",
+            "trainer.placement.colocate_all=false",
+            "trainer.placement.policy_num_gpus_per_node=4",
+            "generator.num_inference_engines=2",
+            *overrides,
+        ]
+    )
+
+
+def shapes(config: Config, uses: Uses | None = None) -> list[tuple[int, int]]:
+    found = list(candidates(config, uses or Uses()))
+    assert found[0] is config, "what is configured comes first"
+    slots = [slots_of(one, uses or Uses()) for one in found]
+    return [(one.policy, one.engines) for one in slots]
+
+
+def test_the_fewest_slots_are_given_up_and_the_trainer_s_before_an_engine_s():
+    assert shapes(configured()) == [(4, 2), (3, 2), (4, 1), (2, 2), (3, 1), (1, 2), (2, 1), (1, 1)]
+
+
+def test_ranks_stay_a_multiple_of_what_shares_a_model_or_a_sequence():
+    pairs = shapes(configured("trainer.policy.sequence_parallel_size=2", "generator.num_inference_engines=1"))
+    assert pairs == [(4, 1), (2, 1)]
+
+
+def test_a_run_without_engines_gives_up_ranks_alone():
+    assert shapes(configured(), Uses(val_data=False, engines=False, rewards=False)) == [(4, 0), (3, 0), (2, 0), (1, 0)]

@@ -1,0 +1,111 @@
+"""What a run begins again after, how often, and what it has then."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from skyrl_train.config.keys import with_value_at
+from skyrl_train.config.schema import Config
+from skyrl_train.errors import ClusterLost, ConfigError, EngineError, EnginesLost, NoRoom, WorkerDied
+from skyrl_train.experiments import restarts
+from skyrl_train.experiments.restarts import rank_losses, resuming, with_restarts
+
+
+class Ended:
+    """An experiment as far as restarts know one: each attempt ends with the next of `errors`, then well."""
+
+    def __init__(self, errors: list[BaseException], allowed: int):
+        self.config = with_value_at(Config(), "trainer.restarts", allowed)
+        self.restarts, self.attempts, self.errors = 0, 0, errors
+        self.cluster = self
+
+    def death(self) -> None:
+        """Of Ray's own processes none has died."""
+
+    async def attempt(self) -> str:
+        self.attempts += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return "done"
+
+
+@pytest.fixture
+def started_over(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    causes: list[str] = []
+
+    async def start_over(experiment: Any, configured: Config, cause: str) -> None:
+        causes.append(cause)
+
+    monkeypatch.setattr(restarts, "_start_over", start_over)
+    return causes
+
+
+def caused(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+def run(experiment: Ended) -> str:
+    return asyncio.run(with_restarts(cast(Any, experiment), experiment.attempt))
+
+
+def test_a_lost_rank_is_begun_again_after_as_often_as_configured(started_over: list[str]):
+    died = WorkerDied("learner 2 died during update: its node 10.0.0.7 was lost.")
+    homeless = caused(EnginesLost("no engine is left"), NoRoom("a node was lost"))
+    assert run(Ended([died, homeless], allowed=2)) == "done"
+    assert started_over == [f"WorkerDied: {died}", "EnginesLost: no engine is left"]
+    experiment = Ended([died, ClusterLost("a node died"), died], allowed=2)
+    with pytest.raises(WorkerDied):
+        run(experiment)
+    assert (experiment.attempts, experiment.restarts) == (3, 2)
+
+
+@pytest.mark.parametrize("error", [ConfigError("k=1"), RuntimeError("a bug"), EnginesLost("restarts are spent")])
+def test_what_is_no_lost_rank_ends_the_run_at_once(started_over: list[str], error: Exception):
+    experiment = Ended([error], allowed=5)
+    with pytest.raises(type(error)):
+        run(experiment)
+    assert (experiment.attempts, started_over) == (1, [])
+
+
+def test_without_restarts_the_run_ends_as_ever(started_over: list[str]):
+    with pytest.raises(WorkerDied):
+        run(Ended([WorkerDied("learner 0 died")], allowed=0))
+    assert started_over == []
+
+
+class Ranks:
+    def __init__(self, answer: bool):
+        self.answer, self.asked = answer, 0
+
+    async def answers(self, within_s: float) -> bool:
+        self.asked += 1
+        return self.answer
+
+
+async def fails(ranks: Ranks, allowed: int, error: Exception) -> None:
+    async with rank_losses(cast(Any, ranks), allowed):
+        raise error
+
+
+def test_what_follows_from_a_rank_that_does_not_answer_is_its_loss():
+    with pytest.raises(WorkerDied, match="does not answer, after EngineError: the sender is gone"):
+        asyncio.run(fails(Ranks(answer=False), 1, EngineError("the sender is gone")))
+    with pytest.raises(EngineError):
+        asyncio.run(fails(Ranks(answer=True), 1, EngineError("a real one")))
+    unasked = Ranks(answer=False)
+    with pytest.raises(EngineError):
+        asyncio.run(fails(unasked, 0, EngineError("no restarts are configured")))
+    assert unasked.asked == 0
+
+
+def test_it_goes_on_from_its_own_checkpoint_whatever_it_started_from(tmp_path: Path):
+    config = with_value_at(Config(), "trainer.ckpt_path", str(tmp_path))
+    config = with_value_at(config, "trainer.resume_mode", "none")
+    assert resuming(config).trainer.resume_mode == "none", "there is no checkpoint yet: it begins as it did"
+    (tmp_path / "global_step_3").mkdir()
+    assert resuming(config).trainer.resume_mode == "latest"
