@@ -188,3 +188,7 @@ def test_a_submitted_job_outlives_its_client_and_is_stopped_with_a_checkpoint(
     assert f"resume from step {last}" in printed
     assert "warning: `ray job stop`" not in printed
     assert all(gone(one.pid) for one in workers), "slots are free again"
+    token = job_server.client["RAY_AUTH_TOKEN"]
+    assert token not in printed + job_server.job("list")
+    written = [file for file in (tmp_path / "ckpts").rglob("*") if file.is_file()]
+    assert [file for file in written if token.encode() in file.read_bytes()] == []

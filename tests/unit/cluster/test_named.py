@@ -52,7 +52,9 @@ def test_behind_a_ray_client_nobody_knows_that_there_is_no_gpu(monkeypatch: pyte
 
 
 def test_a_job_server_is_no_cluster_to_join():
-    with pytest.raises(ConfigError, match=r"RAY_ADDRESS=http://10\.0\.0\.1:8265: a cluster's job server.*ray job submit"):
+    with pytest.raises(
+        ConfigError, match=r"RAY_ADDRESS=http://10\.0\.0\.1:8265: a cluster's job server.*ray job submit"
+    ):
         Cluster()._join("http://10.0.0.1:8265", {})
 
 
