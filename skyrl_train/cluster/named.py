@@ -9,7 +9,7 @@ import sys
 ANSWERS_S = 20.0
 """An answer takes a second; a cluster that is not there, Ray looks for 40 s long."""
 LEAST_GRACE_S = 60.0
-"""Seconds that a run may need to end well: ranks are asked for 30 s whether they answer, then the last step is saved."""
+"""Seconds that a run may need to end well: ranks have 30 s to answer, then the last step is saved."""
 _RAYS_GRACE_S = 3
 _ASK = """
 import sys

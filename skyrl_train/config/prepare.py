@@ -148,8 +148,8 @@ def launch(
 ) -> None:
     """Run an entrypoint: `task` with the prepared configuration, or what `--help` or Hydra's `--cfg job` prints.
 
-    `own_code` and `uses` are those of `prepare`, and so is what `has_accelerator` returns. A ConfigError, of the configuration or of the task, is printed without
-    traceback and exits with 2.
+    `own_code` and `uses` are those of `prepare`, and so is what `has_accelerator` returns. A ConfigError, of the
+    configuration or of the task, is printed without traceback and exits with 2.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:

@@ -84,8 +84,9 @@ async def until_told(work: Coroutine[Any, Any, T], lost: Awaitable[SkyRLError]) 
     """Await `work`, unless SIGINT, SIGTERM or `lost` end it: it is then cancelled, and the reason raised once it ended.
 
     A second signal leaves at once, with nothing closed: the kernel and Ray's guard end our processes; but a SIGTERM
-    that follows another within two seconds is the same one. `lost` returns the error to end with. Replaces Ray's own handler of SIGTERM. Afterwards the handlers from before are back. In a
-    thread that is not the main one signals are left to whoever waits for it.
+    that follows another within two seconds is the same one. `lost` returns the error to end with. Replaces Ray's own
+    handler of SIGTERM. Afterwards the handlers from before are back. In a thread that is not the main one signals are
+    left to whoever waits for it.
     """
     told: asyncio.Future[SkyRLError] = asyncio.get_running_loop().create_future()
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(lost)
