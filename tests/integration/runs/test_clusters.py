@@ -71,8 +71,9 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
 @pytest.mark.on_demand
 @pytest.mark.slow
 def test_the_script_for_slurm_trains_on_two_nodes(slurm: dict[str, str], gsm8k_jsonl: Path, tmp_path: Path):
-    dataset = [REPOSITORY / "examples" / "gsm8k" / "gsm8k_dataset.py", "--input", gsm8k_jsonl, "--output", tmp_path]
-    subprocess.run([sys.executable, *dataset, "--limit", "16"], env=slurm, check=True, capture_output=True, timeout=120)
+    dataset = str(REPOSITORY / "examples" / "gsm8k" / "gsm8k_dataset.py")
+    rows = [sys.executable, dataset, "--input", str(gsm8k_jsonl), "--output", str(tmp_path), "--limit", "16"]
+    subprocess.run(rows, env=slurm, check=True, capture_output=True, timeout=120)
     arguments = [
         f"trainer.policy.model.path={save_tiny_model(tmp_path / 'qwen3', 'qwen3')}",
         f"trainer.ckpt_path={tmp_path / 'ckpts'}",
