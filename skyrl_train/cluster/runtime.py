@@ -131,7 +131,7 @@ def _start_own(settings: Mapping[str, Any], begins: Callable[[], None]) -> None:
 def _start(settings: Mapping[str, Any], begins: Callable[[], None]) -> Exception | None:
     """Start Ray; returns its exception if it fails, without frames that would keep the started processes' handles."""
     try:
-        with _one_at_a_time(), _own_handlers():
+        with _one_at_a_time(), _own_handlers(), _without_job_server():
             begins()  # not before: other runs may have held the lock for a minute
             ray.init(address="local", **(_OWN_SETTINGS | dict(settings)))
         _keep_token_private()
@@ -182,6 +182,17 @@ def _own_handlers() -> Iterator[None]:
         raise (Stopped(signal.SIGTERM) if leaving.code == signal.SIGTERM else leaving) from None
     finally:
         ray_utils.set_sigterm_handler = sets_handler
+
+
+@contextmanager
+def _without_job_server() -> Iterator[None]:
+    """Start Ray's agents as without `ray[default]`: nobody submits jobs to a Ray of ours, and it starts 4 s sooner."""
+    asked = ray_utils.get_dashboard_dependency_error
+    ray_utils.get_dashboard_dependency_error = lambda: ImportError("not needed here")
+    try:
+        yield
+    finally:
+        ray_utils.get_dashboard_dependency_error = asked
 
 
 @contextmanager
@@ -341,6 +352,12 @@ class Cluster:
         With a job submitted to the cluster, a user's hook, or a driver outside of the cluster (`ray://`), workers keep
         the Python that they have.
         """
+        if address.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"RAY_ADDRESS={address}: a cluster's job server, to which a run is submitted (`ray job submit "
+                "--working-dir . -- python -m skyrl_train.entrypoints.main_base ...`; needs skyrl-train[jobs]). To run "
+                "the driver here, name the cluster itself, HOST:6379, from one of its nodes."
+            )
         chosen_elsewhere = address.startswith("ray://") or any(os.environ.get(name) for name in _CHOOSES_PYTHON)
         drivers_python = not chosen_elsewhere and not _asks_for_uv_hook()
         _settle(drivers_python)

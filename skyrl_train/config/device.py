@@ -83,6 +83,8 @@ def resolve_device(config: Config, has_accelerator: bool, given: Collection[str]
 
 
 def device_problems(config: Config, has_accelerator: bool) -> Iterator[Problem]:
-    """A device that this machine does not have."""
+    """A device that this machine does not have; of a cluster behind a Ray client nobody knows yet what it has."""
+    if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
+        return
     if config.device == "cuda" and not has_accelerator:
         yield Problem("device", "cuda", "cpu or auto here", "No NVIDIA device was found on this machine.")

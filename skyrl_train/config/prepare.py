@@ -144,11 +144,12 @@ def launch(
     *,
     own_code: bool = False,
     uses: Uses | None = None,
+    has_accelerator: Callable[[], bool | None] = lambda: None,
 ) -> None:
     """Run an entrypoint: `task` with the prepared configuration, or what `--help` or Hydra's `--cfg job` prints.
 
-    `own_code` and `uses` are those of `prepare`. A ConfigError, of the configuration or of the task, is printed without
-    traceback and exits with 2.
+    `own_code` and `uses` are those of `prepare`, and so is what `has_accelerator` returns. A ConfigError, of the
+    configuration or of the task, is printed without traceback and exits with 2.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -158,10 +159,10 @@ def launch(
             return
         line = read_command_line(arguments)
         if line.asks_for_information:
-            prepare(arguments, own_code=own_code)
+            prepare(arguments, has_accelerator(), own_code=own_code)
             show_information(arguments, line.overrides)
             return
-        prepared = prepare(arguments, own_code=own_code, uses=uses)
+        prepared = prepare(arguments, has_accelerator(), own_code=own_code, uses=uses)
         for text in prepared.notes:
             to_stderr(f"note: {text}")
         for text in prepared.warnings:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from skyrl_train.cluster.named import named_cluster_has_gpus
 from skyrl_train.config.prepare import PreparedConfig, launch
 from skyrl_train.config.presence import Uses
 from skyrl_train.config.schema import Config
@@ -49,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             report_probe(prepared.config)
 
     def check_all() -> None:
-        launch(check, rest, uses=Uses() if here else None)
+        there = named_cluster_has_gpus if here else lambda: None
+        launch(check, rest, uses=Uses() if here else None, has_accelerator=there)
 
     if not probes:
         return check_all()

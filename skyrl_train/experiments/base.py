@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from skyrl_train.cluster.named import named_cluster_has_gpus, short_grace
 from skyrl_train.config.prepare import launch
 from skyrl_train.config.presence import Uses, slots_of
 from skyrl_train.config.run_folder import identity
@@ -59,6 +60,8 @@ class Experiment:
         if self.uses.learner or self.uses.val_data:  # what only serves has no numbers of a run
             check_metrics_address(trainer.metrics_host, trainer.metrics_port)
         if self.uses.learner:
+            if (short := short_grace()) is not None:
+                to_stderr(f"warning: {short}")
             folder = working_folder(trainer.ckpt_path)
             uploaded = f", uploaded to {trainer.ckpt_path}" if is_address(trainer.ckpt_path) else ""
             say("run", f"{trainer.run_name}, in {folder.absolute()}{uploaded}")
@@ -247,7 +250,13 @@ def start(experiment: type[Experiment], argv: Sequence[str] | None = None, *, ow
     """What `run_experiment` does; the entrypoints of this package bring no code of the user's."""
     with accounted():
         uses = used_by(experiment)
-        launch(lambda prepared: _run(experiment(prepared.config)), argv, own_code=own_code, uses=uses)
+        launch(
+            lambda prepared: _run(experiment(prepared.config)),
+            argv,
+            own_code=own_code,
+            uses=uses,
+            has_accelerator=named_cluster_has_gpus,
+        )
 
 
 @contextmanager

@@ -19,6 +19,8 @@ from skyrl_train.errors import SkyRLError, Stopped
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _A_MOMENT_S = 0.01
 """In which the event loop reads what signals have written, and calls their handlers."""
+_ONE_REQUEST_S = 2.0
+"""`ray job stop` and schedulers signal a run and the program that started it, which hands the signal on (`uv run`)."""
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -81,9 +83,10 @@ def exits_as_told() -> Iterator[None]:
 async def until_told(work: Coroutine[Any, Any, T], lost: Awaitable[SkyRLError]) -> T:
     """Await `work`, unless SIGINT, SIGTERM or `lost` end it: it is then cancelled, and the reason raised once it ended.
 
-    A second signal leaves at once, with nothing closed: the kernel and Ray's guard end our processes. `lost` returns
-    the error to end with. Replaces Ray's own handler of SIGTERM. Afterwards the handlers from before are back. In a
-    thread that is not the main one signals are left to whoever waits for it.
+    A second signal leaves at once, with nothing closed: the kernel and Ray's guard end our processes; but a SIGTERM
+    that follows another within two seconds is the same one. `lost` returns the error to end with. Replaces Ray's own
+    handler of SIGTERM. Afterwards the handlers from before are back. In a thread that is not the main one signals are
+    left to whoever waits for it.
     """
     told: asyncio.Future[SkyRLError] = asyncio.get_running_loop().create_future()
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(lost)
@@ -115,10 +118,15 @@ def _signals_tell(told: asyncio.Future[SkyRLError]) -> Iterator[None]:
         yield
         return
     loop = asyncio.get_running_loop()
+    told_at = 0.0
 
     def on_signal(number: int) -> None:
+        nonlocal told_at
         if told.done():
+            if number == signal.SIGTERM and loop.time() < told_at + _ONE_REQUEST_S:
+                return
             guard.leave(128 + number)
+        told_at = loop.time()
         _log.warning("%s: leaving in good order. Again: leaving at once.", signal.Signals(number).name)
         told.set_result(Stopped(number))
 

@@ -137,6 +137,15 @@ def test_starts_take_turns():
     assert other.communicate(timeout=300)[0] == "in\n"
 
 
+def test_a_ray_of_our_own_starts_without_a_job_server_even_if_that_is_installed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runtime.ray_utils, "get_dashboard_dependency_error", lambda: None)
+    found: list[ImportError | None] = []
+    monkeypatch.setattr(ray, "init", lambda **_: found.append(runtime.ray_utils.get_dashboard_dependency_error()))
+    assert runtime._start({}, lambda: None) is None
+    assert isinstance(found[0], ImportError)
+    assert runtime.ray_utils.get_dashboard_dependency_error() is None
+
+
 UV = ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
 
 

@@ -18,6 +18,9 @@ PATH = os.pathsep.join([os.environ["PATH"], str(REPOSITORY / ".uv" / "bin")])
 """With the uv that scripts/bootstrap gets where there is none."""
 PRESETS = sorted(EXAMPLES.rglob("*.yaml"))
 PRESETS.remove(EXAMPLES / "mini_swe_agent" / "swebench.yaml")  # words of an agent, in mini-swe-agent's form
+PRESETS.remove(
+    EXAMPLES / "clusters" / "rayjob.yaml"
+)  # a resource of Kubernetes: tests/integration/runs/test_clusters.py
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=[str(path.relative_to(EXAMPLES)) for path in PRESETS])

@@ -145,6 +145,33 @@ asyncio.run(until_told(work(), asyncio.Event().wait()))
         assert run.wait(10) == 130
 
 
+@pytest.mark.fault("F39")
+def test_a_sigterm_that_whoever_started_the_run_hands_on_is_not_a_second_one():
+    program = """
+import asyncio
+from skyrl_train.experiments.stopping import until_told
+async def work():
+    try:
+        print("running", flush=True)
+        await asyncio.sleep(60)
+    finally:
+        print("saving", flush=True)
+        await asyncio.sleep(3)
+        print("saved", flush=True)
+        await asyncio.sleep(60)
+asyncio.run(until_told(work(), asyncio.Event().wait()))
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == b"running\n"
+        run.terminate()
+        assert run.stdout.readline() == b"saving\n"
+        run.terminate()  # as `ray job stop` signals both `uv run` and its child, which `uv run` signals again
+        assert run.stdout.readline() == b"saved\n"
+        run.terminate()
+        assert run.wait(10) == 143
+
+
 @pytest.mark.defect("signals-after-the-end")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_handlers_from_before_are_back_once_the_work_has_ended(number: int):

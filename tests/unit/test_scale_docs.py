@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("generate_scale_docs", ROOT / "scripts" / "generate_scale_docs.py")
+assert spec is not None and spec.loader is not None
+generator = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = generator  # where dataclasses look for their annotations
+spec.loader.exec_module(generator)
+
+
+def test_the_page_has_the_tables_of_the_script():
+    page = (ROOT / "docs" / "scale.md").read_text()
+    assert page == generator.render(page), "run: python scripts/generate_scale_docs.py"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "| | bytes a token held at most, until advantages are there | 182.7 | 18.6 | ≤ 20 |",
+        "| | `collate`: million tokens a CPU-second | 3.5 | 106 | ≥ 60 |",
+        "| | copies for 8 ranks: million tokens a CPU-second | 78 | 264 | |",
+        "| 16,384 conversations, 64 tokens a turn | turns a CPU-second of the driver | 2,180 | 4,198 | ≥ 4,000 |",
+        "| 16,384 conversations, 1,000 tokens a turn | turns a CPU-second of the driver | 1,495 | 2,794 | ≥ 2,500 |",
+        "0.149 s (20.7 GB/s)",
+        "| 8 `training` | TFLOP/s, MFU | 229.8; 23.2 % | |",
+    ],
+)
+def test_what_is_called_measured_is_in_the_benchmarks(line: str):
+    assert line in (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+def test_unit_costs_are_those_of_the_benchmarks():
+    turns = [1 / (generator.TURN_S + tokens * generator.TURN_TOKEN_S) for tokens in (64, 1000)]
+    assert turns == pytest.approx([4198, 2794], rel=0.01)
+    assert (generator.HELD_BYTES, generator.COLLATED, generator.COPIED) == (18.6, 106e6, 264e6)
+    assert (generator.MFU, generator.SYNC_GB_S) == (0.232, 20.7)
+
+
+def test_a_step_by_hand():
+    model = generator.Model("1B", 1e9, 1e9, 10, 1000, tokens_s=1000, replica=1)
+    given = generator.Assumptions(prompts=2, samples=4, length=1000, tflops=100, mfu=0.5, sequence_tokens_s=1e9)
+    step = generator.Step(model, 8, given)
+    assert step.tokens == 8000
+    assert step.generate == 1.0  # 8,000 tokens at 8 x 1,000
+    assert step._compute(3) == pytest.approx((6e9 + 6 * 10 * 1000 * 1000) * 8000 / (8 * 50e12))
+    assert step.state_gb == 2.0
+    assert step.network == 0.0, "on one node nothing passes the driver's network"
+    assert step.seconds == pytest.approx(step.generate + step.batch + step.store + step.score + step.update + step.sync)
+
+
+def test_other_assumptions_are_other_tables():
+    assert list(generator.tables(generator.Assumptions(mfu=0.4))) != list(generator.tables(generator.Assumptions()))
