@@ -49,10 +49,11 @@ def place(
     with_reward: bool = False,
     with_engines: bool = True,
     at_once: bool = False,
+    other_cpus: float = 0.0,
 ) -> Layout:
     """Reserve all slots of a run. Raises ConfigError when they cannot be had within `deadline_s`.
 
-    `at_once`: engines and learner do not wait for each other.
+    `at_once`: engines and learner do not wait for each other. `other_cpus`: CPUs of the cluster that slots leave.
     """
     counts = count_slots(
         placement,
@@ -65,7 +66,7 @@ def place(
     )
     policy, engines, stride = counts.policy, counts.engines, slots_per_engine(generator)
     time_shared, total = counts.time_shared, counts.total
-    take = partial(_take, cluster, device=device, total_slots=total, deadline_s=deadline_s)
+    take = partial(_take, cluster, device=device, total_slots=total, deadline_s=deadline_s, other_cpus=other_cpus)
     tenants = 1 + counts.reference_colocated + counts.critic_colocated + counts.reward_colocated
     if time_shared:
         keys = f"policy_num_gpus_per_node={policy} generator.num_inference_engines={engines // stride}"

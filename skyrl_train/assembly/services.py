@@ -127,6 +127,7 @@ async def learner_services(
                 with_reward=with_reward,
                 with_engines=with_engines,
                 at_once=trainer.fully_async.enabled,
+                other_cpus=cfg.environment.hosts * cfg.environment.host_cpus,
             )
         learner = None
         if schedule is not None and learning is not None:

@@ -43,39 +43,78 @@ class Slots:
 
 
 def cpus_per_slot(cluster_cpus: float, total_slots: int) -> float:
-    """CPUs that a CPU slot reserves: one, or less on a small cluster; a share is left for driver and environments."""
+    """CPUs that a CPU slot reserves: one, or less on a small cluster; a share is left for driver and environments.
+
+    `cluster_cpus`: without those of environment hosts.
+    """
     return round(min(1.0, cluster_cpus / (total_slots + 1)), 3)
 
 
 def reserve(
-    cluster: Cluster, *, count: int, tenants: int, device: str, total_slots: int, deadline_s: float, key: str
+    cluster: Cluster,
+    *,
+    count: int,
+    tenants: int,
+    device: str,
+    total_slots: int,
+    deadline_s: float,
+    key: str,
+    other_cpus: float = 0.0,
 ) -> Slots:
     """Reserve `count` slots, packed onto as few nodes as possible.
 
-    `total_slots`: of the whole run, so that all of its slots fit the CPUs. `key`: the configuration key that needs the
-    slots, for the error message.
+    `total_slots`: of the whole run, so that all of its slots fit the CPUs, of which `other_cpus` are for what has none.
+    `key`: the configuration key that needs the slots, for the error message.
 
     Raises ConfigError if the cluster does not provide them within `deadline_s` seconds, ClusterLost if nothing else
     either: then it is not that they are too many.
     """
     gpus = 1.0 if device == "cuda" else 0.0
-    cpus = 1.0 if gpus else cpus_per_slot(cluster.cpus, total_slots)
+    cpus = 1.0 if gpus else cpus_per_slot(cluster.cpus - other_cpus, total_slots)
     need = f"{key}: needs {count} slots" + (f" of 1 GPU, {count} GPUs" if gpus else f" of {cpus:g} CPU")
-    have = f"the Ray cluster has {cluster.cpus:g} CPUs and {cluster.gpus:g} GPUs in all"
     advice = "Ask for fewer ranks or engines, colocate them (trainer.placement.colocate_all=true), or add nodes."
     if gpus * total_slots > cluster.gpus:
-        raise ConfigError(f"{need} ({total_slots} in the whole run); {have}. {advice}")
+        raise ConfigError(f"{need} ({total_slots} in the whole run); {_have(cluster)}. {advice}")
     bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
-    group = placement_group([bundle] * count, strategy="PACK")
+    group = _reserved(cluster, [bundle] * count, "PACK", deadline_s, need, advice)
+    return Slots(group, count, cpus, gpus, tenants, _cores(group))
+
+
+def reserve_spread(
+    cluster: Cluster, *, count: int, cpus: float, resources: Mapping[str, float], deadline_s: float, key: str
+) -> Slots:
+    """Reserve `count` slots of CPUs and custom resources for one actor each, spread over nodes as far as there are any.
+
+    Raises as `reserve`.
+    """
+    others = "".join(f" and {amount:g} {name}" for name, amount in resources.items())
+    need = f"{key}: needs {count} x {cpus:g} CPU{others}"
+    bundle = {"CPU": cpus, **resources}
+    lacks = [name for name, amount in bundle.items() if count * amount > ray.cluster_resources().get(name, 0.0)]
+    advice = "Ask for fewer hosts, for less in environment.host_cpus and environment.host_resources, or add nodes."
+    if lacks:
+        raise ConfigError(f"{need}; {_have(cluster)}, which is not enough {' or '.join(lacks)}. {advice}")
+    group = _reserved(cluster, [bundle] * count, "SPREAD", deadline_s, need, advice)
+    return Slots(group, count, cpus, 0.0, 1, _cores(group))
+
+
+def _have(cluster: Cluster) -> str:
+    return f"the Ray cluster has {cluster.cpus:g} CPUs and {cluster.gpus:g} GPUs in all"
+
+
+def _reserved(
+    cluster: Cluster, bundles: list[dict[str, float]], strategy: str, deadline_s: float, need: str, advice: str
+) -> PlacementGroup:
+    group = placement_group(bundles, strategy=strategy)
     if not _placed(group, deadline_s):
         remove_placement_group(group)
         if not _nodes_answer():
             raise ClusterLost(f"{need}; not placed within {deadline_s:g} s, nor is anything: a raylet does not answer.")
         free = ray.available_resources()
         idle = f"{free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are free now"
-        raise ConfigError(f"{need}; {have}, {idle}; not placed within {deadline_s:g} s. {advice}")
+        raise ConfigError(f"{need}; {_have(cluster)}, {idle}; not placed within {deadline_s:g} s. {advice}")
     cluster.owns_group(group)
-    return Slots(group, count, cpus, gpus, tenants, _cores(group))
+    return group
 
 
 def _placed(group: PlacementGroup, within_s: float) -> bool:
