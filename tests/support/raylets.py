@@ -1,0 +1,153 @@
+"""Several Ray nodes on this machine: each with a loopback address and resources of its own, and each can be lost.
+
+    with raylets([{"trainer": 2}, {"engine": 1}]) as nodes:
+        program = subprocess.Popen(command, env=os.environ | nodes.environment)
+        nodes.kill(2)
+
+Node 0 is the head, where the driver is: it has no CPU, so that ranks and engines are on the others. What joins is a
+program of its own: Ray reads the variables that say how when it is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+OBJECT_STORE_BYTES = 100_000_000
+STARTS_WITHIN_S = 180.0
+_LOST_SOON = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
+"""A node that was killed is known to be lost after 2 s, not 20 as by default; one that is slow has as long as ever."""
+_LONGEST_TEMPORARY = 30
+"""Characters: a socket's path has 107, of which Ray's names take 77."""
+
+
+@dataclass(frozen=True)
+class Raylets:
+    """The nodes of one cluster; the head is the first."""
+
+    address: str
+    """Of the cluster, "host:port": its RAY_ADDRESS."""
+    addresses: tuple[str, ...]
+    """Of the nodes: what Ray calls their IP address."""
+    environment: dict[str, str]
+    """Environment variables with which a program joins this cluster."""
+    host: psutil.Process
+
+    def raylet(self, index: int) -> psutil.Process:
+        """The node's own process. Raises StopIteration if it has ended."""
+        mine = f"--node_ip_address={self.addresses[index]}"
+        children = self.host.children()
+        return next(one for one in children if one.name() == "raylet" and mine in one.cmdline())
+
+    def processes(self, index: int) -> list[psutil.Process]:
+        """The node's raylet and all that it has started: workers, and what they have started."""
+        raylet = self.raylet(index)
+        return [raylet, *raylet.children(recursive=True)]
+
+    def kill(self, index: int) -> None:
+        """Lose a node, as if its machine lost power: all of its processes are killed, and none says good-bye."""
+        raylet = self.raylet(index)
+        raylet.suspend()  # or it would start others while these are killed
+        for process in [*raylet.children(recursive=True), raylet]:
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+        killed = [raylet, *raylet.children(recursive=True)]
+        for process in reversed(killed):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        _, left = psutil.wait_procs(killed, timeout=20)
+        assert all(one.status() == psutil.STATUS_ZOMBIE for one in left), left
+
+
+@contextmanager
+def raylets(
+    nodes: Sequence[Mapping[str, float]],
+    *,
+    cpus: Sequence[float] | float = 2,
+    labels: Sequence[Mapping[str, str]] = (),
+    system: Mapping[str, Any] | None = None,
+) -> Iterator[Raylets]:
+    """A head and one more node for each of `nodes`, which are their custom resources, in a Ray session of their own.
+
+    Args:
+        cpus: Of each of `nodes`, which are made up: slots are counted in them.
+        labels: Of each of `nodes`.
+        system: Settings of Ray's own (`_system_config`) besides how soon a node counts as lost.
+    """
+    folder = tempfile.mkdtemp(prefix="ray-")
+    assert len(folder) <= _LONGEST_TEMPORARY, f"{folder}: set TMPDIR to a shorter folder"
+    counts = [cpus] * len(nodes) if isinstance(cpus, int | float) else list(cpus)
+    # Below 127.1.0.0 as programs listen at 127.0.0.1 and its neighbours; a pair of numbers for each process.
+    first, second = divmod(os.getpid() % 50_000, 250)
+    addresses = [f"127.{first + 1}.{second + 1}.{index + 1}" for index in range(len(nodes) + 1)]
+    described = [
+        {"num_cpus": 0, "resources": {"driver": 1.0}},
+        *({"num_cpus": count, "resources": dict(one)} for count, one in zip(counts, nodes, strict=True)),
+    ]
+    for index, one in enumerate(labels, 1):
+        described[index]["labels"] = dict(one)
+    for node, address in zip(described, addresses, strict=True):
+        node["node_ip_address"] = address
+    # A token of its own: other clusters of this machine are not this one's.
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex, "RAY_USAGE_STATS_ENABLED": "0"}
+    host = subprocess.Popen(
+        [sys.executable, "-m", __name__, folder, json.dumps(described), json.dumps(_LOST_SOON | dict(system or {}))],
+        env=os.environ | environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C in a terminal is the test's
+    )
+    assert host.stdin is not None and host.stdout is not None
+    process = psutil.Process(host.pid)
+    try:
+        address = next((line.split()[1] for line in host.stdout if line.startswith("CLUSTER ")), None)
+        assert address is not None, "the cluster did not start: see above"
+        yield Raylets(address, tuple(addresses), environment | {"RAY_ADDRESS": address}, process)
+    finally:
+        family = process.children(recursive=True) if process.is_running() else []
+        with suppress(BrokenPipeError):
+            host.stdin.close()
+        try:
+            host.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            host.kill()
+            host.wait()
+        host.stdout.close()
+        for one in family:  # agents of a raylet look for it for a minute
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        psutil.wait_procs(family, timeout=20)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _host(folder: str, nodes: Sequence[Mapping[str, Any]], system: Mapping[str, Any]) -> None:
+    """Start the nodes, and end them when whoever started this process closes its end of the pipe, or dies."""
+    from ray.cluster_utils import Cluster
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    cluster = Cluster()
+    for index, node in enumerate(nodes):
+        head = {"temp_dir": folder, "_system_config": dict(system)} if index == 0 else {}
+        common = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+        cluster.add_node(wait=False, **(common | head | dict(node)))
+    cluster.wait_for_nodes(STARTS_WITHIN_S)
+    print(f"CLUSTER {cluster.address}", flush=True)
+    sys.stdin.read()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    _host(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))
