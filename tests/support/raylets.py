@@ -25,6 +25,8 @@ from typing import Any
 
 import psutil
 
+from tests.support.others_processes import gone
+
 OBJECT_STORE_BYTES = 100_000_000
 STARTS_WITHIN_S = 180.0
 _LOST_SOON = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
@@ -67,8 +69,7 @@ class Raylets:
         for process in reversed(killed):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        _, left = psutil.wait_procs(killed, timeout=20)
-        assert all(one.status() == psutil.STATUS_ZOMBIE for one in left), left
+        assert all(gone(one.pid) for one in killed), killed
 
 
 @contextmanager
@@ -92,14 +93,14 @@ def raylets(
     # Below 127.1.0.0 as programs listen at 127.0.0.1 and its neighbours; a pair of numbers for each process.
     first, second = divmod(os.getpid() % 50_000, 250)
     addresses = [f"127.{first + 1}.{second + 1}.{index + 1}" for index in range(len(nodes) + 1)]
-    described = [
+    described: list[dict[str, Any]] = [
         {"num_cpus": 0, "resources": {"driver": 1.0}},
         *({"num_cpus": count, "resources": dict(one)} for count, one in zip(counts, nodes, strict=True)),
     ]
-    for index, one in enumerate(labels, 1):
-        described[index]["labels"] = dict(one)
-    for node, address in zip(described, addresses, strict=True):
-        node["node_ip_address"] = address
+    for node, own_labels in zip(described[1:], labels, strict=False):
+        node["labels"] = dict(own_labels)
+    for node, own in zip(described, addresses, strict=True):
+        node["node_ip_address"] = own
     # A token of its own: other clusters of this machine are not this one's.
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex, "RAY_USAGE_STATS_ENABLED": "0"}
     host = subprocess.Popen(
@@ -113,9 +114,9 @@ def raylets(
     assert host.stdin is not None and host.stdout is not None
     process = psutil.Process(host.pid)
     try:
-        address = next((line.split()[1] for line in host.stdout if line.startswith("CLUSTER ")), None)
-        assert address is not None, "the cluster did not start: see above"
-        yield Raylets(address, tuple(addresses), environment | {"RAY_ADDRESS": address}, process)
+        joined = next((line.split()[1] for line in host.stdout if line.startswith("CLUSTER ")), None)
+        assert joined is not None, "the cluster did not start: see above"
+        yield Raylets(joined, tuple(addresses), environment | {"RAY_ADDRESS": joined}, process)
     finally:
         family = process.children(recursive=True) if process.is_running() else []
         with suppress(BrokenPipeError):
