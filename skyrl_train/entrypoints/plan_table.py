@@ -53,7 +53,9 @@ def run_lines(cfg: Config, plans: Sequence[SlotPlan], data: KnownData | str, sec
 
 
 def _roles(cfg: Config, plans: Sequence[SlotPlan], counts: SlotCounts) -> str:
-    each = "an accelerator" if cfg.device == "cuda" else f"{_share(cfg, counts.total)} of the {os.cpu_count()} CPUs here"
+    each = (
+        "an accelerator" if cfg.device == "cuda" else f"{_share(cfg, counts.total)} of the {os.cpu_count()} CPUs here"
+    )
     roles = ", ".join(f"{plan.count} x {plan.name}" for plan in plans)
     stride = slots_per_engine(cfg.generator)
     wide = f"; an engine has {stride}" if stride > 1 else ""

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 2.0
 """How long a host that has nothing to say says nothing."""
+GATHER_S = 0.01
+"""How long each end gathers what it sends at once: a message costs the driver as much as some ten calls in it."""
 SILENCE_S = 60.0
 """How long nothing is heard of a host until it counts as lost: its process is stopped, or its node is out of reach."""
 MAX_SENT = 16 * 2**20
@@ -83,6 +85,8 @@ class HostServer:
         if not self._answers:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._some.wait(), BEAT_S)
+        if self._answers:
+            await asyncio.sleep(GATHER_S)
         told, self._answers = self._answers, []
         self._some.clear()
         return told
@@ -169,6 +173,7 @@ class _Host:
         """Send all there is; what comes up meanwhile is sent at once when that has arrived."""
         with suppress(Exception):  # `receive` meets the same end, and says how it came
             while self._outbox:
+                await asyncio.sleep(GATHER_S)
                 batch = list(_first(self._outbox))
                 del self._outbox[: len(batch)]
                 await self.remote.call_within(math.inf, "send", batch)
