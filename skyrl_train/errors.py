@@ -9,6 +9,7 @@
     ├── EngineError            an inference engine refused or died; names the engine
     │   ├── UnsupportedParameter  a sampling parameter or call this engine cannot honour
     │   └── EnginesLost        no engine is left and none can be restarted; the run saves its weights and stops
+    ├── EnvironmentHostsLost   no environment host is left, and none could be started in time; the run stops
     ├── RewardModelLost        a replica of the reward model died or hangs; the run saves its weights and stops
     ├── WeightSyncError        a transfer that is stale, partial or corrupt; names the tensor
     │   └── NonFiniteWeights   the trainer's own weights are NaN or infinite: there is nothing good to send or to save
@@ -77,6 +78,10 @@ class UnsupportedParameter(EngineError):
 
 class EnginesLost(EngineError):
     """No engine is left, and no restarts remain; the message begins with the first cause."""
+
+
+class EnvironmentHostsLost(SkyRLError):
+    """No environment host is there within its deadline; the message says how the last one was lost."""
 
 
 class RewardModelLost(SkyRLError):

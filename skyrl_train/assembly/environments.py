@@ -50,15 +50,21 @@ def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
             f"counts; environment.env_class ({cfg.environment.env_class}) is for rows that name none."
         )
     check_reachable(cfg, counts)
-    registry.check_environments(counts, environment_settings(cfg))
+    if not cfg.environment.hosts:  # else each of their processes checks: what is missing here may be there
+        registry.check_environments(counts, environment_settings(cfg))
 
 
 def build_environments(cfg: Config, log: Path | None = None) -> EnvironmentHost:
-    """Their processes, which print to stderr and, at greater length, to `log`."""
-    return EnvironmentHost(
-        environment_settings(cfg),
-        max_workers=max(cfg.environment.skyrl_gym.max_env_workers, 1),
-        step_deadline_s=cfg.trainer.timeouts.environment_step_s,
-        plugins=tuple(cfg.trainer.plugins),
-        log=log,
-    )
+    """Their processes beside this one, which print to stderr and, at greater length, to `log`."""
+    return EnvironmentHost(**host_settings(cfg, log))
+
+
+def host_settings(cfg: Config, log: Path | None = None) -> dict[str, Any]:
+    """The arguments of an EnvironmentHost."""
+    return {
+        "env_configs": environment_settings(cfg),
+        "max_workers": max(cfg.environment.skyrl_gym.max_env_workers, 1),
+        "step_deadline_s": cfg.trainer.timeouts.environment_step_s,
+        "plugins": tuple(cfg.trainer.plugins),
+        "log": log,
+    }

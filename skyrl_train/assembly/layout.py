@@ -61,10 +61,11 @@ def place(
     with_reward: bool = False,
     with_engines: bool = True,
     at_once: bool = False,
+    other_cpus: float = 0.0,
 ) -> Layout:
     """Reserve all slots of a run. Raises ConfigError when they cannot be had within `deadline_s`.
 
-    `at_once`: engines and learner do not wait for each other.
+    `at_once`: engines and learner do not wait for each other. `other_cpus`: CPUs of the cluster that slots leave.
     """
     counts = count_slots(
         placement,
@@ -78,7 +79,8 @@ def place(
     policy, engines, stride = counts.policy, counts.engines, slots_per_engine(generator)
     time_shared, total = counts.time_shared, counts.total
     where = {"strategy": placement.strategy, "labels": placement.node_labels, "deadline_s": deadline_s}
-    take: Callable[..., Slots | None] = partial(_take, cluster, device=device, total_slots=total, **where)
+    more = {"device": device, "total_slots": total, "other_cpus": other_cpus}
+    take: Callable[..., Slots | None] = partial(_take, cluster, **more, **where)
     tenants = 1 + counts.reference_colocated + counts.critic_colocated + counts.reward_colocated
     if time_shared:
         keys = f"policy_num_gpus_per_node={policy} generator.num_inference_engines={engines // stride}"

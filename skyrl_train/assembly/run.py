@@ -20,7 +20,7 @@ from skyrl_train.assembly.algorithm import (
 from skyrl_train.assembly.collector import build_collector
 from skyrl_train.assembly.elastic import EngineSeats, announce_number, build_watch
 from skyrl_train.assembly.engines import build_engines, connect_engine, engine_settings, require_installed, server_urls
-from skyrl_train.assembly.environments import build_environments
+from skyrl_train.assembly.environment_hosts import environments_of_run
 from skyrl_train.assembly.memory_fit import announce_fit
 from skyrl_train.assembly.publisher import build_publisher, build_supervisor, pause_mode, supervised_publish
 from skyrl_train.assembly.reward import build_reward_model, judged, start_reward_model
@@ -45,11 +45,10 @@ from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.lockstep import Lockstep
 from skyrl_train.engines.sampling import normalise
-from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.environments.pool import EnvironmentPool
 from skyrl_train.errors import SkyRLError
 from skyrl_train.learner.reward_worker import RewardModel
 from skyrl_train.report.console import rollout_line
-from skyrl_train.report.logs import log_of_environments
 from skyrl_train.report.phases import Said, phase, say
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
@@ -78,7 +77,7 @@ class RunningServices:
 
     base: Services
     client: EngineClient
-    environments: EnvironmentHost
+    environments: EnvironmentPool
     reward_model: RewardModel | None = None
 
 
@@ -117,7 +116,7 @@ async def services(
         )
         if train_dataset is not None:
             announce_number(cfg, base.directory)
-        environments = await stack.enter_async_context(build_environments(cfg, log_of_environments(base.directory)))
+        environments = await stack.enter_async_context(environments_of_run(cfg, cluster, base.directory))
         reward_model = build_reward_model(base)
         # An engine measures free memory when it starts: whatever stays on its accelerator must be there before that.
         with phase("models", "processes of trainer and engines that load them"):
@@ -152,7 +151,7 @@ async def start_engines(base: Services) -> Sequence[Any]:
 
 
 def build_generator(
-    cfg: Config, tokenizer: Any, client: Any, environments: EnvironmentHost, *, evaluation: bool
+    cfg: Config, tokenizer: Any, client: Any, environments: EnvironmentPool, *, evaluation: bool
 ) -> ConversationGenerator:
     """The generator of rollouts for training or for evaluation.
 

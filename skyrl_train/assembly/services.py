@@ -141,6 +141,7 @@ async def learner_services(
                 with_reward=with_reward,
                 with_engines=with_engines,
                 at_once=trainer.fully_async.enabled,
+                other_cpus=cfg.environment.hosts * cfg.environment.host_cpus,
             )
             if not cluster.single_machine:
                 check_paths(shared_paths(cfg, layout), trainer.timeouts.rendezvous_s)

@@ -225,25 +225,27 @@ def spawn(
     died: type[SkyRLError] = WorkerDied,
     devices: str | None = None,
     deadlines: Mapping[str, float] | None = None,
+    apart: bool = False,
 ) -> Remote:
     """Start an actor with "module:Class"(**kwargs) in slot `index`; returns without waiting for the constructor.
 
     `concurrent`: for classes with coroutine methods. `devices`: the accelerators of all slots that it uses
-    (placement.visible_devices), instead of only that of slot `index`. `deadlines`: see Remote.
+    (placement.visible_devices), instead of only that of slot `index`. `deadlines`: see Remote. `apart`: it runs users'
+    code in processes of its own, so it imports no plugins, and what it prints is left to Ray, which shows it.
     """
     shell = ray.remote(_AsyncShell if concurrent else _Shell)
     share = slots.together / slots.tenants  # of a slot, or of all slots of a bundle
     environment = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
     if slots.gpus:  # for an actor that reserves no CPU Ray sets one thread, which the engines' ranks would inherit
         environment["OMP_NUM_THREADS"] = str(slots.cores)
-    log = cluster.log_of(name)
+    log, plugins = (None, ()) if apart else (cluster.log_of(name), cluster.plugins)
     handle: Any = shell.options(
         # Ray counts in ten-thousandths and rounds up: three thirds of a slot would not fit into it.
         num_cpus=math.floor(slots.cpus * share * 10_000) / 10_000 if not slots.gpus else 0,
         num_gpus=slots.gpus * share if devices is None else 0,
         max_concurrency=1000 if concurrent else 1,
         scheduling_strategy=in_slot(slots, index),
-    ).remote(name, target, dict(kwargs), cluster.plugins, environment, cluster.single_machine, log, trace.on())
+    ).remote(name, target, dict(kwargs), plugins, environment, cluster.single_machine, log, trace.on())
     cluster.owns_actor(handle)
     return Remote(handle, name, deadline_s, died, deadlines, log, on_many_nodes=not cluster.single_machine)
 

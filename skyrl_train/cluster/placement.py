@@ -56,7 +56,10 @@ class Slots:
 
 
 def cpus_per_slot(cluster_cpus: float, total_slots: int) -> float:
-    """CPUs that a CPU slot reserves: one, or less on a small cluster; a share is left for driver and environments."""
+    """CPUs that a CPU slot reserves: one, or less on a small cluster; a share is left for driver and environments.
+
+    `cluster_cpus`: without those of environment hosts.
+    """
     return round(min(1.0, cluster_cpus / (total_slots + 1)), 3)
 
 
@@ -72,6 +75,7 @@ def reserve(
     strategy: str = "PACK",
     labels: Mapping[str, str] | None = None,
     together: int = 1,
+    other_cpus: float = 0.0,
 ) -> Slots:
     """Reserve `count` slots.
 
@@ -81,31 +85,22 @@ def reserve(
         strategy: PACK for as few nodes as possible, SPREAD for as many as possible.
         labels: What a node must be labelled with.
         together: So many neighbouring slots lie on one node, each time.
+        other_cpus: Of the cluster, for what has no slots.
 
     Raises ConfigError if the cluster does not provide them within `deadline_s` seconds, ClusterLost if nothing else
     either: then it is not that they are too many.
     """
     gpus = 1.0 if device == "cuda" else 0.0
-    cpus = 1.0 if gpus else cpus_per_slot(cluster.cpus, total_slots)
+    cpus = 1.0 if gpus else cpus_per_slot(cluster.cpus - other_cpus, total_slots)
     need = f"{key}: needs {count} slots" + (f" of 1 GPU, {count} GPUs" if gpus else f" of {cpus:g} CPU")
     need += f", {together} at a time on one node" if together > 1 else ""
     need += f", on nodes with the labels {dict(labels)}" if labels else ""
-    have = f"the Ray cluster has {cluster.cpus:g} CPUs and {cluster.gpus:g} GPUs in all"
     advice = "Ask for fewer ranks or engines, colocate them (trainer.placement.colocate_all=true), or add nodes."
     if gpus * total_slots > cluster.gpus:
-        raise ConfigError(f"{need} ({total_slots} in the whole run); {have}. {advice}")
+        raise ConfigError(f"{need} ({total_slots} in the whole run); {_have(cluster)}. {advice}")
     bundle = {"CPU": cpus * together} | ({"GPU": gpus * together} if gpus else {})
-    bundles = count // together
-    selector = [dict(labels)] * bundles if labels else None
-    group = placement_group([bundle] * bundles, strategy=strategy, bundle_label_selector=selector)
-    if not _placed(group, deadline_s):
-        remove_placement_group(group)
-        if not _nodes_answer():
-            raise ClusterLost(f"{need}; not placed within {deadline_s:g} s, nor is anything: a raylet does not answer.")
-        free = ray.available_resources()
-        idle = f"{free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are free now"
-        raise ConfigError(f"{need}; {have}, {idle}; not placed within {deadline_s:g} s. {advice}")
-    cluster.owns_group(group)
+    bundles = [bundle] * (count // together)
+    group = _reserved(cluster, bundles, strategy, deadline_s, need, advice, labels)
     return _slots_of(group, count, cpus, gpus, tenants, together)
 
 
@@ -164,6 +159,50 @@ async def reserve_beside(
     except BaseException:
         cluster.gives_back(group)
         raise
+
+
+def reserve_spread(
+    cluster: Cluster, *, count: int, cpus: float, resources: Mapping[str, float], deadline_s: float, key: str
+) -> Slots:
+    """Reserve `count` slots of CPUs and custom resources for one actor each, spread over nodes as far as there are any.
+
+    Raises as `reserve`.
+    """
+    others = "".join(f" and {amount:g} {name}" for name, amount in resources.items())
+    need = f"{key}: needs {count} x {cpus:g} CPU{others}"
+    bundle = {"CPU": cpus, **resources}
+    lacks = [name for name, amount in bundle.items() if count * amount > ray.cluster_resources().get(name, 0.0)]
+    advice = "Ask for fewer hosts, for less in environment.host_cpus and environment.host_resources, or add nodes."
+    if lacks:
+        raise ConfigError(f"{need}; {_have(cluster)}, which is not enough {' or '.join(lacks)}. {advice}")
+    group = _reserved(cluster, [bundle] * count, "SPREAD", deadline_s, need, advice)
+    return _slots_of(group, count, cpus, 0.0, 1, 1)
+
+
+def _have(cluster: Cluster) -> str:
+    return f"the Ray cluster has {cluster.cpus:g} CPUs and {cluster.gpus:g} GPUs in all"
+
+
+def _reserved(
+    cluster: Cluster,
+    bundles: list[dict[str, float]],
+    strategy: str,
+    deadline_s: float,
+    need: str,
+    advice: str,
+    labels: Mapping[str, str] | None = None,
+) -> PlacementGroup:
+    selector = [dict(labels)] * len(bundles) if labels else None
+    group = placement_group(bundles, strategy=strategy, bundle_label_selector=selector)
+    if not _placed(group, deadline_s):
+        remove_placement_group(group)
+        if not _nodes_answer():
+            raise ClusterLost(f"{need}; not placed within {deadline_s:g} s, nor is anything: a raylet does not answer.")
+        free = ray.available_resources()
+        idle = f"{free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are free now"
+        raise ConfigError(f"{need}; {_have(cluster)}, {idle}; not placed within {deadline_s:g} s. {advice}")
+    cluster.owns_group(group)
+    return group
 
 
 def _placed(group: PlacementGroup, within_s: float) -> bool:

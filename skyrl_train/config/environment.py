@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.config.choices import ENVIRONMENTS, TOOLS
-from skyrl_train.config.conditions import environment_is
+from skyrl_train.config.conditions import environment_is, only_above
 from skyrl_train.config.fields import key
 from skyrl_train.config.ranges import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, Range
 from skyrl_train.config.section import OpenSection, Section
+
+HOSTS = only_above("environment.hosts", 0)
 
 
 @dataclass
@@ -229,7 +231,8 @@ class SkyRLGymConfig(Section):
     """Settings of environments by name, and of the processes they run in."""
 
     max_env_workers: int = key(32, range=NOT_NEGATIVE, aliases="generator.max_env_workers")
-    """Maximum number of environment processes. At least one is started, and at most two per core of the machine."""
+    """Maximum number of environment processes, in each of `environment.hosts` if there are any. At least one is
+    started, and at most two per core of the machine."""
     gsm8k: GSM8KConfig = key(factory=GSM8KConfig, needs=environment_is("gsm8k"))
     gsm8k_multi_turn: GSM8KMultiTurnConfig = key(factory=GSM8KMultiTurnConfig, needs=environment_is("gsm8k_multi_turn"))
     multiply: MultiplyConfig = key(factory=MultiplyConfig, needs=environment_is("multiply"))
@@ -257,6 +260,15 @@ class EnvironmentConfig(OpenSection):
 
     env_class: str = key("gsm8k", choices=ENVIRONMENTS, plugins=True)
     """Registered name of the environment."""
+    hosts: int = key(0, range=NOT_NEGATIVE, spellings={"driver": 0})
+    """How many actors on nodes of the Ray cluster have the environments' processes, spread over the nodes. 0: the
+    processes run beside the driver."""
+    host_cpus: float = key(1.0, range=POSITIVE, needs=HOSTS)
+    """CPUs that each of these hosts reserves. It has at most two processes for each of them, and at most
+    `skyrl_gym.max_env_workers`."""
+    host_resources: dict[str, float] = key(factory=dict, needs=HOSTS)
+    """What else each of them reserves: Ray's custom resources by name, `{environments: 1}`, which keep hosts to the
+    nodes that were started with them."""
     skyrl_gym: SkyRLGymConfig = key(factory=SkyRLGymConfig)
     own: dict[str, Any] = key(factory=dict)
     """Keys for your own code: `+environment.my_key=3` is stored here, and read as `cfg.environment.my_key`."""

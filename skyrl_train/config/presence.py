@@ -172,7 +172,13 @@ def _other_files(config: Config, uses: Uses) -> Iterator[Problem]:
 
 
 def _slots(config: Config, uses: Uses) -> Iterator[Problem]:
-    slots = slots_of(config, uses)
+    slots, environment = slots_of(config, uses), config.environment
+    hosts = environment.hosts * environment.host_cpus if uses.rewards else 0.0
+    cpus = os.cpu_count() or 1
+    if hosts >= cpus:
+        advice = "Ask for fewer or smaller ones (environment.host_cpus), or name a Ray cluster in RAY_ADDRESS."
+        yield Problem("environment.hosts", environment.hosts, f"hosts of less than {cpus} CPUs together here", advice)
+        return
     roles = {
         "trainer.placement.policy_num_gpus_per_node": slots.policy,
         "trainer.placement.ref_num_gpus_per_node": slots.reference,
@@ -187,8 +193,8 @@ def _slots(config: Config, uses: Uses) -> Iterator[Problem]:
         there = count_accelerators()
         fits, have = slots.total <= there, f"{there} GPU{'s' if there != 1 else ''}"
     else:
-        cpus = os.cpu_count() or 1
-        fits, have = (slots.total + 1) * LEAST_CPU_SHARE <= cpus, f"{cpus} CPUs"
+        fits = (slots.total + 1) * LEAST_CPU_SHARE <= cpus - hosts
+        have = f"{cpus} CPUs" + (f", of which environment.hosts have {hosts:g}" if hosts else "")
     if not fits:
         shared = "with engines and trainer on the same ones" if slots.time_shared else "engines and trainer apart"
         advice = (

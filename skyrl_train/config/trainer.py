@@ -136,6 +136,9 @@ class TimeoutsConfig(Section):
     episode that is cut is masked, and counted in `rollouts/failed/deadline`."""
     environment_step_s: float = key(60.0, range=POSITIVE)
     """For one call of an environment; its process is killed afterwards."""
+    environment_hosts_s: float = key(180.0, range=POSITIVE, needs=only_above("environment.hosts", 0))
+    """For `environment.hosts` to start, and for one of them to be there again after all of them were lost. Then the run
+    ends."""
     weight_sync_s: float = key(600.0, range=POSITIVE)
     """For the trainer's weights to reach all engines."""
     drain_s: float = key(300.0, range=POSITIVE)

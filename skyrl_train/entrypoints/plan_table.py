@@ -53,15 +53,20 @@ def run_lines(cfg: Config, plans: Sequence[SlotPlan], data: KnownData | str, sec
 
 
 def _roles(cfg: Config, plans: Sequence[SlotPlan], counts: SlotCounts) -> str:
-    each = "an accelerator" if cfg.device == "cuda" else f"{_share(counts.total)} of the {os.cpu_count()} CPUs here"
+    each = (
+        "an accelerator" if cfg.device == "cuda" else f"{_share(cfg, counts.total)} of the {os.cpu_count()} CPUs here"
+    )
     roles = ", ".join(f"{plan.count} x {plan.name}" for plan in plans)
     stride = slots_per_engine(cfg.generator)
     wide = f"; an engine has {stride}" if stride > 1 else ""
-    return f"{roles}; each {each}{wide}" + ("; engines and trainer take turns" if counts.time_shared else "")
+    hosts = cfg.environment.hosts
+    beside = f"; beside them {hosts} environment hosts of {cfg.environment.host_cpus:g} CPUs" if hosts else ""
+    return f"{roles}; each {each}{wide}" + ("; engines and trainer take turns" if counts.time_shared else "") + beside
 
 
-def _share(slots: int) -> str:
-    return f"{max(1, (os.cpu_count() or 1) // max(1, slots))}"
+def _share(cfg: Config, slots: int) -> str:
+    cpus = int((os.cpu_count() or 1) - cfg.environment.hosts * cfg.environment.host_cpus)
+    return f"{max(1, cpus // max(1, slots))}"
 
 
 def _tokens(cfg: Config, data: KnownData | str) -> Iterator[list[str]]:

@@ -25,26 +25,23 @@ import sys
 import sysconfig
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from skyrl_train import trace
-from skyrl_train.config.secrets import redact
 from skyrl_train.data.json_values import jsonable, why_not_json
-from skyrl_train.data.trajectory import Message, Prompt
+from skyrl_train.data.trajectory import Message
 from skyrl_train.environments import registry
-from skyrl_train.environments.base import BAD_ROW, StepOutput, checked_messages, checked_step_output
+from skyrl_train.environments.base import checked_messages, checked_step_output
 from skyrl_train.environments.keeper import ENDS_S, keep
 from skyrl_train.environments.own_classes import pack_own, register_own
+from skyrl_train.environments.pool import MAX_FRAME, EnvironmentPool, HostedEpisode, Place, WireCall, pack
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
-from skyrl_train.messages import visible
 
 log = logging.getLogger(__name__)
 
-MAX_FRAME = 64 * 2**20
-"""Maximum bytes of one message; a larger observation fails its episode."""
 START_DEADLINE_S = 120.0
 """Time for a worker process to start and import the plugins."""
 CLOSE_GRACE_S = 5.0
@@ -56,50 +53,12 @@ MAX_DETAIL = 500
 # ---------------------------------------------------------------------------------------------------- driver's end
 
 
-@dataclass(slots=True, eq=False)
-class _WireCall:
-    op: str
-    frame: bytes
-    episode: HostedEpisode | None = None
-    answer: asyncio.Future[dict[str, Any]] | None = None
-    """None if nothing waits for the answer: hello, replays and close."""
-
-
-@dataclass(slots=True, eq=False)
-class HostedEpisode:
-    """One environment, from `EnvironmentHost.start` to `close`."""
-
-    host: EnvironmentHost
-    number: int
-    env_class: str
-    messages: list[Message] = field(default_factory=list)
-    """The messages that the environment opened with; render these instead of the row's."""
-    metadata: dict[str, Any] = field(default_factory=dict)
-    replayable: bool = True
-    """`TextEnv.replayable`; valid once the environment has opened."""
-    _worker: _Worker | None = None
-    _history: list[bytes] = field(default_factory=list)
-    """Frames that were answered; sending them to another process rebuilds the environment there."""
-    _failure: Exception | None = None
-
-    async def step(self, text: str) -> StepOutput:
-        """Send the model's text to the environment.
-
-        Raises EnvironmentFailure; every later step then raises the same failure.
-        """
-        return StepOutput(**await self.host._call(self, "step", text=text))
-
-    async def close(self) -> None:
-        """Queue the environment's `close` and return; its errors are logged. Safe to call twice and after a failure."""
-        self.host._close_episode(self)
-
-
 class _Worker(asyncio.SubprocessProtocol):
     """The driver's view of one process. `calls[0]` is the call that it is running."""
 
     def __init__(self, host: EnvironmentHost, hello: bytes):
         self.host = host
-        self.calls: deque[_WireCall] = deque()
+        self.calls: deque[WireCall] = deque()
         self.episodes: set[HostedEpisode] = set()
         self.since = host.loop.time()
         """When calls[0] began to run."""
@@ -109,9 +68,9 @@ class _Worker(asyncio.SubprocessProtocol):
         self._stdin: asyncio.WriteTransport | None = None
         self._outbox: list[bytes] = []
         self._inbox = bytearray()
-        self.submit(_WireCall("hello", hello))
+        self.submit(WireCall("hello", hello))
 
-    def submit(self, call: _WireCall) -> None:
+    def submit(self, call: WireCall) -> None:
         if not self.calls:
             self.since = self.host.loop.time()
         self.calls.append(call)
@@ -211,7 +170,7 @@ class _Worker(asyncio.SubprocessProtocol):
             self._stdin.close()
 
 
-class EnvironmentHost:
+class EnvironmentHost(EnvironmentPool):
     """Runs environments in at most min(max_workers, 2 x cores) processes, which are started as needed.
 
     A failure fails one episode: it raises EnvironmentFailure with the kind under which it is counted. The kind is the
@@ -236,20 +195,33 @@ class EnvironmentHost:
         step_deadline_s: float = 60.0,
         plugins: tuple[str, ...] = (),
         log: Path | None = None,
+        *,
+        own: list[dict[str, str]] | None = None,
+        path: Sequence[str] = (),
+        checks: bool = False,
     ):
-        """`log`: a file for what the processes print, which is also shown on stderr, if less of it."""
+        """
+        Args:
+            log: A file for what the processes print, which is also shown on stderr, if less of it.
+            own: What `pack_own` returned in the program that registered environments; None: this one.
+            path: Folders in which the processes look for modules first, before those of this process.
+            checks: Whether the processes call `TextEnv.check`, as they are not where the driver checked.
+        """
+        super().__init__()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.max_workers = max(1, min(max_workers, 2 * cores))
         self.step_deadline_s = step_deadline_s
         self.plugins = tuple(plugins)
         self._log = log
-        self._hello = _frame(
+        self._path = tuple(path)
+        self._hello = pack(
             {
                 "op": "hello",
                 "env_configs": {name: config for name, config in env_configs.items() if isinstance(config, Mapping)},
                 "plugins": list(self.plugins),
-                "own": pack_own(),
+                "own": pack_own() if own is None else own,
                 "pythonpath": os.environ.get("PYTHONPATH"),
+                "checks": checks,
             }
         )
         self._workers: list[_Worker] = []
@@ -257,35 +229,11 @@ class EnvironmentHost:
         """Processes that may still exist, including lost ones."""
         self._starting: set[asyncio.Task[None]] = set()
         self._watcher: asyncio.Task[None] | None = None
-        self._warned: set[tuple[str, str]] = set()
-        self._next_number = 0
-        self._fatal: Exception | None = None
-        self._closing = False
 
     async def __aenter__(self) -> EnvironmentHost:
         self.loop = asyncio.get_running_loop()
         self._watcher = asyncio.create_task(self._watch())
         return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
-
-    async def start(self, env_class: str, prompt: Prompt) -> HostedEpisode:
-        """Start an episode: construct the environment and call its `init` with the prompt's messages and extras.
-
-        Raises EnvironmentFailure, or ConfigError for an unknown environment.
-        """
-        episode = HostedEpisode(self, self._next_number, env_class)
-        self._next_number += 1
-        try:
-            opened = await self._call(
-                episode, "start", env_class=env_class, messages=prompt.messages, extras=prompt.env_extras
-            )
-        except (asyncio.CancelledError, EnvironmentFailure):
-            self._close_episode(episode)
-            raise
-        episode.messages, episode.metadata = opened["messages"], opened["metadata"]
-        return episode
 
     async def close(self) -> None:
         """Close all environments and end all processes; none is left running on return."""
@@ -306,41 +254,7 @@ class EnvironmentHost:
         if self._unfinished:
             log.warning("%d environment processes were killed and have not ended", len(self._unfinished))
 
-    async def _call(self, episode: HostedEpisode, op: str, **arguments: Any) -> dict[str, Any]:
-        assert self._watcher is not None, "the host is used outside `async with`"
-        if self._closing:  # an answer that arrived during `close` let the episode go on
-            raise EnvironmentFailure("host_closed", "the environment host was closed")
-        failure = self._fatal or episode._failure
-        if failure is not None:
-            raise failure
-        try:
-            frame = _frame({"op": op, "id": episode.number, **arguments})
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # texts always pass
-            raise EnvironmentFailure(BAD_ROW, f"the row holds what JSON cannot carry: {error}") from error
-        answer: asyncio.Future[dict[str, Any]] = self.loop.create_future()
-        self._dispatch(_WireCall(op, frame, episode, answer))
-        return await answer
-
-    def _dispatch(self, call: _WireCall) -> None:
-        """Send a call to its episode's worker; an episode without a worker is first rebuilt, call by call."""
-        episode = call.episode
-        assert episode is not None
-        if episode._worker is None:
-            episode._worker = self._least_busy()
-            episode._worker.episodes.add(episode)
-            for index, frame in enumerate(episode._history):
-                episode._worker.submit(_WireCall("step" if index else "start", frame, episode))
-        episode._worker.submit(call)
-
-    def _close_episode(self, episode: HostedEpisode) -> None:
-        worker, episode._worker = episode._worker, None
-        if worker is not None and not self._closing:
-            worker.episodes.discard(episode)
-            worker.submit(_WireCall("close", _frame({"op": "close", "id": episode.number}), episode))
-        episode._history.clear()
-        episode._failure = episode._failure or EnvironmentFailure("closed", "the episode is closed")
-
-    def _least_busy(self) -> _Worker:
+    def _choose(self) -> _Worker:
         best = min(self._workers, key=lambda worker: (len(worker.calls), len(worker.episodes)), default=None)
         if best is not None and (
             len(self._workers) >= self.max_workers or all(call.op == "close" for call in best.calls)
@@ -357,7 +271,7 @@ class EnvironmentHost:
 
     async def _spawn(self, worker: _Worker) -> None:
         # the driver's own sys.path in the same order: plugin names must refer to the same modules there
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in (*self._path, *sys.path)))
         try:
             await self.loop.subprocess_exec(
                 lambda: worker,
@@ -387,42 +301,13 @@ class EnvironmentHost:
                     worker.lose("timeout", f"no answer within {self.step_deadline_s:g} s")
             before = now
 
-    def _answered(self, worker: _Worker, call: _WireCall, reply: dict[str, Any]) -> None:
-        error, episode = reply.get("error"), call.episode
-        if call.op == "hello":
-            if error is not None:
-                self._fatal = ConfigError(f"an environment process did not start: {reply['detail']}")
-                worker.lose("environment_died", "its process did not start")
-        elif call.op == "close":
-            if error is not None:
-                self._warn_of_close(episode.env_class if episode else "", error, reply["detail"])
-        elif episode is not None:
-            if error is not None:
-                failure = (
-                    ConfigError(reply["detail"]) if reply.get("fatal") else EnvironmentFailure(error, reply["detail"])
-                )
-                episode._failure = episode._failure or failure
-            elif call.answer is not None and episode._worker is worker:
-                episode._history.append(call.frame)
-                episode.replayable = reply.get("replayable", episode.replayable)
-            self._settle(call, reply)
-
-    def _warn_of_close(self, env_class: str, error: str, detail: str) -> None:
-        """Once for each kind: all episodes of a run may end so."""
-        if (env_class, error) not in self._warned:
-            self._warned.add((env_class, error))
-            log.warning("closing %s: %s: %s (more of it is not said)", env_class, error, visible(redact(detail)))
-
-    def _settle(self, call: _WireCall, reply: dict[str, Any] | None = None) -> None:
-        """Resolve `call` with the reply, or with its episode's failure."""
-        if call.answer is None or call.answer.done():  # done: the waiting task was cancelled
-            return
-        failure = self._fatal or (call.episode._failure if call.episode else None)
-        if failure is not None:
-            call.answer.set_exception(failure)
-        else:
-            assert reply is not None
-            call.answer.set_result(reply)
+    def _answered(self, place: Place, call: WireCall, reply: dict[str, Any]) -> None:
+        if call.op != "hello":
+            super()._answered(place, call, reply)
+        elif "error" in reply:
+            assert isinstance(place, _Worker)
+            self._fatal = ConfigError(f"an environment process did not start: {reply['detail']}")
+            place.lose("environment_died", "its process did not start")
 
     def _lost(self, worker: _Worker, kind: str, detail: str) -> None:
         """Handle the loss of a process: the episode of its running call fails, other pending calls are sent again."""
@@ -436,30 +321,8 @@ class EnvironmentHost:
         blamed = calls if self._closing else calls[:1]
         for call in blamed:
             if call.episode is not None:
-                call.episode._failure = call.episode._failure or EnvironmentFailure(
-                    kind, f"{call.episode.env_class} in {call.op}: {detail}"
-                )
-        for episode in worker.episodes:
-            episode._worker = None
-            if episode._history and not episode.replayable:
-                episode._failure = episode._failure or EnvironmentFailure(
-                    "environment_died", f"{episode.env_class} is not replayable, and its process was lost: {detail}"
-                )
-        for call in calls:
-            if call.answer is None or call.answer.done():
-                continue
-            if self._fatal or (call.episode and call.episode._failure):
-                self._settle(call)
-            else:
-                self._dispatch(call)
-
-
-def _frame(message: Mapping[str, Any], default: Callable[[Any], Any] = jsonable) -> bytes:
-    """Encode one message. ASCII, so that lone surrogates and control characters pass unchanged."""
-    body = json.dumps(message, default=default).encode("ascii")
-    if len(body) > MAX_FRAME:
-        raise EnvironmentFailure("too_large", f"a message of {len(body)} bytes; at most {MAX_FRAME} pass")
-    return struct.pack("!I", len(body)) + body
+                call.episode.fail(EnvironmentFailure(kind, f"{call.episode.env_class} in {call.op}: {detail}"))
+        self._move(worker, calls, detail)
 
 
 def _shown(value: Any) -> Any:
@@ -476,9 +339,11 @@ def _shown(value: Any) -> Any:
 class _EnvironmentServer:
     """Holds the environments of one process and answers one call at a time."""
 
-    def __init__(self, env_configs: Mapping[str, Any]):
+    def __init__(self, env_configs: Mapping[str, Any], checks: bool = False):
         self.env_configs = env_configs
         self.environments: dict[int, Any] = {}
+        self._checked: set[str] | None = set() if checks else None
+        """The environments that were checked here; None if the driver has."""
 
     def answer(self, call: dict[str, Any]) -> bytes:
         """Return the frame to send back. An exception of the environment, SystemExit included, becomes an error."""
@@ -486,16 +351,19 @@ class _EnvironmentServer:
             reply = getattr(self, call.pop("op"))(**call)
             if why := why_not_json(reply, _shown):
                 raise EnvironmentFailure("bad_step_output", f"what it returned holds {why}")
-            return _frame(reply, default=_shown)
+            return pack(reply, default=_shown)
         except ConfigError as error:
-            return _frame({"error": "ConfigError", "detail": str(error), "fatal": isinstance(error, _CannotStart)})
+            return pack({"error": "ConfigError", "detail": str(error), "fatal": isinstance(error, _CannotStart)})
         except EnvironmentFailure as failure:
-            return _frame({"error": str(failure.kind), "detail": str(failure.detail)[:MAX_DETAIL]})
+            return pack({"error": str(failure.kind), "detail": str(failure.detail)[:MAX_DETAIL]})
         except BaseException as error:
-            return _frame({"error": type(error).__name__, "detail": _where(error)})
+            return pack({"error": type(error).__name__, "detail": _where(error)})
 
     def start(self, id: int, env_class: str, messages: list[Message], extras: dict[str, Any]) -> dict[str, Any]:
         try:
+            if self._checked is not None and env_class not in self._checked:
+                registry.check_environments([env_class], self.env_configs)
+                self._checked.add(env_class)
             environment = registry.make(env_class, env_config=self.env_configs.get(env_class), extras=extras)
         except DataError:
             raise  # of this row
@@ -580,10 +448,10 @@ def serve() -> None:
             importlib.import_module(plugin)
         register_own(hello["own"])
     except BaseException as error:
-        _send(sink, _frame({"error": type(error).__name__, "detail": f"{type(error).__name__}: {_where(error)}"}))
+        _send(sink, pack({"error": type(error).__name__, "detail": f"{type(error).__name__}: {_where(error)}"}))
         return
-    _send(sink, _frame({}))
-    server = _EnvironmentServer(hello["env_configs"])
+    _send(sink, pack({}))
+    server = _EnvironmentServer(hello["env_configs"], hello["checks"])
     while (call := _receive(source)) is not None:
         _send(sink, server.answer(call))
     # skip interpreter shutdown, which an environment's threads or exit handlers could block

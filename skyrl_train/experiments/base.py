@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from skyrl_train.assembly.run import RunningServices
     from skyrl_train.data.dataset import PromptDataset
     from skyrl_train.engines.client import EngineClient
-    from skyrl_train.environments.host import EnvironmentHost
+    from skyrl_train.environments.pool import EnvironmentPool
     from skyrl_train.learner.learner import Learner
     from skyrl_train.rollouts.conversation import ConversationGenerator
     from skyrl_train.trainer.schedule import StepSchedule
@@ -216,8 +216,8 @@ class Session:
     """All ranks of the trained model as one: score, update, save, export."""
     client: EngineClient
     """The inference engines as one: generate, score, health. In turn with the learner: see `generating`."""
-    environments: EnvironmentHost
-    """The pool of processes that run environments."""
+    environments: EnvironmentPool
+    """The processes that run environments, beside the driver or on nodes of the cluster."""
     tokenizer: Any
     directory: Path
     """The run's folder (trainer.ckpt_path)."""

@@ -59,7 +59,7 @@ class EnvironmentSession(Protocol):
 
 
 class Environments(Protocol):
-    """Starts environment instances: an `environments.host.EnvironmentHost`."""
+    """Starts environment instances: an `environments.pool.EnvironmentPool`."""
 
     async def start(self, env_class: str, prompt: Prompt) -> EnvironmentSession:
         """Start an instance for `prompt`. Raises EnvironmentFailure, or DataError for this row."""

@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 
+import psutil
+
 from skyrl_train.environments.base import BaseTextEnv, BaseTextEnvStepOutput, StepOutput, TextEnv
 from skyrl_train.environments.registry import register
 from skyrl_train.errors import EnvironmentFailure
@@ -100,6 +102,17 @@ class Strays(TextEnv):
         if action == "hangs":
             time.sleep(1000)
         return StepOutput([], 1.0, True)
+
+
+class KillsItsHost(TextEnv):
+    """Kills the process above its keeper: an actor, never a driver."""
+
+    def step(self, action):
+        keeper = psutil.Process().parent()
+        host = keeper.parent() if keeper is not None else None
+        assert host is not None and "ray::" in " ".join(host.cmdline())
+        host.kill()
+        time.sleep(1000)
 
 
 class Printing(TextEnv):
@@ -202,6 +215,7 @@ ALL = (
     SideEffects,
     Misbehaving,
     Strays,
+    KillsItsHost,
     Printing,
     BadEnd,
     Chatty,

@@ -1,0 +1,191 @@
+"""Environments in actors of a real Ray: what EnvironmentHost promises, and what becomes of a host that is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from skyrl_train.assembly.environment_hosts import build_hosts
+from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.config.hydra import load
+from skyrl_train.data.trajectory import Prompt
+from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.environments.hosts import BEAT_S, EnvironmentHosts
+from skyrl_train.environments.pool import EnvironmentPool, HostedEpisode
+from skyrl_train.errors import ConfigError, EnvironmentFailure, EnvironmentHostsLost
+from tests.support.others_processes import gone
+
+PLUGINS = str(Path(__file__).parent / "plugins")
+QUESTION = [{"role": "user", "content": "6 * 3?"}]
+DEADLINE_S = 3.0
+"""Of a step that hangs; others take milliseconds."""
+
+
+@pytest.fixture(scope="module")
+def ray_runtime() -> Iterator[Cluster]:
+    with Cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(ray_runtime: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.syspath_prepend(PLUGINS)
+    with Cluster() as running:
+        yield running
+
+
+def hosts_of(cluster: Cluster, count: int, log: Path, *overrides: str) -> EnvironmentHosts:
+    given = ["trainer.plugins=[misbehaving_envs]", f"environment.hosts={count}", "environment.host_cpus=0.5"]
+    deadline = f"trainer.timeouts.environment_step_s={DEADLINE_S}"
+    return build_hosts(load([*given, deadline, *overrides]), cluster, log)
+
+
+def run_with(pool: EnvironmentPool, scenario: Callable[[Any], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        async with pool:
+            return await scenario(pool)
+
+    return asyncio.run(asyncio.wait_for(main(), 240))
+
+
+async def opened(pool: EnvironmentPool, env_class: str, **extras: Any) -> HostedEpisode:
+    return await pool.start(env_class, Prompt("7", QUESTION, env_class, extras))
+
+
+async def outcome(pool: EnvironmentPool, env_class: str, text: str) -> str | float:
+    """The reward of one step, or the kind of failure."""
+    try:
+        episode = await opened(pool, env_class)
+        try:
+            return (await episode.step(text)).reward
+        finally:
+            await episode.close()
+    except EnvironmentFailure as failure:
+        return failure.kind
+
+
+async def host_of(pid: int) -> psutil.Process:
+    """The actor above an environment's process and its keeper."""
+    keeper = psutil.Process(pid).parent()
+    assert keeper is not None
+    actor = keeper.parent()
+    assert actor is not None and "HostServer" not in actor.name() and "ray::" in " ".join(actor.cmdline())
+    return actor
+
+
+def test_episodes_fail_hang_and_go_on_in_hosts_as_they_do_beside_the_driver(cluster: Cluster, tmp_path: Path):
+    async def scenario(pool: EnvironmentPool) -> list[Any]:
+        neighbour = await opened(pool, "Counter", name="Bo")
+        assert neighbour.messages[-1]["content"] == "start Bo"
+        await neighbour.step("one")
+        texts = ["raises", "nan", "list", "text observations", "dies", "hangs"]
+        found: list[Any] = list(await asyncio.gather(*(outcome(pool, "Misbehaving", text) for text in texts)))
+        found += [await outcome(pool, "BadStart", ""), await outcome(pool, "Printing", "fine")]
+        found.append((await neighbour.step("two")).metadata["actions"])
+        await neighbour.close()
+        with pytest.raises(EnvironmentFailure, match="closed"):
+            await neighbour.step("three")
+        with pytest.raises(EnvironmentFailure, match="bad_row"):
+            await pool.start("Counter", Prompt("7", QUESTION, "Counter", {"what": {1, 2}}))
+        with pytest.raises(ConfigError, match="Unknown environment 'nothing'"):
+            await pool.start("nothing", Prompt("7", QUESTION, "nothing", {}))
+        return found
+
+    log = tmp_path / "environments.log"
+    there = run_with(hosts_of(cluster, 2, log), scenario)
+    here = run_with(EnvironmentHost({}, 2, DEADLINE_S, ("misbehaving_envs",)), scenario)
+    assert there == here
+    assert there == [
+        *("LookupError", "bad_reward", "bad_reward", "bad_step_output", "environment_died", "timeout"),
+        *("PermissionError", 1.0, ["one", "two"]),
+    ]
+    assert "(env " in log.read_text(), "what environments print"
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.on_demand)])
+def test_a_host_that_dies_or_falls_silent_costs_its_episodes_a_replay_in_another_one(
+    cluster: Cluster, tmp_path: Path, how: signal.Signals
+):
+    pool = hosts_of(cluster, 2, tmp_path / "environments.log")
+    pool._silence_s = 4 * BEAT_S
+
+    async def scenario(pool: EnvironmentPool) -> None:
+        episodes = [await opened(pool, "Counter", name=str(number)) for number in range(8)]
+        once = await asyncio.gather(*(episode.step("one") for episode in episodes))
+        places = [await host_of(output.metadata["pid"]) for output in once]
+        assert len(set(places)) == 2
+        victim = places[0]
+        fragile = [await opened(pool, "SideEffects") for _ in range(2)]  # one in each host
+        await asyncio.gather(*(episode.step("one") for episode in fragile))
+        below = [process.pid for process in victim.children(recursive=True)]
+        under_way = [asyncio.create_task(episode.step("sleep 0.4")) for episode in episodes]
+        await asyncio.sleep(0.2)
+        victim.send_signal(how)
+        for place, output in zip(places, await asyncio.gather(*under_way), strict=True):
+            assert output.metadata["actions"] == ["one", "sleep 0.4"]
+            assert (await host_of(output.metadata["pid"]) == place) == (place != victim)
+        kinds = [one if isinstance(one, str) else one.reward for one in await asyncio.gather(*map(stepped, fragile))]
+        assert sorted(map(str, kinds)) == ["1.0", "environment_died"]
+        assert all(map(gone, below)), "what ran in the lost host"
+        await until_two_hosts(pool)
+        places = [await host_of((await (await opened(pool, "Counter")).step("x")).metadata["pid"]) for _ in range(12)]
+        assert len(set(places)) == 2 and victim not in places, "it was started again"
+
+    run_with(pool, scenario)
+
+
+async def stepped(episode: HostedEpisode) -> Any:
+    try:
+        return await episode.step("two")
+    except EnvironmentFailure as failure:
+        return failure.kind
+
+
+async def until_two_hosts(pool: Any) -> None:
+    deadline = time.monotonic() + 60
+    while len(pool._hosts) < 2:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+
+
+@pytest.mark.on_demand
+def test_an_episode_that_kills_its_host_every_time_fails_and_the_run_goes_on(cluster: Cluster, tmp_path: Path):
+    async def scenario(pool: EnvironmentPool) -> None:
+        episode = await opened(pool, "KillsItsHost")
+        with pytest.raises(
+            EnvironmentFailure, match="environment_died: KillsItsHost in step: its host was lost 3 times"
+        ):
+            await episode.step("now")
+        assert await outcome(pool, "Counter", "fine") == 1.0
+
+    run_with(hosts_of(cluster, 1, tmp_path / "environments.log"), scenario)
+
+
+def test_without_a_host_calls_wait_for_the_deadline_and_then_end_the_run(cluster: Cluster, tmp_path: Path):
+    pool = hosts_of(cluster, 1, tmp_path / "environments.log", "trainer.timeouts.environment_hosts_s=20")
+
+    async def scenario(pool: Any) -> None:
+        episode = await opened(pool, "Counter")
+        host = await host_of((await episode.step("one")).metadata["pid"])
+        pool._deadline_s = 0.5  # less than a start takes
+        host.kill()
+        error = r"all of them are lost.*environment_hosts_s=0.5 s\. The last one: environment host 0 died"
+        with pytest.raises(EnvironmentHostsLost, match=error):
+            await episode.step("two")
+
+    run_with(pool, scenario)
+
+
+def test_hosts_that_find_no_room_or_cannot_start_are_named_before_models_load(cluster: Cluster, tmp_path: Path):
+    log = tmp_path / "environments.log"
+    with pytest.raises(ConfigError, match=r"environment\.hosts=2: needs 2 x 64 CPU; the Ray cluster has"):
+        hosts_of(cluster, 2, log, "environment.host_cpus=64")
+    with pytest.raises(ConfigError, match=r"needs 1 x 0\.5 CPU and 1 gpu_free; .* not enough gpu_free"):
+        hosts_of(cluster, 1, log, "environment.host_resources={gpu_free: 1}")

@@ -1,0 +1,98 @@
+"""Runs whose environments are in hosts of the cluster: the same as beside the driver, also when hosts and nodes go."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.raylets import Raylets, raylets
+
+from .conftest import command, metrics_of
+
+PLUGIN = """
+import time
+
+from skyrl_train.environments.base import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_train.environments.registry import register
+
+
+class SlowTwiceEnv(BaseTextEnv):
+    def step(self, action):
+        time.sleep(0.05)
+        self.turns += 1
+        reward = sum(c.isascii() and c.islower() for c in action) / max(len(action), 1)
+        done = self.turns >= self.extras["max_turns"]
+        said = [] if done else [{"role": "user", "content": "again"}]
+        return BaseTextEnvStepOutput(observations=said, reward=reward, done=done, metadata={"turn": self.turns})
+
+
+register("slow_twice", "slow_twice_plugin:SlowTwiceEnv")
+"""
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+def test_a_run_with_hosts_is_that_of_the_driver_bit_for_bit_also_if_one_is_lost_with_its_node(
+    small: Callable[[Path], list[str]], tmp_path: Path
+):
+    (tmp_path / "slow_twice_plugin.py").write_text(PLUGIN)
+    rows = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def overrides(folder: Path, *own: str) -> list[str]:
+        return [
+            *(one for one in small(folder) if not one.startswith(("environment.", "data."))),
+            f"data.train_data=['{tmp_path / 'rows.jsonl'}']",
+            f"data.val_data=['{tmp_path / 'rows.jsonl'}']",
+            "trainer.plugins=[slow_twice_plugin]",
+            "environment.env_class=slow_twice",
+            "environment.skyrl_gym.max_env_workers=1",
+            "generator.batched=true",
+            "generator.max_turns=2",
+            "generator.max_input_length=120",
+            "trainer.timeouts.placement_s=60",
+            "trainer.max_steps=4",
+            *own,
+        ]
+
+    hosts = ["environment.hosts=2", "environment.host_cpus=0.5", "environment.host_resources={environments: 1}"]
+    nodes = [{"trainer": 1.0}, {"environments": 1.0}, {"environments": 1.0}, {"environments": 1.0}]
+    with raylets(nodes, cpus=[2, 1, 1, 1]) as cluster:
+        environment = os.environ | cluster.environment
+        environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])
+        for name, own in (("driver", []), ("hosts", hosts)):
+            folder = tmp_path / name
+            folder.mkdir()
+            with (folder / "said.log").open("w") as said:
+                run = subprocess.Popen(
+                    command("main_base", overrides(folder, *own)), env=environment, stdout=said, stderr=said
+                )
+            if own:
+                victim = node_with_a_host(cluster, folder, run)
+                cluster.kill(victim)
+            assert run.wait(timeout=400) == 0, (folder / "said.log").read_text()[-4000:]
+    assert metrics_of(tmp_path / "driver") == metrics_of(tmp_path / "hosts")
+    log = (tmp_path / "hosts" / "ckpts" / "logs" / "driver.log").read_text()
+    assert re.search(r"environment host \d is lost, with \d+ episodes", log)
+
+
+def node_with_a_host(cluster: Raylets, folder: Path, run: subprocess.Popen[bytes]) -> int:
+    """After the first step: one of the nodes for environments where there are any."""
+    metrics = folder / "ckpts" / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not (metrics.exists() and '"step": 1,' in metrics.read_text()):
+        assert run.poll() is None and time.monotonic() < deadline, (folder / "said.log").read_text()[-4000:]
+        time.sleep(0.01)
+    indices = range(2, len(cluster.addresses))
+    return next(
+        index
+        for index in indices
+        if any("environments.host" in " ".join(one.cmdline()) for one in cluster.processes(index))
+    )
