@@ -78,8 +78,8 @@ def place(
     )
     policy, engines, stride = counts.policy, counts.engines, slots_per_engine(generator)
     time_shared, total = counts.time_shared, counts.total
-    where = {"strategy": placement.strategy, "labels": placement.node_labels, "deadline_s": deadline_s}
-    more = {"device": device, "total_slots": total, "other_cpus": other_cpus}
+    where: dict[str, Any] = {"strategy": placement.strategy, "labels": placement.node_labels, "deadline_s": deadline_s}
+    more: dict[str, Any] = {"device": device, "total_slots": total, "other_cpus": other_cpus}
     take: Callable[..., Slots | None] = partial(_take, cluster, **more, **where)
     tenants = 1 + counts.reference_colocated + counts.critic_colocated + counts.reward_colocated
     if time_shared:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -95,3 +96,26 @@ def test_a_lost_trainer_s_node_ends_the_run_or_starts_it_again_on_what_is_left(
         assert (found[5]["trainer/restarts"], found[5]["trainer/ranks"]) == (1, 2)
     else:
         assert int((tmp_path / "ckpts" / "latest_ckpt_global_step.txt").read_text()) >= 1
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+def test_a_run_saved_by_four_ranks_resumes_with_one_two_and_three(small: Callable, nodes: Raylets, tmp_path: Path):  # type: ignore[type-arg]
+    def overrides(folder: Path, ranks: int, steps: int) -> list[str]:
+        shape = ["trainer.placement.strategy=SPREAD", f"trainer.placement.policy_num_gpus_per_node={ranks}"]
+        return [*small(folder), *APART, *shape, f"trainer.max_steps={steps}"]
+
+    four = tmp_path / "4"
+    four.mkdir()
+    run_and_lose(nodes, overrides(four, 4, 2), four, lost=None)
+    copies = {ranks: tmp_path / str(ranks) for ranks in (1, 2, 3)}
+    for copy in copies.values():
+        shutil.copytree(four, copy)
+    run_and_lose(nodes, overrides(four, 4, 3), four, lost=None)
+    wanted = metrics_of(four)[3]
+    for ranks, folder in copies.items():
+        assert "resumed at step 2 of 3" in run_and_lose(nodes, overrides(folder, ranks, 3), folder, lost=None)
+        got = metrics_of(folder)[3]
+        assert got["weights/version"] == 3
+        for name in ("policy/loss", "policy/entropy", "policy/grad_norm", "reward/mean", "response/mean_tokens"):
+            assert got[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), (ranks, name)

