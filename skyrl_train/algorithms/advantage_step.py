@@ -74,7 +74,9 @@ class AdvantageStep:
         if isinstance(result, TokenAdvantages):
             advantages, returns = result
         else:
-            of_tokens = batch.per_token(result[episodes.of_sequence])
+            of_tokens = batch.per_token(
+                (result if result.is_floating_point() else result.float())[episodes.of_sequence]
+            )
             advantages, returns = of_tokens.masked_fill_(~batch.loss_mask, 0.0), None
         if self.normalise_batch:
             advantages = batch_normalised(advantages, batch.loss_mask)

@@ -12,6 +12,8 @@ from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.schema import GeneratorConfig, PlacementConfig
 from skyrl_train.config.slots import count_slots, slots_per_engine
 
+_ENGINES = "generator.num_inference_engines"
+
 
 @dataclass(frozen=True)
 class RoleSlots:
@@ -78,9 +80,8 @@ def place(
     )
     policy, engines, stride = counts.policy, counts.engines, slots_per_engine(generator)
     time_shared, total = counts.time_shared, counts.total
-    where: dict[str, Any] = {"strategy": placement.strategy, "labels": placement.node_labels, "deadline_s": deadline_s}
-    more: dict[str, Any] = {"device": device, "total_slots": total, "other_cpus": other_cpus}
-    take: Callable[..., Slots | None] = partial(_take, cluster, **more, **where)
+    how: dict[str, Any] = {"total_slots": total, "deadline_s": deadline_s, "other_cpus": other_cpus}
+    take: Callable[..., Slots | None] = partial(_take, cluster, placement, device=device, **how)
     tenants = 1 + counts.reference_colocated + counts.critic_colocated + counts.reward_colocated
     if time_shared:
         keys = f"policy_num_gpus_per_node={policy} generator.num_inference_engines={engines // stride}"
@@ -94,8 +95,7 @@ def place(
     reward_slots = take(counts.reward, 1, "trainer.placement.reward_num_gpus_per_node")
     judged_at_engines = counts.reward_colocated and not with_policy
     apart = _engines_apart(placement, 1 if judged_at_engines else stride)
-    engine_tenants, key = 1 + judged_at_engines, "generator.num_inference_engines"
-    engine_slots = home if time_shared else take(engines, engine_tenants, key, **apart)
+    engine_slots = home if time_shared else take(engines, 1 + judged_at_engines, _ENGINES, **apart)
     return Layout(
         policy=policy_slots,
         reference=policy_slots
@@ -121,8 +121,9 @@ def _engines_apart(placement: PlacementConfig, together: int) -> dict[str, Any]:
     }
 
 
-def _take(cluster: Cluster, count: int, tenants: int, key: str, **how: Any) -> Slots | None:
-    return reserve(cluster, count=count, tenants=tenants, key=key, **how) if count else None
+def _take(cluster: Cluster, placement: PlacementConfig, count: int, tenants: int, key: str, **how: Any) -> Slots | None:
+    where = {"strategy": placement.strategy, "labels": placement.node_labels}
+    return reserve(cluster, count=count, tenants=tenants, key=key, **(where | how)) if count else None
 
 
 def _role(slots: Slots | None, count: int, stride: int = 1, beside: int = 0) -> RoleSlots | None:

@@ -129,22 +129,8 @@ async def learner_services(
         stack.enter_context(cluster)
         stack.enter_context(cluster.logging_to(logs))
         with phase("slots", "cores or accelerators that Ray reserves"):
-            layout = place(
-                cluster,
-                trainer.placement,
-                cfg.generator,
-                device=cfg.device,
-                deadline_s=trainer.timeouts.placement_s,
-                with_policy=schedule is not None,
-                with_reference=learning is not None and learning.with_reference,
-                with_critic=learning is not None and learning.critic is not None,
-                with_reward=with_reward,
-                with_engines=with_engines,
-                at_once=trainer.fully_async.enabled,
-                other_cpus=cfg.environment.hosts * cfg.environment.host_cpus,
-            )
-            if not cluster.single_machine:
-                check_paths(shared_paths(cfg, layout), trainer.timeouts.rendezvous_s)
+            roles = {"with_reward": with_reward, "with_engines": with_engines, "with_policy": schedule is not None}
+            layout = _placed(cfg, cluster, learning, **roles)
         learner = None
         if schedule is not None and learning is not None:
             learner = build_learner(
@@ -159,6 +145,26 @@ async def learner_services(
                 only_changed=cfg.generator.weight_sync_only_changed,
             )
         yield Services(cfg, cluster, directory.path, layout, learner, trackers, mirrors)
+
+
+def _placed(cfg: Config, cluster: Cluster, learning: Learning | None, **roles: bool) -> Layout:
+    """The slots of a run, whose nodes see the paths that their processes will use."""
+    trainer = cfg.trainer
+    layout = place(
+        cluster,
+        trainer.placement,
+        cfg.generator,
+        device=cfg.device,
+        deadline_s=trainer.timeouts.placement_s,
+        with_reference=learning is not None and learning.with_reference,
+        with_critic=learning is not None and learning.critic is not None,
+        at_once=trainer.fully_async.enabled,
+        other_cpus=cfg.environment.hosts * cfg.environment.host_cpus,
+        **roles,
+    )
+    if not cluster.single_machine:
+        check_paths(shared_paths(cfg, layout), trainer.timeouts.rendezvous_s)
+    return layout
 
 
 async def start_learner(learner: Learner | None, trainer: TrainerConfig) -> None:

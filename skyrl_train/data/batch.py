@@ -164,9 +164,10 @@ class TrainBatch:
 
     def per_token(self, per_sequence: Tensor) -> Tensor:
         """[B] -> [T], each sequence's value on all of its tokens."""
-        if per_sequence.device.type == "cpu" and not per_sequence.requires_grad:  # torch makes an index of all tokens
+        known = per_sequence.device.type == "cpu" and per_sequence.dtype != torch.bfloat16
+        if known and not per_sequence.requires_grad:  # torch makes an index of all tokens
             return torch.from_numpy(np.repeat(per_sequence.numpy(), self.lengths.numpy()))
-        return torch.repeat_interleave(per_sequence, self.lengths)
+        return torch.repeat_interleave(per_sequence, self.lengths, output_size=len(self.input_ids))
 
     def per_sequence_sum(self, per_token: Tensor) -> Tensor:
         """[T] -> [B], summed within sequences."""

@@ -77,14 +77,17 @@ class WorkerGroup:
         calls: list[asyncio.Future[Any]] = []
         self.calls += 1
         try:
-            for part, args in enumerate(args_of_part):
-                workers = self.workers[part * neighbours : (part + 1) * neighbours]
-                if callable(args):
-                    stored = await asyncio.to_thread(_stored, workers[0], args)
-                    started = [worker.call_stored(method, stored) for worker in workers]
-                else:
-                    started = [getattr(worker, method)(*args) for worker in workers]
-                calls += map(asyncio.ensure_future, started)
+            stored = [
+                await asyncio.to_thread(_stored, self.workers[part * neighbours], args) if callable(args) else None
+                for part, args in enumerate(args_of_part)
+            ]
+            # From here on nothing else begins a call: all ranks take the calls of several callers in one order, or the
+            # collectives of one would meet those of another.
+            for rank, worker in enumerate(self.workers):
+                part = rank // neighbours
+                args = args_of_part[part]
+                call = worker.call_stored(method, stored[part]) if callable(args) else getattr(worker, method)(*args)
+                calls.append(asyncio.ensure_future(call))
             return await asyncio.gather(*calls)
         except RuntimeError as error:
             if _is_of_a_collective(error) and (death := await self._death_among(calls)) is not None:

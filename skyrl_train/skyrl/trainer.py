@@ -180,10 +180,10 @@ class RayPPOTrainer:
         return self.tokenizer.pad_token_id or 0
 
     def _log_into(self, metrics: Metrics) -> None:
-        for name, value in self.all_metrics.items():
+        for name in list(self.all_metrics):  # in a thread: rollouts that run ahead may add others meanwhile
+            value = self.all_metrics.pop(name)
             if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
                 metrics.add(name, float(value))
-        self.all_metrics.clear()
 
     # -- the run that it drives --------------------------------------------------------------------------------------
 

@@ -27,6 +27,16 @@ def test_every_sampled_token_gets_its_sequence_s_advantage_and_prompts_get_none(
     assert result.returns is None
 
 
+def test_an_estimator_may_return_numbers_of_any_kind():
+    batch = batch_with([1.0, 0.0, 1.0, 1.0])
+    wanted = torch.tensor([1.0, 0.0, 1.0, 1.0])[batch.sequence_ids] * batch.loss_mask
+    for dtype in (torch.bool, torch.int64, torch.bfloat16, torch.float64):
+        result = AdvantageStep(lambda rewards, groups, valid, dtype=dtype: rewards.to(dtype))(batch, Metrics())
+        assert result.advantages is not None
+        assert result.advantages.is_floating_point()
+        torch.testing.assert_close(result.advantages.float(), wanted)
+
+
 def test_kl_in_the_reward_lowers_the_reward_of_the_sequence_that_strayed():
     batch = batch_with([1.0, 1.0, 0.0, 0.0])
     strayed = (batch.sequence_ids == 0) & batch.loss_mask

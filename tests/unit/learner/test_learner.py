@@ -287,6 +287,35 @@ def test_ranks_of_a_parallel_group_are_given_the_same_part_and_scores_are_taken_
     assert torch.equal(scores, batch.input_ids.float())
 
 
+def test_all_ranks_take_the_calls_of_two_callers_in_one_order():
+    """Or the collectives of one would meet those of the other: parts are stored before any rank is called."""
+
+    class Rank:
+        def __init__(self) -> None:
+            self.taken: list[str] = []
+
+        def store(self, args: Any) -> Any:
+            time.sleep(0.02)
+            return args
+
+        async def call_stored(self, method: str, stored: Any) -> None:
+            self.taken.append(method)
+
+        async def manifest(self) -> None:
+            self.taken.append("manifest")
+
+    ranks = [Rank() for _ in range(4)]
+    group = WorkerGroup(ranks)
+
+    async def run() -> None:
+        scattered = asyncio.ensure_future(group.scatter("score", [tuple] * 4))
+        await asyncio.sleep(0.03)  # it has stored one
+        await asyncio.gather(scattered, group.all("manifest"))
+
+    asyncio.run(run())
+    assert [rank.taken for rank in ranks] == [["manifest", "score"]] * 4
+
+
 def test_what_an_objective_reads_is_on_the_rank_s_device():
     worker = LearnerWorker(tiny_spec("no model is loaded", device="meta"), rank=0, world_size=1)
     given = [batch for batch, *_ in worker._passes([policy_batch()], 2, share_prompts=False)]
