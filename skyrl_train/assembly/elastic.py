@@ -61,6 +61,7 @@ class EngineSeats:
                 total_slots=self._base.layout.num_slots + (len(self._own) + 1) * self._first.stride,
                 deadline_s=self._base.cfg.trainer.timeouts.placement_s,
                 labels=self._base.cfg.trainer.placement.engine_node_labels,
+                other_cpus=self._base.cfg.environment.hosts * self._base.cfg.environment.host_cpus,
             )
             self._own[index] = replace(self._first, slots=slots)
         try:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from skyrl_train.assembly.engines import weight_folder
 from skyrl_train.assembly.layout import Layout, RoleSlots
 from skyrl_train.cluster.paths import SharedPath
 from skyrl_train.config.schema import Config
+from skyrl_train.config.sources import local_path
+from skyrl_train.storage.places import working_folder
 
 
 def shared_paths(cfg: Config, layout: Layout) -> Iterator[SharedPath]:
@@ -21,11 +22,11 @@ def shared_paths(cfg: Config, layout: Layout) -> Iterator[SharedPath]:
     for role, slots in (("policy", layout.policy), ("ref", layout.reference), ("critic", layout.critic)):
         path = getattr(trainer, role).model.path
         if slots is not None and path is not None:
-            yield SharedPath(f"trainer.{role}.model.path", path, _nodes(slots))
+            yield SharedPath(f"trainer.{role}.model.path", local_path(path), _nodes(slots))
     if layout.reward is not None and trainer.reward.model.path is not None:
-        yield SharedPath("trainer.reward.model.path", trainer.reward.model.path, _nodes(layout.reward))
+        yield SharedPath("trainer.reward.model.path", local_path(trainer.reward.model.path), _nodes(layout.reward))
     if layout.engines is not None:
-        yield SharedPath("generator.model_name", generator.model_name, _nodes(layout.engines))
+        yield SharedPath("generator.model_name", local_path(generator.model_name), _nodes(layout.engines))
     if layout.policy is None:
         return
     trained = _nodes(layout.policy) | _nodes(layout.critic)
@@ -45,6 +46,6 @@ def _nodes(slots: RoleSlots | None) -> frozenset[str]:
 
 
 def _written(key: str, path: str, nodes: frozenset[str]) -> Iterator[SharedPath]:
-    if "://" not in path:  # else it is no folder of a node
-        os.makedirs(path, exist_ok=True)
-        yield SharedPath(key, str(Path(path).absolute()), nodes, written=True)
+    folder = working_folder(path).absolute()  # of an address the folder that ranks write to before it is uploaded
+    os.makedirs(folder, exist_ok=True)
+    yield SharedPath(key, str(folder), nodes, written=True)

@@ -91,6 +91,11 @@ def reserve(
     either: then it is not that they are too many.
     """
     gpus = 1.0 if device == "cuda" else 0.0
+    if other_cpus >= cluster.cpus and not gpus:
+        raise ConfigError(
+            f"environment.hosts: they take {other_cpus:g} CPUs, which leaves none for ranks and engines; "
+            f"{_have(cluster)}. Ask for fewer hosts, or set environment.host_cpus lower."
+        )
     cpus = 1.0 if gpus else cpus_per_slot(cluster.cpus - other_cpus, total_slots)
     need = f"{key}: needs {count} slots" + (f" of 1 GPU, {count} GPUs" if gpus else f" of {cpus:g} CPU")
     need += f", {together} at a time on one node" if together > 1 else ""
@@ -128,15 +133,16 @@ async def reserve_beside(
     total_slots: int,
     deadline_s: float,
     labels: Mapping[str, str] | None = None,
+    other_cpus: float = 0.0,
 ) -> Slots:
     """Reserve `count` slots more for a run under way, in a group of their own: `cluster.gives_back` ends it.
 
     On CPUs a slot is no larger than it would be had the run begun with `total_slots`, those that it asks for included.
-    Slots are as many on a node as those of `like`; `labels`: what a node must be labelled with. A group
+    Slots are as many on a node as those of `like`; `labels`, `other_cpus`: see `reserve`. A group
     that waits for room is what makes an autoscaler add nodes. Raises ConfigError if there is none within `deadline_s`
     seconds.
     """
-    cpus = like.cpus if like.gpus else min(like.cpus, cpus_per_slot(cluster.cpus, total_slots))
+    cpus = like.cpus if like.gpus else min(like.cpus, cpus_per_slot(cluster.cpus - other_cpus, total_slots))
     together = like.together
     bundle = {"CPU": cpus * together} | ({"GPU": like.gpus * together} if like.gpus else {})
     bundles = count // together

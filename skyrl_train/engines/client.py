@@ -126,7 +126,7 @@ class EngineClient:
         return [record.name for record in self._all if record.empty is not None]
 
     @property
-    def _any_lives(self) -> bool:
+    def any_lives(self) -> bool:
         """Whether there is one that takes requests."""
         return any(record.takes_requests for record in self._all)
 
@@ -218,7 +218,7 @@ class EngineClient:
         lost_at: set[_EngineRecord] = set()
         while missing:
             await self._until_serving()
-            if not self._any_lives and self.revive is not None:
+            if not self.any_lives and self.revive is not None:
                 await self.revived()
             before, aborts = self._interruptions, self._aborts
             failed = await self._dispatch(missing, completions, avoid=lost_at)
@@ -232,7 +232,7 @@ class EngineClient:
                     if self.revives_at_once and self.revive is not None:
                         self._reviving_now()
             died = {record: error for record, error in died.items() if record.empty is None}
-            if died and (lost_at or not (self._any_lives or self.revive)):
+            if died and (lost_at or not (self.any_lives or self.revive)):
                 record, error = next(iter(died.items()))
                 raise EngineError(self._lost(record, error)) from error
             lost_at |= died.keys()
@@ -362,7 +362,7 @@ class EngineClient:
                 await asyncio.wait({reviving, back}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 back.cancel()
-            if self._any_lives:
+            if self.any_lives:
                 return
         await asyncio.shield(reviving)
 
@@ -542,7 +542,7 @@ class EngineClient:
                 record.mark_dead(result)
         for result in results:
             fatal = not isinstance(result, _DEATHS) or isinstance(result, UnsupportedParameter)
-            if isinstance(result, BaseException) and (fatal or not (self._any_lives or self.revive)):
+            if isinstance(result, BaseException) and (fatal or not (self.any_lives or self.revive)):
                 raise result
         return [result for result in results if not isinstance(result, BaseException)]
 

@@ -81,7 +81,8 @@ class EngineScaler:
                 task.cancel()
                 self._tell(f"{name} is no longer wanted, and had not started yet")
         while self.number > wanted:
-            name = self._staying[-1]
+            dead = [name for name in self._staying if name in self._client.dead]
+            name = (dead or self._staying)[-1]
             self._leaving[name] = self._begin(self._leave(name, self._client.retire(name)), self._leaving, name)
             self._draining.add(name)
 

@@ -70,11 +70,14 @@ class EngineSupervisor:
     async def take_out(self, name: str) -> Any:
         """Return an engine that was retired, which no sync and no restart has to do with any more."""
         async with self._restarting, self._weights:
+            self._homeless.discard(name)
             return self._client.remove(name)
 
     async def _restart_within_budget(self, name: str, cause: str) -> bool:
         """Try once. Returns False if there is no node for it and others live: it is tried again the next time."""
         if self.restarts >= self._budget:
+            if name in self._homeless and self._client.any_lives:
+                return False  # it stays away, as it did before the others spent the budget
             raise EnginesLost(
                 f"{name} died ({cause}), and the {self._budget} restarts of generator.max_engine_restarts are spent."
             )
@@ -83,7 +86,7 @@ class EngineSupervisor:
         try:
             await self._restart(name)
         except NoRoom as error:
-            if not self._client.engines:
+            if not self._client.any_lives:
                 raise EnginesLost(
                     f"{name} died ({cause}), no engine is left, and it cannot be restarted: {error}"
                 ) from error

@@ -19,6 +19,7 @@ import yaml
 
 from skyrl_train.engines.wanted import ENGINES_FILE, changing, read_wanted, why_fixed, write_wanted
 from skyrl_train.errors import ConfigError
+from skyrl_train.storage.places import working_folder
 
 _LOCK_FILE, _CONFIG_FILE = ".lock", "config.yaml"
 
@@ -72,7 +73,7 @@ def _asked(given: Sequence[str]) -> tuple[str, int, Path]:
     if len(given) == 3 and given[0] in ("add", "remove"):
         with suppress(ValueError):
             if (number := int(given[1])) >= 1:
-                return given[0], number, Path(given[2])
+                return given[0], number, working_folder(given[2])
     raise ConfigError(
         f"got {' '.join(given)!r}. It takes add N FOLDER or remove N FOLDER: a whole number of at least 1, and the "
         "folder of the run."

@@ -75,7 +75,7 @@ class HostServer:
                 self._episodes[episode] = HostedEpisode(self._host, episode, env_class)
             try:
                 answer = self._host.submit(self._episodes[episode], op, frame)
-            except (EnvironmentFailure, ConfigError) as failure:
+            except Exception as failure:  # each call is answered, whatever goes wrong with one
                 self._tell(number, _as_answer(failure))
             else:
                 answer.add_done_callback(partial(self._answered, number))
@@ -291,8 +291,9 @@ class EnvironmentHosts(EnvironmentPool):
         """Have host `index` run: start it, and start it again whenever it was lost."""
         pause = _RESTARTS_AFTER_S
         while True:
-            host = _Host(self, self._spawn(index))
+            host = None
             try:
+                host = _Host(self, self._spawn(index))
                 machine = await host.remote.call_within(math.inf, "open")  # it may have to wait for room
                 log.info("%s runs on %s", host.remote.name, machine)
                 self._begin(host)
@@ -301,15 +302,17 @@ class EnvironmentHosts(EnvironmentPool):
                     opened.set_result(None)
                 await host.receive(self._silence_s)
             except asyncio.CancelledError:
-                if host not in self._hosts:  # else `close` ends it
+                if host is not None and host not in self._hosts:  # else `close` ends it
                     host.end()
                 raise
             except Exception as error:
-                host.end()
+                if host is not None:
+                    host.end()
                 if not opened.done():  # what is wrong now is wrong for ever
                     opened.set_exception(error)
                     return
-                self._lose(host, error)
+                if host is not None:
+                    self._lose(host, error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from skyrl_train.config.keys import with_value_at
@@ -12,6 +11,8 @@ from skyrl_train.config.presence import slots_of
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ClusterLost, Stopped, WorkerDied
 from skyrl_train.report.phases import say
+from skyrl_train.storage.mirror import LATEST_FILE
+from skyrl_train.storage.places import working_folder
 
 if TYPE_CHECKING:
     from skyrl_train.experiments.base import Experiment
@@ -29,6 +30,7 @@ async def with_restarts(experiment: Experiment, attempt: Callable[[], Awaitable[
     attempt did, or NoRoom. One's own Ray that died ends the run in any case: it takes the driver with it.
     """
     configured = experiment.config
+    found = last_commit(configured)
     while True:
         try:
             return await attempt()
@@ -38,17 +40,18 @@ async def with_restarts(experiment: Experiment, attempt: Callable[[], Awaitable[
                 raise
             cause = f"{type(error).__name__}: {error}"
         experiment.restarts += 1
-        await _start_over(experiment, configured, cause)
+        goes_on = resuming(configured) if last_commit(configured) != found else configured
+        await _start_over(experiment, configured, goes_on, cause)
 
 
-async def _start_over(experiment: Experiment, configured: Config, cause: str) -> None:
-    """Change the experiment's configuration to one that resumes on what is left of the cluster."""
+async def _start_over(experiment: Experiment, configured: Config, goes_on: Config, cause: str) -> None:
+    """Change the experiment's configuration to the like of `goes_on` for what is left of the cluster."""
     from skyrl_train.assembly.fewer_slots import fit_to_nodes
 
     count = f"RESTART {experiment.restarts} of the {configured.trainer.restarts} of trainer.restarts"
     say("restart", f"{count}: {cause}")
     experiment.cluster.connect()
-    config = await fit_to_nodes(resuming(configured), experiment.uses, experiment.cluster)
+    config = await fit_to_nodes(goes_on, experiment.uses, experiment.cluster)
     before, after = (slots_of(one, experiment.uses) for one in (configured, config))
     fewer = "" if after.policy == before.policy else f" ({before.policy} are configured)"
     engines = config.generator.num_inference_engines if after.engines else 0
@@ -63,12 +66,17 @@ async def _start_over(experiment: Experiment, configured: Config, cause: str) ->
     experiment.adopt(config)
 
 
-def resuming(config: Config) -> Config:
-    """The configuration that goes on from the run's own newest checkpoint, if there is one already."""
-    from skyrl_train.trainer.checkpoints import Checkpoints
+def last_commit(config: Config) -> int | None:
+    """When the newest checkpoint in the run's folder was committed (ns), None before there is one.
 
-    if not Checkpoints(Path(config.trainer.ckpt_path)).steps():
-        return config
+    What was there before the run began may be what trainer.resume_mode=from_path leaves behind.
+    """
+    file = working_folder(config.trainer.ckpt_path) / LATEST_FILE
+    return file.stat().st_mtime_ns if file.exists() else None
+
+
+def resuming(config: Config) -> Config:
+    """The configuration that goes on from the run's own newest checkpoint."""
     return with_value_at(config, "trainer.resume_mode", "latest")
 
 

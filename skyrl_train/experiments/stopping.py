@@ -118,15 +118,16 @@ def _signals_tell(told: asyncio.Future[SkyRLError]) -> Iterator[None]:
         yield
         return
     loop = asyncio.get_running_loop()
-    told_at = 0.0
+    first: tuple[int, float] | None = None
 
     def on_signal(number: int) -> None:
-        nonlocal told_at
+        nonlocal first
         if told.done():
-            if number == signal.SIGTERM and loop.time() < told_at + _ONE_REQUEST_S:
+            handed_on = first is not None and first[0] == number == signal.SIGTERM
+            if handed_on and first is not None and loop.time() < first[1] + _ONE_REQUEST_S:
                 return
             guard.leave(128 + number)
-        told_at = loop.time()
+        first = number, loop.time()
         _log.warning("%s: leaving in good order. Again: leaving at once.", signal.Signals(number).name)
         told.set_result(Stopped(number))
 

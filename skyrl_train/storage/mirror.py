@@ -152,6 +152,7 @@ class Mirror:
             self._turn.notify_all()
         if self._worker.is_alive():
             self._worker.join(_LAST_FILE_S)
+        self._done.set()  # whoever waits for the end need not wait for a file that is on its way
 
     def give_up(self) -> None:
         """Leave the address to others."""

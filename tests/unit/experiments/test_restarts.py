@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +13,8 @@ from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ClusterLost, ConfigError, EngineError, EnginesLost, NoRoom, WorkerDied
 from skyrl_train.experiments import restarts
-from skyrl_train.experiments.restarts import rank_losses, resuming, with_restarts
+from skyrl_train.experiments.restarts import rank_losses, with_restarts
+from skyrl_train.storage.places import working_folder
 
 
 class Ended:
@@ -22,6 +24,8 @@ class Ended:
         self.config = with_value_at(Config(), "trainer.restarts", allowed)
         self.restarts, self.attempts, self.errors = 0, 0, errors
         self.cluster = self
+        self.modes: list[str] = []
+        """How each further attempt is to resume."""
 
     def death(self) -> None:
         """Of Ray's own processes none has died."""
@@ -37,8 +41,9 @@ class Ended:
 def started_over(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     causes: list[str] = []
 
-    async def start_over(experiment: Any, configured: Config, cause: str) -> None:
+    async def start_over(experiment: Any, configured: Config, goes_on: Config, cause: str) -> None:
         causes.append(cause)
+        experiment.modes.append(goes_on.trainer.resume_mode)
 
     monkeypatch.setattr(restarts, "_start_over", start_over)
     return causes
@@ -103,9 +108,26 @@ def test_what_follows_from_a_rank_that_does_not_answer_is_its_loss():
     assert unasked.asked == 0
 
 
-def test_it_goes_on_from_its_own_checkpoint_whatever_it_started_from(tmp_path: Path):
-    config = with_value_at(Config(), "trainer.ckpt_path", str(tmp_path))
-    config = with_value_at(config, "trainer.resume_mode", "none")
-    assert resuming(config).trainer.resume_mode == "none", "there is no checkpoint yet: it begins as it did"
-    (tmp_path / "global_step_3").mkdir()
-    assert resuming(config).trainer.resume_mode == "latest"
+@pytest.mark.parametrize("address", [False, True])
+@pytest.mark.parametrize("mode", ["none", "from_path", "latest"])
+def test_it_goes_on_from_what_it_has_committed_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started_over: list[str], mode: str, address: bool
+):
+    """Until then it begins as it did: what `from_path` leaves behind is newer than where it went back to."""
+    monkeypatch.setenv("SKYRL_CACHE", str(tmp_path / "cache"))
+    path = "s3://bucket/run" if address else str(tmp_path / "run")
+    latest = working_folder(path) / "latest_ckpt_global_step.txt"
+    latest.parent.mkdir(parents=True)
+    latest.write_text("30")
+
+    class Commits(Ended):
+        async def attempt(self) -> str:
+            if self.attempts == 1:
+                os.utime(latest, ns=(0, latest.stat().st_mtime_ns + 1))
+            return await super().attempt()
+
+    experiment = Commits([WorkerDied("before a commit"), WorkerDied("after one")], allowed=2)
+    experiment.config = with_value_at(experiment.config, "trainer.ckpt_path", path)
+    experiment.config = with_value_at(experiment.config, "trainer.resume_mode", mode)
+    assert run(experiment) == "done"
+    assert experiment.modes == [mode, "latest"]
