@@ -212,6 +212,16 @@ async def test_a_dead_engine_that_is_to_leave_is_not_restarted():
 
 
 @scaled
+async def test_a_dead_engine_leaves_before_one_that_lives():
+    run = Scaled(2)
+    run.no_room = True
+    await run.client.engines[0].close()
+    await run.client.health()
+    assert await run.to(1) == ["engine 1"]
+    assert run.gone == ["engine 0"]
+
+
+@scaled
 async def test_one_that_is_being_restarted_when_it_is_to_leave_leaves_afterwards():
     run = Scaled(2)
     await run.client.engines[1].close()

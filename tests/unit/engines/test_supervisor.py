@@ -316,6 +316,10 @@ def test_an_engine_without_a_node_stays_away_while_others_live_and_comes_back_wh
         for _ in range(3):
             await supervisor.revive()
         assert (list(client.dead), supervisor.restarts) == (["a"], 0), "no restart is spent on it"
+        supervisor.restarts = 1  # others spend them all
+        await supervisor.revive()
+        assert list(client.dead) == ["a"], "it stays away as before"
+        supervisor.restarts = 0
         room = True
         await supervisor.revive()
         assert (client.dead, supervisor.restarts) == ({}, 1)
