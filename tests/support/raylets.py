@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -29,6 +30,7 @@ from tests.support.others_processes import gone
 
 OBJECT_STORE_BYTES = 100_000_000
 STARTS_WITHIN_S = 180.0
+REPOSITORY = Path(__file__).parents[2]
 _LOST_SOON = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
 """A node that was killed is known to be lost after 2 s, not 20 as by default; one that is slow has as long as ever."""
 _LONGEST_TEMPORARY = 30
@@ -109,7 +111,7 @@ def raylets(
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex, "RAY_USAGE_STATS_ENABLED": "0"}
     host = subprocess.Popen(
         [sys.executable, "-m", __name__, folder, json.dumps(described), json.dumps(_LOST_SOON | dict(system or {}))],
-        env=os.environ | environment,
+        env=os.environ | environment | {"PYTHONPATH": str(REPOSITORY)},  # for workers, whose folder is another one
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
