@@ -129,7 +129,12 @@ async def learned(
         groups.clear()  # lists do not go on as views of the batch
     found = await in_thread(step, found, Metrics())
     until_then = watch.most if watch else 0
-    await learner.update(found.with_tokens(token_rewards=None) if with_arrays else found)
+    if with_arrays:
+        from skyrl_train.data.arrays import give_back
+
+        found = found.with_tokens(token_rewards=None)
+        await asyncio.to_thread(give_back)
+    await learner.update(found)
     await asyncio.sleep(0.01)
     ticking.cancel()
     return until_then, spent, longest

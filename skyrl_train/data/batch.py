@@ -296,7 +296,7 @@ class EpisodeIndex:
 
 _ROUNDING = 1e-9
 """Relative difference between a reward and the sum of its parts."""
-_MANY = 1_000_000
+MANY = 1_000_000
 """Tokens of a batch for which it is worth to give back the memory that they had before."""
 MAX_REACH = 4
 """Bounds the keys and values of attention, which are kept for all tokens of a row, including shared ones."""
@@ -380,7 +380,7 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
     logprobs, rewards = (fresh(total, np.float32) for _ in range(2))
     for row, begin in zip(rows, offsets.tolist(), strict=False):
         row.write(begin, ids, mask, logprobs if known else None, rewards)
-    if total > _MANY:
+    if total > MANY:
         give_back()
     items = [row.item for row in rows]
     return TrainBatch(

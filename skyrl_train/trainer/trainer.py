@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from skyrl_train.data.batch import TrainBatch, collate
+from skyrl_train.data.arrays import give_back
+from skyrl_train.data.batch import MANY, TrainBatch, collate
 from skyrl_train.data.trajectory import TrajectoryGroup
 from skyrl_train.errors import NonFiniteWeights
 from skyrl_train.metrics import Metrics
@@ -126,6 +127,8 @@ class Trainer(TrainingLoop):
             await asyncio.to_thread(self.batch_dump.write, self.step + 1, batch, uids)
         self._samples = sample_rows(groups)
         batch = batch.with_tokens(token_rewards=None)  # no update reads them
+        if len(batch.input_ids) > MANY:
+            await asyncio.to_thread(give_back)
         await self._update(batch)
 
     def _due(self) -> list[str]:
