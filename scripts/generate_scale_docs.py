@@ -21,15 +21,15 @@ BEGIN, END = (
 SIZES = (8, 64, 512, 4096)
 
 # Measured: docs/benchmarks.md, "Control plane", 2,048 x 4,096 tokens and conversations of 64 and 1,000 tokens a turn.
-HELD_BYTES = 18.6
-COLLATED, COPIED = 106e6, 264e6
-"""Tokens a CPU-second."""
+HELD_BYTES = 22.1
+RANKED = 16.7e6
+"""Tokens a CPU-second, from rollouts to ranks: batch, advantages, parts, and Ray's copies of them into its store."""
+MOVED_BYTES = 16
+"""Of a token, to ranks: an eighth of it is what the part of one of 8 ranks adds to the driver's memory."""
 TURN_S, TURN_TOKEN_S = 2.30e-4, 1.28e-7
 """CPU-seconds of the driver: of a turn, 1 / 4,198 with 64 tokens and 1 / 2,794 with 1,000; longer ones are a line."""
 # Measured: "On a GPU", part 8, one H200 and a model of 0.6B; part 5, between two processes of one GPU.
 MFU, SYNC_GB_S = 0.232, 20.7
-WEIGHT_BYTES = 8
-"""Of a token of a mini-batch, beside what the driver holds: what an update adds to it."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,6 @@ class Assumptions:
     """Of a GPU to others of its node, of 8."""
     driver_gb_s: float = 12.5
     """Of the driver's node: 100 Gb/s."""
-    copy_gb_s: float = 6.0
-    """Of one core into the object store: the slowest plain copy of docs/benchmarks.md."""
     sync_gb_s: float = SYNC_GB_S
     """Broadcast of weights, gathering and proofs included; as measured within one GPU, assumed of a group."""
     sequence_tokens_s: float = 40.0
@@ -111,8 +109,8 @@ class Step:
 
     @property
     def moved_gb(self) -> float:
-        """Out of the driver: every shard once, and an update's weights."""
-        return self.tokens * (HELD_BYTES + WEIGHT_BYTES) / 1e9
+        """Out of the driver: every rank's part once."""
+        return self.tokens * MOVED_BYTES / 1e9
 
     @property
     def conversations(self) -> float:
@@ -120,11 +118,7 @@ class Step:
 
     @property
     def batch(self) -> float:
-        return self.tokens / COLLATED + self.tokens / COPIED
-
-    @property
-    def store(self) -> float:
-        return self.moved_gb / self.given.copy_gb_s
+        return self.tokens / RANKED
 
     @property
     def network(self) -> float:
@@ -165,7 +159,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        return self.generate + self.batch + self.store + self.network + self.score + self.update + self.sync
+        return self.generate + self.batch + self.network + self.score + self.update + self.sync
 
     @property
     def state_gb(self) -> float:
@@ -189,17 +183,17 @@ def number(value: float) -> str:
 
 def tables(given: Assumptions) -> Iterator[str]:
     yield "| GPUs | sequences | million tokens | held by the driver, GB | conversations, CPU-s | \
-batch and parts, CPU-s | out of the driver, GB | into the object store, s | through the driver's network, s |"
-    yield "| --- " * 9 + "|"
+to ranks, CPU-s | out of the driver, GB | through the driver's network, s |"
+    yield "| --- " * 8 + "|"
     for gpus in SIZES:
         step = Step(MODELS[0], gpus, given)
-        shown = (step.held_gb, step.conversations, step.batch, step.moved_gb, step.store, step.network)
+        shown = (step.held_gb, step.conversations, step.batch, step.moved_gb, step.network)
         yield f"| {gpus:,} | {step.sequences:,} | {number(step.tokens / 1e6)} | {' | '.join(map(number, shown))} |"
     for model in MODELS:
         yield ""
         yield f"**{model.name}**"
         yield ""
-        yield "| GPUs | generate | driver, store and network | score | update | weights | step, s | of it the driver | \
+        yield "| GPUs | generate | driver and its network | score | update | weights | step, s | of it the driver | \
 state of a GPU, GB | a checkpoint, s |"
         yield "| --- " * 10 + "|"
         for gpus in SIZES:
@@ -207,7 +201,7 @@ state of a GPU, GB | a checkpoint, s |"
 
 
 def _row(step: Step) -> str:
-    serial = step.batch + step.store + step.network
+    serial = step.batch + step.network
     fits = step.state_gb <= 0.8 * step.given.gpu_gb and step.gpus >= step.model.replica
     state = number(step.state_gb) + ("" if fits else ": **does not fit**")
     if not fits:
