@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
-import os
 import re
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -137,14 +137,14 @@ def _check(asked: Export) -> None:
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
     """A folder beside `target` that takes its place when all went well, and is deleted otherwise."""
-    target = target.absolute()
+    target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.partial-"))
+    folder = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
+    folder.mkdir()
     try:
         yield folder
-        folder.chmod(0o777 & ~_umask())
         if target.exists() and any(target.iterdir()):
-            replaced = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.replaced-"))
+            replaced = target.with_name(folder.name.replace(".partial-", ".replaced-"))
             target.rename(replaced)
             folder.rename(target)
             shutil.rmtree(replaced)
@@ -176,6 +176,9 @@ def _write(asked: Export, found: FoundCheckpoint, config: Config, folder: Path) 
     has_curve = write_learning_curve(rows, folder / CURVE_FILE)
     card = _card(asked, config, found.step, rows, has_curve, agreement)
     (folder / "README.md").write_text(model_card(card), encoding="utf-8")
+    mode = (folder / "README.md").stat().st_mode
+    for file in folder.iterdir():  # safetensors writes for its owner's eyes only
+        file.chmod(mode)
     return agreement
 
 
@@ -253,9 +256,3 @@ def said(agreement: Agreement) -> str:
         f"{agreement.num_tokens} tokens differ from its own by {agreement.mean_nats:.2g} nats in the mean and "
         f"{agreement.largest_nats:.2g} at most."
     )
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     try:
         where, agreement = export(Export(**vars(given)))
-    except SkyRLError as error:
+    except (SkyRLError, OSError) as error:  # such as a disk that is full
         to_stderr(redact(f"skyrl-train export: {error}"))
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     print("Not verified." if agreement is None else said(agreement))
