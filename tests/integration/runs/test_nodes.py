@@ -106,12 +106,14 @@ def test_a_lost_trainer_s_node_ends_the_run_or_starts_it_again_on_what_is_left(
 @pytest.mark.slow
 def test_a_lost_head_ends_the_run_and_the_same_command_resumes_it(easy: Callable, tmp_path: Path):  # type: ignore[type-arg]
     overrides = [*easy(tmp_path), "trainer.epochs=4", "trainer.max_steps=5", "trainer.ckpt_interval=1"]
+    said = []
     for lost, expect in ((HEAD, 1), (None, 0)):
         with raylets([{}] * 2) as nodes:
-            said = run_and_lose(nodes, overrides, tmp_path, lost=lost, expect=expect)
-    assert re.search(r"resumed at step [2-4] of 5", said)
+            said.append(run_and_lose(nodes, overrides, tmp_path, lost=lost, expect=expect))
+    assert "Ray" in said[0] and "Traceback" not in said[0], said[0][-3000:]
+    assert re.search(r"resumed at step [2-4] of 5", said[1])
     assert not list((tmp_path / "ckpts").glob("*.partial"))
-    assert set(metrics_of(tmp_path)) == set(range(1, 6))
+    assert set(metrics_of(tmp_path)) == set(range(6))
 
 
 @pytest.mark.on_demand
