@@ -22,7 +22,6 @@ import pyarrow.parquet as pq
 from skyrl_train.report.rollout_packing import DERIVED, packed, stored_columns, unpacked, write_options
 
 FOLDER = "rollouts"
-VOCABULARY_FILE = "vocabulary.parquet"
 _STEP_FILE = re.compile(r"step_(\d{8,})\.parquet")
 
 _SPAN = [("start", pa.int32()), ("stop", pa.int32())]
@@ -80,6 +79,11 @@ def step_file(run: Path, step: int) -> Path:
     return Path(run) / FOLDER / f"step_{step:08d}.parquet"
 
 
+def vocabulary_file(run: Path) -> Path:
+    """Where the texts of token ids are."""
+    return Path(run) / FOLDER / "vocabulary.parquet"
+
+
 def write_rollouts(run: Path, step: int, tables: pa.Table | Iterable[pa.Table]) -> Path:
     """Write the rollouts of a step into a run's folder; the file appears whole, and replaces one of the same step.
 
@@ -93,7 +97,7 @@ def write_rollouts(run: Path, step: int, tables: pa.Table | Iterable[pa.Table]) 
 
 def write_vocabulary(run: Path, texts: Sequence[str]) -> Path:
     """Write what each token id, the place in `texts`, reads as. Raises OSError."""
-    file = Path(run) / FOLDER / VOCABULARY_FILE
+    file = vocabulary_file(run)
     table = pa.table({"id": pa.array(range(len(texts)), pa.int32()), "text": pa.array(texts, pa.string())})
     with _replacing(file) as handle:
         pq.write_table(table, handle, compression="zstd", store_schema=False)
@@ -143,7 +147,7 @@ class RolloutFiles:
     def vocabulary(self) -> dict[int, str]:
         """What each token id reads as by itself; empty if the run has not written it."""
         try:
-            found = pq.read_table(self._run / FOLDER / VOCABULARY_FILE)
+            found = pq.read_table(vocabulary_file(self._run))
         except FileNotFoundError:
             return {}
         return dict(zip(found["id"].to_pylist(), found["text"].to_pylist(), strict=True))

@@ -93,19 +93,20 @@ def write_options(schema: pa.Schema) -> dict[str, Any]:
     }
 
 
-def pack_messages(messages: Sequence[Any], text: str, as_json: Mapping[int, str]) -> str:
+def pack_messages(messages: Sequence[Any], text: str, known: Sequence[str] = ()) -> str:
     """A conversation as it is stored: JSON, in which contents that are in the text are references to it.
 
-    `as_json`: by place, the JSON of messages that the caller has already.
+    `known`: the JSON of the first messages, where the caller has it already.
     """
-    found: list[str] = []
+    found = list(known)
     references: list[tuple[int, int, int]] = []
     after = 0
-    for place, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, dict) else None
+    for place in range(len(found), len(messages)):
+        message = messages[place]
+        content = message.get("content") if isinstance(message, Mapping) else None
         start = text.find(content, after) if isinstance(content, str) and len(content) >= _SHORTEST_REFERENCE else -1
-        if place in as_json or start < 0:
-            found.append(as_json[place] if place in as_json else dumped(message))
+        if start < 0:
+            found.append(dumped(message))
             continue
         after = start + len(content)
         references.append((place, start, after))
