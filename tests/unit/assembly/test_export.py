@@ -160,6 +160,7 @@ def test_no_file_has_a_folder_of_the_machine_or_a_secret(
     shutil.copytree(adapted.parent, run)
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["trainer"]["run_name"] = f"{SECRET} of {Path.home()}/experiments"
+    config["trainer"]["a_key_of_an_earlier_version"] = 1
     config["data"]["train_data"] = ["/secret/folder/train.parquet", "s3://private-bucket/x/y.jsonl", "openai/gsm8k"]
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     for asked in ({}, {"adapter": True}):
@@ -268,6 +269,11 @@ def test_what_cannot_be_exported_is_said_before_anything_is_written(
     with pytest.raises(SystemExit, match="1"):
         main([str(run / whole.name), "--to", str(tmp_path / "x")])
     assert "is damaged: policy/shard_0.safetensors has another SHA-256" in capsys.readouterr().err
+    shutil.copyfile(whole / "policy" / shard.name, shard)
+    (run / "config.yaml").unlink()
+    with pytest.raises(SystemExit, match="2"):
+        main([str(run / whole.name), "--to", str(tmp_path / "x")])
+    assert re.search(r"config\.yaml cannot be read .* it says what was run", capsys.readouterr().err)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
