@@ -1,17 +1,13 @@
-"""The page of `report` and `watch` as one HTML file: viewer/ builds its script and style, which a wheel brings along."""
+"""The page of `report` and `watch` as one HTML file. viewer/ builds its script and style, which a wheel brings along."""
 
 from __future__ import annotations
 
-import base64
 import fcntl
-import hashlib
-import json
 import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from skyrl_train.errors import ConfigError
 
@@ -23,7 +19,6 @@ _HTML = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="referrer" content="no-referrer">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
@@ -33,37 +28,22 @@ _HTML = """<!doctype html>
 </head>
 <body>
 <div id="page"></div>
-{data}<script>{script}</script>
+<script type="application/json" id="data"></script>
+<script>{script}</script>
 </body>
 </html>
 """
-_POLICY = (
-    "default-src 'none'; script-src '{script}'; style-src '{style}'; connect-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'"
-)
-"""Nothing but its own script and style runs, and nothing but its own server is asked."""
 
 
-def page(data: Any = None) -> str:
-    """The HTML. It shows `data`, which JSON must be able to hold; without it, what /api says of where it came from.
+def page() -> str:
+    """The HTML. It shows what is in its element `data`, and while that is empty, what /api says of where it came from.
 
     In a checkout the script and the style are built with npm first, if what they are made of is newer. Raises
-    ConfigError if they are not there and cannot be built, and ValueError for a number that is not finite.
+    ConfigError if they are not there and cannot be built.
     """
     _ensure_built()
-    script, style = SCRIPT.read_text(encoding="utf-8"), STYLE.read_text(encoding="utf-8")
-    inside = "" if data is None else f'<script type="application/json" id="data">{_embedded(data)}</script>\n'
-    policy = _POLICY.format(script=_hash(script), style=_hash(style))
-    return _HTML.format(policy=policy, style=style, script=script, data=inside)
-
-
-def _embedded(data: Any) -> str:
-    """JSON in which nothing can end the element that holds it, and any text is ASCII."""
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+    style, script = STYLE.read_text(encoding="utf-8"), SCRIPT.read_text(encoding="utf-8")
+    return _HTML.format(style=style, script=script)
 
 
 def _ensure_built() -> None:

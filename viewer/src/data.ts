@@ -23,6 +23,8 @@ export interface Metrics {
   steps: number[];
   /** Unix seconds. */
   times: number[];
+  /** Points stand for so many steps in a row. */
+  steps_per_point?: number;
   columns: Record<string, Column>;
   described: Record<string, string>;
 }
@@ -38,11 +40,12 @@ export interface Finding {
 export interface Key {
   step: number;
   uid: string;
+  /** The prompt's place in the step, which can have it twice. */
+  group: number;
   sample: number;
 }
 
 export interface Row extends Key {
-  group: number;
   source: string;
   reward: number | null;
   status: string;
@@ -72,6 +75,8 @@ export interface Turn {
 
 /** Columns over the tokens of prompt and response; null where there is no number. */
 export interface Tokens {
+  /** Where the model saw another prompt from then on. */
+  restarts?: { start: number }[];
   ids: number[];
   texts: string[];
   /** So many of them are the prompt's. */
@@ -80,17 +85,26 @@ export interface Tokens {
   logprobs: Column;
   old_logprobs: Column;
   advantages: Column;
+  ref_logprobs?: Column;
+  rewards?: Column;
 }
 
 export interface Sample extends Omit<Row, "tokens" | "turns"> {
+  prompt_tokens: number;
+  response_tokens: number;
   raw_reward?: number | null;
   error?: string | null;
   detail?: string;
   temperature?: number;
   env_metrics: Record<string, unknown>;
+  /** What else the environment was given, such as the right answer. */
+  env_extras?: Record<string, unknown>;
   messages: Message[];
+  /** The response, where there are no messages. */
+  text?: string;
   turns: Turn[];
-  tokens: Tokens;
+  /** Not of every sample of a report. */
+  tokens: Tokens | null;
 }
 
 export interface Group {
@@ -116,6 +130,9 @@ export interface Query {
 
 export const PAGE_ROWS = 50;
 
+export const isSame = (one: Key, other: Key): boolean =>
+  one.step === other.step && one.uid === other.uid && one.group === other.group && one.sample === other.sample;
+
 export interface Source {
   /** Whether it can have more the next time it is asked. */
   live: boolean;
@@ -124,7 +141,7 @@ export interface Source {
   diagnosis(run: string): Promise<Finding[]>;
   rollouts(run: string, query: Query): Promise<Rows>;
   rollout(run: string, key: Key): Promise<Sample>;
-  group(run: string, step: number, uid: string): Promise<Group>;
+  group(run: string, key: Key): Promise<Group>;
 }
 
 /** Data inside the page, if there is any; else the server that sent the page. */
@@ -142,15 +159,15 @@ function served(): Source {
     if (!answer.ok) throw new Error(`${what}: ${answer.status} ${(await answer.text()).slice(0, 300)}`);
     return (await answer.json()) as T;
   };
-  const named = ({ step, uid, sample }: Key) => ({ step: String(step), uid, sample: String(sample) });
+  const prompt = ({ step, uid, group }: Key) => ({ step: String(step), uid, group: String(group) });
   return {
     live: true,
     runs: () => get("runs"),
     metrics: (run) => get("metrics", { run }),
     diagnosis: (run) => get("diagnosis", { run }),
     rollouts: (run, query) => get("rollouts", { run, ...query, limit: String(PAGE_ROWS) }),
-    rollout: (run, key) => get("rollout", { run, ...named(key) }),
-    group: (run, step, uid) => get("group", { run, step: String(step), uid }),
+    rollout: (run, key) => get("rollout", { run, ...prompt(key), sample: String(key.sample) }),
+    group: (run, key) => get("group", { run, ...prompt(key) }),
   };
 }
 
@@ -178,22 +195,19 @@ function embedded(data: Embedded): Source {
     diagnosis: (run) => one(data.diagnosis, run),
     rollouts: async (run, query) => choose(samples(run), query),
     rollout: async (run, key) => {
-      const found = samples(run).find((s) => s.step === key.step && s.uid === key.uid && s.sample === key.sample);
+      const found = samples(run).find((sample) => isSame(sample, key));
       if (!found) throw new Error(`this report has no sample ${key.sample} of row ${key.uid} at step ${key.step}`);
       return found;
     },
-    group: async (run, step, uid) => {
-      const found = samples(run).filter((sample) => sample.step === step && sample.uid === uid);
+    group: async (run, key) => {
+      const found = samples(run).filter((sample) => isSame(sample, { ...key, sample: sample.sample }));
       found.sort((a, b) => a.sample - b.sample);
       return { rows: found.map(rowOf), prompt: commonStart(found.map((sample) => sample.messages)) };
     },
   };
 }
 
-function rowOf(sample: Sample): Row {
-  const { tokens, turns, ...row } = sample;
-  return { ...row, tokens: tokens.ids.length - tokens.prompt, turns: turns.length };
-}
+const rowOf = (sample: Sample): Row => ({ ...sample, tokens: sample.response_tokens, turns: sample.turns.length });
 
 /** The messages that all conversations begin with. */
 export function commonStart(conversations: Message[][]): Message[] {
@@ -246,5 +260,5 @@ function sort(rows: Row[], order: string): void {
 }
 
 function textOf(sample: Sample): string {
-  return sample.messages.map(contentOf).join("\n").toLowerCase();
+  return [...sample.messages.map(contentOf), sample.text ?? ""].join("\n").toLowerCase();
 }

@@ -1,6 +1,6 @@
 /** What keys do. Letters do nothing while someone types. */
 import { helpShown, move } from "./state";
-import { go, view } from "./view";
+import { go, NO_SAMPLE, view } from "./view";
 
 interface Binding {
   key: string;
@@ -42,5 +42,5 @@ function leave(): void {
   const focused = document.activeElement;
   if (helpShown.value) helpShown.value = false;
   else if (focused instanceof HTMLElement && focused.matches("input, select")) focused.blur();
-  else if (view.value.sample !== "") go({ step: "", uid: "", sample: "", token: "" });
+  else if (view.value.sample !== "") go(NO_SAMPLE);
 }

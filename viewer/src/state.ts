@@ -1,6 +1,6 @@
 /** All that the page knows. Components read these signals, and change them through `go` and the functions here. */
 import { computed, effect, type ReadonlySignal, signal } from "@preact/signals";
-import { type Finding, type Group, type Metrics, openSource, PAGE_ROWS, type Rows, type Runs, type Sample } from "./data";
+import { type Finding, type Group, isSame, type Metrics, openSource, PAGE_ROWS, type Rows, type Runs, type Sample } from "./data";
 import { asView, go, openKey, queryOf, view } from "./view";
 
 const POLL_MS = 3000;
@@ -34,7 +34,11 @@ const query = computed(() => JSON.stringify(queryOf(view.value)));
 const onRollouts = computed(() => view.value.tab === "rollouts");
 const viewedId = computed(() => viewedRun.value?.id);
 const opened = computed(() => JSON.stringify(openKey(view.value)));
-const openedGroup = computed(() => (view.value.how === "group" && view.value.sample !== "" ? [view.value.step, view.value.uid].join() : ""));
+/** Any sample of it stands for a group. */
+const openedGroup = computed(() => {
+  const key = view.value.how === "group" ? openKey(view.value) : null;
+  return JSON.stringify(key && { ...key, sample: 0 });
+});
 
 export const rows = latest<Rows | null>(null, () => {
   void progress.value;
@@ -49,10 +53,9 @@ export const sample = latest<Sample | null>(null, () => {
 
 /** The samples beside the open one, in full. */
 export const group = latest<(Group & { samples: Sample[] }) | null>(null, () => {
-  const run = viewedId.value;
-  if (run === undefined || !onRollouts.value || openedGroup.value === "") return undefined;
-  const { step, uid } = view.peek();
-  return source.group(run, Number(step), uid).then(async (found) => ({
+  const [run, key] = [viewedId.value, JSON.parse(openedGroup.value)];
+  if (run === undefined || !key || !onRollouts.value) return undefined;
+  return source.group(run, key).then(async (found) => ({
     ...found,
     samples: await Promise.all(found.rows.map((row) => source.rollout(run, row))),
   }));
@@ -104,7 +107,7 @@ export async function follow(): Promise<void> {
 export async function move(by: 1 | -1): Promise<void> {
   const [run, list, key] = [viewedRun.value, rows.value, openKey(view.value)];
   if (!run || !list) return;
-  const at = key ? list.rows.findIndex((row) => row.step === key.step && row.uid === key.uid && row.sample === key.sample) : -1;
+  const at = key ? list.rows.findIndex((row) => isSame(row, key)) : -1;
   const next = at < 0 ? 0 : at + by;
   const offset = Number(view.value.offset) || 0;
   if (list.rows[next]) return go(asView(list.rows[next]), true);

@@ -33,6 +33,7 @@ const FIRST = {
   /** The sample that is open. */
   step: "",
   uid: "",
+  group: "",
   sample: "",
   how: "conversation", // or tokens, group
   shade: "logprob", // or gap, advantage
@@ -53,11 +54,19 @@ export function go(change: Partial<View>, still = false): void {
   view.value = next;
 }
 
-export function openKey({ step, uid, sample }: View): Key | null {
-  return sample === "" ? null : { step: Number(step), uid, sample: Number(sample) };
+export function openKey({ step, uid, group, sample }: View): Key | null {
+  return sample === "" ? null : { step: Number(step), uid, group: Number(group), sample: Number(sample) };
 }
 
-export const asView = (key: Key) => ({ step: String(key.step), uid: key.uid, sample: String(key.sample), token: "" });
+export const asView = ({ step, uid, group, sample }: Key) => ({
+  step: String(step),
+  uid,
+  group: String(group),
+  sample: String(sample),
+  token: "",
+});
+
+export const NO_SAMPLE = { step: "", uid: "", group: "", sample: "", token: "" };
 
 export function queryOf(shown: View): Query {
   const names = Object.keys(FIRST_FILTERS) as (keyof Query)[];

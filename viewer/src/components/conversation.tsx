@@ -6,6 +6,7 @@ import { Text, TextBlock } from "./text";
 /** The messages in their order, from the `from`-th on; below answers, what is known of their turns. */
 export function Conversation({ sample, from = 0 }: { sample: Sample; from?: number }) {
   const turns = turnsOf(sample);
+  if (!sample.messages.length) return <TextBlock value={sample.text ?? ""} />;
   return (
     <ol class="conversation">
       {sample.messages.slice(from).map((message, index) => (

@@ -27,6 +27,7 @@ export function Curves() {
 
 function Controls() {
   const { smooth, axis, find, zoom } = view.value;
+  const perPoint = Math.max(...Object.values(metrics.value).map((one) => one.steps_per_point ?? 1), 1);
   return (
     <div class="controls" role="group" aria-label="Curves">
       <label>
@@ -44,6 +45,7 @@ function Controls() {
           <option value="hours">hours</option>
         </select>
       </label>
+      {perPoint > 1 && <span class="muted">a point is {perPoint} steps</span>}
       {zoom && (
         <button type="button" onClick={() => go({ zoom: "" })}>
           Show all steps

@@ -1,7 +1,7 @@
 import { useEffect, useState } from "preact/hooks";
 import type { Query } from "../data";
 import { rows, runs, viewedRun } from "../state";
-import { FIRST_FILTERS, go, view } from "../view";
+import { FIRST_FILTERS, go, NO_SAMPLE, view } from "../view";
 import { plain } from "../visible";
 
 const ORDERS = {
@@ -28,7 +28,7 @@ export function Filters() {
           run
           <select
             value={viewedRun.value?.id}
-            onChange={(e) => go({ run: e.currentTarget.value, step: "", uid: "", sample: "", token: "", offset: "" })}
+            onChange={(e) => go({ run: e.currentTarget.value, ...NO_SAMPLE, offset: "" })}
           >
             {all.map((run) => (
               <option key={run.id} value={run.id}>

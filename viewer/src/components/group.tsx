@@ -1,9 +1,10 @@
 import { commonStart } from "../data";
 import { group } from "../state";
+import { count } from "../format";
 import { asView, go, view } from "../view";
 import { Conversation, MessageCard } from "./conversation";
 import { Reward } from "./list";
-import { count } from "../format";
+import { Text } from "./text";
 
 /** All samples of a prompt side by side, the prompt once above them. */
 export function GroupView() {
@@ -23,7 +24,7 @@ export function GroupView() {
               <button type="button" onClick={() => go({ ...asView(sample), how: "conversation" })}>
                 sample {sample.sample}
               </button>{" "}
-              <Reward row={sample} /> <span class="muted">{count(sample.tokens.ids.length - sample.tokens.prompt)} tokens · {sample.stop_reason}</span>
+              <Reward row={sample} /> <span class="muted">{count(sample.response_tokens)} tokens · <Text value={sample.stop_reason} /></span>
             </h3>
             <Conversation sample={sample} from={commonStart([found.prompt, sample.messages]).length} />
           </article>

@@ -1,5 +1,5 @@
 import { useEffect, useRef } from "preact/hooks";
-import { PAGE_ROWS, type Row } from "../data";
+import { isSame, PAGE_ROWS, type Row } from "../data";
 import { count, short } from "../format";
 import { rows } from "../state";
 import { asView, go, openKey, view } from "../view";
@@ -10,13 +10,12 @@ export function List() {
   const list = rows.value;
   const open = openKey(view.value);
   if (!list) return <p class="muted">reading…</p>;
-  const isOpen = (row: Row) => open !== null && row.step === open.step && row.uid === open.uid && row.sample === open.sample;
   return (
     <>
       <Pager total={list.total} shown={list.rows.length} />
       <ol class="list">
         {list.rows.map((row) => (
-          <Entry key={`${row.step} ${row.group} ${row.sample} ${row.uid}`} row={row} open={isOpen(row)} />
+          <Entry key={`${row.step} ${row.group} ${row.sample} ${row.uid}`} row={row} open={open !== null && isSame(row, open)} />
         ))}
       </ol>
     </>

@@ -8,9 +8,10 @@ import { Reward } from "./list";
 import { Text, TextBlock } from "./text";
 import { TokenView } from "./tokens";
 
+const NO_TOKENS = <p>The report has no room for the tokens of this sample: skyrl-train watch shows those of all.</p>;
 const WAYS: Record<string, { name: string; show: (sample: Sample) => ComponentChildren }> = {
   conversation: { name: "Conversation", show: (sample) => <Conversation sample={sample} /> },
-  tokens: { name: "Tokens", show: (sample) => <TokenView sample={sample} /> },
+  tokens: { name: "Tokens", show: (sample) => (sample.tokens ? <TokenView tokens={sample.tokens} turns={sample.turns} /> : NO_TOKENS) },
   group: { name: "Group", show: () => <GroupView /> },
 };
 
@@ -35,19 +36,19 @@ export function SampleView({ sample }: { sample: Sample }) {
 }
 
 function Facts({ sample }: { sample: Sample }) {
-  const { turns, tokens } = sample;
+  const { turns } = sample;
   const versions = turns.flatMap((turn) => [turn.min_version, turn.max_version]);
   const [oldest, newest] = [Math.min(...versions), Math.max(...versions)];
   const facts: [string, ComponentChildren][] = [
     ["source", <Text value={sample.source} />],
     ["stop", <Text value={sample.stop_reason} />],
-    ["tokens", `${count(tokens.ids.length - tokens.prompt)} after ${count(tokens.prompt)} of the prompt`],
+    ["tokens", `${count(sample.response_tokens)} after ${count(sample.prompt_tokens)} of the prompt`],
     ["turns", String(turns.length)],
   ];
   if (versions.length) facts.push(["weights of step", oldest === newest ? String(oldest) : `${oldest} to ${newest}`]);
   if (sample.temperature != null) facts.push(["temperature", short(sample.temperature)]);
   if (sample.raw_reward != null && sample.raw_reward !== sample.reward) facts.push(["before penalties", short(sample.raw_reward)]);
-  for (const [name, value] of Object.entries(sample.env_metrics))
+  for (const [name, value] of Object.entries({ ...sample.env_metrics, ...sample.env_extras }))
     facts.push([name, typeof value === "number" ? short(value) : <Text value={JSON.stringify(value)} />]);
   return (
     <>

@@ -1,7 +1,7 @@
 import { Fragment } from "preact";
 import { memo } from "preact/compat";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import type { Sample, Tokens, Turn } from "../data";
+import type { Column, Tokens, Turn } from "../data";
 import { count, exact, short } from "../format";
 import { SHADES, type Shade, shadeOf } from "../shade";
 import { go, view } from "../view";
@@ -11,8 +11,7 @@ import { Text } from "./text";
 const AT_ONCE = 4000;
 
 /** Every token with its numbers; what the loss sees is underlined. */
-export function TokenView({ sample }: { sample: Sample }) {
-  const { tokens, turns } = sample;
+export function TokenView({ tokens, turns }: { tokens: Tokens; turns: Turn[] }) {
   const name = view.value.shade in SHADES ? view.value.shade : "logprob";
   const shade = useMemo(() => shadeOf(tokens, name), [tokens, name]);
   const chosen = view.value.token === "" ? null : Number(view.value.token);
@@ -20,13 +19,13 @@ export function TokenView({ sample }: { sample: Sample }) {
   const [asked, ask] = useState(AT_ONCE);
   const shown = Math.max(asked, (chosen ?? 0) + 1);
   const place = useRef<HTMLDivElement>(null);
-  useEffect(() => ask(AT_ONCE), [sample]);
+  useEffect(() => ask(AT_ONCE), [tokens]);
   useEffect(() => {
     const token = place.current?.querySelector(`[data-token="${chosen}"]`);
     token?.classList.add("chosen");
     token?.scrollIntoView({ block: "nearest" });
     return () => token?.classList.remove("chosen");
-  }, [chosen, sample, shade, shown]);
+  }, [chosen, tokens, shade, shown]);
   const indexAt = (event: Event) => {
     const token = event.target instanceof Element && event.target.closest<HTMLElement>("[data-token]");
     return token ? Number(token.dataset.token) : null;
@@ -92,6 +91,9 @@ function Legend({ name, shade }: { name: string; shade: Shade }) {
   );
 }
 
+/** Whether the run had such numbers at all. */
+const given = (column: Column | undefined): boolean => column?.some((value) => value !== null) ?? false;
+
 /** The numbers of a token: the one under the pointer, else the one that was chosen. */
 function TokenFacts({ tokens, index }: { tokens: Tokens; index: number | null }) {
   if (index === null || tokens.ids[index] === undefined)
@@ -103,8 +105,10 @@ function TokenFacts({ tokens, index }: { tokens: Tokens; index: number | null })
     ["log-prob in the engine", exact(engine)],
     ["probability", engine === null ? "–" : short(Math.exp(engine))],
     ["log-prob in the trainer", exact(trainer)],
-    ["gap", engine === null || trainer === null ? "–" : exact(trainer - engine)],
+    ["gap", engine === null || trainer === null ? "–" : short(trainer - engine)],
     ["advantage", exact(tokens.advantages[index])],
+    ...(given(tokens.ref_logprobs) ? [["log-prob in the reference", exact(tokens.ref_logprobs?.[index])] as [string, string]] : []),
+    ...(given(tokens.rewards) ? [["reward", exact(tokens.rewards?.[index])] as [string, string]] : []),
     ["in the loss", tokens.trained[index] ? "yes" : "no"],
   ];
   return (
@@ -133,12 +137,14 @@ function TokenText({ value }: { value: string }) {
 /** Thousands of spans: drawn anew only if what they show changes. */
 const TokenSpans = memo(({ tokens, turns, shade, shown }: { tokens: Tokens; turns: Turn[]; shade: Shade; shown: number }) => {
   const begins = new Map(turns.map((turn, index) => [tokens.prompt + turn.start, index + 1]));
+  const restarts = new Set(tokens.restarts?.map(({ start }) => start));
   return tokens.ids.slice(0, shown).map((_, index) => {
     const turn = begins.get(index);
     const strength = shade.strength[index] ?? 0;
     const kind = `${tokens.trained[index] ? "trained" : "untrained"} ${strength < 0 ? "negative" : "positive"}`;
     return (
       <Fragment key={index}>
+        {restarts.has(index) && <b class="marker">another prompt</b>}
         {turn !== undefined && <b class="marker">turn {turn}</b>}
         <span class={`token ${kind}`} data-token={index} style={strength ? { "--strength": Math.abs(strength).toFixed(3) } : undefined}>
           <Shown value={tokens.texts[index] ?? ""} />
