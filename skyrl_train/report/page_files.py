@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import fcntl
+import hashlib
+import json
 import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from skyrl_train.errors import ConfigError
 
@@ -19,6 +23,7 @@ _HTML = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="referrer" content="no-referrer">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
@@ -28,22 +33,38 @@ _HTML = """<!doctype html>
 </head>
 <body>
 <div id="page"></div>
-<script type="application/json" id="data"></script>
-<script>{script}</script>
+{data}<script>{script}</script>
 </body>
 </html>
 """
+_POLICY = (
+    "default-src 'none'; script-src '{script}'; style-src '{style}'; connect-src {server}; img-src data:; "
+    "base-uri 'none'; form-action 'none'"
+)
+"""Nothing but its own script and style runs, and nothing is asked but its own server, if it needs one."""
 
 
-def page() -> str:
-    """The HTML. It shows what is in its element `data`, and while that is empty, what /api says of where it came from.
+def page(data: Any = None) -> str:
+    """The HTML. It shows `data`, which JSON must be able to hold; without it, what /api says of where it came from.
 
     In a checkout the script and the style are built with npm first, if what they are made of is newer. Raises
-    ConfigError if they are not there and cannot be built.
+    ConfigError if they are not there and cannot be built, and ValueError for a number that is not finite.
     """
     _ensure_built()
-    style, script = STYLE.read_text(encoding="utf-8"), SCRIPT.read_text(encoding="utf-8")
-    return _HTML.format(style=style, script=script)
+    script, style = SCRIPT.read_text(encoding="utf-8"), STYLE.read_text(encoding="utf-8")
+    inside = "" if data is None else f'<script type="application/json" id="data">{_embedded(data)}</script>\n'
+    server = "'self'" if data is None else "'none'"
+    policy = _POLICY.format(script=_hash(script), style=_hash(style), server=server)
+    return _HTML.format(policy=policy, style=style, script=script, data=inside)
+
+
+def _embedded(data: Any) -> str:
+    """JSON in which nothing can end the element that holds it, and any text is ASCII."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _ensure_built() -> None:
