@@ -59,7 +59,7 @@ export function App() {
 
 function NumFindings() {
   const number = Object.values(findings.value).flat().filter((finding) => finding.level !== "past").length;
-  return number ? <span class="badge">{number}</span> : null;
+  return number ? <> <span class="badge">{number}</span></> : null;
 }
 
 /** How far the runs are, and whether the server still answers. */
