@@ -37,26 +37,31 @@ class MetricSeries:
         for name, column in self._columns.items():
             column.append(_number(line.get(name)))
 
-    def thinned(self, most: int, digits: int | None = None) -> dict[str, Any]:
+    def thinned(
+        self, most: int, digits: int | None = None, more: Mapping[str, Mapping[int, float]] | None = None
+    ) -> dict[str, Any]:
         """At most `most` points, each of `steps_per_point` steps in a row: their mean, for maxima the greatest.
 
-        A point stands at the last of its steps. `digits`: significant ones that are kept of numbers.
+        A point stands at the last of its steps. `digits`: significant ones that are kept of numbers. `more`: columns
+        beside the run's own, by step.
         """
+        columns = {name: np.array(column) for name, column in self._columns.items()}
+        for name, values in (more or {}).items():
+            columns.setdefault(name, np.array([values.get(step, np.nan) for step in self._steps], float))
         size = len(self._steps)
         width = max(1, -(-size // max(1, most)))
         first = np.arange(0, size, width)
         last = np.minimum(first + width, size) - 1
-        names = sorted(self._columns, key=_place)
+        names = sorted(columns, key=_place)
         return {
             "steps": [self._steps[at] for at in last],
             "times": [self._times[at] for at in last],
             "steps_per_point": width,
-            "columns": {name: _values(_pooled(name, self._columns[name], first), digits) for name in names},
+            "columns": {name: _values(_pooled(name, columns[name], first), digits) for name in names},
         }
 
 
-def _pooled(name: str, column: array[float], first: NDArray[np.int64]) -> NDArray[np.float64]:
-    values = np.array(column)
+def _pooled(name: str, values: NDArray[np.float64], first: NDArray[np.int64]) -> NDArray[np.float64]:
     if len(first) == len(values):
         return values
     there = np.isfinite(values)

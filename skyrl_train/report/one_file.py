@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -48,30 +50,36 @@ def make_report(folders: Sequence[Path], page: Callable[[Any], str], most_bytes:
     Raises ConfigError for a folder that is no run's, and OSError for files that cannot be read.
     """
     runs = open_runs(folders)
+    with ExitStack() as stack:
+        views = [stack.enter_context(closing(RolloutViews(run.folder))) for run in runs]
+        for view in views:
+            view.index.refresh()
+        return _make_report(runs, views, page, most_bytes)
+
+
+def _make_report(
+    runs: Sequence[RunFiles], views: Sequence[RolloutViews], page: Callable[[Any], str], most_bytes: int
+) -> Report:
     left = most_bytes - len(page({}).encode())
     head = {"runs": overview(runs), "diagnosis": {str(n): run.diagnosis() for n, run in enumerate(runs)}}
     left -= _size(head)
-    metrics = _metrics(runs, int(left * _FOR_METRICS))
+    metrics = _metrics(runs, views, int(left * _FOR_METRICS))
     left -= _size(metrics)
-    rollouts, of_all = {}, 0
-    for number, run in enumerate(runs):
-        views = RolloutViews(run.folder)
-        try:
-            views.index.refresh()
-            of_all += len(views.index.table)
-            found, size = _sample(views, run, left // (len(runs) - number))
-        finally:
-            views.close()
+    rollouts: dict[str, list[Any]] = {}
+    for number, (run, view) in enumerate(zip(runs, views, strict=True)):
+        rollouts[str(number)], size = _sample(view, run, left // (len(runs) - number))
         left -= size
-        rollouts[str(number)] = found
     html = page(plain({**head, "metrics": metrics, "rollouts": rollouts}))
-    return Report(html, sum(map(len, rollouts.values())), of_all)
+    return Report(html, sum(map(len, rollouts.values())), sum(len(view.index.table) for view in views))
 
 
-def _metrics(runs: Sequence[RunFiles], most_bytes: int) -> dict[str, Any]:
+def _metrics(runs: Sequence[RunFiles], views: Sequence[RolloutViews], most_bytes: int) -> dict[str, Any]:
     points = _MOST_POINTS
     while True:
-        found = {str(number): run.metrics(points, _DIGITS) for number, run in enumerate(runs)}
+        found = {
+            str(number): run.metrics(points, _DIGITS, view.index.quantiles)
+            for number, (run, view) in enumerate(zip(runs, views, strict=True))
+        }
         if points <= _LEAST_POINTS or _size(found) <= most_bytes:
             return found
         points //= 2
@@ -124,14 +132,14 @@ def _worth_seeing(index: pa.Table) -> Iterator[dict[str, Any]]:
         by_step.setdefault(group["step"], []).append(group)
     steps = [sorted(by_step)[at] for at in _spread(len(by_step))][:_STEPS]
     sources = sorted({group["source_first"] for group in groups.select(["source_first"]).to_pylist()} - {None})
-    seen = set()
-    for worth in [*_WORTH, *(_of_source(source) for source in sources)]:
+    for worth in cycle([*_WORTH, *(_of_source(source) for source in sources)]):
         for step in steps:
-            rest = [group for group in by_step[step] if (step, group["group"]) not in seen]
-            best = max(rest, key=lambda group: (worth(group), -group["group"]), default=None)
-            if best is not None and worth(best) > float("-inf"):
-                seen.add((step, best["group"]))
+            best = max(by_step[step], key=lambda group: (worth(group), -group["group"]), default=None)
+            if best is not None and worth(best) > _NEVER:
+                by_step[step].remove(best)
                 yield best
+        if not any(by_step[step] for step in steps):
+            return
 
 
 _NEVER = float("-inf")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from skyrl_train.report.rollout_files import RolloutFiles, step_file
 from skyrl_train.report.rollout_query import Query
 
 TEXTS_KEPT_BYTES = 1 << 30
+QUANTILES = (10, 25, 75, 90)
 PREVIEW = 240
 """Characters."""
 _READ = ("step", "uid", "group", "sample", "data_source", "reward", "status", "stop_reason", "response_tokens", "turns")
@@ -50,6 +51,8 @@ class RolloutIndex:
         self._stamps: dict[int, _Stamp] = {}
         self._steps: dict[int, pa.Table] = {}
         self._all = _indexed(self._files.table([], _READ))
+        self.quantiles: dict[str, dict[int, float]] = {}
+        """reward/p10 and so on: of the rewards of each step's rollouts, as of the last refresh."""
         self._texts: OrderedDict[int, pa.Table] = OrderedDict()
         self._searches: OrderedDict[str, dict[int, pa.ChunkedArray]] = OrderedDict()
         self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "rollouts")
@@ -66,6 +69,7 @@ class RolloutIndex:
         self._steps |= dict(zip(changed, read, strict=True))
         self._stamps = now
         self._all = pa.concat_tables([self._all.slice(0, 0), *(self._steps[step] for step in now)]).combine_chunks()
+        self.quantiles = _quantiles(self._steps)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -155,6 +159,16 @@ def _indexed(read: pa.Table) -> pa.Table:
         "row": pa.chunked_array([pa.array(range(len(read)), pa.int32())]),
     }
     return pa.table(columns)
+
+
+def _quantiles(steps: Mapping[int, pa.Table]) -> dict[str, dict[int, float]]:
+    found: dict[str, dict[int, float]] = {f"reward/p{percent}": {} for percent in QUANTILES}
+    for step, table in steps.items():
+        values = pc.quantile(table["reward"], [percent / 100 for percent in QUANTILES]).to_pylist()
+        for column, value in zip(found.values(), values, strict=True):
+            if value is not None:
+                column[step] = value
+    return {name: column for name, column in found.items() if column}
 
 
 def _condition(query: Query) -> pc.Expression:

@@ -75,12 +75,11 @@ class RunFiles:
             self._series.add(line)
         return self._series
 
-    def metrics(self, most: int, digits: int | None = None) -> dict[str, Any]:
-        """Steps, times, columns by name, and what each means.
-
-        Of more than `most` steps, points stand for `steps_per_point` steps each. `digits`: significant ones.
-        """
-        thinned = self.series().thinned(most, digits)
+    def metrics(
+        self, most: int, digits: int | None = None, more: Mapping[str, Mapping[int, float]] | None = None
+    ) -> dict[str, Any]:
+        """Steps, times, columns by name, and what each means; see MetricSeries.thinned."""
+        thinned = self.series().thinned(most, digits, more)
         return {**thinned, "described": {name: described(name) for name in thinned["columns"]}}
 
     def summary(self) -> dict[str, Any]:
@@ -191,12 +190,13 @@ def described(name: str) -> str:
     """What a metric is, its unit, and what a healthy run shows; "" of one that a user's own code has added."""
     metric = metric_of(name)
     if metric is None:
-        return ""
+        percent = name.removeprefix("reward/p")
+        return f"{percent} % of the step's rollouts that are kept had no higher reward" if percent.isdecimal() else ""
     return f"{metric.what} ({metric.unit})" + (f"; good: {metric.good}" if metric.good else "")
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping) and (value or not key):
         for name, one in value.items():
             yield from _leaves(one, f"{key}.{name}" if key else str(name))
     else:

@@ -51,7 +51,7 @@ Answer = Callable[[Mapping[str, str]], Any]
 
 
 class _Watched:
-    """A run, of which metrics are not held up by a search in its rollouts."""
+    """A run: its rollouts and its other files, each for one thread at a time."""
 
     def __init__(self, files: RunFiles):
         self.files, self.files_lock = files, threading.Lock()
@@ -86,13 +86,14 @@ class WatchServer:
         return f"{self.url}/?token={self.token}"
 
     async def __aenter__(self) -> WatchServer:
+        if not 0 <= self._port < 2**16:
+            raise ConfigError(f"--port {self._port}: must be from 1 to {2**16 - 1}, or 0 for any that is free.")
         try:
             self._socket = socket.create_server((_HOST, self._port))
-        except (OSError, OverflowError) as error:
-            text = error.strerror if isinstance(error, OSError) else error
+        except OSError as error:
             raise ConfigError(
-                f"--port {self._port}: cannot listen at {_HOST}:{self._port}: {text}. Choose another, or 0 for any "
-                "that is free."
+                f"--port {self._port}: cannot listen at {_HOST}:{self._port}: {error.strerror or error}. Choose another, "
+                "or 0 for any that is free."
             ) from error
         self._cookie = f"skyrl_watch_{self._socket.getsockname()[1]}"  # browsers do not tell ports apart
         app = web.Application(middlewares=[self._guard])
@@ -155,8 +156,8 @@ class WatchServer:
     def _answers(self) -> dict[str, Answer]:
         return {
             "runs": self._overview,
-            "metrics": self._of_files(lambda files: files.metrics(MOST_POINTS)),
-            "diagnosis": self._of_files(lambda files: files.diagnosis()),
+            "metrics": self._metrics,
+            "diagnosis": self._diagnosis,
             "rollouts": self._of_rollouts(lambda views, asked: views.rollouts(Query.parsed(asked))),
             "rollout": self._of_rollouts(_rollout),
             "group": self._of_rollouts(_group),
@@ -178,13 +179,20 @@ class WatchServer:
                 stack.enter_context(run.files_lock)
             return overview([run.files for run in self._runs])
 
-    def _of_files(self, answer: Callable[[RunFiles], Any]) -> Answer:
-        def answered(asked: Mapping[str, str]) -> Any:
-            run = self._run(asked)
-            with run.files_lock:
-                return answer(run.files)
+    def _metrics(self, asked: Mapping[str, str]) -> Any:
+        run = self._run(asked)
+        if run.rollouts_lock.acquire(blocking=False):  # a search holds up no curves, at most their newest quantiles
+            try:
+                run.rollouts.index.refresh()
+            finally:
+                run.rollouts_lock.release()
+        with run.files_lock:
+            return run.files.metrics(MOST_POINTS, more=run.rollouts.index.quantiles)
 
-        return answered
+    def _diagnosis(self, asked: Mapping[str, str]) -> Any:
+        run = self._run(asked)
+        with run.files_lock:
+            return run.files.diagnosis()
 
     def _of_rollouts(self, answer: Callable[[RolloutViews, Mapping[str, str]], Any]) -> Answer:
         def answered(asked: Mapping[str, str]) -> Any:

@@ -254,3 +254,14 @@ def test_json_has_no_lone_surrogates_and_no_number_that_browsers_refuse():
     value = {"a": ["\ud800x", "x\udfff", "\ud83d\ude00", "😀", "\udc00\ud800"], "n": [float("nan"), float("-inf"), 1.5]}
     assert plain(value) == {"a": ["�x", "x�", "😀", "😀", "��"], "n": [None, None, 1.5]}
     to_json(value).encode("utf-8")
+
+
+def test_rewards_have_quantiles_by_step(tmp_path: Path, run: Path, views: RolloutViews, rows: list[dict[str, Any]]):
+    views.index.refresh()
+    assert list(views.index.quantiles) == ["reward/p10", "reward/p25", "reward/p75", "reward/p90"]
+    for step in range(1, STEPS + 1):
+        rewards = [value for row in rows if row["step"] == step and (value := reward(row)) is not None]
+        for name, column in views.index.quantiles.items():
+            percent = int(name.removeprefix("reward/p"))
+            assert column[step] == pytest.approx(np.percentile(rewards, percent))
+    assert RolloutViews(tmp_path).index.quantiles == {}
