@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.support.run_folders import make_run, made_up_metrics, write_metrics
+from tests.support.run_folders import make_run, made_up_metrics, needs_page, write_metrics
 from yarl import URL
 
 from skyrl_train.errors import ConfigError
@@ -21,6 +21,8 @@ from skyrl_train.report.rollout_views import RolloutViews
 from skyrl_train.report.run_files import RunFiles, open_runs, overview
 from skyrl_train.report.watch_server import MOST_POINTS, WatchServer
 from skyrl_train.testing.made_up_rollouts import made_up_rollouts
+
+pytestmark = needs_page
 
 
 @pytest.fixture(scope="module")
