@@ -61,8 +61,6 @@ def metric_lines(steps: int, seed: int) -> list[dict[str, Any]]:
         if step:
             line |= {
                 "reward/mean": 0.8 * rise + 0.05 * first,
-                "reward/p10": 0.8 * rise - 0.3,
-                "reward/p90": 0.8 * rise + 0.3,
                 "response/mean_tokens": 100 + 2 * step + 5 * second,
                 "response/truncated_fraction": 0.6 if step > steps - 10 else 0.05,
                 "policy/entropy": 2 - 1.5 * rise + 0.02 * second,

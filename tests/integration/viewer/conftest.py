@@ -16,6 +16,7 @@ import pytest
 
 from skyrl_train.entrypoints import report as report_command
 from skyrl_train.environments.tools.browser import PROGRAMS
+from tests.support.run_folders import needs_page
 from tests.support.viewed_runs import write_run
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -24,10 +25,10 @@ ANSWER_MS = 10_000
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = [what for what, there in (("Chromium", CHROMIUM), ("npm", shutil.which("npm"))) if not there]
     for item in items:
-        if missing and Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason=f"needs {' and '.join(missing)}"))
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(needs_page)
+            item.add_marker(pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: run scripts/browser_tools"))
 
 
 @dataclass

@@ -105,7 +105,7 @@ def hostile_run(run: Path) -> Path:
     for column, values in replaced.items():
         table = table.set_column(table.schema.get_field_index(column), column, values)
     write_rollouts(run, 1, table)
-    write_vocabulary(run, made_up_vocabulary() | {index + 1: clean(text) for index, text in enumerate(texts)})
+    write_vocabulary(run, ["<end>", *map(clean, texts), *made_up_vocabulary()[1 + ROWS :]])
     return run
 
 
