@@ -1,6 +1,7 @@
 /** All that the page knows. Components read these signals, and change them through `go` and the functions here. */
-import { computed, effect, type ReadonlySignal, signal } from "@preact/signals";
+import { computed, effect, type ReadonlySignal, type Signal, signal } from "@preact/signals";
 import { type Finding, type Group, isSame, type Metrics, openSource, PAGE_ROWS, type Rows, type Runs, type Sample } from "./data";
+import { plain } from "./visible";
 import { asView, go, openKey, queryOf, view } from "./view";
 
 const POLL_MS = 3000;
@@ -8,11 +9,16 @@ const source = openSource();
 
 export const live = source.live;
 export const runs = signal<Runs>({ runs: [], differing: [] });
-/** What went wrong last, in words; "" if nothing is. */
-export const problem = signal("");
+/** In words, of everything that is asked; "" where the last answer came. */
+const troubles: Signal<string>[] = [];
+export const problem = computed(() => troubles.find((trouble) => trouble.value !== "")?.value ?? "");
 /** When the server last answered, Unix milliseconds. */
 export const heard = signal(0);
 export const helpShown = signal(false);
+
+effect(() => {
+  document.title = runs.value.runs.map((run) => plain(run.name)).join(" · ") || "skyrl-train";
+});
 
 export const hiddenRuns = computed(() => new Set(view.value.hidden.split(",")));
 export const shownRuns = computed(() => runs.value.runs.filter((run) => !hiddenRuns.value.has(run.id)));
@@ -64,17 +70,20 @@ export const group = latest<(Group & { samples: Sample[] }) | null>(null, () => 
 /** The answer to what was asked last; answers to older questions are dropped. undefined: nothing is asked now. */
 function latest<T>(first: T, ask: () => Promise<T> | undefined): ReadonlySignal<T> {
   const found = signal(first);
+  const trouble = newTrouble();
   let asked = 0;
   effect(() => {
     const mine = ++asked;
-    ask()?.then(
-      (answer) => {
+    const answer = ask();
+    if (!answer) trouble.value = "";
+    answer?.then(
+      (value) => {
         if (mine !== asked) return;
-        found.value = answer;
-        problem.value = "";
+        found.value = value;
+        trouble.value = "";
       },
       (error: unknown) => {
-        if (mine === asked) problem.value = String(error);
+        if (mine === asked) trouble.value = String(error);
       },
     );
   });
@@ -86,16 +95,24 @@ function ofEveryRun<T>(ask: (run: string) => Promise<T>): Promise<Record<string,
   return Promise.all(ids.map(async (id) => [id, await ask(id)] as const)).then(Object.fromEntries);
 }
 
+function newTrouble(): Signal<string> {
+  const trouble = signal("");
+  troubles.push(trouble);
+  return trouble;
+}
+
+const lost = newTrouble();
+
 /** Ask for the runs, and again every few seconds if they can go on. */
 export async function follow(): Promise<void> {
   if (!document.hidden) {
     try {
       const found = await source.runs();
       if (JSON.stringify(found) !== JSON.stringify(runs.value)) runs.value = found;
-      if (heard.value && problem.value.startsWith("TypeError")) problem.value = ""; // the server is there again
       heard.value = Date.now();
+      lost.value = "";
     } catch (error) {
-      problem.value = String(error);
+      lost.value = String(error);
     }
   }
   if (live) setTimeout(follow, POLL_MS);

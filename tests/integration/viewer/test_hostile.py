@@ -139,7 +139,7 @@ def test_nothing_that_a_model_wrote_becomes_an_element_or_runs(hostile_windows: 
     for row, (text, name) in reversed([*enumerate(zip([*HOSTILE, "harmless"], [*NAMES, "harmless 40"], strict=True))]):
         view = {"tab": "rollouts", "step": 1, "uid": name, "group": row, "sample": 0}
         page.evaluate("hash => { location.hash = hash }", urlencode(view))
-        expect(page.locator(".list [aria-current]")).to_have_count(1)
+        expect(page.locator(f".list li:nth-child({row + 1}) [aria-current]")).to_have_count(1)
         expect(page.locator(".sample .message")).to_have_count(5)
         while page.locator(".more").count():
             page.locator(".more").first.click()
@@ -151,6 +151,7 @@ def test_nothing_that_a_model_wrote_becomes_an_element_or_runs(hostile_windows: 
         elements = elements or found  # those around the harmless text
         assert found == elements, row
 
+        page.mouse.move(0, 0)
         page.evaluate("hash => { location.hash = hash }", urlencode({**view, "how": "tokens", "token": 16}))
         expect(page.locator("dl.token-facts")).to_contain_text("token16id")
         (token,) = page.locator("[data-token='16']").evaluate_all(SAID)

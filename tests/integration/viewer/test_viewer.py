@@ -26,7 +26,17 @@ FILTERS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "stop_reason=length&source=tools": lambda row: row["stop_reason"] == "length" and row["data_source"] == "tools",
     "text=3+TIMES": lambda row: row["step"] == 3,
 }
-FACTS = "list => Object.fromEntries([...list.children].map(one => [...one.children].map(part => part.textContent)))"
+POINTED_AT = """async () => {
+    const said = [];
+    for (const token of document.querySelectorAll('[data-token]')) {
+        token.dispatchEvent(new PointerEvent('pointerover', { bubbles: true }));
+        await new Promise(requestAnimationFrame);
+        const facts = [...document.querySelector('dl.token-facts').children];
+        said.push(Object.fromEntries(facts.map(one => [...one.children].map(part => part.textContent))));
+    }
+    return said;
+}"""
+"""What is told of each token."""
 expect = sync_api.expect
 
 
@@ -156,19 +166,15 @@ def test_tokens_have_the_numbers_of_the_batch(window: Shown, runs: list[Path]):
     prompt, ids, vocabulary = len(row["prompt_ids"]), [*row["prompt_ids"], *row["response_ids"]], made_up_vocabulary()
     page = window.open(f"tab=rollouts&how=tokens&step=1&uid={row['uid']}&group=1&sample=1&token=0")
     expect(page.locator("[data-token]")).to_have_count(len(ids))
-    page.locator(".tokens").focus()
-    for index, token in enumerate(ids):
+    for index, (token, said) in enumerate(zip(ids, page.evaluate(POINTED_AT), strict=True)):
         own = index - prompt
         sampled = any(turn["start"] <= own < turn["stop"] for turn in row["turns"])
-        facts = page.locator("dl.token-facts")
-        expect(facts).to_contain_text(f"token{index}id{token}")
-        said = facts.evaluate(FACTS)
+        assert (said["token"], said["id"]) == (str(index), str(token))
         assert said["text"] == vocabulary[token].replace(" ", "·")
         assert said["in the loss"] == ("yes" if own >= 0 and row["trained"][own] else "no")
         assert _same(said["log-prob in the engine"], row["rollout_logprobs"][own] if sampled else None)
         for name, column in (("log-prob in the trainer", "old_logprobs"), ("advantage", "advantages")):
             assert _same(said[name], row[column][own] if own >= 0 else None), (name, index)
-        page.keyboard.press("ArrowRight")
     trained = [prompt + own for own, is_trained in enumerate(row["trained"]) if is_trained]
     assert len(row["turns"]) == 2 and 0 < len(trained) < len(row["trained"])
     assert page.eval_on_selector_all(".token.trained", "all => all.map(one => +one.dataset.token)") == trained
@@ -182,6 +188,11 @@ def test_pointing_at_a_token_tells_its_numbers(report_window: Shown):
     expect(facts).to_contain_text("token3id")
     page.mouse.move(5, 5)
     expect(facts).to_contain_text("token20")
+    page.locator(".tokens").focus()
+    for key, token in (("ArrowRight", 21), ("ArrowRight", 22), ("ArrowLeft", 21)):
+        page.keyboard.press(key)
+        expect(facts).to_contain_text(f"token{token}")
+    assert page.url.endswith("token=21")
 
 
 @pytest.mark.parametrize("shade", ["logprob", "gap", "advantage"])

@@ -1,15 +1,15 @@
-import { commonStart } from "../data";
+import { commonStart, isSame } from "../data";
 import { group } from "../state";
 import { count } from "../format";
-import { asView, go, view } from "../view";
+import { asView, go, openKey, view } from "../view";
 import { Conversation, MessageCard } from "./conversation";
 import { Reward } from "./list";
 import { Text } from "./text";
 
 /** All samples of a prompt side by side, the prompt once above them. */
 export function GroupView() {
-  const found = group.value;
-  if (!found) return <p class="muted">reading…</p>;
+  const [found, key] = [group.value, openKey(view.value)];
+  if (!found?.rows.some((row) => key && isSame(row, key))) return <p class="muted">reading…</p>;
   return (
     <>
       <ol class="conversation">
