@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from skyrl_train.report.plain_json import from_json
 from skyrl_train.report.rollout_files import RolloutFiles, step_file
 from skyrl_train.report.rollout_query import Query
 
@@ -26,7 +29,9 @@ QUANTILES = (10, 25, 75, 90)
 PREVIEW = 240
 """Characters."""
 _READ = ("step", "uid", "group", "sample", "data_source", "reward", "status", "stop_reason", "response_tokens", "turns")
-_TEXTS = ("text", "messages")
+_FRAME = re.compile(r'[\d\s{}\[\],:"]*')
+_NAMES = json.dumps({"messages": [{"role": "user assistant system tool", "content": "", "tool_calls": []}], "text": []})
+"""What is in the JSON of conversations, whatever is said in them: names, and signs and numbers like those of _FRAME."""
 _FACETS = {"sources": "source", "statuses": "status", "stop_reasons": "stop_reason"}
 _SEARCHES_KEPT = 16
 _Stamp = tuple[int, int, int]
@@ -114,11 +119,10 @@ class RolloutIndex:
         while len(self._searches) > _SEARCHES_KEPT:
             self._searches.popitem(last=False)
         steps = found["step"].unique().to_pylist()
-        spellings = _spellings(text)
         unknown = [step for step in steps if step not in known]
         for begin in range(0, len(unknown), 64):  # not all texts of a long run at once
             texts = self._texts_of(unknown[begin : begin + 64])
-            known |= dict(self._pool.map(lambda one: (one[0], _has(one[1], spellings)), texts))
+            known |= dict(self._pool.map(lambda one: (one[0], _has(one[1], text)), texts))
         parts = []
         for step in steps:
             rows = found.filter(pc.field("step") == step)
@@ -130,7 +134,7 @@ class RolloutIndex:
         """The texts of steps; those of the steps asked for last are kept."""
         wanted = sorted(steps)
         unread = [step for step in wanted if step not in self._texts]
-        read = dict(zip(unread, self._pool.map(lambda s: self._files.table([s], _TEXTS), unread), strict=True))
+        read = dict(zip(unread, self._pool.map(self._files.conversations, unread), strict=True))
         found = [(step, read[step] if step in read else self._texts[step]) for step in wanted]
         for step, texts in found:
             self._texts[step] = texts
@@ -198,14 +202,35 @@ def _spellings(text: str) -> Sequence[str]:
     return tuple(dict.fromkeys(json.dumps(text, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)))
 
 
-def _has(texts: pa.Table, spellings: Sequence[str]) -> pa.ChunkedArray:
-    """Whether each conversation has a text, given in its spellings in JSON."""
-    plain = json.loads(f'"{spellings[0]}"')
-    found = pc.fill_null(pc.match_substring(texts["text"], plain, ignore_case=True), False)
-    for spelling in spellings:
-        more = pc.match_substring(texts["messages"], spelling, ignore_case=True)
-        found = pc.or_(found, pc.fill_null(more, False))
-    return found
+def _has(texts: pa.Table, text: str) -> pa.ChunkedArray:
+    """Whether each conversation has a text."""
+    found, elsewhere = _matches(texts["text"], text), pa.chunked_array([[False] * len(texts)], pa.bool_())
+    for spelling in _spellings(text):
+        elsewhere = pc.or_(elsewhere, _matches(texts["messages"], spelling))
+    if _FRAME.fullmatch(text) or text.lower() in _NAMES.lower():
+        said = np.zeros(len(texts), bool)
+        for place in pc.indices_nonzero(pc.and_not(elsewhere, found)).to_pylist():
+            words = _said(from_json(texts["messages"][place].as_py(), []))
+            said[place] = any(text.lower() in one.lower() for one in words)
+        elsewhere = pa.chunked_array([said])
+    return pc.or_(found, elsewhere)
+
+
+def _matches(column: pa.ChunkedArray, text: str) -> pa.ChunkedArray:
+    return pc.fill_null(pc.match_substring(column, text, ignore_case=True), False)
+
+
+def _said(value: Any) -> Iterator[str]:
+    """The texts in the JSON of a conversation, without names."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            if name != "role":
+                yield from _said(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _said(one)
 
 
 def _stamp(file: Path) -> _Stamp | None:
