@@ -7,6 +7,7 @@ they are searched or shown, and kept up to TEXTS_KEPT_BYTES.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections import OrderedDict
@@ -34,6 +35,7 @@ _NAMES = json.dumps({"messages": [{"role": "user assistant system tool", "conten
 """What is in the JSON of conversations, whatever is said in them: names, and signs and numbers like those of _FRAME."""
 _FACETS = {"sources": "source", "statuses": "status", "stop_reasons": "stop_reason"}
 _SEARCHES_KEPT = 16
+_log = logging.getLogger(__name__)
 _Stamp = tuple[int, int, int]
 
 
@@ -70,10 +72,12 @@ class RolloutIndex:
         changed = [step for step, stamp in now.items() if self._stamps.get(step) != stamp]
         for step in self._stamps.keys() - now.keys() | {*changed}:
             self._forget(step)
-        read = self._pool.map(lambda step: _indexed(self._files.table([step], _READ)), changed)
-        self._steps |= dict(zip(changed, read, strict=True))
+        read = dict(zip(changed, self._pool.map(self._read, changed), strict=True))
+        self._steps |= {step: table for step, table in read.items() if table is not None}
         self._stamps = now
-        self._all = pa.concat_tables([self._all.slice(0, 0), *(self._steps[step] for step in now)]).combine_chunks()
+        self._all = pa.concat_tables(
+            [self._all.slice(0, 0), *(self._steps[step] for step in sorted(self._steps))]
+        ).combine_chunks()
         self.quantiles = _quantiles(self._steps)
 
     def close(self) -> None:
@@ -111,6 +115,14 @@ class RolloutIndex:
             known = texts_of_step is not None and place["row"] < len(texts_of_step)
             found.append((texts_of_step["text"][place["row"]].as_py() or "")[:PREVIEW] if known else "")
         return found
+
+    def _read(self, step: int) -> pa.Table | None:
+        """None for a file that is no whole one: it may be being copied, and is read again once it has changed."""
+        try:
+            return _indexed(self._files.table([step], _READ))
+        except (OSError, pa.ArrowInvalid) as error:
+            _log.warning("%s cannot be read and is left out: %s", step_file(self._run, step), error)
+            return None
 
     def _with_text(self, found: pa.Table, text: str) -> pa.Table:
         """The rows whose conversation has it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from skyrl_train.report.rollout_files import FOLDER, RolloutFiles, step_file, wr
 from skyrl_train.report.rollout_packing import pack_messages
 from skyrl_train.report.rollout_query import ORDERS, Query
 from skyrl_train.report.rollout_views import RolloutViews
-from skyrl_train.testing.made_up_rollouts import made_up_rollouts, made_up_vocabulary
+from skyrl_train.testing.made_up_rollouts import made_up_rollouts, made_up_run, made_up_vocabulary
 from tests.support.run_folders import HOSTILE
 
 STEPS, COUNT = 5, 80
@@ -247,6 +248,22 @@ def test_new_steps_appear_those_taken_again_change_and_those_that_are_gone_go(tm
     assert views.rollouts(Query(text="bada", limit=500))["facets"]["steps"] == [2, 3, 4, 5, 6]
 
 
+def test_a_file_that_is_only_half_copied_is_left_out_until_it_is_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    for step in (1, 2, 3):
+        write_rollouts(tmp_path, step, made_up_rollouts(8, step))
+    file = step_file(tmp_path, 2)
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    views = RolloutViews(tmp_path)
+    found = views.rollouts(Query(text="is what?"))
+    assert (found["total"], found["facets"]["steps"]) == (16, [1, 3])
+    assert "step_00000002.parquet cannot be read and is left out" in caplog.text
+    file.write_bytes(whole)
+    assert views.rollouts(Query(text="is what?"))["total"] == 24
+
+
 # -- what models write -------------------------------------------------------------------------------------------------
 
 
@@ -277,3 +294,24 @@ def test_rewards_have_quantiles_by_step(tmp_path: Path, run: Path, views: Rollou
             percent = int(name.removeprefix("reward/p"))
             assert column[step] == pytest.approx(np.percentile(rewards, percent))
     assert RolloutViews(tmp_path).index.quantiles == {}
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+def test_a_hundred_thousand_rollouts_open_in_three_seconds_and_are_filtered_in_one(tmp_path: Path):
+    """With the machine to itself a tenth of it; scripts/benchmarks/watch.py has the figures."""
+    made_up_run(tmp_path, 100, 1000)
+    views = RolloutViews(tmp_path)
+    begun = time.perf_counter()
+    assert views.rollouts(Query())["total"] == 100_000
+    assert time.perf_counter() - begun <= 3
+    for query in (
+        Query(text="kiba"),
+        Query(text="nowhere", order="-reward"),
+        Query(source="math", reward_min=0.5, order="-tokens"),
+        Query(step_from=20, step_to=40, stop_reason="length"),
+        Query(text="bada", tokens_min=100),
+    ):
+        begun = time.perf_counter()
+        views.rollouts(query)
+        assert time.perf_counter() - begun <= 1, query
