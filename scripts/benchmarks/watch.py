@@ -21,10 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow as pa
 from measure import about, line
 
 from skyrl_train.report.page_files import page
-from skyrl_train.testing.made_up_rollouts import made_up_run
+from skyrl_train.report.rollout_files import write_rollouts, write_vocabulary
+from skyrl_train.report.rollout_packing import pack_messages
+from skyrl_train.testing.made_up_rollouts import made_up_rollouts, made_up_vocabulary
 
 QUESTIONS = {
     "open": "",
@@ -60,12 +63,21 @@ def measured(run: Path) -> dict[str, tuple[float, int]]:
     return found
 
 
+def write_run(run: Path, options: argparse.Namespace) -> None:
+    write_vocabulary(run, made_up_vocabulary())
+    for step in range(1, options.steps + 1):
+        table = made_up_rollouts(options.rollouts, step, mean_tokens=options.tokens)
+        pairs = zip(table["messages"].to_pylist(), table["text"].to_pylist(), strict=True)
+        packed = pa.array([pack_messages(json.loads(messages), text) for messages, text in pairs])  # as a run does
+        write_rollouts(run, step, table.set_column(table.column_names.index("messages"), "messages", packed))
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     page()  # built before it is timed
     with tempfile.TemporaryDirectory(prefix="watch-") as name:
         run = Path(name)
         (run / "metrics.jsonl").touch()
-        made_up_run(run, options.steps, options.rollouts, mean_tokens=options.tokens)
+        write_run(run, options)
         rounds = [measured(run) for _ in range(options.rounds)]
     found = {}
     for name in QUESTIONS:

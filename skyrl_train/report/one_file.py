@@ -123,8 +123,15 @@ def _worth_seeing(index: pa.Table) -> Iterator[dict[str, Any]]:
         index.append_column("failed", failed)
         .group_by(["step", "group"], use_threads=False)
         .aggregate(
-            [("reward", "stddev"), ("reward", "mean"), ("failed", "sum"), ("tokens", "max"), ("tokens", "sum"),
-             ("sample", "count"), ("source", "first")]  # fmt: skip
+            [
+                ("reward", "stddev"),
+                ("reward", "mean"),
+                ("failed", "sum"),
+                ("tokens", "max"),
+                ("tokens", "sum"),
+                ("sample", "count"),
+                ("source", "first"),
+            ]
         )
     )
     by_step: dict[int, list[dict[str, Any]]] = {}

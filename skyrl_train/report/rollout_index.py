@@ -7,17 +7,21 @@ they are searched or shown, and kept up to TEXTS_KEPT_BYTES.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from skyrl_train.report.plain_json import from_json
 from skyrl_train.report.rollout_files import RolloutFiles, step_file
 from skyrl_train.report.rollout_query import Query
 
@@ -26,9 +30,12 @@ QUANTILES = (10, 25, 75, 90)
 PREVIEW = 240
 """Characters."""
 _READ = ("step", "uid", "group", "sample", "data_source", "reward", "status", "stop_reason", "response_tokens", "turns")
-_TEXTS = ("text", "messages")
+_FRAME = re.compile(r'[\d\s{}\[\],:"]*')
+_NAMES = json.dumps({"messages": [{"role": "user assistant system tool", "content": "", "tool_calls": []}], "text": []})
+"""What is in the JSON of conversations, whatever is said in them: names, and signs and numbers like those of _FRAME."""
 _FACETS = {"sources": "source", "statuses": "status", "stop_reasons": "stop_reason"}
 _SEARCHES_KEPT = 16
+_log = logging.getLogger(__name__)
 _Stamp = tuple[int, int, int]
 
 
@@ -65,10 +72,12 @@ class RolloutIndex:
         changed = [step for step, stamp in now.items() if self._stamps.get(step) != stamp]
         for step in self._stamps.keys() - now.keys() | {*changed}:
             self._forget(step)
-        read = self._pool.map(lambda step: _indexed(self._files.table([step], _READ)), changed)
-        self._steps |= dict(zip(changed, read, strict=True))
+        read = dict(zip(changed, self._pool.map(self._read, changed), strict=True))
+        self._steps |= {step: table for step, table in read.items() if table is not None}
         self._stamps = now
-        self._all = pa.concat_tables([self._all.slice(0, 0), *(self._steps[step] for step in now)]).combine_chunks()
+        self._all = pa.concat_tables(
+            [self._all.slice(0, 0), *(self._steps[step] for step in sorted(self._steps))]
+        ).combine_chunks()
         self.quantiles = _quantiles(self._steps)
 
     def close(self) -> None:
@@ -107,6 +116,14 @@ class RolloutIndex:
             found.append((texts_of_step["text"][place["row"]].as_py() or "")[:PREVIEW] if known else "")
         return found
 
+    def _read(self, step: int) -> pa.Table | None:
+        """None for a file that is no whole one: it may be being copied, and is read again once it has changed."""
+        try:
+            return _indexed(self._files.table([step], _READ))
+        except (OSError, pa.ArrowInvalid) as error:
+            _log.warning("%s cannot be read and is left out: %s", step_file(self._run, step), error)
+            return None
+
     def _with_text(self, found: pa.Table, text: str) -> pa.Table:
         """The rows whose conversation has it."""
         known = self._searches.setdefault(text, {})
@@ -114,11 +131,10 @@ class RolloutIndex:
         while len(self._searches) > _SEARCHES_KEPT:
             self._searches.popitem(last=False)
         steps = found["step"].unique().to_pylist()
-        spellings = _spellings(text)
         unknown = [step for step in steps if step not in known]
         for begin in range(0, len(unknown), 64):  # not all texts of a long run at once
             texts = self._texts_of(unknown[begin : begin + 64])
-            known |= dict(self._pool.map(lambda one: (one[0], _has(one[1], spellings)), texts))
+            known |= dict(self._pool.map(lambda one: (one[0], _has(one[1], text)), texts))
         parts = []
         for step in steps:
             rows = found.filter(pc.field("step") == step)
@@ -130,7 +146,7 @@ class RolloutIndex:
         """The texts of steps; those of the steps asked for last are kept."""
         wanted = sorted(steps)
         unread = [step for step in wanted if step not in self._texts]
-        read = dict(zip(unread, self._pool.map(lambda s: self._files.table([s], _TEXTS), unread), strict=True))
+        read = dict(zip(unread, self._pool.map(self._files.conversations, unread), strict=True))
         found = [(step, read[step] if step in read else self._texts[step]) for step in wanted]
         for step, texts in found:
             self._texts[step] = texts
@@ -198,14 +214,35 @@ def _spellings(text: str) -> Sequence[str]:
     return tuple(dict.fromkeys(json.dumps(text, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)))
 
 
-def _has(texts: pa.Table, spellings: Sequence[str]) -> pa.ChunkedArray:
-    """Whether each conversation has a text, given in its spellings in JSON."""
-    plain = json.loads(f'"{spellings[0]}"')
-    found = pc.fill_null(pc.match_substring(texts["text"], plain, ignore_case=True), False)
-    for spelling in spellings:
-        more = pc.match_substring(texts["messages"], spelling, ignore_case=True)
-        found = pc.or_(found, pc.fill_null(more, False))
-    return found
+def _has(texts: pa.Table, text: str) -> pa.ChunkedArray:
+    """Whether each conversation has a text."""
+    found, elsewhere = _matches(texts["text"], text), pa.chunked_array([[False] * len(texts)], pa.bool_())
+    for spelling in _spellings(text):
+        elsewhere = pc.or_(elsewhere, _matches(texts["messages"], spelling))
+    if _FRAME.fullmatch(text) or text.lower() in _NAMES.lower():
+        said = np.zeros(len(texts), bool)
+        for place in pc.indices_nonzero(pc.and_not(elsewhere, found)).to_pylist():
+            words = _said(from_json(texts["messages"][place].as_py(), []))
+            said[place] = any(text.lower() in one.lower() for one in words)
+        elsewhere = pa.chunked_array([said])
+    return pc.or_(found, elsewhere)
+
+
+def _matches(column: pa.ChunkedArray, text: str) -> pa.ChunkedArray:
+    return pc.fill_null(pc.match_substring(column, text, ignore_case=True), False)
+
+
+def _said(value: Any) -> Iterator[str]:
+    """The texts in the JSON of a conversation, without names."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            if name != "role":
+                yield from _said(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _said(one)
 
 
 def _stamp(file: Path) -> _Stamp | None:

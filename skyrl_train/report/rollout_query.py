@@ -37,9 +37,14 @@ class Query:
     @classmethod
     def parsed(cls, given: Mapping[str, str]) -> Query:
         """That of a URL's parameters, of which empty ones ask nothing. Raises DataError."""
-        readers: dict[str, Callable[[str, str], Any]] = {"order": _order, "text": _text, "limit": _rows, "offset": _count}
-        readers |= {name: whole_number for name in ("step", "step_from", "step_to", "tokens_min", "tokens_max")}
-        readers |= {name: _number for name in ("reward_min", "reward_max")}
+        readers: dict[str, Callable[[str, str], Any]] = {
+            "order": _order,
+            "text": _text,
+            "limit": _rows,
+            "offset": _count,
+        }
+        readers |= dict.fromkeys(("step", "step_from", "step_to", "tokens_min", "tokens_max"), whole_number)
+        readers |= dict.fromkeys(("reward_min", "reward_max"), _number)
         known = [field.name for field in fields(cls)]
         if unknown := sorted(given.keys() - {*known}):
             raise DataError(f"{unknown[0][:40]!r} is no parameter of rollouts, which are {', '.join(known)}.")

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from skyrl_train.errors import DataError
 from skyrl_train.report.plain_json import from_json
-from skyrl_train.report.rollout_files import FOLDER, VOCABULARY_FILE, RolloutFiles
+from skyrl_train.report.rollout_files import RolloutFiles, vocabulary_file
 from skyrl_train.report.rollout_index import PREVIEW, RolloutIndex
 from skyrl_train.report.rollout_query import Query
 
@@ -36,7 +36,7 @@ class RolloutViews:
     def __init__(self, run: Path):
         self.index = RolloutIndex(run)
         self._files = RolloutFiles(run)
-        self._vocabulary_file = Path(run) / FOLDER / VOCABULARY_FILE
+        self._vocabulary_file = vocabulary_file(run)
         self._vocabulary: dict[int, str] = {}
 
     def close(self) -> None:

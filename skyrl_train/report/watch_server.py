@@ -92,8 +92,8 @@ class WatchServer:
             self._socket = socket.create_server((_HOST, self._port))
         except OSError as error:
             raise ConfigError(
-                f"--port {self._port}: cannot listen at {_HOST}:{self._port}: {error.strerror or error}. Choose another, "
-                "or 0 for any that is free."
+                f"--port {self._port}: cannot listen at {_HOST}:{self._port}: {error.strerror or error}. "
+                "Choose another, or 0 for any that is free."
             ) from error
         self._cookie = f"skyrl_watch_{self._socket.getsockname()[1]}"  # browsers do not tell ports apart
         app = web.Application(middlewares=[self._guard])
@@ -137,9 +137,8 @@ class WatchServer:
         if asked_by not in ("none", "same-origin") and request.headers.get("Sec-Fetch-Mode") != "navigate":
             return _text(403, "Pages of other sites get no answer.")
         given = (request.cookies.get(self._cookie, ""), request.query.get("token", "") if request.path == "/" else "")
-        if any([_same(one, self.token) for one in given]) or has_token(
-            request.headers.get(hdrs.AUTHORIZATION, ""), self.token
-        ):
+        authorization = request.headers.get(hdrs.AUTHORIZATION, "")
+        if any(_same(one, self.token) for one in given) or has_token(authorization, self.token):
             return None
         return _text(401, "Open the address that skyrl-train watch has printed: it ends with the token.")
 

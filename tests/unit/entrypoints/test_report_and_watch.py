@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.run_folders import make_run, made_up_metrics, needs_page, write_metrics
 
 from skyrl_train.entrypoints.report import main as report
 from skyrl_train.entrypoints.watch import main as watch
 from skyrl_train.report.page_files import page
 from skyrl_train.report.rollout_files import write_rollouts
 from skyrl_train.testing.made_up_rollouts import made_up_rollouts
+from tests.support.run_folders import made_up_metrics, make_run, needs_page, write_metrics
 
 pytestmark = needs_page
+
 
 @contextmanager
 def watching(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:

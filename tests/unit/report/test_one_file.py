@@ -9,13 +9,13 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tests.support.run_folders import HOSTILE, make_run, made_up_metrics, needs_page, write_metrics
 
 from skyrl_train.report.one_file import MOST_BYTES, make_report
 from skyrl_train.report.page_files import page
 from skyrl_train.report.rollout_files import RolloutFiles, write_rollouts
 from skyrl_train.report.run_files import RunFiles, open_runs, overview
 from skyrl_train.testing.made_up_rollouts import made_up_rollouts, made_up_run
+from tests.support.run_folders import HOSTILE, made_up_metrics, make_run, needs_page, write_metrics
 
 pytestmark = needs_page
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.run_folders import made_up_metrics, make_run, write_metrics
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.report.diagnosis import DIAGNOSIS_FILE
@@ -19,6 +18,7 @@ from skyrl_train.report.jsonl import METRICS_FILE
 from skyrl_train.report.metric_table import metric_of
 from skyrl_train.report.run_files import RunFiles, differing, open_runs, overview
 from skyrl_train.trainer.run_directory import RunDirectory
+from tests.support.run_folders import made_up_metrics, make_run, write_metrics
 
 OTHERS_LOCK = "process 1 on another-machine\n"
 
@@ -58,7 +58,8 @@ def test_a_process_that_was_killed_holds_no_folder(tmp_path: Path):
     make_run(tmp_path, 3, total=8, rollouts=0)
     code = (
         "import sys, time; from pathlib import Path; from skyrl_train.trainer.run_directory import RunDirectory\n"
-        "with RunDirectory(Path(sys.argv[1]), {'run_name': 'a run', 'project_name': 'a project'}, resuming=True): print('held', flush=True); time.sleep(600)"
+        "run = {'run_name': 'a run', 'project_name': 'a project'}\n"
+        "with RunDirectory(Path(sys.argv[1]), run, resuming=True): print('held', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"

@@ -10,7 +10,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.support.run_folders import make_run, made_up_metrics, needs_page, write_metrics
 from yarl import URL
 
 from skyrl_train.errors import ConfigError
@@ -21,6 +20,7 @@ from skyrl_train.report.rollout_views import RolloutViews
 from skyrl_train.report.run_files import RunFiles, open_runs, overview
 from skyrl_train.report.watch_server import MOST_POINTS, WatchServer
 from skyrl_train.testing.made_up_rollouts import made_up_rollouts
+from tests.support.run_folders import made_up_metrics, make_run, needs_page, write_metrics
 
 pytestmark = needs_page
 
@@ -131,7 +131,15 @@ def test_the_address_that_is_printed_becomes_a_cookie_and_one_without_the_token(
 def test_other_sites_get_no_answer_whatever_name_of_theirs_leads_here(folders: list[Path]):
     async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
         known = bearer(server.token)
-        for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "10.0.0.1", "[::2]", "[", "@"):
+        for host in (
+            "evil.example",
+            "127.0.0.1.evil.example",
+            "localhost.evil.example:80",
+            "10.0.0.1",
+            "[::2]",
+            "[",
+            "@",
+        ):
             assert await status(session, "/api/runs", known | {"Host": host}) == 403, host
         for host in ("localhost", "localhost:9000", "127.0.0.1", "[::1]:9000"):  # a tunnel may begin at another port
             assert await status(session, "/api/runs", known | {"Host": host}) == 200, host
