@@ -56,18 +56,21 @@ class KeptRollouts:
         groups: int | None = None,
         most_bytes: float | None = None,
         vocabulary: Callable[[], Sequence[str]] | None = None,
+        deleted: Callable[[Path], None] | None = None,
     ):
-        """`groups`: how many of a step are kept; None keeps all, 0 none. `vocabulary`: the text of each token id."""
+        """`groups`: how many of a step are kept; None keeps all, 0 none. `vocabulary`: the text of each token id.
+        `deleted`: is told of files that were."""
         self._run = run
         self._groups = groups
         self._most_bytes = most_bytes
         self._vocabulary = vocabulary
+        self._deleted = deleted
         self._failed = False
 
     def begin(self, step: int) -> None:
         """The run continues after `step`: files of later steps are of another attempt, and are deleted."""
         for later in (one for one in RolloutFiles(self._run).steps() if one > step):
-            step_file(self._run, later).unlink(missing_ok=True)
+            self._delete(step_file(self._run, later))
 
     @asynccontextmanager
     async def writing(self, step: int, groups: Sequence[TrajectoryGroup], batch: TrainBatch) -> AsyncIterator[None]:
@@ -117,13 +120,18 @@ class KeptRollouts:
             room -= vocabulary_file(self._run).stat().st_size
         others = [file for file in files if file != newest]
         if room + sum(sizes[file] for file in others) < 0:
-            newest.unlink()
+            self._delete(newest)
             raise OSError(f"they take {sizes[newest]:,} bytes, for which trainer.keep_rollouts_gb has no room")
         for oldest in others:
             if room >= 0:
                 return
-            oldest.unlink()
+            self._delete(oldest)
             room += sizes[oldest]
+
+    def _delete(self, file: Path) -> None:
+        file.unlink()
+        if self._deleted is not None:
+            self._deleted(file)
 
 
 async def _ended(written: asyncio.Task[None]) -> None:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import torch
 
 from skyrl_train.data.batch import TrainBatch, collate
 from skyrl_train.data.trajectory import Prompt, Restart, TrajectoryGroup, Turn
 from tests.support.trajectories import trajectory_from
 
+OF_TOKENS = {
+    "response_ids": "input_ids",
+    "trained": "loss_mask",
+    "rollout_logprobs": "rollout_logprobs",
+    "old_logprobs": "old_logprobs",
+    "ref_logprobs": "ref_logprobs",
+    "advantages": "advantages",
+    "token_rewards": "token_rewards",
+}
+"""Columns, and the tensors of a batch that they show."""
 OPENING = {"role": "user", "content": "How many are two and three? Answer in one word."}
 
 
@@ -74,3 +87,29 @@ def _plain(index: int) -> TrajectoryGroup:
         for n in range(2)
     ]
     return TrajectoryGroup(prompt, rows)
+
+
+def assert_shows(table: pa.Table, batch: TrainBatch, uids: Sequence[str]) -> None:
+    """These rollouts are those of the batch, whose sequences have these uids: every number of a token, to the bit."""
+    offsets, prompts = batch.offsets.tolist(), batch.prompt_lengths.tolist()
+    sequence = 0
+    for row in table.to_pylist():
+        mine = range(sequence, sequence + 1 + len(row["restarts"]))
+        assert {uids[n] for n in mine} == {row["uid"]}
+        if batch.episode_ids is not None:
+            assert len({int(batch.episode_ids[n]) for n in mine}) == 1
+        assert {int(batch.group_ids[n]) for n in mine} == {row["group"]}
+        places = [slice(offsets[n] + prompts[n], offsets[n + 1]) for n in mine]
+        for column, name in OF_TOKENS.items():
+            tensor = getattr(batch, name)
+            if tensor is None:
+                assert row[column] is None, column
+                continue
+            wanted = torch.cat([tensor[place] for place in places]).numpy()
+            assert np.array(row[column], wanted.dtype).tobytes() == wanted.tobytes(), (row["uid"], column)
+        heads = [row["prompt_ids"], *(one["prompt_ids"] for one in row["restarts"])]
+        assert heads == [batch.input_ids[offsets[n] : offsets[n] + prompts[n]].tolist() for n in mine]
+        starts = np.cumsum([place.stop - place.start for place in places])[:-1].tolist()
+        assert [one["start"] for one in row["restarts"]] == starts
+        sequence = mine.stop
+    assert sequence == len(batch) == len(uids)
