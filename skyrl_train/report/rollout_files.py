@@ -144,6 +144,17 @@ class RolloutFiles:
         found = [self._of_step(step, wanted, filter) for step in (self.steps() if steps is None else steps)]
         return pa.concat_tables([table for table in found if table is not None] or [wanted.empty_table()])
 
+    def conversations(self, step: int) -> pa.Table:
+        """For a search: text, and messages as JSON without what of them is in the text, which it refers to by numbers.
+
+        A step that is gone has no rows.
+        """
+        wanted = pa.schema([COLUMNS.field(name) for name in ("text", "messages")])
+        try:
+            return pq.read_table(step_file(self._run, step), columns=wanted.names).cast(wanted)
+        except FileNotFoundError:
+            return wanted.empty_table()
+
     def vocabulary(self) -> dict[int, str]:
         """What each token id reads as by itself; empty if the run has not written it."""
         try:
