@@ -237,6 +237,7 @@ def build_kept_rollouts(base: Services, tokenizer: Any) -> KeptRollouts:
         groups={"all": None, "sample": SAMPLED_GROUPS, "none": 0}[trainer.keep_rollouts],
         most_bytes=None if bound is None else bound * 1e9,
         vocabulary=lambda: vocabulary_texts(tokenizer),
+        deleted=None if base.mirrors.run is None else base.mirrors.run.drop,
     )
 
 

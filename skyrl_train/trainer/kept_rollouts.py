@@ -56,18 +56,21 @@ class KeptRollouts:
         groups: int | None = None,
         most_bytes: float | None = None,
         vocabulary: Callable[[], Sequence[str]] | None = None,
+        deleted: Callable[[Path], None] | None = None,
     ):
-        """`groups`: how many of a step are kept; None keeps all, 0 none. `vocabulary`: the text of each token id."""
+        """`groups`: how many of a step are kept; None keeps all, 0 none. `vocabulary`: the text of each token id.
+        `deleted`: is told of files that were."""
         self._run = run
         self._groups = groups
         self._most_bytes = most_bytes
         self._vocabulary = vocabulary
+        self._deleted = deleted
         self._failed = False
 
     def begin(self, step: int) -> None:
         """The run continues after `step`: files of later steps are of another attempt, and are deleted."""
         for later in (one for one in RolloutFiles(self._run).steps() if one > step):
-            step_file(self._run, later).unlink(missing_ok=True)
+            self._delete(step_file(self._run, later))
 
     @asynccontextmanager
     async def writing(self, step: int, groups: Sequence[TrajectoryGroup], batch: TrainBatch) -> AsyncIterator[None]:
@@ -117,13 +120,18 @@ class KeptRollouts:
             room -= vocabulary_file(self._run).stat().st_size
         others = [file for file in files if file != newest]
         if room + sum(sizes[file] for file in others) < 0:
-            newest.unlink()
+            self._delete(newest)
             raise OSError(f"they take {sizes[newest]:,} bytes, for which trainer.keep_rollouts_gb has no room")
         for oldest in others:
             if room >= 0:
                 return
-            oldest.unlink()
+            self._delete(oldest)
             room += sizes[oldest]
+
+    def _delete(self, file: Path) -> None:
+        file.unlink()
+        if self._deleted is not None:
+            self._deleted(file)
 
 
 async def _ended(written: asyncio.Task[None]) -> None:
@@ -154,9 +162,9 @@ class _Tokens:
     """The response tokens of some sequences of a batch, one after the other."""
 
     def __init__(self, batch: TrainBatch, first: int, last: int):
-        offsets = batch.offsets[first : last + 1].tolist()
-        prompts = batch.prompt_lengths[first:last].tolist()
-        self._batch = batch
+        self._batch = batch.select(range(first, last), copy=False)
+        offsets = self._batch.offsets.tolist()
+        prompts = self._batch.prompt_lengths.tolist()
         self._places = [
             slice(start + prompt, stop)
             for start, prompt, stop in zip(offsets, prompts, offsets[1:], strict=False)
@@ -187,7 +195,9 @@ def _table(step: int, numbered: Sequence[tuple[int, Trajectory]], tokens: _Token
     for name, source in _OF_TOKENS.items():
         values = tokens.of(source)
         if values is not None:
-            columns[name] = pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.astype(_dtype(name), copy=False)))
+            columns[name] = pa.ListArray.from_arrays(
+                pa.array(offsets), pa.array(values.astype(_dtype(name), copy=False))
+            )
     arrays = {
         name: values if isinstance(values, pa.Array) else pa.array(values, COLUMNS.field(name).type)
         for name, values in columns.items()
@@ -200,7 +210,7 @@ _OF_TOKENS = {
     "rollout_logprobs": "rollout_logprobs",
     "old_logprobs": "old_logprobs",
     "ref_logprobs": "ref_logprobs",
-    "advantages": "advantages",
+    "advantages": "token_advantages",
     "token_rewards": "token_rewards",
 }
 """Columns, and what they are called in a batch."""
@@ -231,7 +241,9 @@ def _scalars(items: Sequence[Trajectory]) -> dict[str, list[Any]]:
 
 def _texts(items: Sequence[Trajectory]) -> dict[str, list[str]]:
     """What people read, without the contents of credential variables, which a tool may have shown."""
-    shown = redact([(item.text, item.detail, item.messages or item.prompt.messages, item.env_metrics) for item in items])
+    shown = redact(
+        [(item.text, item.detail, item.messages or item.prompt.messages, item.env_metrics) for item in items]
+    )
     texts = [_clean(text) for text, *_ in shown]
     extras: dict[int, str] = {}  # of a prompt, which its samples share
     for item in items:
@@ -300,4 +312,6 @@ def _structs(counts: Sequence[int], fields: Sequence[pa.Array], kind: pa.DataTyp
 
 def _lists(values: Sequence[NDArray[np.int32]]) -> pa.Array:
     flat = np.concatenate(values) if values else np.zeros(0, np.int32)
-    return pa.ListArray.from_arrays(pa.array([0, *accumulate(map(len, values))], pa.int32()), pa.array(flat, pa.int32()))
+    return pa.ListArray.from_arrays(
+        pa.array([0, *accumulate(map(len, values))], pa.int32()), pa.array(flat, pa.int32())
+    )

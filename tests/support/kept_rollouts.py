@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import torch
 
 from skyrl_train.data.batch import TrainBatch, collate
 from skyrl_train.data.trajectory import Prompt, Restart, TrajectoryGroup, Turn
 from tests.support.trajectories import trajectory_from
 
+OF_TOKENS = {
+    "response_ids": "input_ids",
+    "trained": "loss_mask",
+    "rollout_logprobs": "rollout_logprobs",
+    "old_logprobs": "old_logprobs",
+    "ref_logprobs": "ref_logprobs",
+    "advantages": "advantages",
+    "token_rewards": "token_rewards",
+}
+"""Columns, and the tensors of a batch that they show."""
 OPENING = {"role": "user", "content": "How many are two and three? Answer in one word."}
 
 
@@ -60,7 +73,9 @@ def _second() -> TrajectoryGroup:
         messages=[OPENING, {"role": "assistant", "content": "half of a pair \ud83d, a NUL \0 and an escape \x1b[31m"}],
         restarts=[Restart(3, [5, 5, 5]), Restart(4, [6, 6])],
     )  # fmt: skip
-    failed = trajectory_from(prompt, 1, [5], [7, 8], [1, 1], [-0.5, -0.25], [Turn(0, 2, 3.0, "stop", 1, 1)], 3.0, "stop", 0.7)
+    failed = trajectory_from(
+        prompt, 1, [5], [7, 8], [1, 1], [-0.5, -0.25], [Turn(0, 2, 3.0, "stop", 1, 1)], 3.0, "stop", 0.7
+    )
     failed.fail("timeout", "It took more than a second.")
     empty = trajectory_from(prompt, 2, [5], [], [], [], [], 0.0, "abort", 0.7)
     return TrajectoryGroup(prompt, [several, failed, empty])
@@ -74,3 +89,29 @@ def _plain(index: int) -> TrajectoryGroup:
         for n in range(2)
     ]
     return TrajectoryGroup(prompt, rows)
+
+
+def assert_shows(table: pa.Table, batch: TrainBatch, uids: Sequence[str]) -> None:
+    """These rollouts are those of the batch, whose sequences have these uids: every number of a token, to the bit."""
+    offsets, prompts = batch.offsets.tolist(), batch.prompt_lengths.tolist()
+    sequence = 0
+    for row in table.to_pylist():
+        mine = range(sequence, sequence + 1 + len(row["restarts"]))
+        assert {uids[n] for n in mine} == {row["uid"]}
+        if batch.episode_ids is not None:
+            assert len({int(batch.episode_ids[n]) for n in mine}) == 1
+        assert {int(batch.group_ids[n]) for n in mine} == {row["group"]}
+        places = [slice(offsets[n] + prompts[n], offsets[n + 1]) for n in mine]
+        for column, name in OF_TOKENS.items():
+            tensor = getattr(batch, name)
+            if tensor is None:
+                assert row[column] is None, column
+                continue
+            wanted = torch.cat([tensor[place] for place in places]).numpy()
+            assert np.array(row[column], wanted.dtype).tobytes() == wanted.tobytes(), (row["uid"], column)
+        heads = [row["prompt_ids"], *(one["prompt_ids"] for one in row["restarts"])]
+        assert heads == [batch.input_ids[offsets[n] : offsets[n] + prompts[n]].tolist() for n in mine]
+        starts = np.cumsum([place.stop - place.start for place in places])[:-1].tolist()
+        assert [one["start"] for one in row["restarts"]] == starts
+        sequence = mine.stop
+    assert sequence == len(batch) == len(uids)
