@@ -53,13 +53,13 @@ def test_tokens_are_told_with_the_numbers_of_the_dumped_batch(browser: Any, tmp_
                 "token": 0,
                 "step": STEP,
                 "uid": uid,
-                "group": group,
+                "group": at,
                 "sample": one.sample,
             }
             page = window.open(urlencode(view))
             sync_api.expect(page.locator("[data-token]")).to_have_count(len(one.prompt_ids) + len(one.response_ids))
             said = page.evaluate(POINTED_AT)[len(one.prompt_ids) :]
-            sampled = [any(turn.start <= at < turn.stop for turn in one.turns) for at in range(len(one.response_ids))]
+            sampled = [any(turn.start <= own < turn.stop for turn in one.turns) for own in range(len(one.response_ids))]
             for name, column in TOLD.items():
                 values = [row[name] for row in said]
                 wanted = expected[number][column].tolist()
