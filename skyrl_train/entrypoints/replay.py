@@ -101,7 +101,8 @@ def _question(arguments: argparse.Namespace) -> Question:
         *([f"trainer.algorithm.advantage_estimator={arguments.advantage}"] if arguments.advantage else []),
         *([f"trainer.algorithm.policy_loss_type={arguments.loss}"] if arguments.loss else []),
     ]
-    own, changed = _prepared(run, []), _prepared(run, overrides)
+    own = _prepared(run, [])
+    changed = _prepared(run, overrides) if overrides else own
     for text in (*changed.notes, *changed.warnings):
         if text not in (*own.notes, *own.warnings):
             to_stderr(f"warning: {redact(text)}")

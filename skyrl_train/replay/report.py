@@ -11,6 +11,7 @@ from skyrl_train.replay.answer import Answer, means
 SHOWN = {
     "advantages/mean": "advantage, mean over tokens",
     "advantages/std": "  standard deviation",
+    "advantages/abs_mean": "  absolute, mean",
     "advantages/abs_max": "  largest",
     "advantages/zero_fraction": "  share of tokens with 0",
     "groups/without_push": "groups that teach nothing, share",
@@ -53,11 +54,12 @@ def _lines(answer: Answer) -> Iterator[str]:
 def _own(answer: Answer) -> Iterator[str]:
     """Whether the run's own numbers came out again."""
     if answer.tokens:
-        differing = f"{answer.differing_tokens:,} DIFFER" if answer.differing_tokens else "all as in the run, bit for bit"
-        yield f"own advantages of {answer.tokens:,} tokens: {differing}"
+        wrong = f"{answer.differing_tokens:,} DIFFER" if answer.differing_tokens else "all as in the run, bit for bit"
+        yield f"own advantages of {answer.tokens:,} tokens: {wrong}"
     if answer.recorded:
-        wrong = ", ".join(f"{name} in {steps}" for name, steps in answer.differing_metrics.items())
-        yield f"own numbers in metrics.jsonl, {answer.recorded:,}: {f'DIFFERENT: {wrong}' if wrong else 'all as in the run'}"
+        names = ", ".join(f"{name} in {steps}" for name, steps in answer.differing_metrics.items())
+        wrong = f"DIFFERENT: {names}" if names else "all as in the run"
+        yield f"own numbers in metrics.jsonl, {answer.recorded:,}: {wrong}"
 
 
 def _rewards(reward: str, found: Mapping[str, Any]) -> Iterator[str]:

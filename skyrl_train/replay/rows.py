@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from skyrl_train.data.batch import TrainBatch, collate
-from skyrl_train.data.trajectory import OK, Message, Prompt, Restart, Trajectory, TrajectoryGroup, Turn
+from skyrl_train.data.trajectory import Message, Prompt, Restart, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.report.rollout_files import RolloutFiles
 
-_LISTS = ("prompt_ids", "response_ids", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
-_MORE_LISTS = ("token_rewards",)
-_SCALARS = (
+_OF_THE_BATCH = ("old_logprobs", "ref_logprobs", "advantages", "token_rewards")
+_LISTS = ("prompt_ids", "response_ids", "rollout_logprobs", *_OF_THE_BATCH)
+_PLAIN = (
     *("step", "uid", "group", "sample", "data_source", "env_class", "reward", "raw_reward", "turns", "status"),
     *("error", "detail", "stop_reason", "temperature", "env_metrics", "messages", "text", "env_extras"),
     *("loss_spans", "restarts"),
@@ -85,13 +85,9 @@ class KeptStep:
 
 def read_step(files: RolloutFiles, step: int) -> KeptStep:
     """The rollouts of a step. Raises OSError or pa.ArrowInvalid for a file that cannot be read."""
-    return step_of(step, files.table(steps=[step], columns=[*_SCALARS, *_LISTS, *_MORE_LISTS]))
-
-
-def step_of(step: int, table: pa.Table) -> KeptStep:
-    """The rollouts of a table with the columns of `rollout_files.COLUMNS`."""
-    lists = {name: list(_arrays(table[name])) for name in (*_LISTS, *_MORE_LISTS)}
-    rows = table.select([name for name in _SCALARS if name in table.column_names]).to_pylist()
+    table = files.table(steps=[step], columns=[*_PLAIN, *_LISTS])
+    lists = {name: list(_arrays(table[name])) for name in _LISTS}
+    rows = table.select(_PLAIN).to_pylist()
     prompts: dict[int, Prompt] = {}
     found = []
     for index, row in enumerate(rows):
@@ -99,9 +95,6 @@ def step_of(step: int, table: pa.Table) -> KeptStep:
         trajectory = _trajectory(row, arrays, prompts)
         found.append(KeptRollout(row["group"], trajectory, {name: arrays[name] for name in _OF_THE_BATCH}))
     return KeptStep(step, found)
-
-
-_OF_THE_BATCH = ("old_logprobs", "ref_logprobs", "advantages", "token_rewards")
 
 
 def answers_of(trajectory: Trajectory) -> list[int]:
@@ -176,7 +169,3 @@ def _laid_out(
                 result[ends[row] - (stop - start) : ends[row]] = torch.tensor(values[start:stop])
             row += 1
     return result
-
-
-def is_ok(trajectory: Trajectory) -> bool:
-    return trajectory.status == OK

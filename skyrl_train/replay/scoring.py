@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from skyrl_train.assembly.collector import build_samplers
 from skyrl_train.assembly.environments import environment_settings, host_settings
@@ -16,14 +16,14 @@ from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.data.chat import plain_text
 from skyrl_train.data.dataset import load_prompts, max_turns_of
-from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.data.trajectory import OK, Prompt, Trajectory, TrajectoryGroup
 from skyrl_train.environments import registry
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.environments.own_classes import pack_own
 from skyrl_train.environments.pool import EnvironmentPool
 from skyrl_train.errors import DataError, EnvironmentFailure
 from skyrl_train.replay import reward_function
-from skyrl_train.replay.rows import answers_of, is_ok
+from skyrl_train.replay.rows import answers_of
 from skyrl_train.rollouts.dynamic_sampling import has_variance
 from skyrl_train.rollouts.reward_model import METRIC, add_score
 from skyrl_train.rollouts.reward_shaping import mask_group
@@ -68,7 +68,9 @@ async def scorer_of(reward: str, cfg: Config) -> AsyncIterator[Scorer]:
             "target": f"{reward_function.__name__}:{reward_function.KeptEpisode.__name__}",
         }
         configs = {reward_function.NAME: {"function": reward}}
-        async with EnvironmentHost(**{**host_settings(cfg), "env_configs": configs, "own": [*pack_own(), packed]}) as host:
+        async with EnvironmentHost(
+            **{**host_settings(cfg), "env_configs": configs, "own": [*pack_own(), packed]}
+        ) as host:
             yield FunctionScorer(host)
         return
     env_class = None if reward == OWN else reward
@@ -84,7 +86,7 @@ async def score_all(scorer: Scorer, trajectories: Sequence[Trajectory]) -> list[
 
     async def score(one: Trajectory) -> Score | None:
         async with room:
-            return await scorer(one) if is_ok(one) else None
+            return await scorer(one) if one.status == OK else None
 
     return list(await asyncio.gather(*map(score, trajectories)))
 
@@ -221,5 +223,3 @@ def _rescored(item: Trajectory, score: Score | None, coef: float) -> Trajectory:
 def _sampled(item: Trajectory) -> list[tuple[int, int]]:
     """The stretches of sampled tokens of an episode that the run kept out of its loss."""
     return [(turn.start, turn.stop) for turn in item.turns if turn.start < turn.stop]
-
-

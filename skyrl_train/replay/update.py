@@ -160,10 +160,8 @@ class Algorithm:
         metrics = Metrics()
         if kl_coef is not None:
             self.advantage_step.load_state({"kl_coef": kl_coef})
-        if advantages is None:
-            batch = self.advantage_step(batch, metrics)
-        else:
-            batch = batch.with_tokens(advantages=advantages)
+        given = advantages is not None
+        batch = batch.with_tokens(advantages=advantages) if given else self.advantage_step(batch, metrics)
         mask = batch.loss_mask
         for correct in self.corrections:
             batch = correct(batch, metrics)

@@ -11,6 +11,7 @@ import pytest
 from skyrl_train.trainer.batch_dump import read_batch
 
 from .conftest import Run, metrics_of
+from .replays import assert_replays
 
 PLUGIN = """
 from skyrl_train.environments.base import BaseTextEnv, BaseTextEnvStepOutput
@@ -71,6 +72,7 @@ def test_two_turns_are_trained_on_as_one_sequence_with_a_reward_each(run: Run, t
     assert batch.token_rewards is not None
     rewarded = batch.per_sequence_sum((batch.token_rewards != 0).long())
     assert int(rewarded.max()) == 2, "each turn has its own"
+    assert_replays(tmp_path)
 
 
 def test_a_template_that_rewrites_history_is_refused_and_trained_on_step_by_step(
@@ -91,3 +93,4 @@ def test_a_template_that_rewrites_history_is_refused_and_trained_on_step_by_step
     batch, uids = read_batch(next((tmp_path / "exports").rglob("global_step_1_training_input.safetensors")))
     assert len(batch) == len(uids) == 32 and batch.episode_ids is not None
     assert batch.episode_ids.unique(return_counts=True)[1].tolist() == [2] * 16
+    assert_replays(tmp_path)

@@ -6,7 +6,9 @@ import asyncio
 import functools
 import json
 import math
-from collections.abc import Callable
+import re
+import shlex
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ import pytest
 from skyrl_train.config.hydra import load, save_resolved
 from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.schema import Config
-from skyrl_train.entrypoints.replay import main
+from skyrl_train.entrypoints import replay as command
 from skyrl_train.errors import ConfigError
 from skyrl_train.replay.answer import Answer
+from skyrl_train.replay.report import SHOWN
 from skyrl_train.replay.run import Question, replay
 from skyrl_train.report.rollout_files import COLUMNS, write_rollouts
 
@@ -28,6 +31,7 @@ OWN = (
     *("trainer.train_batch_size=2", "trainer.policy_mini_batch_size=2", "generator.n_samples_per_prompt=4"),
     *("trainer.algorithm.use_kl_loss=false", "trainer.algorithm.advantage_estimator=dr_grpo", "device=cpu"),
 )
+PAGE = Path(__file__).parents[3] / "docs" / "replay.md"
 REWARDS = ((1.0, 0.0, 0.0, 0.0), (0.5, 1.0, 1.0, 0.5))
 LENGTHS = ((1, 2, 2, 2), (1, 1, 3, 4))
 """Response tokens of two groups of four: 16 altogether."""
@@ -202,7 +206,7 @@ def test_without_the_trainers_log_probs_a_correction_is_refused_and_the_rest_sai
     answer = ask(kept)
     assert answer.differing_tokens == 0 and answer.tokens == 16
     assert "old_logprobs" in answer.notes and "clipped/engine_gap" not in answer.old[0]
-    with pytest.raises(ConfigError, match="the off-policy correction of .* need old_logprobs"):
+    with pytest.raises(ConfigError, match=r"the off-policy correction of .* need old_logprobs"):
         ask(kept, {f"{CORRECTION}.tis_ratio_type": "token"})
 
 
@@ -297,29 +301,56 @@ def test_a_function_that_hangs_costs_one_sample_and_one_that_cannot_be_called_is
             ask(rows(), reward=reward)
 
 
-def test_the_command_prints_a_table_and_writes_files(
-    tmp_path: Path, functions: None, capsys: pytest.CaptureFixture[str]
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run's folder, whose name a terminal would obey. Commands read each of its configurations once."""
+    folder = tmp_path_factory.mktemp("replay") / "run\x1b[31m"
+    write_rollouts(folder, 1, pa.Table.from_pylist(rows(), COLUMNS).drop_columns("trained"))
+    save_resolved(own_config(), folder / "config.yaml")
+    once = functools.cache(lambda path, overrides, real=command._prepared: real(path, overrides))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "_prepared", lambda path, overrides: once(path, tuple(overrides)))
+        yield folder
+
+
+def test_the_command_prints_a_table_that_a_terminal_does_not_obey(
+    run: Path, functions: None, capsys: pytest.CaptureFixture[str]
 ):
-    run = tmp_path / "run\x1b[31m"
-    given = [one | {"error": None} for one in rows()]
-    write_rollouts(run, 1, pa.Table.from_pylist(given, COLUMNS).drop_columns("trained"))
-    save_resolved(load(OWN), run / "config.yaml")
-    files = ["--json", str(tmp_path / "all.json"), "--out", str(tmp_path / "samples.parquet")]
-    main([str(run), "--reward", "functions_of_a_replay:failing", "--advantage", "rloo", "--loss", "gspo", *files])
+    command.main([str(run), "--reward", "functions_of_a_replay:failing", "--advantage", "rloo"])
     said = capsys.readouterr().out
     assert "\x1b" not in said and "all as in the run, bit for bit" in said
-    assert "dr_grpo, regular, token_mean -> rloo, gspo, token_mean" in said
+    assert "dr_grpo, regular, token_mean -> rloo, regular, token_mean" in said
     assert "could not be scored: 4 (bad_reward 3, ValueError 1)" in said
-    found = json.loads((tmp_path / "all.json").read_text())
-    assert found["own"]["differing_tokens"] == 0 and found["rewards"]["samples"] == 4
-    assert found["by_step"][0]["new"]["groups/without_push"] == 1
-    assert pq.read_table(tmp_path / "samples.parquet")["reward_new"].to_pylist() == [None] * 4 + [0.5] * 4
-
     for wrong, reason in (
-        ([str(tmp_path)], "has no config.yaml"),
+        ([str(run.parent)], "has no config.yaml"),
         ([str(run), "--steps", "7-9"], "none of these is among the kept ones, 1"),
         ([str(run), "--advantage", "rlo"], "Did you mean 'rloo'"),
     ):
         with pytest.raises(SystemExit) as ended:
-            main(wrong)
-        assert ended.value.code == 2 and reason in capsys.readouterr().err.replace("\n", " ")
+            command.main(wrong)
+        assert ended.value.code == 2 and reason in capsys.readouterr().err
+
+
+def test_the_commands_and_the_function_of_the_page(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    page = PAGE.read_text()
+    (function,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_module.py").write_text(function)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (block,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    commands = [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
+    assert len(commands) == 5
+    said = []
+    for words in commands:
+        assert words[:3] == ["skyrl-train", "replay", "RUN"]
+        command.main([str(run), *words[3:]])
+        said.append(capsys.readouterr().out)
+    assert "scored with own: 8 samples" in said[1] and "scored with my_module:my_reward: 8 samples" in said[2]
+    assert "rloo, gspo, token_mean" in said[3] and "regular, sequence_mean" in said[4]
+    found = json.loads(Path("all.json").read_text())
+    assert found["own"]["differing_tokens"] == 0 and found["by_step"][0]["new"]["tokens/trained"] == 16
+    assert pq.read_table("samples.parquet")["push_new"].to_pylist()[0] == pytest.approx(0.75 / 8)
+    wanted = set(re.findall(r"`((?:advantages|groups|tokens|importance_weights|clipped|pushes)/\w+)`", page))
+    assert wanted <= {*SHOWN, *found["update"]["old"]}
